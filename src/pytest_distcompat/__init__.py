@@ -13,6 +13,7 @@ from pytest_distcompat.lazy import lazily
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell, Matrix
     from pytest_distcompat.checks import CHECKS, Check, check
+    from pytest_distcompat.compat_suite import CompatSuite
     from pytest_distcompat.drivers import Driver
     from pytest_distcompat.engine import check_driver
     from pytest_distcompat.expect import fails, refuses
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         UsageProblem,
     )
     from pytest_distcompat.status import Verdict
-    from pytest_distcompat.suite import CompatSuite
     from pytest_distcompat.trace import Trace
     from pytest_distcompat.world import World
 
@@ -59,7 +59,7 @@ _HOME = {
         ("DistcompatError", "Incompatible", "LateFailure", "RunFailedError", "UsageProblem"),
         "failures",
     ),
-    "CompatSuite": "suite",
+    "CompatSuite": "compat_suite",
     "Driver": "drivers",
     "check_driver": "engine",
     "Trace": "trace",

@@ -1,4 +1,4 @@
-"""Cells of the matrix: strategy x precision x world size x options, and over how many nodes the ranks are spread."""
+"""Cells of the matrix: strategy x precision x world size x options, and over how many machines the ranks are spread."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from pytest_distcompat.failures import UsageProblem, hides_frames
 from pytest_distcompat.installed import version_of
+from pytest_distcompat.spread import COUNTS, Spread
 from pytest_distcompat.user_input import check_count
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
@@ -232,7 +233,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 #: What an expectation may name besides the options.
-FACETS = ("strategy", "precision", "world_size", "nodes", *OPTIONS)
+FACETS = ("strategy", "precision", *COUNTS, *OPTIONS)
 
 
 def check_option(name: str, value: OptionValue) -> None:
@@ -255,7 +256,7 @@ class Cell:
     nodes: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "nodes"):
+        for name in COUNTS:
             check_count(name, getattr(self, name))
         for name, value in self.options:
             check_option(name, value)
@@ -306,9 +307,9 @@ class Cell:
             raise UsageProblem(
                 f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'"
             )
-        nodes = 1
+        machines = 1
         if tokens and re.fullmatch(r"n\d+", tokens[0]):
-            nodes = int(tokens.pop(0)[1:])
+            machines = int(tokens.pop(0)[1:])
         option_by_token = _options_by_token(tokens)
         for token in tokens:
             if token not in option_by_token:
@@ -316,32 +317,31 @@ class Cell:
                     f"cell id {cell_id!r}: unknown part {token!r}. Known: {', '.join(option_by_token)}"
                 )
         options = tuple(option_by_token[token] for token in tokens)
-        return cls(strategy, precision, int(world[1:]), options, nodes)
+        return cls(strategy, precision, int(world[1:]), options, machines)
 
     @property
     def id(self) -> str:
-        """Return the id: ``fsdp2-bf16_upcast-w2-compile``, over two nodes ``fsdp2-bf16_upcast-w2-n2-compile``."""
-        parts = [self.strategy, self.precision, f"w{self.world_size}"]
-        if self.nodes > 1:
-            parts.append(f"n{self.nodes}")
+        """Return the id: ``fsdp2-bf16_upcast-w2-compile``, over two machines ``fsdp2-bf16_upcast-w2-n2-compile``."""
+        parts = [self.strategy, self.precision, *self.spread.tokens]
         parts += [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join(parts)
 
     @property
-    def uneven(self) -> str | None:
-        """Return why its ranks cannot be spread evenly over its nodes; None if they can."""
-        return uneven(self.world_size, self.nodes)
+    def spread(self) -> Spread:
+        """Return how many ranks it has, and over how many machines they are spread."""
+        return Spread(self.world_size, self.nodes)
 
     def without(self, *names: str) -> Cell:
         """Return the same cell with these options at their defaults."""
         options = tuple((name, value) for name, value in self.options if name not in names)
         return dataclasses.replace(self, options=options)
 
-    def over(self, nodes: int) -> Cell:
-        """Return the same cell over so many nodes, unless it names a number itself."""
-        if self.nodes > 1:
+    def spread_as(self, other: Cell | Matrix) -> Cell:
+        """Return the same cell over as many machines as the other one, unless it names a number itself."""
+        machines = other.nodes or 1
+        if machines == 1 or not self.spread.on_one:
             return self
-        return dataclasses.replace(self, nodes=nodes)
+        return dataclasses.replace(self, nodes=machines)
 
     def option(self, name: str) -> OptionValue:
         """Return the value of an option. Raises UsageProblem for an unknown name."""
@@ -354,8 +354,8 @@ class Cell:
         return OPTIONS[name].default
 
     @property
-    def per_node(self) -> bool:
-        """Tell whether each node has checkpoints of its own."""
+    def own_disks(self) -> bool:
+        """Tell whether the ranks of each machine have checkpoints of their own (``World.own_disks``)."""
         return self.option("checkpoints") == "node"
 
     @property
@@ -451,6 +451,14 @@ class Cell:
             values[name] = self.option(name) if name in OPTIONS else getattr(self, name)
         return values
 
+    def own_facets(self) -> dict[str, OptionValue | int]:
+        """Return its strategy, precision and world size, and the other facets that are not at their default."""
+        values: dict[str, OptionValue | int] = {
+            "strategy": self.strategy,
+            "precision": self.precision,
+        }
+        return {**values, **self.spread.numbers, **dict(self.options)}
+
     def __str__(self) -> str:
         return self.id
 
@@ -467,14 +475,6 @@ def _options_by_token(tokens: Sequence[str]) -> dict[str, tuple[str, OptionValue
             if option.accepts(text):
                 options[option.token(text)] = (option.name, text)
     return options
-
-
-def uneven(world_size: int, nodes: int) -> str | None:
-    """Return why that many ranks cannot be spread evenly over the nodes; None if they can."""
-    if world_size % nodes == 0:
-        return None
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    return f"{ranks} cannot be spread evenly over {nodes} nodes"
 
 
 def setting_value(text: str) -> Any:
@@ -496,8 +496,8 @@ class Matrix:
     """Cells that a suite covers: every strategy with every precision, world size and set of options.
 
     Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the world size of this
-    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product. ``nodes`` is
-    over how many nodes the ranks of each cell are spread; without it ``--distcompat-nodes``.
+    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
+    ``nodes`` is over how many machines the ranks of each cell are spread; without it the session says.
     """
 
     strategies: tuple[str, ...] = ()
@@ -524,11 +524,19 @@ class Matrix:
             for name, value in options.items():
                 check_option(name, value)
 
+    def counts_of_session(self) -> set[str]:
+        """Return the counts that the session sets for all cells, as the matrix does not name them."""
+        named: dict[str, object] = {"world_size": self.world_sizes, "nodes": self.nodes}
+        return {name for name, value in named.items() if not value}
+
+    def spread_as(self, other: Matrix) -> Matrix:
+        """Return the same matrix over as many machines as the other one, unless it names a number itself."""
+        return self if self.nodes else dataclasses.replace(self, nodes=other.nodes)
+
     def cells(
-        self, strategies: Iterable[str], precisions: Iterable[str], world_size: int, nodes: int = 1
+        self, strategies: Iterable[str], precisions: Iterable[str], world_size: int
     ) -> Iterator[Cell]:
         """Yield the cells in a fixed order; the arguments are for a matrix that names none of that kind."""
-        nodes = self.nodes or nodes
         strategies = tuple(strategies)
         precisions = tuple(precisions)
         product = itertools.product(
@@ -539,10 +547,11 @@ class Matrix:
         )
         cells: list[Cell] = []
         for strategy, precision, size, options in product:
-            cells.append(Cell(strategy, precision, size, tuple(options.items()), nodes))
+            cell = Cell(strategy, precision, size, tuple(options.items()))
+            cells.append(cell.spread_as(self))
         for extra in self.extra:
             if isinstance(extra, Cell):
-                cells.append(extra.over(nodes))
+                cells.append(extra.spread_as(self))
             else:
-                cells.extend(extra.cells(strategies, precisions, world_size, nodes))
+                cells.extend(extra.spread_as(self).cells(strategies, precisions, world_size))
         yield from dict.fromkeys(cells)

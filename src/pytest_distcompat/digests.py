@@ -1,9 +1,11 @@
-"""Digests of tensors that add up: the digest of a whole is the sum of those of its parts, however it was cut.
+"""Digests of tensors that add up: that of a full tensor is the sum of those of its shards.
 
-A digest reads ``words:hash``: the number of 32-bit words, and the sum of each word times ``base`` to the power of its position
-in the whole, modulo two primes below 2**31, so that products fit into 64 bits. The position of a word is that in the flattened
-whole tensor, so parts need no order, whatever dimension a mesh has cut: rows, columns, or pieces of pieces. All zeros hash to
-0. ``probe.tensors.digest`` makes digests.
+A digest is a text ``words:hash``. ``words`` is the number of 32-bit words of the tensor's memory.
+The hash combines two sums, one for each of PRIMES and BASES: each word is multiplied by ``base **
+position``, and the products are added modulo the prime. ``position`` is the place of the word in
+the flattened full tensor, so it does not matter along which dimensions a mesh has sharded the
+tensor. The primes are below 2**31, so that products fit into 64 bits. A tensor of zeros has the
+hash 0. ``probe.tensors.digest`` computes digests.
 """
 
 from __future__ import annotations
@@ -13,47 +15,52 @@ from collections.abc import Iterable
 PRIMES = (2147483647, 2147483629)
 BASES = (1103515245, 69069069)
 
+#: The digest of a tensor without elements.
 EMPTY = "0:0"
 
 
 def form(words: int, hashes: tuple[int, ...]) -> str:
-    """Return the text of a digest."""
+    """Return a digest as text, from the number of words and the two sums."""
     return f"{words}:{hashes[0] << 32 | hashes[1]:x}"
 
 
 def read(digest: str) -> tuple[int, tuple[int, int]]:
-    """Return the words and hashes of a digest. Raises ValueError for a text that is no digest."""
+    """Return the number of words and the two sums. Raises ValueError for another text."""
     words, _, text = digest.partition(":")
     number = int(text, 16)
     return int(words), (number >> 32, number & 0xFFFFFFFF)
 
 
 def combine(digests: Iterable[str]) -> str:
-    """Return the digest of the whole that these parts make up, each made with its position in the whole."""
-    words, hashes = 0, [0, 0]
+    """Return the digest of a full tensor from the digests of its shards.
+
+    The digest of a shard uses the positions of its words in the full tensor.
+    """
+    total_words = 0
+    totals = [0, 0]
     for digest in digests:
-        more, parts = read(digest)
-        words += more
-        hashes = [
-            (one + part) % prime for one, part, prime in zip(hashes, parts, PRIMES, strict=True)
-        ]
-    return form(words, (hashes[0], hashes[1]))
+        words, sums = read(digest)
+        total_words += words
+        for nth, prime in enumerate(PRIMES):
+            totals[nth] = (totals[nth] + sums[nth]) % prime
+    return form(total_words, (totals[0], totals[1]))
 
 
 def concatenate(digests: Iterable[str]) -> str:
-    """Return the digest of tensors one after the other, each digested as a whole of its own."""
-    start, shifted = 0, []
+    """Return the digest of the concatenation of full tensors from their digests."""
+    start = 0
+    shifted_digests: list[str] = []
     for digest in digests:
-        words, parts = read(digest)
-        moved = (
-            part * pow(base, start, prime) % prime
-            for part, base, prime in zip(parts, BASES, PRIMES, strict=True)
-        )
-        shifted.append(form(words, tuple(moved)))
+        words, sums = read(digest)
+        # Each word moves by ``start`` positions, which multiplies its term by ``base ** start``.
+        shifted_sums: list[int] = []
+        for part, base, prime in zip(sums, BASES, PRIMES, strict=True):
+            shifted_sums.append(part * pow(base, start, prime) % prime)
+        shifted_digests.append(form(words, tuple(shifted_sums)))
         start += words
-    return combine(shifted)
+    return combine(shifted_digests)
 
 
 def is_zero(digest: str) -> bool:
-    """Tell whether every element is zero; an empty tensor has none that is not."""
+    """Tell whether all elements are zero, as they are in an empty tensor."""
     return digest.endswith(":0")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
 from pytest_distcompat.law import law_of
-from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
@@ -321,8 +320,6 @@ class Driver(
     #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it, with their values; profiles
     #: add them.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
-    sources: ClassVar[tuple[Source, ...]] = ()
     #: Strategies whose checkpoints can be loaded at another world size.
     reshards: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> the other strategy that can load its checkpoints.

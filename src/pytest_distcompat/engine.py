@@ -63,7 +63,7 @@ def check_driver(
         verdict, ``skipped``, with the reason; so has a check in ``checks`` that does not apply to a cell.
 
     Raises:
-        UsageProblem: If a name is unknown, there is no cell, a cell is over several nodes, or ranks could not import the
+        UsageProblem: If a name is unknown, there is no cell, a cell is over several machines, or ranks could not import the
             driver.
 
     Example:
@@ -168,11 +168,11 @@ def local_runner(
     """Yield a runner on warm ranks of this machine, on leased devices; end its processes afterwards.
 
     The fork servers import what the driver and the cells' models need. Without ``store`` the runs' directory is
-    temporary. Raises UsageProblem for a cell over several nodes.
+    temporary. Raises UsageProblem for a cell whose ranks are not all on this machine.
     """
     cells = tuple(cells)
     for cell in cells:
-        if cell.nodes > 1:
+        if not cell.spread.on_one:
             raise UsageProblem(
                 f"cell {cell}: only pytest runs cells over several nodes (--distcompat-nodes)"
             )

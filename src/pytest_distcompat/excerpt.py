@@ -57,30 +57,3 @@ def explained(message: str) -> str:
     if message != "bdb.BdbQuit":
         return message
     return f"{message}: the debugger was left, or found no terminal; ranks that torchrun starts in one have it"
-
-
-#: Ranks by their numbers, as messages have them, whose node is not said yet.
-_RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)\b(?! on | others| more)")
-
-
-def name_nodes(text: str, nodes: Sequence[str]) -> str:
-    """Return a text with the node of each rank that it names: ``ranks 0 and 1 on n1, rank 2 on n2``.
-
-    ``nodes`` has the name of each rank's node, in rank order; without nodes, and for numbers beyond, nothing changes.
-    """
-
-    def with_nodes(match: re.Match[str]) -> str:
-        ranks_by_node: dict[str, list[str]] = {}
-        for rank in re.findall(r"\d+", match[1]):
-            if int(rank) >= len(nodes):
-                return match[0]
-            ranks_by_node.setdefault(nodes[int(rank)], []).append(rank)
-        parts: list[str] = []
-        for node, ranks in ranks_by_node.items():
-            noun = "ranks" if len(ranks) > 1 else "rank"
-            parts.append(f"{noun} {', '.join(ranks)} on {node}")
-        return ", ".join(parts)
-
-    if not nodes:
-        return text
-    return _RANKS.sub(with_nodes, text)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pytest_distcompat import clock
 from pytest_distcompat.cell import FACETS, OPTIONS, Cell, OptionValue
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.spread import COUNTS
 
 FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 
-#: The facets that are numbers; besides numbers they take a lower bound, as ``>=2``.
-_COUNTS = ("world_size", "nodes")
+#: A lower bound, which facets that are numbers take besides these.
 _LOWER_BOUND = re.compile(r">=([1-9][0-9]*)")
 
 
@@ -49,7 +49,7 @@ class Expectation:
         values = cell.facets()
         for name, expected in self.facets:
             wanted = expected if isinstance(expected, tuple) else (expected,)
-            if name in _COUNTS:
+            if name in COUNTS:
                 if not any(_allows(count, int(values[name])) for count in wanted):
                     return False
                 continue
@@ -172,7 +172,7 @@ def _expectation(
             raise UsageProblem(
                 f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}"
             )
-        if name in _COUNTS and not all(_is_count(value) for value in values):
+        if name in COUNTS and not all(_is_count(value) for value in values):
             expected = "a number, a lower bound as '>=2', or a tuple of them"
             raise UsageProblem(f"{kind}({check!r}): {name} takes {expected}, got {facet!r}")
         if name not in OPTIONS:
@@ -194,7 +194,7 @@ def _is_count(value: object) -> bool:
 
 
 def _allows(wanted: OptionValue | int, number: int) -> bool:
-    """Tell whether a number of ranks or nodes is the wanted one, or not below the wanted lower bound."""
+    """Tell whether a number of ranks, or of what they are on, is the wanted one, or not below the wanted lower bound."""
     if isinstance(wanted, str):
         return number >= int(wanted.removeprefix(">="))
     return number == wanted

@@ -1,7 +1,7 @@
-"""Hooks by which extensions, plugins of pytest themselves, add to the plugin. ``docs/extend.md`` shows one of each.
+"""Hooks by which extensions add to the plugin. ``docs/extend.md`` has an example of each.
 
-An extension marks its functions ``@pytest.hookimpl(optionalhook=True)``: without the plugin (``-p no:distcompat``) the hooks do
-not exist.
+An extension is a pytest plugin. It marks its functions ``@pytest.hookimpl(optionalhook=True)``,
+because the hooks do not exist without this plugin (``-p no:distcompat``).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import pytest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from pytest_distcompat.compat_suite import CompatSuite
     from pytest_distcompat.launch.forensics.ending import Ending
-    from pytest_distcompat.launch.launcher import Launcher
-    from pytest_distcompat.launch.request import Request, Warmth
+    from pytest_distcompat.launch.request import Request
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.plugin.marked.arguments import AddedArgument
     from pytest_distcompat.plugin.options import Option
+    from pytest_distcompat.plugin.placement import Placement
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.substitute import Substitute
-    from pytest_distcompat.suite import CompatSuite
     from pytest_distcompat.world import World
 
 
@@ -46,23 +46,22 @@ def pytest_distcompat_configure(config: pytest.Config) -> None:
 
 @pytest.hookspec
 def pytest_distcompat_session(session: DistcompatSession) -> None:
-    """Use the session of this pytest process, which was just made.
+    """Use the session of this pytest process, which was just created.
 
-    It is made for the first distributed test that is collected, or for an option of the plugin. Other hooks may be registered
-    here, in ``session.config.pluginmanager``: a pytest without distributed tests then has none of them.
+    It is created when the first distributed test is collected, or when an option of the plugin
+    needs it. Register further hooks here, in ``session.config.pluginmanager``, so that a pytest
+    without distributed tests does not have them.
     """
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_distcompat_substitute(session: DistcompatSession) -> Substitute | None:
-    """Return what takes the place of ranks; None for ranks."""
+    """Return a substitute for the ranks of all suites; None to start ranks."""
 
 
 @pytest.hookspec(firstresult=True)
-def pytest_distcompat_over_nodes(
-    session: DistcompatSession, launcher: Launcher, warmth: Warmth
-) -> Launcher | None:
-    """Return a launcher for runs over several nodes; ``launcher`` has those of this node."""
+def pytest_distcompat_placement(session: DistcompatSession) -> Placement | None:
+    """Return where runs are, and what starts them there; None for this machine."""
 
 
 @pytest.hookspec(firstresult=True)
@@ -84,31 +83,31 @@ def pytest_distcompat_process_group(world: World) -> ProcessGroup | None:
 
 @pytest.hookspec(firstresult=True)
 def pytest_distcompat_why_not_ready() -> str | None:
-    """Wait until ranks can be started; return what is wrong, nothing if all is well."""
+    """Wait until ranks can be started; return why they cannot, None if they can."""
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_distcompat_pool(session: DistcompatSession, inventory: Inventory) -> Pool | None:
-    """Return the pool that leases devices; None for that of this machine."""
+    """Return the pool that leases devices; None for the pool of this machine."""
 
 
 @pytest.hookspec
 def pytest_distcompat_preload(session: DistcompatSession) -> Sequence[str]:  # type: ignore[empty-body]
-    """Return modules that fork servers import, so that ranks need not."""
+    """Return modules for fork servers to import, so that ranks need not import them."""
 
 
 @pytest.hookspec
 def pytest_distcompat_recorders(session: DistcompatSession) -> Sequence[str]:  # type: ignore[empty-body]
-    """Return what records on each rank of a suite: functions, as ``module:function``, that return a ``recording.Recorder``."""
+    """Return functions (``module:function``) that return a ``recording.Recorder`` for a rank."""
 
 
 @pytest.hookspec
 def pytest_distcompat_added_checks(  # type: ignore[empty-body]
     suite: type[CompatSuite], session: DistcompatSession
 ) -> Sequence[AddedCheck]:
-    """Return checks to run in a suite beside those of its own cells."""
+    """Return checks to run in a suite in addition to those of its own cells."""
 
 
 @pytest.hookspec
 def pytest_distcompat_summary(report: Report) -> Sequence[str]:  # type: ignore[empty-body]
-    """Return lines for the terminal's summary of all suites."""
+    """Return lines to add to the terminal's summary of all suites."""

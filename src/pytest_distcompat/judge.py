@@ -73,8 +73,9 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     declared = _declared_failures(covering, findings)
     if declared:
         return _known(check, cell, declared, findings, complete=broken_off is None)
-    status = Status.FAILED if findings else Status.PASSED
-    return Verdict(check.name, cell.id, status, message(findings))
+    if not findings:
+        return Verdict(check.name, cell.id, Status.PASSED, reason=check.remark(cell, trace))
+    return Verdict(check.name, cell.id, Status.FAILED, message(findings))
 
 
 def _with_ended_excuse(verdict: Verdict, ended: Iterable[Expectation]) -> Verdict:

@@ -90,7 +90,8 @@ class LeasedLauncher(Launcher):
     def _take(self, request: Request) -> dict[str, str]:
         """Lease devices for a run, and return the variables that its ranks need for them."""
         # An open run may have gone with its launcher process.
-        self.give_back()
+        for message in self.give_back():
+            self._notice(message)
         who = current_item() or request.directory
         self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
         for leak in self._lease.leak:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,38 +16,81 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.law import law_of
-from pytest_distcompat.models import architectures
 from pytest_distcompat.registry import Registry
-from pytest_distcompat.settings import rules
 
 #: The meaning of each profile, from the one with the fewest cells to the one with the most.
 PROFILES = {
     "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
     "default": "the suite's matrix; a check with runs of its own only once in cells alike in all that it depends on",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
-    "zoo": "every causal language model of transformers and one class of each other task, under DDP, FSDP2 and ZeRO-3",
-    "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "
     "every two axes of the mesh",
 }
 
 
 @dataclass(frozen=True)
+class Selection:
+    """What the cells of a profile are made of.
+
+    Attributes:
+        driver: The driver of the suite.
+        own: The cells of the suite's matrix.
+        strategies: The strategies of the matrix.
+        precisions: The precisions of the matrix.
+        world_sizes: The world sizes of the matrix; profiles that take one world size only take the first.
+        supported: Tells whether the driver can run a cell here.
+        shared: Returns a directory in which processes of one session share what was read from the libraries; None without one.
+    """
+
+    driver: type[Driver]
+    own: tuple[Cell, ...]
+    strategies: tuple[str, ...]
+    precisions: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    supported: Callable[[Cell], bool]
+    shared: Callable[[], Path] | None
+
+    @property
+    def world_size(self) -> int:
+        """Return the first world size."""
+        return self.world_sizes[0]
+
+    @property
+    def claimed(self) -> tuple[tuple[str, str], ...]:
+        """Return each strategy with each precision that the matrix has together with it.
+
+        A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies are not tried with it.
+        """
+        return tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in self.own))
+
+
+#: By cell and check, why a profile does not run the check there.
+LeftOut = dict[tuple[Cell, str], str]
+
+
+def _nothing_left_out(applicable: Mapping[Cell, Collection[str]]) -> LeftOut:  # noqa: ARG001
+    return {}
+
+
+@dataclass(frozen=True)
 class AddedProfile:
-    """A profile of an extension, which runs one check in cells that it chooses.
+    """A profile of an extension.
 
     Attributes:
         name: The value of ``--distcompat-profile``.
-        meaning: What it runs, for the list of profiles.
-        check: The check.
-        cells: Returns the cells, given a driver, the strategies of the suite's matrix and a number
-            of ranks.
+        meaning: What it runs.
+        cells: Returns the cells.
+        check: The only check that it runs, in its cells of whatever precision; None for all that apply.
+        left_out: Returns the checks that it does not run, given those that apply to each cell.
+        order: Where it stands in lists.
     """
 
     name: str
     meaning: str
-    check: Check
-    cells: Callable[[type[Driver], Sequence[str], int], list[Cell]]
+    cells: Callable[[Selection], Iterable[Cell]]
+    check: Check | None = None
+    left_out: Callable[[Mapping[Cell, Collection[str]]], LeftOut] = _nothing_left_out
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,11 +146,6 @@ MODEL_OPTIONS = (
     "float32_norms",
 )
 
-#: What the profile ``zoo`` runs for each architecture: one strategy of each kind, and the checks
-#: whose verdict may depend on the model's modules.
-ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
-ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
-
 #: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
 
@@ -119,7 +158,7 @@ def cells(
     names: tuple[Sequence[str], Sequence[str]],
     world_size: int,
     device: str,
-    shared: Path | None = None,
+    shared: Callable[[], Path] | None = None,
 ) -> list[Cell]:
     """Return the cells of a suite in a session, in a fixed order.
 
@@ -130,7 +169,8 @@ def cells(
         names: All strategies and all precisions, for a matrix that names none.
         world_size: The world size, for a matrix that names none.
         device: ``cuda`` or ``cpu``.
-        shared: A directory in which the processes of a session share what they read from libraries.
+        shared: Returns a directory in which the processes of a session share what they read from
+            libraries; None without one.
     """
     # Imported late: modules that only list the profiles do not need drivers.
     from pytest_distcompat.drivers import unsupported_reason
@@ -139,7 +179,7 @@ def cells(
         return not unsupported_reason(driver, cell, device)
 
     all_strategies, all_precisions = names
-    selection = _Selection(
+    selection = Selection(
         driver,
         own=tuple(matrix.cells(all_strategies, all_precisions, world_size)),
         strategies=tuple(matrix.strategies or all_strategies),
@@ -148,68 +188,33 @@ def cells(
         supported=supported,
         shared=shared,
     )
-    selectors: Mapping[str, Callable[[_Selection], Iterable[Cell]]] = {
+    selectors: Mapping[str, Callable[[Selection], Iterable[Cell]]] = {
         "default": lambda selection: selection.own,
         "smoke": _smoke,
-        "zoo": _zoo,
-        "sweep": _sweep,
         "pairwise": _pairwise,
     }
     added = find_added(profile)
     if added is not None:
-        strategies = dict.fromkeys(strategy for strategy, _precision in selection.claimed)
-        return added.cells(driver, list(strategies), selection.world_size)
+        return _spread(added.cells(selection), matrix)
     selected = selectors.get(profile, _full)(selection)
     if profile == "default":
         return list(selected)
-    return list(dict.fromkeys(selected))
+    return _spread(selected, matrix)
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """What a profile selects cells from.
-
-    Attributes:
-        driver: The driver of the suite.
-        own: The cells of the suite's matrix.
-        strategies: The strategies of the matrix.
-        precisions: The precisions of the matrix.
-        world_sizes: The world sizes of the matrix. Profiles that need only one take the first.
-        supported: Tells whether the driver can run a cell here.
-        shared: A directory in which the processes of a session share what they read from libraries.
-    """
-
-    driver: type[Driver]
-    own: tuple[Cell, ...]
-    strategies: tuple[str, ...]
-    precisions: tuple[str, ...]
-    world_sizes: tuple[int, ...]
-    supported: Callable[[Cell], bool]
-    shared: Path | None
-
-    @property
-    def world_size(self) -> int:
-        """Return the first world size."""
-        return self.world_sizes[0]
-
-    @property
-    def claimed(self) -> tuple[tuple[str, str], ...]:
-        """The pairs of strategy and precision that the matrix has.
-
-        A suite may have fp8 with one strategy only, as an extra of its matrix. Then no profile
-        combines it with another one.
-        """
-        return tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in self.own))
+def _spread(cells: Iterable[Cell], matrix: Matrix) -> list[Cell]:
+    """Return the cells over as many machines as those of the matrix, each once."""
+    spread = [cell.spread_as(matrix) for cell in cells]
+    return list(dict.fromkeys(spread))
 
 
 def left_out(
     profile: str,
     applicable: Mapping[Cell, Collection[str]],
     checks: Mapping[str, Check] = CHECKS.by_name,
-) -> dict[tuple[Cell, str], str]:
+) -> LeftOut:
     """Return the reasons for which a profile leaves checks out, by cell and name of the check.
 
-    - ``zoo`` runs ``ZOO_CHECKS`` only.
     - ``smoke`` runs a costly check, which needs more runs than the training that all checks share,
       only in the last cell, whose strategy shards the most.
     - ``default`` runs a check once for all cells that differ only in facets on which it does not
@@ -220,9 +225,8 @@ def left_out(
         applicable: The names of the checks that apply, by cell.
         checks: All checks by name.
     """
-    if profile == "zoo":
-        return _left_out_of_zoo(applicable)
-    reasons: dict[tuple[Cell, str], str] = {}
+    added = find_added(profile)
+    reasons: LeftOut = {} if added is None else added.left_out(applicable)
     for cell, names in applicable.items():
         checks_of_cell = {name: checks[name] for name in names}
         by_law = law_of(cell).left_out(cell, checks_of_cell, profile)
@@ -239,16 +243,6 @@ def left_out(
     return reasons
 
 
-def _left_out_of_zoo(applicable: Mapping[Cell, Collection[str]]) -> dict[tuple[Cell, str], str]:
-    """Return the reason for all checks but ``ZOO_CHECKS``, by cell and name of the check."""
-    reasons: dict[tuple[Cell, str], str] = {}
-    for cell, checks in applicable.items():
-        for check in checks:
-            if check not in ZOO_CHECKS:
-                reasons[cell, check] = f"the zoo profile runs {', '.join(ZOO_CHECKS)} only"
-    return reasons
-
-
 def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tuple[Cell, str]]:
     """Yield the cells in which a check that depends on these facets would only repeat itself.
 
@@ -258,7 +252,9 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
     for cell in cells:
         facets = cell.facets()
         values = [facets[name] for name in sorted(depends_on)]
-        earlier = first.setdefault((cell.strategy, cell.nodes, cell.set, *values), cell)
+        # The same machines, however many ranks they have together.
+        machines = dataclasses.replace(cell.spread, world_size=0)
+        earlier = first.setdefault((cell.strategy, machines, cell.set, *values), cell)
         if earlier != cell:
             yield (
                 cell,
@@ -266,52 +262,7 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
             )
 
 
-def _zoo(selection: _Selection) -> Iterator[Cell]:
-    """Yield each architecture under each of ``ZOO_STRATEGIES``.
-
-    A driver without the option ``model`` has only a model of its own, so it has none of these
-    cells.
-    """
-    if "model" not in selection.driver.options:
-        return
-    for model in architectures():
-        for strategy in ZOO_STRATEGIES:
-            if strategy in selection.strategies:
-                yield Cell.of(strategy, "fp32", selection.world_size, model=model)
-
-
-def _sweep(selection: _Selection) -> Iterator[Cell]:
-    """Yield a cell for each value of each setting, under each strategy that it concerns."""
-    driver = selection.driver
-    for setting in rules.settings_of(driver.sources, selection.shared):
-        for strategy, text in itertools.product(setting.strategies, setting.cells):
-            if strategy not in selection.strategies:
-                continue
-            cell = Cell(strategy, setting.precision, selection.world_size)
-            cell = with_set(driver, cell, text, **setting.options)
-            if selection.supported(cell):
-                yield cell
-
-
-def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue) -> Cell:
-    """Return a cell with settings and options.
-
-    Args:
-        driver: The driver of the cell.
-        cell: The cell without options.
-        text: The settings, as the value of option ``set``.
-        **options: Further options. The default of ``model`` is a small one.
-    """
-    if "model" in driver.options:
-        options.setdefault("model", "mlp")
-    if "optimizer" not in driver.options:
-        # Such a driver makes the optimizer whose settings it declares.
-        options.pop("optimizer", None)
-    options["set"] = text
-    return Cell.of(cell.strategy, cell.precision, cell.world_size, **options)
-
-
-def _full(selection: _Selection) -> Iterator[Cell]:
+def _full(selection: Selection) -> Iterator[Cell]:
     """Yield a cell for each option value, the cells of ``_composed``, and the suite's own cells."""
     choices = option_choices(selection.driver)
     for strategy, precision in selection.claimed:
@@ -390,7 +341,7 @@ def _least_world_size(options: Mapping[str, OptionValue]) -> int:
     return least
 
 
-def _composed(selection: _Selection) -> Iterator[Cell]:
+def _composed(selection: Selection) -> Iterator[Cell]:
     """Yield a cell for every two of AXES together, and for each of AXES with each of BESIDE_AXES.
 
     An option that cannot run by itself is left out: the cell with this option only has the reason.
@@ -407,7 +358,7 @@ def _composed(selection: _Selection) -> Iterator[Cell]:
                 yield make(first, second)
 
 
-def _smoke(selection: _Selection) -> Iterator[Cell]:
+def _smoke(selection: Selection) -> Iterator[Cell]:
     """Yield a cell for each strategy, precisions in turn, then one for each unused precision."""
     precisions = selection.precisions
     remaining = dict.fromkeys(precisions)
@@ -426,7 +377,7 @@ def _smoke(selection: _Selection) -> Iterator[Cell]:
 
 
 def _first_supported(
-    selection: _Selection, strategies: Iterable[str], precisions: Iterable[str]
+    selection: Selection, strategies: Iterable[str], precisions: Iterable[str]
 ) -> Cell | None:
     """Return the first cell of these strategies and precisions that can run here, or None."""
     for strategy, precision in itertools.product(strategies, precisions):
@@ -436,7 +387,7 @@ def _first_supported(
     return None
 
 
-def _pairwise(selection: _Selection) -> Iterator[Cell]:
+def _pairwise(selection: Selection) -> Iterator[Cell]:
     """Yield the suite's own cells, then a covering array of all pairs of values.
 
     Each pair of values of strategy, precision and options is in some cell of the array. It comes

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from pytest_distcompat.failures import UsageProblem, hides_frames
@@ -26,10 +27,11 @@ def installed_entry_points() -> Any:
 class Registry(Generic[T]):
     """The items of one kind that the modules of a package define, by name, in the order of their ``order``.
 
-    Other installed packages add items by entry points: their group is the package's name, as
-    ``pytest_distcompat.strategies``, their value ``module:item``. Modules whose name begins with an underscore are left
-    out. An item is an instance of ``kind``, or a subclass that a module defines. A registry without modules has the items of
-    entry points alone. ``group`` is their group, if it is not named after the package.
+    Other installed packages, and extensions, add items by entry points: their group is the package's name, as
+    ``pytest_distcompat.strategies``, their value ``module:item``, or ``module`` for all items of a module. Modules whose
+    name begins with an underscore are left out. An item is an instance of ``kind``, or a subclass that a module defines. A
+    registry without modules has the items of entry points alone. ``group`` is their group, if it is not named after the
+    package.
     """
 
     def __init__(
@@ -77,13 +79,15 @@ class Registry(Generic[T]):
         """Yield each item of the package, after the module that defines it."""
         for full_name in self._own_modules():
             module = importlib.import_module(full_name)
-            items = [
-                value for value in vars(module).values() if self._belongs(value, module.__name__)
-            ]
+            items = self._items_of(module)
             if not items:
                 raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
             for item in items:
                 yield module.__name__, item
+
+    def _items_of(self, module: ModuleType) -> list[T]:
+        """Return the items that a module defines."""
+        return [value for value in vars(module).values() if self._belongs(value, module.__name__)]
 
     def _added_items(self) -> Iterator[tuple[str, T]]:
         """Yield each item that another package adds, after its origin."""
@@ -93,6 +97,10 @@ class Registry(Generic[T]):
                 item = entry.load()
             except Exception as error:
                 raise UsageProblem(f"{where}: {type(error).__name__}: {error}") from error
+            if isinstance(item, ModuleType) and self._items_of(item):
+                for item_of_module in self._items_of(item):
+                    yield where, item_of_module
+                continue
             if not self._belongs(item, getattr(item, "__module__", "")):
                 raise UsageProblem(f"{where} is {item!r:.200}; expected a {self._kind.__name__}")
             yield where, item
@@ -131,7 +139,7 @@ class Registry(Generic[T]):
         try:
             return self.by_name[name]
         except KeyError:
-            known = ", ".join(self.by_name)
+            known = ", ".join(self.by_name) or "none"
             raise UsageProblem(f"no {self._item_name} named {name!r}. Known: {known}.") from None
 
 

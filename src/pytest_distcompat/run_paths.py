@@ -1,4 +1,4 @@
-"""The payload of a suite's run for its ranks, and the directories in which they read and write."""
+"""What the ranks of a suite's run are told, and the directories in which they read and write."""
 
 from __future__ import annotations
 
@@ -17,10 +17,21 @@ from pytest_distcompat.scenario import Run
 class SuitePayload:
     """The payload of the request for one run of a suite.
 
-    ``driver`` is a name or ``module:attribute``, ``cell`` the id of the run's cell, ``ranks`` the number of
-    data-parallel ranks of the cell that it is for. A run with damage has a copy of ``load_from`` in ``save_to``, and
-    loads that. ``log_level`` is pytest's, or empty. With ``per_node`` the three directories are on each node other ones.
-    ``recorders`` are the extensions' on each rank (``recording``); ``asking_cell`` is the cell whose check needs the run.
+    Attributes:
+        driver: The driver's name, or ``module:attribute``.
+        cell: The id of the cell in which the run trains.
+        ranks: The number of data-parallel ranks of the cell whose check needs the run. A reference
+            run in one process trains on the batches of so many ranks.
+        device: ``cuda`` or ``cpu``.
+        run: The actions of the ranks.
+        save_to: The directory of the checkpoint that the run saves. If the run corrupts a
+            checkpoint, it is a copy of ``load_from``, which the run then loads.
+        load_from: The directory of the checkpoint that the run loads.
+        export: The directory of the exported model.
+        log_level: The log level of pytest; empty if none is set.
+        own_disks: Whether these directories are other ones on each machine.
+        asking_cell: The id of the cell whose check needs the run.
+        recorders: Functions of extensions that record on each rank (``recording``).
     """
 
     driver: str
@@ -32,60 +43,53 @@ class SuitePayload:
     load_from: str
     export: str
     log_level: str = ""
-    per_node: bool = False
+    own_disks: bool = False
     asking_cell: str = ""
     recorders: tuple[str, ...] = ()
 
     @property
     def paths(self) -> RunPaths:
-        """The directories that it names."""
+        """The directories of the run."""
         return RunPaths(Path(self.save_to), Path(self.load_from), Path(self.export), self.ranks)
 
     @property
     def driver_cell(self) -> Cell:
-        """Return the cell that the driver is given: in a reference run one with as many ranks as the run it stands for."""
-        # A loss that divides by the number of ranks is to compute in one process what it computes on a rank.
+        """The driver's cell: in a reference run with the number of ranks for which it stands."""
+        # A loss that divides by the number of ranks must do so in the reference's one process too.
         cell = Cell.parse(self.cell)
-        return dataclasses.replace(cell, world_size=self.ranks) if self.run.is_reference else cell
-
-    def on_node(self, directory: Path, own: Path) -> SuitePayload:
-        """Return the payload for a node that has the run's directories below ``own``, the one to save into being made.
-
-        Raises:
-            FileNotFoundError: What the run loads is not there.
-        """
-
-        def below_own(path: str) -> Path:
-            return own / Path(path).relative_to(directory.parent)
-
-        save_to = below_own(self.save_to)
-        load_from = below_own(self.load_from)
-        export = below_own(self.export)
-        if self.run.after and not load_from.exists():
-            raise FileNotFoundError(
-                f"the node was lost since run {self.run.after!r}, whose files were there"
-            )
-        # An interrupted run may have left some.
-        shutil.rmtree(own / directory.name, ignore_errors=True)
-        save_to.mkdir(parents=True)
-        return dataclasses.replace(
-            self, save_to=str(save_to), load_from=str(load_from), export=str(export)
-        )
+        if not self.run.is_reference:
+            return cell
+        return dataclasses.replace(cell, world_size=self.ranks)
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Directories of one run, and the number of data-parallel ranks that a reference run stands for."""
+    """The directories of a run, and the data-parallel ranks for which a reference run stands.
+
+    Attributes:
+        save_to: See ``SuitePayload``.
+        load_from: The checkpoint of an earlier run, or of this one.
+        export: See ``SuitePayload``.
+        ranks: See ``SuitePayload``.
+    """
 
     save_to: Path
-    #: The checkpoint of an earlier run, or of this one.
     load_from: Path
     export: Path
     ranks: int
 
     def clear(self, run: Run, directory: Path, *, first: bool) -> None:
-        """Restore the directories to their state before the run, for ranks that are started again by hand."""
-        # A trainer may refuse to overwrite a checkpoint. The one that the run loads stays as it is.
+        """Restore the directories to their state before the run, if a user starts it again.
+
+        A trainer may refuse to overwrite a checkpoint. The checkpoint that the run loads stays as
+        it is.
+
+        Args:
+            run: The run.
+            directory: A directory for a file that tells other ranks that the directories are
+                restored.
+            first: Whether this is the rank that restores them. The others wait for it.
+        """
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if first:
             if self.save_to.is_file():
@@ -97,6 +101,6 @@ class RunPaths:
                 shutil.copytree(self.load_from, self.save_to)
             self.save_to.mkdir(parents=True, exist_ok=True)
             cleared.touch()
-        # If the first rank fails, torchrun ends the others.
+        # This waits forever if the first rank fails, but then torchrun ends all ranks.
         while not cleared.exists():
             clock.sleep(0.02)

@@ -129,7 +129,7 @@ class Runner:
             run,
             *names,
             log_level=self.log_level,
-            per_node=_on_each_node(cell, run),
+            own_disks=_has_own_disks(cell, run),
             asking_cell=cell.id,
             recorders=self.recorders,
         )
@@ -166,7 +166,7 @@ class Runner:
         run_cell = run.cell(cell)
         ranks = f"-of_{cell.dp_size}" if run_cell.world_size != cell.world_size else ""
         origin = f"-after_{cell.id}" if run.after and run_cell != cell else ""
-        worker = f"-by_{self.worker}" if self.worker and _on_each_node(cell, run) else ""
+        worker = f"-by_{self.worker}" if self.worker and _has_own_disks(cell, run) else ""
         text = f"{driver}-{run_cell.id}-{run.same_as or run.name}{ranks}{origin}{worker}"
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
@@ -176,9 +176,11 @@ class Runner:
         )
 
 
-def _on_each_node(cell: Cell, run: Run) -> bool:
-    """Tell whether the run's files are on each node in its own directory; what a run on one rank loads is on the first one."""
-    return cell.per_node and cell.nodes > 1 and (run.cell(cell).nodes > 1 or bool(run.after))
+def _has_own_disks(cell: Cell, run: Run) -> bool:
+    """Tell whether each machine has files of its own in the run; what a run on one rank loads is on the first machine."""
+    if not cell.own_disks or cell.spread.on_one:
+        return False
+    return not run.cell(cell).spread.on_one or bool(run.after)
 
 
 def _threads(cell: Cell, device: str) -> dict[str, str]:
@@ -210,9 +212,9 @@ def _saved_everywhere(earlier: RunTrace, run: Run) -> bool:
 
 def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
     """Return the trace of a run from its ending."""
-    # A verdict does not depend on which nodes there are: their names are for those who read it.
-    end = _run_failure(ending.without_nodes()) if ending.failed else None
-    return RunTrace(name, cell.world_size, _snapshots(ending.events), end, cell.id, ending.nodes)
+    # A verdict does not depend on which machines there are: their names are for those who read it.
+    end = _run_failure(ending.without_hosts()) if ending.failed else None
+    return RunTrace(name, cell.world_size, _snapshots(ending.events), end, cell.id, ending.hosts)
 
 
 def _run_failure(ending: Ending) -> RunFailure:

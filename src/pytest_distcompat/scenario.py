@@ -79,11 +79,13 @@ class Run:
         if self.tp:
             options["tp"] = self.tp
         world_size = self.world_size or cell.world_size
-        # One rank is on one node.
-        nodes = cell.nodes if world_size > 1 else 1
         strategy = self.strategy or cell.strategy
         precision = self.precision or cell.precision
-        return Cell(strategy, precision, world_size, tuple(options.items()), nodes)
+        run_cell = Cell(strategy, precision, world_size, tuple(options.items()))
+        if world_size == 1:
+            # One rank is on one machine.
+            return run_cell
+        return run_cell.spread_as(cell)
 
     def _followed(self, settings: Iterable[str], names: Iterable[str]) -> list[str]:
         """Return the settings of these objects and fields, without those that the run ignores.
@@ -151,10 +153,13 @@ TRAIN_RUN = Run(
 #: A new process group loads the checkpoint of TRAIN_RUN and repeats the two steps after it.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
-#: A resumed run that saves a checkpoint, and a run that resumes from that one. The first goes on to
-#: the end of an epoch, the second beyond it.
+#: A resumed run that saves twice in one place, and a run that resumes from the second save. The
+#: first goes on to the end of an epoch, the second beyond it.
 SECOND_RUN = Run(
-    "second", (*_BUILD, "load", *("step",) * 3, "save", *("step",) * 2), first_step=3, after="train"
+    "second",
+    (*_BUILD, "load", "step", "save", *("step",) * 2, "save", *("step",) * 2),
+    first_step=3,
+    after="train",
 )
 THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after="second")
 
@@ -184,6 +189,8 @@ FOLLOWED = (
     "TrainingArguments.lr_scheduler_type",
     "TrainingArguments.lr_scheduler_kwargs",
     "TrainingArguments.warmup_steps",
+    "TrainingArguments.label_smoothing_factor",
+    "TrainingArguments.average_tokens_across_devices",
 )
 
 #: The same training in one process, without any strategy, on the batches of all ranks of the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pytest_distcompat.excerpt import name_nodes
+from pytest_distcompat.spread import Hosts
 
 T = TypeVar("T")
 
@@ -323,6 +323,7 @@ class Loader:
         dropped: Rows that fill no batch are left out.
         resumes: It goes on in the middle of an epoch, in a fresh process group.
         moves: It does so with another number of ranks too.
+        rows: The number of its rows, if not that of all loaders: a data set may have fewer than there are ranks.
     """
 
     shuffled: bool = True
@@ -330,6 +331,7 @@ class Loader:
     dropped: bool = False
     resumes: bool = True
     moves: bool = True
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -589,14 +591,14 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """One run on all its ranks; ``cell`` is the id of the cell that it ran in, ``nodes`` has each rank's node, if of several."""
+    """One run on all its ranks; ``cell`` is the id of the cell that it ran in, ``hosts`` has the machine of each rank."""
 
     name: str
     world_size: int
     snapshots: tuple[Snapshot, ...]
     end: RunFailure | None = None
     cell: str = ""
-    nodes: tuple[str, ...] = ()
+    hosts: Hosts = field(default_factory=Hosts)
 
     def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
         """Return the snapshots after the nth such action, one per rank in rank order; empty if no rank reached it."""
@@ -760,21 +762,26 @@ class Trace:
     def __iter__(self) -> Iterator[RunTrace]:
         return iter(self.runs.values())
 
-    def name_nodes(self, text: str) -> str:
-        """Return a finding with the nodes of the ranks that it names.
+    def name_hosts(self, text: str) -> str:
+        """Return a finding with the machines of the ranks that it names.
 
         Runs of several world sizes spread their ranks otherwise, and a finding may be about either: then a line says how.
         """
         failed_runs = [run for run in self if run.end is not None and run.end.message in text]
-        spreads = list(dict.fromkeys(run.nodes for run in failed_runs or self if run.nodes))
-        if not text or not spreads:
+        # A dictionary, to have each only once.
+        all_hosts: dict[Hosts, None] = {}
+        for run in failed_runs or self:
+            if run.hosts.names:
+                all_hosts[run.hosts] = None
+        if not text or not all_hosts:
             return text
-        if len(spreads) == 1:
-            return name_nodes(text, spreads[0])
+        if len(all_hosts) == 1:
+            (only_hosts,) = all_hosts
+            return only_hosts.name_in(text)
         places: list[str] = []
-        for nodes in spreads:
-            ranks = ", ".join(str(rank) for rank in range(len(nodes)))
-            places.append(name_nodes(f"ranks {ranks}", nodes))
+        for hosts in all_hosts:
+            ranks = ", ".join(str(rank) for rank in range(len(hosts.names)))
+            places.append(hosts.name_in(f"ranks {ranks}"))
         return f"{text}\n\nwhere ranks are: {'; '.join(places)}"
 
     @classmethod

@@ -6,7 +6,7 @@ import re
 
 from pytest_distcompat.failures import UsageProblem
 
-#: The largest number of ranks, nodes or GPUs that is taken for meant: no launch of torchrun has had more.
+#: The largest number of ranks, machines or GPUs that is taken for meant: no launch of torchrun has had more.
 LARGEST_COUNT = 1_000_000
 #: The largest number of a TCP port.
 LARGEST_PORT = 65_535
@@ -17,7 +17,7 @@ _ADDRESS = re.compile(
 
 
 def check_count(name: str, value: object) -> None:
-    """Raise UsageProblem unless the value is a number of ranks or nodes."""
+    """Raise UsageProblem unless the value is a number of ranks or machines."""
     if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
         raise UsageProblem(
             f"{name} is {value!r}; expected a whole number from 1 to {LARGEST_COUNT}"

@@ -58,11 +58,12 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
     suite_payload = decode(SuitePayload, payload)
     _capture_log(suite_payload.log_level, log)
+    cell = suite_payload.driver_cell
     world = World.from_environment(suite_payload.device)
+    world = dataclasses.replace(world, own_disks=cell.own_disks)
     world.divide_memory()
     if world.shared and world.backend == "gloo":
         _init_gloo(world)
-    cell = suite_payload.driver_cell
     os.environ.update(cell.settings("env"))
     recorded_rank = RecordedRank(
         suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank
@@ -70,11 +71,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     with recording(suite_payload.recorders, recorded_rank) as recorders:
         driver = find_driver(suite_payload.driver)(cell, world)
         if log.by_hand:
-            suite_payload.paths.clear(
-                suite_payload.run,
-                log.path.parent,
-                first=world.first(per_node=suite_payload.per_node),
-            )
+            of_run = dataclasses.replace(world, own_disks=suite_payload.own_disks)
+            suite_payload.paths.clear(suite_payload.run, log.path.parent, first=of_run.writes_first)
         rank = Rank(driver, suite_payload.run, suite_payload.paths, Observer(), log)
         rank.recorders = recorders
         rank.perform()
@@ -381,11 +379,11 @@ class Rank:
         return infos
 
     def _files(self) -> dict[str, Any]:
-        """Read the saved files, then the exported ones, on rank 0, or on the first rank of each node that has its own."""
+        """Read the saved files, then the exported ones, on rank 0, or on the first rank of each machine that has its own."""
         from pytest_distcompat.probe.files import read_files, read_saved
 
         rank = self.driver.world.rank
-        if not self.driver.world.first(per_node=self.driver.cell.per_node):
+        if not self.driver.world.writes_first:
             return {}
         exported = read_files(self.run_paths.export, "export/")
         saved = read_files(self.run_paths.save_to, f"of rank {rank}: " if rank else "")
@@ -491,7 +489,8 @@ class Rank:
     def _rows_of_loader(self, name: str, epoch: int, batch: int, directory: Path) -> RowsInfo:
         """Return the numbers of the rows that a loader gives from that epoch and batch on, by epoch and batch."""
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
-        for number, rows in self.driver.rows(name, ROWS, (epoch, batch), directory):
+        count = self._loaders[name].rows or ROWS
+        for number, rows in self.driver.rows(name, count, (epoch, batch), directory):
             batches_by_epoch.setdefault(number, []).append(tuple(map(int, rows)))
         batches = tuple(map(tuple, batches_by_epoch.values()))
         return RowsInfo(name, epoch, batch, self._loaders[name], batches)

@@ -22,6 +22,7 @@ class World:
         shared: Whether there are fewer GPUs than ranks.
         nccl: Whether NCCL takes the ranks that share a GPU.
         ranks_each: The largest number of ranks on one GPU, those of other runs included.
+        own_disks: Whether ranks of other machines do not see the files that this one writes.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class World:
     shared: bool = False
     nccl: bool = False
     ranks_each: int = 1
+    own_disks: bool = False
 
     @classmethod
     def from_environment(cls, device: str) -> World:
@@ -69,9 +71,11 @@ class World:
         if self.divides_memory:
             _divide_once_used(self, torch)
 
-    def first(self, *, per_node: bool) -> bool:
-        """Tell whether this is rank 0, or with ``per_node`` the first rank of its node."""
-        return not (self.local_rank if per_node else self.rank)
+    @property
+    def writes_first(self) -> bool:
+        """Tell whether this is the first of the ranks that see the same files: rank 0, or the first one of its machine."""
+        number = self.local_rank if self.own_disks else self.rank
+        return number == 0
 
     @property
     def backend(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.scenario import coverage
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Snapshot, Trace
 
@@ -54,9 +56,9 @@ def trace(change: Mapping[tuple[str, str, int], Sequence[Epoch]] = {}) -> Trace:
                 if run == "moved_rows" and name in {"uneven", "drop_last"}:
                     continue
                 for epoch, done in starts:
-                    found = [batches(order_of(name, one), rank, ranks) for one in range(epoch, 2)]
-                    found[0] = found[0][done:]
-                    given = tuple(tuple(map(tuple, one)) for one in change.get((run, name, rank), found))
+                    epochs_of_rank = [batches(order_of(name, number), rank, ranks) for number in range(epoch, 2)]
+                    epochs_of_rank[0] = epochs_of_rank[0][done:]
+                    given = tuple(tuple(map(tuple, one)) for one in change.get((run, name, rank), epochs_of_rank))
                     infos.append(RowsInfo(name, epoch, done, LOADERS[name], given))
             snapshots.append(Snapshot(rank, run, run, 0, rows=tuple(infos)))
         made.append(RunTrace(run, ranks, tuple(snapshots)))
@@ -78,19 +80,19 @@ def test_all_rows_once() -> None:
 
 
 def test_both_ranks_are_given_the_same_rows() -> None:
-    found = findings({("rows", "in order", 1): epochs("in order", 0)})
-    assert "in order: epoch 1: 11 of 23 rows are given to no rank, first 2" in found
+    texts = findings({("rows", "in order", 1): epochs("in order", 0)})
+    assert "in order: epoch 1: 11 of 23 rows are given to no rank, first 2" in texts
     assert (
         "in order: epoch 1: 12 rows are given twice, first 0; expected less than 4, which fill the last batches"
-        in found
+        in texts
     )
 
 
 def test_a_row_again_that_no_batch_needs() -> None:
     wrong = epochs("uneven", 1)
     wrong[0][0] = (*wrong[0][0][:1], 0)
-    found = findings({("rows", "uneven", 1): wrong})
-    assert any("uneven: epoch 1: 1 rows are given twice, first 0; expected none" in text for text in found)
+    texts = findings({("rows", "uneven", 1): wrong})
+    assert any("uneven: epoch 1: 1 rows are given twice, first 0; expected none" in text for text in texts)
 
 
 def test_more_rows_are_dropped_than_fill_no_batch() -> None:
@@ -103,9 +105,9 @@ def test_more_rows_are_dropped_than_fill_no_batch() -> None:
 
 
 def test_a_rank_has_no_second_epoch() -> None:
-    found = findings({("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []})
-    assert "in order: epoch 2: 11 of 23 rows are given to no rank, first 2" in found
-    assert "in order: epoch 2: ranks are given 6, 0 batches; expected equally many" in found
+    texts = findings({("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []})
+    assert "in order: epoch 2: 11 of 23 rows are given to no rank, first 2" in texts
+    assert "in order: epoch 2: ranks are given 6, 0 batches; expected equally many" in texts
 
 
 @pytest.mark.parametrize(
@@ -149,11 +151,11 @@ def test_more_ranks_have_nothing_left() -> None:
     epochs_of = [((*batches(rows, rank, 8),),) * 2 for rank in range(8)]
     loader = Loader(shuffled=False)
     runs = [
-        ("rows", [RowsInfo("all", 0, 0, loader, found) for found in epochs_of]),
+        ("rows", [RowsInfo("all", 0, 0, loader, rows) for rows in epochs_of]),
         ("moved_rows", [RowsInfo("all", 1, 1, loader, ()) for _ in range(16)]),
     ]
     made = [
-        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(one,)) for rank, one in enumerate(infos)))
+        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(info,)) for rank, info in enumerate(infos)))
         for run, infos in runs
     ]
     assert CHECKS.get("coverage").findings(Cell("ddp", "fp32", 8), Trace.of("made", made)) == []
@@ -213,6 +215,37 @@ def test_on_a_mesh_loaders_are_not_moved_to_more_ranks() -> None:
         "moved_rows",
     ]
     assert [run.name for run in coverage(Cell.parse("fsdp2-fp32-w4-tp_2"), loaders).runs] == ["rows", "resumed_rows"]
+
+
+def one_row(*batches_by_rank: Epoch) -> list[str]:
+    """Findings about a data set of one row, of which each rank is given these batches."""
+    loader = Loader(shuffled=False, rows=1)
+    snapshots = []
+    for rank, given in enumerate(batches_by_rank):
+        epoch = tuple(tuple(batch) for batch in given)
+        rows = (RowsInfo("one row", 0, 0, loader, (epoch, epoch)),)
+        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=rows))
+    made = Trace.of("made", [RunTrace("rows", len(snapshots), tuple(snapshots))])
+    return CHECKS.get("coverage").findings(Cell("ddp", "fp32", len(snapshots)), made)
+
+
+def test_fewer_rows_than_ranks() -> None:
+    assert one_row([[0]], [[0]]) == []
+    assert one_row([[0, 0]], [[0, 0]]) == []
+    assert "one row: epoch 1: batch 1 of data parallel rank 1 has no rows: a mean over it is no number" in one_row(
+        [[0]], [[]]
+    )
+    assert "one row: epoch 1: 1 of 1 rows are given to no rank, first 0" in one_row([], [])
+
+
+def test_each_two_settings_of_loaders_are_together_in_one() -> None:
+    settings = ("split_batches", "dispatch_batches", "drop_last", "even_batches", "iterable")
+    together = set()
+    for loader in _rows._ACCELERATE.values():
+        for first, second in itertools.combinations(settings, 2):
+            if first in loader and second in loader:
+                together.add((first, second))
+    assert together == set(itertools.combinations(settings, 2))
 
 
 class OnlyBfloat16(TorchDriver):

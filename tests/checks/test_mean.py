@@ -11,6 +11,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.judge import judge
 from pytest_distcompat.trace import RowWeight, Snapshot, TokenWeights
 
 if TYPE_CHECKING:
@@ -83,6 +84,27 @@ def test_nothing_is_known_of_another_loss(sound: Sound) -> None:
     unknown = story.snapshot("step", {"token_weights": (TokenWeights(()),)}, nth=0, rank=1)
     assert unknown.findings("mean") == []
     assert sound("ddp-fp32-w2").findings("mean") == []
+
+
+def remark(story: Story) -> str:
+    """Return what the report says of a claim that holds."""
+    return judge(CHECKS.get("mean"), story.cell, story.trace).reason
+
+
+def test_the_report_says_which_mean_was_found(sound: Sound) -> None:
+    assert remark(story_of(sound, WEIGHTS["token"])) == "gradients give each token the same weight"
+    assert remark(sound("ddp-fp32-w2")) == ""
+
+
+def test_a_mean_of_the_ranks_is_shown_beside_the_loss_of_the_joined_batch(sound: Sound) -> None:
+    story = story_of(sound, WEIGHTS["rank"])
+    # 7 tokens on rank 0, 14 on rank 1.
+    for rank, loss in enumerate((3.0, 6.0)):
+        story = story.snapshot("step", {"loss": loss}, nth=0, rank=rank)
+    assert story.findings("mean") == []
+    assert remark(story) == (
+        "gradients give each rank the same weight; in step 1 the ranks' losses have the mean 4.5, weighted by their tokens 5"
+    )
 
 
 def test_a_mean_that_is_misspelt(sound: Sound) -> None:

@@ -11,9 +11,9 @@ import pytest
 from pytest_distcompat import refuses
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.checks._values import values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.judge import judge
+from pytest_distcompat.model_values import values
 from pytest_distcompat.trace import FileInfo, RunFailure, Trace
 
 if TYPE_CHECKING:
@@ -123,5 +123,5 @@ def test_refused_when_built_or_found_out_late(runs_of: RunsOf, action: str, stat
         end=RunFailure("raised", message, message, action, index),
     )
     expect = refuses(save_only_model=True, match=r"save_only_model .* not compatible")
-    found = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])
-    assert found.status == status
+    result = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])
+    assert result.status == status

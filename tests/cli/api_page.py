@@ -55,11 +55,21 @@ OF_THE_PACKAGE = frozenset(
         *(
             "CompatSuite.test",
             "Matrix.cells",
-            "Trace.name_nodes",
+            "Trace.name_hosts",
             "Verdict.to_json",
             "Verdict.place",
         ),
-        *("Cell.uneven", "Cell.over", "Cell.per_node", "Cell.only_tp", "Cell.settings", "Cell.with_settings"),
+        *(
+            "Cell.spread",
+            "Cell.spread_as",
+            "Cell.own_facets",
+            "Matrix.counts_of_session",
+            "Matrix.spread_as",
+            "Cell.own_disks",
+            "Cell.only_tp",
+            "Cell.settings",
+            "Cell.with_settings",
+        ),
         *("World.from_environment", "World.divide_memory", "World.divide_memory_once_used"),
         *("ScriptRun.missing_evidence", "ScriptRun.trace_with_files", "ScriptRun.raise_unless_failed"),
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import importlib
 import os
 import re
 import shutil
@@ -18,14 +21,40 @@ from tests.house.test_floors import imports_of, name_of, ours
 
 import pytest_distcompat
 from pytest_distcompat import hookspecs
+from pytest_distcompat import suite as collected
+from pytest_distcompat.drivers import DRIVERS, TinyDriver
+from pytest_distcompat.ext.upstream import suites
+from pytest_distcompat.settings import Source
 
 SOURCE = Path(pytest_distcompat.__file__).parent
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
-#: Modules beside the folder that belong to an extension: the names by which users import it.
-FACES = {"aliases": "aliases.py", "cluster": "executors.py", "scripts": "scripts.py"}
+#: Modules and packages beside the folder that belong to an extension: the names by which users import it.
+FACES = {
+    "aliases": ["aliases.py"],
+    "cluster": ["executors.py"],
+    "scripts": ["scripts.py"],
+    "upstream": [
+        "suite.py",
+        "settings.py",
+        "drivers/tiny.py",
+        *(f"drivers/{name}/__init__.py" for name in ("accelerate", "deepspeed", "torch", "trainer")),
+    ],
+}
+#: Names of what only an extension knows: of its options, arguments and ideas.
+FLAGS = {
+    "reuse",
+    "reuse_limit",
+    "reuse_scope",
+    "simulate",
+    "agrees_with",
+    "walk_calls",
+    "sources",
+    "OTHER_REFERENCE",
+    "WALK",
+}
 #: Extensions that are built on others, and go with them.
-NEEDS = {"search": {"reach", "walk"}}
+NEEDS = {"search": {"reach", "walk", "upstream"}, "walk": {"upstream"}}
 
 MARKED = """
 import pytest
@@ -64,9 +93,13 @@ class Copy:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m pytest`` there."""
+        return self.run_module("pytest", "-p", "no:randomly", *arguments)
+
+    def run_module(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``python -m MODULE`` there."""
         environment = {**os.environ, "PYTHONPATH": str(self.directory)}
         environment.pop("PYTEST_ADDOPTS", None)
-        command = [str(self.python), "-m", "pytest", "-p", "no:randomly", *arguments]
+        command = [str(self.python), "-m", module, *arguments]
         return subprocess.run(
             command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
@@ -79,14 +112,14 @@ def install_without(extensions: list[str], directory: Path) -> Copy:
     for place in {Path(sysconfig.get_path("purelib")), *map(Path, filter(is_site, sys.path))}:
         for entry in place.iterdir():
             target = site / entry.name
-            if "pytest_distcompat" not in entry.name and not target.exists():
+            if "pytest_distcompat" not in entry.name and entry.suffix != ".pth" and not target.exists():
                 target.symlink_to(entry)
     package = site / "pytest_distcompat"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
     for extension in extensions:
         shutil.rmtree(package / "ext" / extension)
-        if extension in FACES:
-            (package / FACES[extension]).unlink()
+        for face in FACES.get(extension, ()):
+            (package / face).unlink()
     write_metadata(site, extensions)
     tests = directory / "tests"
     tests.mkdir()
@@ -129,13 +162,42 @@ def modules_of(name: str) -> list[Path]:
     return sorted((SOURCE / "ext" / name).rglob("*.py"))
 
 
+def commands_of_extensions() -> dict[str, str]:
+    """Return the extension that adds each command."""
+    extension_by_command: dict[str, str] = {}
+    for entry in metadata.entry_points(group="pytest_distcompat.commands"):
+        commands = argparse.ArgumentParser().add_subparsers()
+        entry.load()(commands)
+        extension = entry.value.split(".")[2]
+        extension_by_command.update(dict.fromkeys(commands.choices, extension))
+    return extension_by_command
+
+
 def test_the_core_imports_nothing_of_an_extension() -> None:
-    faces = {SOURCE / name for name in FACES.values()}
+    faces = {SOURCE / name for names in FACES.values() for name in names}
     for path in SOURCE.rglob("*.py"):
         if path.is_relative_to(SOURCE / "ext") or path in faces:
             continue
         imported = {name for name in ours(imports_of(path, types=True)) if name.partition(".")[0] == "ext"}
         assert not imported, f"{path.relative_to(SOURCE)} imports {imported}"
+
+
+def identifiers_of(path: Path) -> set[str]:
+    """Every name, attribute, argument and whole text in a module; what docstrings and comments say is not among them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "arg", "name", "value"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def test_the_core_has_no_flag_of_an_extension() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if not path.is_relative_to(SOURCE / "ext"):
+            flags = identifiers_of(path) & FLAGS
+            assert not flags, f"{path.relative_to(SOURCE)} has {flags}"
 
 
 def test_the_core_has_no_word_of_a_simulation() -> None:
@@ -144,6 +206,24 @@ def test_the_core_has_no_word_of_a_simulation() -> None:
         if not path.is_relative_to(SOURCE / "ext"):
             words = set(re.findall(r"\w+", path.read_text(encoding="utf-8").lower()))
             assert not words & {"simulated", "simulation", "simulations"}, path.relative_to(SOURCE)
+
+
+def test_the_core_has_machines_as_plain_data_only() -> None:
+    """How many there are (``spread.Spread``), in cells, marks and requests; what has runs there is a placement's."""
+    of_data = {"spread.py", "cell.py", "expect.py", "runner.py", "launch/request.py", "executors.py"}
+    # The mark, the first placement and what says that it is not enough, and the name of a setting in reports.
+    of_data |= {f"plugin/{name}" for name in ("marked/declare.py", "marked/run.py", "placement.py", "__init__.py")}
+    of_data |= {"plugin/debugging.py", "engine.py", "report/compare.py"}
+    lines: list[str] = []
+    for path in SOURCE.rglob("*.py"):
+        name = str(path.relative_to(SOURCE))
+        if name.startswith("ext/"):
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if re.search(r"\b(nodes|per_node)\b", line):
+                assert name in of_data, f"{name}: {line}"
+                lines.append(line)
+    assert len(lines) < 40
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)
@@ -175,6 +255,22 @@ def test_extensions_import_public_modules_only() -> None:
                 assert is_own or is_public or is_parent, f"{path.relative_to(SOURCE)} imports {imported}"
 
 
+def test_names_that_users_import_are_those_of_the_extension() -> None:
+    for name, driver in (
+        ("accelerate", "AccelerateDriver"),
+        ("deepspeed", "DeepSpeedDriver"),
+        ("torch", "TorchDriver"),
+        ("trainer", "TrainerDriver"),
+    ):
+        alias = importlib.import_module(f"pytest_distcompat.drivers.{name}")
+        assert getattr(alias, driver) is DRIVERS.get(name)
+        assert issubclass(getattr(alias, driver), TinyDriver)
+    assert Source is DRIVERS.get("torch").sources[0].__class__  # type: ignore[attr-defined]  # only drivers of a sweep have it
+    assert [suite for name, suite in vars(suites).items() if name.startswith("Test")] == [
+        suite for name, suite in vars(collected).items() if name.startswith("Test")
+    ]
+
+
 def test_every_hook_is_on_the_page() -> None:
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     hooks = [name for name in vars(hookspecs) if name.startswith("pytest_distcompat_")]
@@ -194,9 +290,18 @@ def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path
     help_text = copy.run("--help").stdout
     flags = {option.flag for option in ALL_OPTIONS.values() if f"{option.flag}=" in help_text}
     assert flags == {option.flag for option in options_without(extensions).values()}
+    command_help = copy.run_module("pytest_distcompat.cli", "--help").stdout
+    for command, extension in commands_of_extensions().items():
+        is_listed = re.search(rf"^    {command} ", command_help, re.MULTILINE) is not None
+        assert is_listed == (extension not in extensions), command_help
     report = copy.directory / "report.json"
     done = copy.run(
-        "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"
+        "-n",
+        "2",
+        "-k",
+        "sum or fails or active or resume",
+        f"--distcompat-report={report}",
+        "--distcompat-gpus=0",
     )
     assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert report.exists()

@@ -31,7 +31,6 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch.rank_log import RankLog
@@ -148,18 +147,6 @@ def _prctl(option: int, value: object) -> Callable[[], object]:
     return lambda: ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _rounding() -> None:
-    """FE_UPWARD, which is another number on other processors."""
-    number = {"x86_64": 0x800, "aarch64": 0x400000}[os.uname().machine]
-    assert not ctypes.CDLL("libm.so.6").fesetround(number)
-
-
-def _killed_sooner() -> None:
-    """Raise the score by which the kernel selects the process to kill; every user may."""
-    path = Path("/proc/self/oom_score_adj")
-    path.write_text(str(min(1000, int(path.read_text(encoding="ascii")) + 1)), encoding="ascii")
-
-
 def _priority() -> None:
     import psutil
 
@@ -271,12 +258,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "user, group and session": _group_of_user,
     "prctl settings: name": _prctl(15, b"another"),
     "prctl settings: pdeathsig": _prctl(1, signal.SIGTERM),
-    "prctl settings: dumpable": _prctl(4, 0),
     "prctl settings: subreaper": _prctl(36, 1),
-    "how numbers are rounded": _rounding,
-    "which operations on numbers raise a signal": lambda: ctypes.CDLL("libm.so.6").feenableexcept(4),
-    "its personality and its turn to be killed: personality": lambda: ctypes.CDLL(None).personality(0x40000),
-    "its personality and its turn to be killed: score": _killed_sooner,
     "the interpreter's settings: argv": lambda: sys.argv.append("--more"),
     "the interpreter's settings: executable": lambda: setattr(sys, "executable", "/bin/true"),
     "the interpreter's settings: cache": lambda: setattr(sys, "pycache_prefix", "/elsewhere"),

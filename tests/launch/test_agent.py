@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.ext.cluster.place import Place
+from pytest_distcompat.ext.cluster.rendezvous import SeveralNodes
 from pytest_distcompat.launch import agent
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.warm import WarmLauncher
@@ -49,19 +52,19 @@ def test_once_the_ranks_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_while_the_rendezvous_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = agent.SeveralNodes.shutdown
+    end = SeveralNodes.shutdown
 
-    def sends_and_ends(rendezvous: agent.SeveralNodes) -> bool:
+    def sends_and_ends(rendezvous: SeveralNodes) -> bool:
         sends()
         return end(rendezvous)
 
-    monkeypatch.setattr(agent.SeveralNodes, "shutdown", sends_and_ends)
-    place = {"number": 0, "nodes": 1, "address": "127.0.0.1", "store": ("127.0.0.1", 0), "run_id": "one"}
-    assert outcome(tmp_path, place=place)["exit_codes"] == [0]
+    monkeypatch.setattr(SeveralNodes, "shutdown", sends_and_ends)
+    place = Place(0, "127.0.0.1", ("127.0.0.1", 0), "one")
+    assert outcome(tmp_path, place=dataclasses.asdict(place))["exit_codes"] == [0]
 
 
 def test_before_the_first_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "OneNode", sends)
+    monkeypatch.setattr(agent, "OneAgent", sends)
     assert outcome(tmp_path) == {"exit_codes": [], "first": None, "ended_at": []}
 
 

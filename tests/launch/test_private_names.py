@@ -110,10 +110,10 @@ def test_the_queues_and_sentinels_of_the_agents_processes() -> None:
 def test_the_patterns_of_transformers() -> None:
     from transformers import conversion_mapping
 
-    from pytest_distcompat.models import _checkpoint_names  # noqa: F401 - imported for what that does
+    from pytest_distcompat.ext.upstream.models import _checkpoint_names  # noqa: F401 - imported for what that does
 
     assert conversion_mapping._checkpoint_conversion_mapping_cache is not None, (
-        "transformers keeps its patterns elsewhere: see models/_checkpoint_names.py, without which each rank compiles them"
+        "transformers keeps its patterns elsewhere: see ext/upstream/models/_checkpoint_names.py, without which each rank compiles them"
     )
 
 
@@ -129,13 +129,13 @@ def test_the_name_of_an_operator(run: Run) -> None:
 
 def test_the_group_of_an_operator(run: Run) -> None:
     ending = run("grouped")
-    found = {event["name"]: event["ranks"] for event in events(ending, "operator")}
+    ranks_by_name = {event["name"]: event["ranks"] for event in events(ending, "operator")}
     expected = {"c10d::allreduce_": [0, 1], "_c10d_functional::all_gather_into_tensor": [0, 1]}
-    assert {name: found.get(name) for name in expected} == expected, (
+    assert {name: ranks_by_name.get(name) for name in expected} == expected, (
         "OpOverload._schema.arguments or distributed_c10d._resolve_process_group is not what it was: see "
         f"probe/observe.py:group_ranks\n{ending.text()}"
     )
-    assert found["_c10d_functional::wait_tensor"] == [], (
+    assert ranks_by_name["_c10d_functional::wait_tensor"] == [], (
         "an operator that waits has a group: see probe/observe.py:group_ranks"
     )
 
@@ -166,7 +166,7 @@ def test_marks_of_compiled_and_checkpointed_modules(run: Run) -> None:
     infos = {event["step"]: event for event in events(ending, "fact")}
     assert not ending.failed, (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper or torch._dynamo.utils.counters is not where it was: "
-        f"see drivers/_options.py:recompute and probe/live.py:_graph_count\n{ending.text()}"
+        f"see ext/upstream/drivers/_options.py:recompute and probe/live.py:_graph_count\n{ending.text()}"
     )
     assert infos["before"]["compiled"] == infos["after"]["compiled"] == ["0"], (
         "a module compiled in place has no _compiled_call_impl: see probe/live.py:compiled_modules"
@@ -224,7 +224,7 @@ def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, t
     )
     assert "TensorParallel_Layer" in first["bases"], "the layers have another name: see probe/observe.py"
     assert {"0.weight": [8, 4], "0.bias": [8], "1.running_mean": [4]}.items() <= first["shapes"].items(), (
-        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see drivers/deepspeed.py:whole_weights"
+        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see ext/upstream/drivers/deepspeed.py:whole_weights"
     )
 
 
@@ -234,9 +234,9 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         ending = warm.run(Request("bodies:experts", {}, 4, str(tmp_path)))
-    found = sorted(events(ending, "experts"), key=lambda event: int(event["number"]))
-    assert [event["files"] for event in found] == [8] * 4, f"experts are saved otherwise\n{ending.text()}"
-    for rank, event in enumerate(found):
+    experts = sorted(events(ending, "experts"), key=lambda event: int(event["number"]))
+    assert [event["files"] for event in experts] == [8] * 4, f"experts are saved otherwise\n{ending.text()}"
+    for rank, event in enumerate(experts):
         first = rank % 2 * 2
         names = {
             f"module.moe.deepspeed_moe.experts.deepspeed_experts.{one}.{part}"
@@ -251,7 +251,7 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
     refused = {event["text"] for event in events(ending, "refused")}
     assert refused == {
         "Native DeepSpeed MoE is not supported with ZeRO Stage 3. Use AutoEP or choose ZeRO stage 1/2."
-    }, "ZeRO-3 has DeepSpeed's layer now: see strategies/_expert.py:unsupported_reason"
+    }, "ZeRO-3 has DeepSpeed's layer now: see parallel/expert_parallel.py:unsupported_reason"
 
 
 @pytest.mark.nightly
@@ -306,8 +306,8 @@ def test_the_hysteresis_of_deepspeeds_scaler(dynamic: bool, expected: dict[str, 
         "consecutive_hysteresis": False,
     }
     scaler = CreateLossScaler(torch.half, 8.0, dynamic, arguments)
-    found = read_scaler(None, SimpleNamespace(loss_scale=8.0, loss_scaler=scaler))
-    assert found == {"scale": 8.0, **expected}, (
+    state = read_scaler(None, SimpleNamespace(loss_scale=8.0, loss_scaler=scaler))
+    assert state == {"scale": 8.0, **expected}, (
         "DeepSpeed's scalers are not what they were: see probe/snapshot.py:_hysteresis"
     )
 
@@ -425,10 +425,10 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
         DynamicRendezvousHandler: ["_get_world", "_create_tcp_store_server"],
     }
     missing = [name for kind, names in private.items() for name in names if not callable(getattr(kind, name, None))]
-    assert not missing, f"gone from torch: {missing}; launch/agent.py overrides them"
+    assert not missing, f"gone from torch: {missing}; launch/agent.py and ext/cluster/rendezvous.py override them"
     waits = ("_delay(seconds=1)", "self._state_holder = ", "self._cache_duration = ")
     gone = [text for text in waits if text not in inspect.getsource(dynamic_rendezvous)]
-    assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:SeveralNodes"
+    assert not gone, f"torch waits otherwise, without {gone}: see ext/cluster/rendezvous.py"
 
 
 def test_the_parent_of_a_process_of_multiprocessing() -> None:

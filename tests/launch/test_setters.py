@@ -67,7 +67,7 @@ COMPARED = {
 REGISTERED = "new registrations"
 UNREADABLE = "what cannot be read"
 ACCELERATORS = "settings of accelerators"
-RANDOM = "random states, which each test gets anew"
+RANDOM = "Each test has fresh random states"
 NOT_COMPARED = {
     "codecs.*register": REGISTERED,
     "copyreg.*": REGISTERED,

@@ -24,7 +24,7 @@ from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Inventory, Pool, read_timeline
 from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.places import device_of
-from pytest_distcompat.plugin.suite import cases
+from pytest_distcompat.plugin.suite import why_not
 from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.world import World
 
@@ -261,9 +261,9 @@ def test_cells_of_deepspeed_are_blank_on_mig(visible: str, blank: bool, monkeypa
         substitute=None, device="cuda", uses_mig=visible.startswith("MIG-"), shares_through_gloo=lambda size: False
     )
     driver = DRIVERS.get("deepspeed")
-    reason = cases.why_not_supported(driver, Cell.parse("zero2-fp32-w1"), session)
-    assert (reason == cases.NO_MIG) == blank
-    assert cases.why_not_supported(DRIVERS.get("torch"), Cell.parse("ddp-fp32-w1"), session) is None
+    reason = why_not.why_not_supported(driver, Cell.parse("zero2-fp32-w1"), session)
+    assert (reason == why_not.NO_MIG) == blank
+    assert why_not.why_not_supported(DRIVERS.get("torch"), Cell.parse("ddp-fp32-w1"), session) is None
 
 
 BLANKS = """

@@ -9,13 +9,13 @@ from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
-from pytest_distcompat.models import architecture
+from pytest_distcompat.ext.upstream.models import architecture
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
     from pytest_distcompat.world import World
 
 

@@ -11,10 +11,10 @@ from mutants import profiled
 from mutants.mutation import Sighting
 from mutants.sightings import SIGHTINGS
 
-from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.ext.upstream.zoo import ZOO_CHECKS
 from pytest_distcompat.precisions import PRECISIONS
 
 #: Seen only where Transformer Engine is, which nobody has on a CPU.
@@ -47,7 +47,7 @@ def test_the_profile_has_the_cell_that_finds_the_bug(sighting: Sighting, profile
 def test_the_zoo_has_the_cell_of_an_architecture() -> None:
     (sighting,) = SIGHTINGS[IN_ZOO]
     assert Cell.parse(sighting.cell) in cells("zoo", sighting.driver, "cpu")
-    assert sighting.check in profiles.ZOO_CHECKS
+    assert sighting.check in ZOO_CHECKS
 
 
 @pytest.mark.parametrize("profile", [pytest.param("pairwise", marks=pytest.mark.nightly), "full"])

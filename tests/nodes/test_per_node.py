@@ -10,6 +10,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.ext.cluster.placement import ClusterPlacement
 from pytest_distcompat.plugin import packing
 from pytest_distcompat.world import World
 
@@ -87,8 +88,9 @@ def test_checks(driver: str, cell: str, check: str, reason: str | None) -> None:
 
 def test_the_first_rank_of_a_node() -> None:
     ranks = [World(rank, 4, rank % 2, "cpu") for rank in range(4)]
-    assert [one.rank for one in ranks if one.first(per_node=False)] == [0]
-    assert [one.rank for one in ranks if one.first(per_node=True)] == [0, 2]
+    assert [world.rank for world in ranks if world.writes_first] == [0]
+    ranks = [World(rank, 4, rank % 2, "cpu", own_disks=True) for rank in range(4)]
+    assert [world.rank for world in ranks if world.writes_first] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,8 @@ def test_who_needs_a_shared_directory(
 ) -> None:
     monkeypatch.setattr(packing, "mark_of", lambda _: None)
     monkeypatch.setattr(packing, "case_of", lambda item: SimpleNamespace(cell=Cell.parse(item)))
-    session: Any = SimpleNamespace(nodes=1, worker_nodes=worker_nodes, shares=False)
-    packing.note_nodes(session, cells)  # type: ignore[arg-type]  # a cell stands for its item
-    assert session.shares is shares
+    values = {"nodes": 1, "worker_nodes": worker_nodes}
+    session: Any = SimpleNamespace(setting=lambda name: SimpleNamespace(value=values[name], origin=""))
+    session.placement = ClusterPlacement(session)
+    packing.note_spread(session, cells)  # type: ignore[arg-type]  # a cell stands for its item
+    assert session.placement.shares is shares

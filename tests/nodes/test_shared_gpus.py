@@ -13,9 +13,10 @@ import pytest
 
 from pytest_distcompat import devices
 from pytest_distcompat.ext.cluster import agent
+from pytest_distcompat.ext.cluster.place import Place
 from pytest_distcompat.launch import nccl
 from pytest_distcompat.launch.forensics.ending import Ending
-from pytest_distcompat.launch.request import Place, Request, Warmth
+from pytest_distcompat.launch.request import Request, Warmth
 
 
 class Ranks:
@@ -63,7 +64,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_ranks_of_a_node_that_share_gpus_may(world_size: int, variable: str | None, made: Any, tmp_path: Path) -> None:
     """NCCL would refuse two ranks on each of the node's two GPUs."""
     request = dataclasses.asdict(Request("a:b", {}, world_size, str(tmp_path / "run"), nodes=2))
-    place = dataclasses.asdict(Place(1, 2, "127.0.0.1", ("127.0.0.1", 1), "id"))
+    place = dataclasses.asdict(Place(1, "127.0.0.1", ("127.0.0.1", 1), "id"))
     part = {"request": request, "place": place, "set": {}, "unset": [], "id": "id", "gpus": ("0", "1")}
     made._part(part)
     (sent,) = made._launcher.requests

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.plugin.conftest import RunPytest
 
-from pytest_distcompat.excerpt import name_nodes
 from pytest_distcompat.report.document import Report
+from pytest_distcompat.spread import Hosts
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Run
@@ -35,7 +35,10 @@ def run_on(nodes: int, run_pytest: RunPytest, directory: Path, *args: str) -> tu
 
 
 def verdicts(report: Report) -> dict[tuple[str, str, str], tuple[Any, ...]]:
-    return {(one.suite, one.cell.replace("-n2", ""), one.check): (one.status, one.reasons) for one in report.results}
+    return {
+        (result.suite, result.cell.replace("-n2", ""), result.check): (result.status, result.reasons)
+        for result in report.results
+    }
 
 
 def test_verdicts_equal_those_on_one_node(run_pytest: RunPytest, directory: Path) -> None:
@@ -67,9 +70,9 @@ def test_a_hang_names_the_node_of_each_rank(run_pytest: RunPytest, directory: Pa
 
 
 def test_names_of_nodes_in_a_finding() -> None:
-    nodes = ("n1", "n1", "n2", "n2")
-    assert name_nodes("rank 3: 2 parameters", nodes) == "rank 3 on n2: 2 parameters"
-    assert name_nodes("ranks 0, 1 and 3 wait", nodes) == "ranks 0, 1 on n1, rank 3 on n2 wait"
-    assert name_nodes("ranks 0, 1 and 2 others", nodes) == "ranks 0, 1 on n1 and 2 others"
-    assert name_nodes("rank 1 on n1, 4 ranks, rank 7", nodes) == "rank 1 on n1, 4 ranks, rank 7"
-    assert name_nodes("rank 1", ()) == "rank 1"
+    hosts = Hosts(("n1", "n1", "n2", "n2"))
+    assert hosts.name_in("rank 3: 2 parameters") == "rank 3 on n2: 2 parameters"
+    assert hosts.name_in("ranks 0, 1 and 3 wait") == "ranks 0, 1 on n1, rank 3 on n2 wait"
+    assert hosts.name_in("ranks 0, 1 and 2 others") == "ranks 0, 1 on n1 and 2 others"
+    assert hosts.name_in("rank 1 on n1, 4 ranks, rank 7") == "rank 1 on n1, 4 ranks, rank 7"
+    assert Hosts().name_in("rank 1") == "rank 1"

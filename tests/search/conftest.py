@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_distcompat.ext.search import space
-from pytest_distcompat.settings.rules import Setting
+from pytest_distcompat.ext.upstream.sweep.rules import Setting
 
 
 @pytest.fixture

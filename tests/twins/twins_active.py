@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from pytest_distcompat.drivers import accelerate as accelerate_driver
+from pytest_distcompat.ext.upstream.drivers import accelerate as accelerate_driver
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
 

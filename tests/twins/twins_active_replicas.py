@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
     from pytest_distcompat.precisions import Precision
 
 

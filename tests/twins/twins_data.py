@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 TWO_LIKE = r"^ranks 0 and 1 are fed the same batch in step 1\n(?s:.*)in step 5$"
 OTHER = (
@@ -210,5 +210,5 @@ class EndOfEpochForgotten(Torch):
     """At the end of an epoch a step has fewer micro-batches, and no last one."""
 
     def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
-        found = list(super().batches(number))
-        return ((batch, last and len(found) == self.accumulate) for batch, last in found)
+        batches_of_step = list(super().batches(number))
+        return ((batch, last and len(batches_of_step) == self.accumulate) for batch, last in batches_of_step)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from pytest_distcompat.drivers._joined import Joined
 from pytest_distcompat.drivers.trainer import TrainerDriver
+from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
 from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, twin
 
@@ -55,8 +55,8 @@ class Forgetful(Joined):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # accelerate loads the empty state once while it prepares an optimizer.
-        for one in self.parts if self.state else ():
-            one.state = defaultdict(dict)
+        for part in self.parts if self.state else ():
+            part.state = defaultdict(dict)
 
 
 @twin(

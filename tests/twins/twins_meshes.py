@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.ext.upstream.drivers import _options
 
 from .declare import Torch, twin
 from .twins_checkpoints import CorruptsAtFour

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.drivers._tiny import DECAY
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers.tiny import DECAY
 from pytest_distcompat.strategies._base import MAX_NORM
 
 from .declare import CLIPPING, GRADIENTS, PARITY, Accelerate, Torch, twin

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pytest_distcompat.drivers import _rows
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.trace import Loader
 
 from .declare import twin
@@ -69,6 +69,22 @@ class CountsAllRanks(Rows):
         return self.read(start)
 
 
+@twin(
+    "coverage",
+    DDP,
+    match=r"shuffle: epoch 1: batch 6 of data parallel rank 1 has no rows: a mean over it is no number",
+)
+class GivesNothing(Rows):
+    """The last batch of an epoch has no rows on a rank."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del loader, count, directory
+        done = [0, 0]
+        for epoch, rows in self.read(start):
+            done[epoch] += 1
+            yield epoch, () if done[epoch] == 6 and self.world.rank else rows
+
+
 class Prepared(AccelerateDriver):
     """accelerate with one loader that it shards."""
 
@@ -124,8 +140,8 @@ class Evaluates(AccelerateDriver):
 
     def metrics(self, count: int) -> Mapping[str, float]:
         accelerator, loader = _rows.accelerate_loader("in order", count)
-        found = [accelerator.gather_for_metrics(batch) for batch in loader]
-        return {"mean": float(sum(map(float, (batch.sum() for batch in found))) / sum(map(len, found)))}
+        gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
+        return {"mean": float(sum(map(float, (batch.sum() for batch in gathered))) / sum(map(len, gathered)))}
 
 
 @twin(
@@ -136,8 +152,8 @@ class GathersAll(Evaluates):
 
     def metrics(self, count: int) -> Mapping[str, float]:
         accelerator, loader = _rows.accelerate_loader("in order", count)
-        found = [accelerator.gather(batch) for batch in loader]
-        return {"mean": float(sum(map(float, (batch.sum() for batch in found))) / sum(map(len, found)))}
+        gathered = [accelerator.gather(batch) for batch in loader]
+        return {"mean": float(sum(map(float, (batch.sum() for batch in gathered))) / sum(map(len, gathered)))}
 
 
 @twin("evaluation", DDP, match=r"^rank 0: mean is [\d.]+; 11 in one process", sound="twins.twins_rows:Evaluates")

@@ -117,5 +117,5 @@ class DrawsAnotherHead(DeepSpeedDriver):
     def own_model(self, given: Module, zero_config: Mapping[str, Any] | None = None) -> Module:
         from unittest import mock
 
-        with mock.patch("pytest_distcompat.drivers._loaded.SEED", 7):
+        with mock.patch("pytest_distcompat.ext.upstream.drivers._loaded.SEED", 7):
             return super().own_model(given, zero_config)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
-from pytest_distcompat.strategies import _context, _expert, _tensor
+from pytest_distcompat.parallel import context_parallel, expert_parallel, tensor_parallel
 
 from .declare import CLIPPING, GRADIENTS, PARITY, START, Torch, twin
 from .twins_deepspeed import DeepSpeed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
     from pytest_distcompat.precisions import Precision
     from pytest_distcompat.strategies import WrapSpec
 
@@ -95,17 +95,17 @@ class NotReduced(Torch):
         from torch.distributed.tensor import Partial
         from torch.distributed.tensor.parallel import RowwiseParallel
 
-        sound = _tensor._style
+        sound = tensor_parallel._style
 
         def style(name: str, *, sequence: bool) -> Any:
             # What is left partial is taken for whole by the model's own code.
             return RowwiseParallel(output_layouts=Partial()) if name == "rowwise" else sound(name, sequence=sequence)
 
-        _tensor._style = style
+        tensor_parallel._style = style
         try:
             return super().wrap(model, precision, cell, device)
         finally:
-            _tensor._style = sound
+            tensor_parallel._style = sound
 
 
 @twin("parity", ALONE, match=r"^step 1: the loss is 9\.\d+; 4\.\d+ in the reference")
@@ -162,13 +162,13 @@ class AttentionStaysLocal(Torch):
     """Context parallelism without its ring: each rank attends to its own part of the sequence alone."""
 
     def step(self, number: int) -> float:
-        sound: Any = _context.attending
-        there: Any = _context
+        sound: Any = context_parallel.attending
+        there: Any = context_parallel
         there.attending = lambda *_: contextlib.nullcontext()
         try:
             return super().step(number)
         finally:
-            _context.attending = sound
+            context_parallel.attending = sound
 
 
 @twin("parity", SEQUENCE, SEQUENCE_WITH_SHARDS, match=r"^step 1: the loss is 9\.\d+; 4\.\d+ in the reference")
@@ -276,8 +276,8 @@ class ExpertsTimesEp(Torch):
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         wrapped: Any = super().wrap(model, precision, cell, device)
         wrapped.experts.set_gradient_divide_factor(cell.dp_size / cell.ep)
-        found: Module = wrapped
-        return found
+        module: Module = wrapped
+        return module
 
 
 CUT_EXPERTS = "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"
@@ -293,17 +293,17 @@ class GradientsOfOwnColumnsAlone(Torch):
     """Rows learn from the columns of an expert that their rank computes alone: the sum over tp is forgotten."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        sound = _expert.Exchange
+        sound = expert_parallel.Exchange
 
-        class Exchange(_expert.Exchange):
+        class Exchange(expert_parallel.Exchange):
             def _whole(self, rows: torch.Tensor) -> torch.Tensor:
                 return rows
 
-        _expert.Exchange = Exchange  # type: ignore[misc]
+        expert_parallel.Exchange = Exchange  # type: ignore[misc]
         try:
             return super().wrap(model, precision, cell, device)
         finally:
-            _expert.Exchange = sound  # type: ignore[misc]
+            expert_parallel.Exchange = sound  # type: ignore[misc]
 
 
 #: Every rank has whole gradients and state, of the rows of its peers.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers import _options
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.ext.upstream.drivers import _options
 from pytest_distcompat.strategies import WrapSpec
 
 from .declare import UNCUT, Accelerate, Torch, twin

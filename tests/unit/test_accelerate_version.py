@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from pytest_distcompat.drivers.accelerate import check_version
+from pytest_distcompat.launch.accelerate_cpu import check_version
 
 
 @pytest.mark.parametrize("version", ["1.6.0", "1.15.0", "1.16.0.dev0"])

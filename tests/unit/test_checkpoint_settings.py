@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.ext.upstream.drivers import _options
 
 
 def cell(text: str = "") -> Cell:

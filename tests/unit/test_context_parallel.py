@@ -6,7 +6,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.drivers._options import TORCH_CP
+from pytest_distcompat.ext.upstream.drivers._options import TORCH_CP
 
 
 @pytest.mark.parametrize("driver", ["accelerate", "trainer"])

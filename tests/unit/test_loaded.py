@@ -6,7 +6,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import find_driver, unsupported_reason
-from pytest_distcompat.drivers._loaded import changes_values
+from pytest_distcompat.ext.upstream.drivers._loaded import changes_values
 from pytest_distcompat.scenario import REFERENCE_RUN
 
 

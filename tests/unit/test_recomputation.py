@@ -8,7 +8,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import find_driver, unsupported_reason
-from pytest_distcompat.drivers._options import recomputation
+from pytest_distcompat.ext.upstream.drivers._options import recomputation
 
 REENTRANT = "activation_checkpointing_reentrant"
 

@@ -46,6 +46,12 @@ def test_an_unknown_name_lists_the_known_ones(word: str) -> None:
     assert str(caught.value) == f"no {word} named 'zero9'. Known: {', '.join(registry.names())}."
 
 
+def test_without_the_built_in_drivers_there_is_none_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(DRIVERS), "by_name", {})
+    with pytest.raises(UsageProblem, match=r"^no driver named 'torch'\. Known: none\.$"):
+        find_driver("torch")
+
+
 def test_the_model_option_takes_the_models_that_there_are() -> None:
     assert OPTIONS["model"].values == MODELS.names()
 
@@ -127,6 +133,11 @@ def test_another_package_adds_an_item(distribution: Callable[[str], Registry[Thi
     assert registry.names() == ("theirs", "ours")
     assert list(registry.extensions) == ["hsdp of my-trainer"]
     assert registry.modules[-1] == "my_trainer_items"
+
+
+def test_an_entry_point_may_name_a_module_of_items(distribution: Callable[[str], Registry[Thing]]) -> None:
+    with pytest.raises(UsageProblem, match="holds a second thing named 'ours'"):
+        distribution("my_trainer_items").names()
 
 
 @pytest.mark.parametrize(

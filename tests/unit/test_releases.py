@@ -14,11 +14,11 @@ from packaging.version import Version
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import _releases
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
+from pytest_distcompat.ext.upstream.drivers import _releases
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES, WrapSpec

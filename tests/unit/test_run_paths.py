@@ -25,19 +25,19 @@ from pytest_distcompat.scenario import (
 
 
 def files(directory: Path) -> dict[str, str]:
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_text(encoding="utf-8") for path in found}
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_text(encoding="utf-8") for path in paths}
 
 
 @pytest.fixture
 def run_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """Directories after a finished run, each with a file that names its run."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
-    found = RunPaths(tmp_path / "run" / "saved", tmp_path / "earlier" / "saved", tmp_path / "run" / "export", 2)
-    for directory in (found.save_to, found.load_from, found.export):
+    made_paths = RunPaths(tmp_path / "run" / "saved", tmp_path / "earlier" / "saved", tmp_path / "run" / "export", 2)
+    for directory in (made_paths.save_to, made_paths.load_from, made_paths.export):
         directory.mkdir(parents=True)
         (directory / "shard").write_text(directory.parent.name, encoding="utf-8")
-    return found
+    return made_paths
 
 
 def clear_on_both_ranks(run_paths: RunPaths, run: Run) -> None:
@@ -105,28 +105,3 @@ def test_each_start_waits_for_its_own(run_paths: RunPaths, monkeypatch: pytest.M
     clear_on_both_ranks(run_paths, TRAIN_RUN)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "third")
     clear_on_both_ranks(run_paths, TRAIN_RUN)
-
-
-def payload(run: Run, *names: str) -> SuitePayload:
-    save_to, load_from, export = (f"/store/{name}" for name in names)
-    return SuitePayload("torch", "ddp-fp32-w2-n2", 2, "cpu", run, save_to, load_from, export, per_node=True)
-
-
-def test_a_node_has_its_own_directories(tmp_path: Path) -> None:
-    own, train = tmp_path / "runs", Path("/store/train")
-    saved = payload(TRAIN_RUN, "train/saved", "train/saved", "train/export").on_node(train, own).paths
-    assert saved == RunPaths(own / "train" / "saved", own / "train" / "saved", own / "train" / "export", 2)
-    (saved.save_to / "shard").write_text("whole", encoding="utf-8")
-    resume = (
-        payload(RESUME_RUN, "resume/saved", "train/saved", "train/export").on_node(Path("/store/resume"), own).paths
-    )
-    assert files(resume.load_from) == {"shard": "whole"}
-    assert files(resume.save_to) == {}
-    # Run again, it finds nothing of the first time.
-    payload(TRAIN_RUN, "train/saved", "train/saved", "train/export").on_node(train, own)
-    assert files(saved.save_to) == {}
-
-
-def test_a_node_that_was_lost_since_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="the node was lost since run 'train', whose files were there"):
-        payload(RESUME_RUN, "resume/saved", "train/saved", "train/export").on_node(Path("/store/resume"), tmp_path)

@@ -27,14 +27,16 @@ def test_a_traceback_begins_at_the_trainer() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no") as caught:
-        caller("worker.py")(lambda: caller("drivers/torch.py")(lambda: caller("probe/live.py")(in_the_trainer)))
+        caller("worker.py")(
+            lambda: caller("ext/upstream/drivers/torch.py")(lambda: caller("probe/live.py")(in_the_trainer))
+        )
     # This test's own frames are above those of the plugin.
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next
     text = format_error(error)
     assert f'"{PACKAGE}/worker.py"' not in text
-    assert f'"{PACKAGE}/drivers/torch.py"' in text
+    assert f'"{PACKAGE}/ext/upstream/drivers/torch.py"' in text
     assert f'"{PACKAGE}/probe/live.py"' in text, "the trainer called it"
     assert text.endswith("ValueError: no\n")
 

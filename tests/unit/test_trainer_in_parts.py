@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers.trainer import EXPERTS, LAYERS, TrainerDriver
-from pytest_distcompat.models import architecture
+from pytest_distcompat.ext.upstream.drivers.trainer import EXPERTS, LAYERS, TrainerDriver
+from pytest_distcompat.ext.upstream.models import architecture
 
 ALONE = "save_only_model"
 
@@ -65,7 +65,7 @@ def test_files_of_other_models_name_each_expert_by_itself(tmp_path: Path) -> Non
         with safe_open(tmp_path / "model.safetensors", "pt") as file:
             return {name for name, _ in model.named_parameters()} - set(file.keys())
 
-    assert {one for name in EXPERTS for one in unsaved(name)} == set()
+    assert {name_in_file for name in EXPERTS for name_in_file in unsaved(name)} == set()
     assert {name.rpartition(".")[0] for name in unsaved("hf:qwen3_moe")} == {
         f"model.layers.{layer}.mlp.experts" for layer in range(2)
     }

@@ -1,18 +1,10 @@
 """Registry of checks: each is a claim, as a pure function of (cell, trace) that yields findings."""
 
-from pytest_distcompat.checks._base import (
-    REDUCTIONS,
-    Check,
-    Execution,
-    and_others,
-    check,
-    message,
-    named_ranks,
-    pairs,
-)
-from pytest_distcompat.checks._values import Names
-from pytest_distcompat.checks._values import values as held_values
+from pytest_distcompat.checks._base import REDUCTIONS, Check, Execution, check, message, pairs
+from pytest_distcompat.model_values import Names
+from pytest_distcompat.model_values import values as held_values
 from pytest_distcompat.registry import Registry
+from pytest_distcompat.wording import and_others, named_ranks
 
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
 #: Checks of extensions that run only in the cells that the extension adds.

@@ -1,4 +1,4 @@
-"""Check: a claim about (cell, trace) with a stable name; and what several checks share."""
+"""``Check``, a claim about the recorded runs of a cell, and functions that several checks share."""
 
 from __future__ import annotations
 
@@ -15,54 +15,69 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.law import law_of
 from pytest_distcompat.scenario import MESH, Scenario
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.wording import listed_ranks
 
 if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
-#: (cell, driver) -> why the check does not apply to that cell; None if it does.
+#: Called with a cell and a driver: why the check does not apply to that cell; None if it does.
 NotApplicable = Callable[[Cell, type[Driver]], str | None]
+#: (cell, trace) -> what is worth telling though the claim holds; empty for nothing.
+Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
-#: How many findings a message shows: a model that is wrong throughout has hundreds of the same kind.
+#: How many findings a message shows: a model that is wrong throughout has hundreds of the same
+#: kind.
 FINDINGS_SHOWN = 12
-#: A finding of one rank, such as "step 3: rank 1: the loss ...": what stands before the rank, its number, and the rest.
+#: A finding of one rank, such as "step 3: rank 1: the loss ...": what stands before the rank, its
+#: number, and the rest.
 _OF_RANK = re.compile(r"(?P<before>|[^:]*: )rank (?P<rank>\d+)(?P<after>: .*)", re.DOTALL)
 
 #: Collectives that sum gradients.
-REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
-                        "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "all_reduce"})  # fmt: skip
+REDUCTIONS = frozenset(
+    {
+        "all_reduce",
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_base",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
 
 #: Options that change what a checkpoint holds, or how.
 CHECKPOINT_OPTIONS = frozenset(
     {
-        *(
-            "model",
-            "state_dict",
-            "use_orig_params",
-            "cpu_offload",
-            "param_groups",
-            "frozen",
-            "lora",
-            "save_only_model",
-        ),
-        *("float32_norms", "optimizer", "checkpoints", *MESH),
+        *MESH,
+        "checkpoints",
+        "cpu_offload",
+        "float32_norms",
+        "frozen",
+        "lora",
+        "model",
+        "optimizer",
+        "param_groups",
+        "save_only_model",
+        "state_dict",
+        "use_orig_params",
     }
 )
 
-#: What a load restores depends on, and an export.
+#: The facets of a cell that decide what a resumed trainer restores.
 RESUMED = CHECKPOINT_OPTIONS | {
-    *(
-        "precision",
-        "world_size",
-        "compile",
-        "grad_accum",
-        "grad_accum_dtype",
-        "async_save",
-        "ignored_modules",
-    )
+    "precision",
+    "world_size",
+    "compile",
+    "grad_accum",
+    "grad_accum_dtype",
+    "async_save",
+    "ignored_modules",
 }
+#: The facets of a cell that decide what an export holds.
 EXPORTED = CHECKPOINT_OPTIONS | {
     "precision",
     "world_size",
@@ -70,9 +85,11 @@ EXPORTED = CHECKPOINT_OPTIONS | {
     "activation_checkpointing",
     "grad_accum_dtype",
 }
-#: How far the runs of scenario RESUME must have come: two steps after the save, and after the load.
+#: The actions of scenario RESUME that a check of resumed training needs: two steps after the save,
+#: and two after the load.
 UNTIL_RESUMED = (("train", "step", 4), ("resume", "step", 1))
-#: What the parts of a checkpoint depend on, which another number of ranks or another strategy must find by name.
+#: The facets of a cell that decide by which names another number of ranks, or another strategy,
+#: finds the parts of a checkpoint.
 RESHARDED = frozenset({"model", "state_dict", "use_orig_params", "checkpoints", *MESH}) - {
     "dp_replicate",
     "pp_schedule",
@@ -83,14 +100,19 @@ def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
+def _no_remark(cell: Cell, trace: Trace) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Execution:
-    """What a check's runs in a cell gave.
+    """What a check's runs in a cell recorded, and how they were chosen.
 
     Attributes:
         trace: What the runs recorded.
-        seed: What the runs were drawn by; None if they were not drawn.
-        may_pass: Whether they leave out what is known to fail: then an expectation without a failure is no news.
+        seed: The seed of runs that were drawn at random; None for others.
+        may_pass: Whether the runs leave out what is known to fail. Then it is no news if an
+            expected failure does not appear.
     """
 
     trace: Trace
@@ -105,17 +127,22 @@ class Check:
     Attributes:
         name: The check's id.
         scenario: The runs that the claim reads.
-        until: For each run that the claim reads, the last action whose snapshots it needs: (run, action, nth). The check
-            fails if the run broke off before that action; a run that broke off later does not concern it.
+        until: For each run that the claim reads, the last action whose snapshots it needs: (name of
+            the run, action, which one of that action). The check fails if the run ended in an error
+            before that action, and does not mind an error after it.
         claim: Yields the findings for a cell and its trace; nothing if the claim holds.
         order: Where the check stands in lists.
-        not_applicable: Returns the reason why the check does not apply to a cell, or None. A check that does not apply
-            has no test item; the report shows the reason.
-        limit: Name of the limit that the user must set for anything to be asserted: ``--distcompat-<limit>``.
-        raises: Runs that must end in an exception: there a crash or a hang is the verdict, whenever it came.
+        not_applicable: Returns the reason why the check does not apply to a cell, or None. A check
+            that does not apply has no test item; the report shows the reason.
+        limit: Name of the limit that the user must set for anything to be asserted:
+            ``--distcompat-<limit>``.
+        raises: The names of runs that must end in an exception. If one of them crashes or hangs
+            instead, that is the verdict, whatever ``until`` says.
         costly: Whether it takes several runs that no other check reads.
-        depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the strategy; None: all. The
-            default profile runs the check in one cell of those that are alike in them.
+            depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
+            strategy; None for all. Of several cells that do not differ in them, the default profile
+            runs the check in only one.
+        remark: What reports say beside a claim that holds.
     """
 
     name: str
@@ -128,13 +155,16 @@ class Check:
     raises: tuple[str, ...] = ()
     costly: bool = False
     depends_on: frozenset[str] | None = None
+    remark: Remark = _no_remark
 
     def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:
-        """Run what the claim reads in a cell. A check whose runs depend on what earlier ones show overrides this.
+        """Run in a cell what the claim reads.
+
+        A check that decides by its first runs which ones come next overrides this.
 
         Args:
-            runner: What runs it.
-            name: The driver as its suite names it, by which ranks find it.
+            runner: Runs the scenarios.
+            name: The name of the driver in its suite, by which ranks find it.
             driver: The driver.
             cell: The cell.
         """
@@ -171,8 +201,9 @@ def check(
     raises: tuple[str, ...] = (),
     costly: bool = False,
     depends_on: frozenset[str] | None = None,
+    remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
-    """Make a Check of a function: its name becomes the check's name, its docstring states the claim."""
+    """Make a ``Check`` of a function: it has the function's name, and the docstring is its claim."""
 
     def check_of(claim: Claim) -> Check:
         return Check(
@@ -186,6 +217,7 @@ def check(
             raises=raises,
             costly=costly,
             depends_on=depends_on,
+            remark=remark,
         )
 
     return check_of
@@ -198,14 +230,17 @@ def _without_repetitions(findings: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _TextOfRanks:
-    """A finding without its rank: the text before that and the text after it, which is empty if it names none."""
+    """The texts of a finding before and after its rank; a finding without a rank is all before."""
 
     before: str
     after: str = ""
 
 
 def message(findings: list[str]) -> str:
-    """Return the first findings, one a line, and how many more there are. What several ranks have in common is one line."""
+    """Return the first findings, one a line, and how many more there are.
+
+    A finding that several ranks share is one line: "ranks 0, 2: ...".
+    """
     ranks_by_text: dict[_TextOfRanks, list[str]] = {}
     for finding in findings:
         of_rank = _OF_RANK.fullmatch(finding)
@@ -217,7 +252,7 @@ def message(findings: list[str]) -> str:
     lines: list[str] = []
     for text, ranks in ranks_by_text.items():
         if ranks:
-            lines.append(f"{text.before}{_listed(ranks)}{text.after}")
+            lines.append(f"{text.before}{listed_ranks(ranks)}{text.after}")
         else:
             lines.append(text.before)
     if len(lines) > FINDINGS_SHOWN:
@@ -236,7 +271,11 @@ def pairs(
 
 
 def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveInfo]:
-    """Yield the collectives that may sum gradients: of several floats, not between parts of a layer (activations) or stages."""
+    """Yield the collectives that may sum gradients.
+
+    They reduce several floats, and are not those of activations between the ranks of tensor
+    parallelism or of a pipeline.
+    """
     for info in snapshot.collectives:
         sums_floats = info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype
         if sums_floats and not _moves_activations(cell, snapshot.rank, info):
@@ -244,7 +283,7 @@ def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveIn
 
 
 def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
-    """Tell whether a collective is one of tensor parallelism or of a pipeline: all its ranks are peers there."""
+    """Tell whether a collective runs only among ranks of one tensor-parallel group or pipeline."""
     if not info.ranks:
         return False
     for peers in (cell.tp_peers(rank), cell.pp_peers(rank)):
@@ -254,32 +293,13 @@ def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
 
 
 def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
-    """Tell whether the trainer was given the cell's value of the option: the cell has it, or the driver supports it."""
+    """Tell whether the trainer was given the cell's value of an option.
+
+    It was if that is not the default, or if the driver passes on the option at all.
+    """
     if cell.option(option) != OPTIONS[option].default:
         return True
     return unwrapped is not None and option in unwrapped.obeyed
-
-
-def named_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return the words for some ranks in a finding: "all ranks", "rank 1" or "ranks 0, 2"."""
-    if len(ranks) == world_size:
-        return "all ranks"
-    return _listed(ranks)
-
-
-def _listed(ranks: Sequence[int | str]) -> str:
-    numbers = ", ".join(str(rank) for rank in ranks)
-    if len(ranks) > 1:
-        return f"ranks {numbers}"
-    return f"rank {numbers}"
-
-
-def and_others(names: Iterable[str]) -> str:
-    """Return the words for some names in a finding: the first in their order, and how many there are besides."""
-    first, *others = sorted(names)
-    if not others:
-        return repr(first)
-    return f"{first!r} and {len(others)} others"
 
 
 def first_three(names: Sequence[str]) -> str:
@@ -288,7 +308,7 @@ def first_three(names: Sequence[str]) -> str:
 
 
 def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) -> Iterator[str]:
-    """Yield a finding if a rank did not report after that action: without a report nothing is proved."""
+    """Yield a finding if ranks did not report after that action: nothing is proved for them."""
     missing = set(range(world_size))
     for snapshot in snapshots:
         missing.difference_update(snapshot.ranks)
@@ -309,37 +329,54 @@ def with_rank(snapshot: Snapshot, texts: Iterable[str]) -> Iterator[str]:
 
 
 def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
-    """Yield a finding for each rank whose loss is missing or not finite: two infinite losses compare equal."""
+    """Yield a finding for each rank whose loss is missing or not finite.
+
+    A comparison would not notice: two infinite losses are equal.
+    """
     for snapshot in snapshots:
         if snapshot.loss is None or not math.isfinite(snapshot.loss):
             yield f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; expected a finite number"
 
 
 def stale(optimizer: OptimizerInfo, when: str = "") -> str:
-    """Return the finding that the optimizer holds tensors which are no parameters of the live model."""
+    """Return the finding that the optimizer holds tensors that are no parameters of the model."""
     tensors = f"{optimizer.foreign} of {optimizer.entries} tensors in the optimizer"
     return f"{tensors} are no parameters of the live model{when} (stale)"
 
 
 def other_mode(expected: Snapshot, snapshot: Snapshot, step: str, where: str) -> Iterator[str]:
-    """Yield a finding if modules train in a step of one snapshot and not in that of another: dropout and BatchNorm follow it."""
-    stopped = set(snapshot.evaluating) - set(expected.evaluating)
-    if stopped:
-        yield f"rank {snapshot.rank}: {_in_mode('evaluation', stopped, step)}; in training mode {where}"
-    training = set(expected.evaluating) - set(snapshot.evaluating)
-    if training:
-        yield f"rank {snapshot.rank}: {_in_mode('training', training, step)}; in evaluation mode {where}"
+    """Yield a finding if modules are not in the mode, training or evaluation, that is expected.
+
+    Dropout and BatchNorm compute something else in each.
+
+    Args:
+        expected: The snapshot of the step that is compared with.
+        snapshot: The snapshot of the step.
+        step: The words for the step.
+        where: The words for where it is otherwise: "in the reference".
+    """
+    in_evaluation = set(snapshot.evaluating) - set(expected.evaluating)
+    if in_evaluation:
+        modules = _in_mode("evaluation", in_evaluation, step)
+        yield f"rank {snapshot.rank}: {modules}; in training mode {where}"
+    in_training = set(expected.evaluating) - set(snapshot.evaluating)
+    if in_training:
+        modules = _in_mode("training", in_training, step)
+        yield f"rank {snapshot.rank}: {modules}; in evaluation mode {where}"
 
 
 def _in_mode(mode: str, modules: set[str], step: str) -> str:
-    """Return the words for modules that are in a mode; the name of the whole model is empty."""
+    """Return the words for modules that are in a mode; the whole model has an empty name."""
     if "" in modules:
         return f"the whole model is in {mode} mode in {step}"
     return f"{len(modules)} modules are in {mode} mode in {step}, first {min(modules)!r}"
 
 
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
-    """Yield a finding for each rank that took as many steps during its load as before the save: it may have retrained."""
+    """Yield a finding for each rank that seems to have trained again instead of loading.
+
+    Such a rank took as many optimizer steps during its load as before the save.
+    """
     # torch itself takes one step in a load, with zero gradients, to create the optimizer's state.
     before: Counter[int] = Counter()
     for snapshot in trained:
@@ -349,17 +386,22 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
         steps = sum(step.square != 0 for step in snapshot.steps)
         if steps and steps >= before[snapshot.rank]:
             finding = f"the optimizer took {steps} steps with gradients during the load"
-            yield f"rank {snapshot.rank}: {finding}; expected the state to be read from the checkpoint, not trained again"
+            expected = "expected the state to be read from the checkpoint, not trained again"
+            yield f"rank {snapshot.rank}: {finding}; {expected}"
 
 
 def _options_beside_checkpoints(cell: Cell) -> list[str]:
-    """Return the cell's options, without those that matter only while a checkpoint is written or loaded."""
+    """Return the cell's options but those that matter only when a checkpoint is saved or loaded."""
     read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
     return [name for name, _ in cell.options if name not in read_at_checkpoints]
 
 
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why another cell tests the claim: files are found alike in all precisions and with most options."""
+    """Return why the claim is tested in another cell; None if it is tested in this one.
+
+    It is a claim about which checkpoint files are found. Precisions and most options do not matter
+    for that.
+    """
     others = []
     for name in _options_beside_checkpoints(cell):
         if name not in {"model", "state_dict"}:
@@ -370,11 +412,12 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def saved_as_elsewhere(cell: Cell) -> str | None:
-    """Return why another cell tests the claim; None if this one does."""
-    # Runs at other world sizes are the most expensive ones.
+    """Return why a claim about saved tensors is tested in another cell; None if in this one."""
+    # Each such cell would need runs at other world sizes, which are the most expensive ones.
     for name in _options_beside_checkpoints(cell):
         if name not in CHECKPOINT_OPTIONS:
-            return f"{name} changes how the model is trained, not what is saved, and what is saved is tested without it"
+            changes = f"{name} changes how the model is trained, not what is saved"
+            return f"{changes}, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:
         return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, where it is tested"
     return None

@@ -12,11 +12,11 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     gradient_reductions,
-    named_ranks,
     requested,
     with_rank,
 )
-from pytest_distcompat.checks._values import (
+from pytest_distcompat.cost import trained_elements
+from pytest_distcompat.model_values import (
     Names,
     by_stage,
     expert_parts,
@@ -26,7 +26,6 @@ from pytest_distcompat.checks._values import (
     tp_copies,
     unused,
 )
-from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import STEPS, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
@@ -39,6 +38,7 @@ from pytest_distcompat.trace import (
     UnwrappedInfo,
     shard_groups,
 )
+from pytest_distcompat.wording import named_ranks
 
 #: The least part of the trainable elements that gradients are; even compressed ones are more, metrics and norms are less.
 MIN_REDUCED_FRACTION = 0.1

@@ -57,7 +57,7 @@ def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
     """Return the first cell of that world size, without options, that the driver supports; the cell itself if there is none."""
     for precision in PRECISIONS.names():
         for strategy in STRATEGIES.names():
-            plain = Cell(strategy, precision, cell.world_size, nodes=cell.nodes)
+            plain = Cell(strategy, precision, cell.world_size).spread_as(cell)
             if not driver.unsupported_reason(plain):
                 return plain
     return cell
@@ -184,9 +184,10 @@ def _not_each_once(
     times_given = _times_given([*batches_by_rank, *before])
     # After the last batch, none is left to tell how many rows a step has but those before.
     rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
-    missing = sorted(set(range(ROWS)) - times_given.keys())
+    count = loader.rows or ROWS
+    missing = sorted(set(range(count)) - times_given.keys())
     if missing and not (loader.dropped and len(missing) < rows_of_step):
-        yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
+        yield f"{len(missing)} of {count} rows are given to no rank, first {missing[0]}"
     surplus = sum(times_given.values()) - len(times_given)
     if surplus and not (loader.filled and surplus < rows_of_step):
         repeated: list[int] = []
@@ -199,6 +200,10 @@ def _not_each_once(
         if loader.filled:
             allowed = f"less than {rows_of_step}, which fill the last batches"
         yield f"{len(repeated)} rows are given {times}, first {repeated[0]}; expected {allowed}"
+    for place, batches in enumerate(batches_by_rank):
+        if () in batches:
+            number = list(batches).index(()) + 1
+            yield f"batch {number} of data parallel rank {place} has no rows: a mean over it is no number"
     lengths = [len(batches) for batches in batches_by_rank]
     if len(set(lengths)) > 1 and (loader.filled or loader.dropped):
         numbers = ", ".join(str(length) for length in lengths)

@@ -8,8 +8,8 @@ from pathlib import PurePath
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, only_where_it_differs
-from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import differences, flat_parameters, settings, values
 from pytest_distcompat.scenario import (
     BLOCKED_RUN,
     DAMAGE,

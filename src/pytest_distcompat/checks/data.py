@@ -12,15 +12,15 @@ from pytest_distcompat.checks._base import (
     UNTIL_RESUMED,
     check,
     every_rank,
-    named_ranks,
     other_mode,
     pairs,
 )
-from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.models import model_of
+from pytest_distcompat.model_values import by_stage
+from pytest_distcompat.models import known_model, model_of
 from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.wording import named_ranks
 
 
 def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
@@ -135,9 +135,10 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
     drawing_ranks = _ranks_that_draw(cell, steps)
     idle_ranks = set(range(cell.world_size)) - drawing_ranks
-    if model_of(cell).random and idle_ranks:
+    model = known_model(cell)
+    if model is not None and model.random and idle_ranks:
         ranks = named_ranks(sorted(idle_ranks), cell.world_size)
-        yield f"{ranks}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
+        yield f"{ranks}: a step draws no random numbers; the model {model.name} draws some in each forward"
     yield from _unlike_modes(train, steps)
     for nth in range(1, SAVED):
         drawing = []

@@ -15,8 +15,8 @@ from pytest_distcompat.checks._base import (
     requested,
     with_rank,
 )
-from pytest_distcompat.checks._values import TF32_SINCE_BUILD, stages_of
 from pytest_distcompat.cost import BYTES, is_quantized
+from pytest_distcompat.model_values import TF32_SINCE_BUILD, stages_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Dtypes

@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import EXPORTED, and_others, check, every_rank, first_three
+from pytest_distcompat.checks._base import EXPORTED, check, every_rank, first_three
 from pytest_distcompat.checks._renamed import renamed
-from pytest_distcompat.checks._values import (
+from pytest_distcompat.cost import BYTES
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import (
     Digests,
     Values,
     adapter_name,
@@ -21,11 +23,10 @@ from pytest_distcompat.checks._values import (
     precision_of_products,
     values,
 )
-from pytest_distcompat.cost import BYTES
-from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import EXPORT, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.wording import and_others
 
 #: Where an export stands among the files of a run, relative to the checkpoint.
 PREFIX = "export/"

@@ -11,7 +11,10 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks._values import (
+from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.excerpt import listed
+from pytest_distcompat.model_values import (
     Names,
     Ranks,
     named_stage,
@@ -19,9 +22,6 @@ from pytest_distcompat.checks._values import (
     rounding_of,
     stages_of,
 )
-from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
-from pytest_distcompat.driver import Driver
-from pytest_distcompat.excerpt import listed
 from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, shard_groups
 
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
-from pytest_distcompat.checks._values import FACTORS, by_stage, expert_parts, tp_copies, unused
+from pytest_distcompat.checks._base import check, every_rank, requested
 from pytest_distcompat.cost import is_quantized, state_elements, trained_elements
+from pytest_distcompat.model_values import FACTORS, by_stage, expert_parts, tp_copies, unused
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.wording import named_ranks
 
 #: torch's ZeRO-1, an optimizer for DDP: https://docs.pytorch.org/docs/stable/distributed.optim.html
 ZERO_OPTIMIZER = "ZeroRedundancyOptimizer"

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import and_others, check, every_rank, first_three, named_ranks
+from pytest_distcompat.checks._base import check, every_rank, first_three
 from pytest_distcompat.checks._renamed import Renamed, renamed
-from pytest_distcompat.checks._values import (
+from pytest_distcompat.cost import BYTES
+from pytest_distcompat.digests import EMPTY
+from pytest_distcompat.model_values import (
     across_stages,
     adapter_name,
     expert_parts,
@@ -19,8 +21,6 @@ from pytest_distcompat.checks._values import (
     unused,
     values,
 )
-from pytest_distcompat.cost import BYTES
-from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
@@ -31,6 +31,7 @@ from pytest_distcompat.trace import (
     Trace,
     UnwrappedInfo,
 )
+from pytest_distcompat.wording import and_others, named_ranks
 
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, stale
-from pytest_distcompat.checks._values import is_sharded_along, named_stage, stages_of, unused
 from pytest_distcompat.digests import is_zero
+from pytest_distcompat.model_values import is_sharded_along, named_stage, stages_of, unused
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
+from pytest_distcompat.checks._base import check, every_rank, finite_losses
 from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
-from pytest_distcompat.models import TinyModel, model_of
+from pytest_distcompat.model_values import Names, across_stages, in_tf32, rounding_of, stages_of
+from pytest_distcompat.models import TinyModel, known_model, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, together
+from pytest_distcompat.wording import named_ranks
 
 #: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
 #: places too. ``benchmarks/rounding.py`` measures it on four small models.
@@ -165,15 +166,17 @@ def _times_ranks(snapshot: Snapshot, cell: Cell) -> Snapshot:
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
     """Return for each step how far loss and gradient norm may be from the reference, relative to it."""
     precision = rounding_of(cell, trace.run())
-    spread = _spread(model_of(cell), precision, trace.run())
+    model = known_model(cell)
+    spread = _spread(model, precision, trace.run())
     losses = _allowed(precision.loss_tolerance * spread, trace, lambda snapshot: snapshot.loss)
-    norms = precision.norm_tolerance * model_of(cell).norm_spread
+    norm_spread = 1.0 if model is None else model.norm_spread
+    norms = precision.norm_tolerance * norm_spread
     return losses, _allowed(norms, trace, lambda snapshot: snapshot.grad_norm)
 
 
-def _spread(model: TinyModel, precision: Precision, run: RunTrace) -> float:
+def _spread(model: TinyModel | None, precision: Precision, run: RunTrace) -> float:
     """Return the model's factor on the tolerance of losses, which is larger where a GPU adds up products of bfloat16."""
-    if precision.compute == "float32":
+    if model is None or precision.compute == "float32":
         return 1.0
     if run.on_gpu and precision.compute == "bfloat16":
         return max(model.spread, model.gpu_spread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -15,7 +16,8 @@ from pytest_distcompat.checks._base import (
     saved_as_elsewhere,
     trained_again,
 )
-from pytest_distcompat.checks._values import (
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import (
     compare,
     differences,
     exported_weights,
@@ -25,7 +27,6 @@ from pytest_distcompat.checks._values import (
     step_counts,
     values,
 )
-from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.strategies import STRATEGIES
@@ -45,7 +46,7 @@ def _why_not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does."""
     if cell.strategy not in driver.reshards:
         return f"the driver does not claim that {cell.strategy} loads a checkpoint of another world size"
-    if cell.per_node and STRATEGIES.get(cell.strategy).flat_masters:
+    if cell.own_disks and STRATEGIES.get(cell.strategy).flat_masters:
         return "each node has the shards of its own ranks, and other ranks would need those of all"
     return _why_not_comparable_by_name(cell) or saved_as_elsewhere(cell)
 
@@ -62,7 +63,7 @@ def _reshard_runs(cell: Cell, driver: type[Driver]) -> Scenario:
         if ranks % (tp * cell.ep):
             continue
         options = (*cell.without("tp").options, ("tp", tp))
-        cell_of_size = Cell(cell.strategy, cell.precision, cell.world_size, options, cell.nodes)
+        cell_of_size = dataclasses.replace(cell, options=options)
         if cell_of_size == cell or not driver.unsupported_reason(cell_of_size):
             largest = max(largest, cell_of_size.tp)
     return scenario.reshard(cell, largest)
@@ -151,7 +152,7 @@ def _why_weights_cannot_move(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why exported weights cannot be trained on under another strategy; None if they can."""
     if not driver.can("export") or not driver.can("reload"):
         return "only weights can be moved from DeepSpeed's checkpoints, and the driver has no export() and reload()"
-    if cell.per_node:
+    if cell.own_disks:
         return "the weights are exported on the node of rank 0 alone"
     if cell.option("lora"):
         return "PEFT loads an exported adapter frozen, so it cannot be trained on"

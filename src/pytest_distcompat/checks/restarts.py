@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, pairs
-from pytest_distcompat.checks._values import differences, settings, unlike, values
 from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import differences, settings, unlike, values
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESTARTS, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
-#: Steps of the second run, those of them before its save, and steps of the third run.
+#: Steps of the second run, those of them before its last save, and steps of the third run.
 SECOND_STEPS, SECOND_SAVED, THIRD_STEPS = 5, 3, 4
 
 
@@ -44,21 +44,24 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
 def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a resumed run can be saved and resumed again, and that it goes on over the end of an epoch.
 
-    A run that loaded a checkpoint saves after three steps; a third process group loads that, bit by bit. All their steps,
-    nine together, have the losses and learning rates of the run that never stopped. The driver's own data decide where an
-    epoch ends; those of the built-in drivers do so in step 8, in the middle of an accumulation.
+    A run that loaded a checkpoint saves after one step, and after three in the same directory; a third process group loads
+    the later of both, bit by bit. All their steps, nine together, have the losses and learning rates of the run that never
+    stopped. The driver's own data decide where an epoch ends; those of the built-in drivers do so in step 8, in the middle
+    of an accumulation.
 
-    If it fails: counters (steps, epochs, batches, the scheduler's) begin at 0 in a resumed run, so that its own
-    checkpoint, or the next end of an epoch, has those of this run alone.
+    If it fails: a save keeps files of an earlier one, or a load takes the first checkpoint that it finds; counters (steps,
+    epochs, batches, the scheduler's) begin at 0 in a resumed run, so that its own checkpoint, or the next end of an epoch,
+    has those of this run alone.
     """
     train = trace.run("train")
     second = trace.run("second")
     third = trace.run("third")
+    saved = second.at("save", 1)
     yield from every_rank(second.at("save"), cell.world_size, "the save of the resumed run")
+    yield from every_rank(saved, cell.world_size, "the second save of the resumed run")
     yield from every_rank(third.at("load"), cell.world_size, "the second load")
     followed = list(_followed(train, second, SAVED, SECOND_STEPS, "load"))
     yield from followed
-    saved = second.at("save")
     loaded = third.at("load")
     when = "after the second load"
     yield from differences(values(second, saved), values(third, loaded), when)

@@ -1,17 +1,16 @@
-"""Does training resume from a checkpoint as if it had never stopped, and does saving leave what is trained as it is?"""
+"""Does training resume from a checkpoint as if it had never stopped? Does saving change nothing?"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import (
     RESUMED,
     UNTIL_RESUMED,
-    and_others,
     check,
     every_rank,
     finite_losses,
@@ -21,20 +20,24 @@ from pytest_distcompat.checks._base import (
     trained_again,
 )
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks._values import held_states, same_dtype, unlike
+from pytest_distcompat.model_values import GroupNumber, held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.wording import and_others
 
-#: Relative. State must come back bit by bit, but a GPU may sum a loss in any order.
+#: Relative tolerance of losses. State must come back bit by bit, but a GPU may sum a loss in any
+#: order.
 LOSS_TOLERANCE = 1e-4
 
-#: Relative. In bfloat16 a sum of more than two numbers depends on their order, and DDP rebuilds its buckets, hence the order,
-#: after the first step of a run: the second loss differed by 1e-3 at 4 ranks with all state equal.
+#: Relative tolerance of losses in lower precision on more than two ranks. There a sum depends on
+#: the order of its terms, and DDP changes the order when it rebuilds its buckets after the first
+#: step of a run: with equal state the second loss differed by 1e-3 on 4 ranks.
 ORDER_TOLERANCE = 5e-3
 
-#: Relative. A learning rate may be computed from the number of the step, or from the previous rate.
+#: Relative tolerance of learning rates. A schedule may compute a rate from the number of the step,
+#: or from the previous rate.
 RATE_TOLERANCE = 1e-9
 
 
@@ -62,17 +65,17 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _first_infinite_losses(train)
     yield from trained_again(loaded, _before_save(train))
     for before, after in pairs(trained, saved):
-        yield from same_state(before, after, "save")
+        yield from _texts(_state_changes(before, after, "save"))
     saved = _without_nonpersistent_buffers(cell, train, saved)
     loaded = _without_nonpersistent_buffers(cell, train, loaded)
     for before, after in pairs(saved, loaded):
-        yield from _other_trained_parameters(before, after)
+        yield from _texts(_optimized_changes(before, after))
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
-            yield from _same_model(before, after, "load", _buffers_of_ranks(saved))
+            yield from _texts(_model_changes(before, after, "load", _buffers_of_ranks(saved)))
         return
     for before, after in pairs(saved, loaded):
-        yield from same_state(before, after, "load", _buffers_of_ranks(saved))
+        yield from _texts(_state_changes(before, after, "load", _buffers_of_ranks(saved)))
         if before.scaler != after.scaler:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
@@ -82,17 +85,24 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     )
 
 
+def _texts(findings: Iterable[object]) -> Iterator[str]:
+    """Yield the text of each finding."""
+    for finding in findings:
+        yield str(finding)
+
+
 def _first_infinite_losses(train: RunTrace) -> list[str]:
-    """Return a finding for each rank with a loss that is not finite in the first step with such losses."""
+    """Return a finding for each rank with an infinite loss, in the first step that has any."""
     for nth in range(SAVED + 2):
-        # ``_other_losses`` reports those without a loss.
         with_loss = []
         for snapshot in train.at("step", nth):
+            # ``_loss_changes`` reports ranks without a loss.
             if snapshot.loss is not None:
                 with_loss.append(snapshot)
         infinite = list(finite_losses(with_loss, f"step {nth + 1}"))
         if infinite:
-            return infinite  # later ones follow from the first
+            # Losses of later steps are infinite because of it.
+            return infinite
     return []
 
 
@@ -105,19 +115,24 @@ def _before_save(train: RunTrace) -> list[Snapshot]:
 
 
 def _same_groups_loaded(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...]) -> bool:
-    """Tell whether each rank loaded the numbers of param groups that it saved."""
-    differences: list[str] = []
+    """Tell whether each rank has loaded the numbers of param groups that it saved."""
     for before, after in pairs(saved, loaded):
-        differences += _other_groups(before, after, "load")
-    return not differences
+        if list(_group_changes(before, after, "load")):
+            return False
+    return True
 
 
 def _later_steps(
     cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_groups: bool
 ) -> Iterator[str]:
-    """Yield findings for the two steps after the load that are not those of the uninterrupted run after the save.
+    """Yield findings for the two steps after the load that differ from those after the save.
 
-    Numbers of param groups are compared if ``compares_groups``: those that differ at the load differ after every later step.
+    Args:
+        cell: The cell.
+        train: The run that never stopped.
+        resumed: The run that loaded its checkpoint.
+        compares_groups: Whether to compare the numbers of param groups. If they differ after the
+            load, they differ after every later step.
     """
     tolerance = ORDER_TOLERANCE
     if PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2:
@@ -132,26 +147,32 @@ def _later_steps(
                 yield from other_mode(
                     before, after, "step 1 after the load", "in the run that never stopped"
                 )
-        for text in _other_losses(nth, expected, steps, tolerance):
+        for text in _texts(_loss_changes(nth, expected, steps, tolerance)):
             yield f"{text}{tied_apart(cell, train)}"
         if compares_groups:
-            others = list(_other_numbers(nth, expected, steps))
-            yield from others
-            compares_groups = not others
+            changes = list(_later_group_changes(nth, expected, steps))
+            yield from _texts(changes)
+            compares_groups = not changes
 
 
-#: (digest, dtype) of a tensor.
-_Value = tuple[str, str]
-#: Name -> value.
+@dataclass(frozen=True)
+class _Value:
+    """The value of a tensor: its digest and its dtype."""
+
+    digest: str
+    dtype: str
+
+
+#: The value of each tensor by its name.
 _Tensors = Mapping[str, _Value]
-#: Name of a buffer -> value of each rank.
+#: The values that any rank has of each buffer, by its name.
 _Buffers = Mapping[str, Collection[_Value]]
 
 
 def _without_nonpersistent_buffers(
     cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]
 ) -> tuple[Snapshot, ...]:
-    """Return the snapshots without buffers that are not persistent: a fresh process makes those anew."""
+    """Return the snapshots without non-persistent buffers, which a new process computes anew."""
     if run.unwrapped is None or not run.unwrapped.buffers:
         return snapshots
     strategy = STRATEGIES.get(cell.strategy)
@@ -171,65 +192,240 @@ def _without_nonpersistent_buffers(
 
 
 def _buffers_of_ranks(snapshots: tuple[Snapshot, ...]) -> _Buffers:
-    """Return the values that any rank had, by buffer."""
+    """Return the values that any rank has of each buffer."""
     values: dict[str, set[_Value]] = defaultdict(set)
     for snapshot in snapshots:
         for info in snapshot.buffers:
-            values[info.name].add((info.digest, info.dtype))
+            values[info.name].add(_Value(info.digest, info.dtype))
     return values
 
 
-def same_state(
-    before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None
-) -> Iterator[str]:
-    """Yield findings for state that an action changed although it must not."""
-    yield from _same_model(before, after, action, anywhere or {})
-    where = f"rank {after.rank}"
+# Findings: each is what a rank has otherwise after an action than before, and as text a message
+# about it.
+
+
+@dataclass(frozen=True)
+class _TensorsChange:
+    """Tensors of one kind that changed in the same way.
+
+    Attributes:
+        rank: The rank that has them.
+        kind: ``parameter``, ``buffer`` or ``optimizer state``.
+        names: Their names.
+        change: How they changed.
+        action: The action that must not change them.
+    """
+
+    rank: int
+    kind: str
+    names: Collection[str]
+    change: str
+    action: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind} {and_others(self.names)}: {self.change} after the {self.action}"
+
+
+@dataclass(frozen=True)
+class _EmptyState:
+    """The optimizer has no state any more; before the action it had so many ``tensors``."""
+
+    rank: int
+    tensors: int
+    action: str
+
+    def __str__(self) -> str:
+        expected = f"it held {self.tensors} tensors before"
+        if self.action == "load":
+            expected = f"{self.tensors} tensors were saved"
+        return (
+            f"rank {self.rank}: the optimizer's state is empty after the {self.action}; {expected}"
+        )
+
+
+@dataclass(frozen=True)
+class _GroupCountChange:
+    """The optimizer has another number of param groups."""
+
+    rank: int
+    before: int
+    after: int
+    action: str
+
+    def __str__(self) -> str:
+        groups = f"the optimizer has {self.after} param groups after the {self.action}"
+        return f"rank {self.rank}: {groups}; {self.before} before"
+
+
+@dataclass(frozen=True)
+class _GroupNumberChange:
+    """A number of a param group, such as its learning rate, is another one."""
+
+    rank: int
+    number: GroupNumber
+    action: str
+
+    def __str__(self) -> str:
+        values = f"{self.number.after} after the {self.action}; {self.number.before} before"
+        return f"rank {self.rank}: {_setting(self.number)} is {values}"
+
+
+@dataclass(frozen=True)
+class _LaterGroupNumber:
+    """A number of a param group is another one after step ``nth`` (from 0) of the resumed run."""
+
+    rank: int
+    number: GroupNumber
+    nth: int
+
+    def __str__(self) -> str:
+        when = f"after step {self.nth + 1} of the resumed run"
+        expected = f"{self.number.before:.6g} in the run that never stopped"
+        setting = _setting(self.number)
+        return f"rank {self.rank}: {setting} is {self.number.after:.6g} {when}; {expected}"
+
+
+def _setting(number: GroupNumber) -> str:
+    """Return the words for a number of a param group in a finding."""
+    return f"{number.key} of the optimizer's group {number.group}"
+
+
+@dataclass(frozen=True)
+class _StaleOptimizer:
+    """The optimizer updates tensors that are not in the model; ``problem`` is the text about it."""
+
+    rank: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class _TrainableChange:
+    """Parameters were trainable before the load and are frozen; with ``trainable`` vice versa."""
+
+    rank: int
+    names: Collection[str]
+    trainable: bool
+
+    def __str__(self) -> str:
+        change = "frozen after the load, and trained before"
+        if self.trainable:
+            change = "trainable after the load, and frozen before"
+        return f"rank {self.rank}: parameter {and_others(self.names)}: {change}"
+
+
+@dataclass(frozen=True)
+class _MissingLoss:
+    """A rank has no loss to compare."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: no loss to compare; expected step() to return it"
+
+
+@dataclass(frozen=True)
+class _LossChange:
+    """The loss of a step after the load is another one; ``nth`` counts steps from 0."""
+
+    rank: int
+    nth: int
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        loss = f"loss {self.nth + 1} after the load is {self.after:.6g}"
+        return f"rank {self.rank}: {loss}; {self.before:.6g} in the run that never stopped"
+
+
+_StateChange = _TensorsChange | _EmptyState | _GroupCountChange | _GroupNumberChange
+
+# Comparisons: each yields the findings about one rank.
+
+
+def _state_changes(
+    before: Snapshot, after: Snapshot, action: str, buffers: _Buffers | None = None
+) -> Iterator[_StateChange]:
+    """Yield findings for state that an action changed although it must not.
+
+    Args:
+        before: The snapshot before the action.
+        after: The snapshot of the same rank after it.
+        action: The action.
+        buffers: Values that a buffer may have after the action, too.
+    """
+    yield from _model_changes(before, after, action, buffers or {})
     states = _optimizer_states(before)
     states_after = _optimizer_states(after)
     if states and not states_after:
-        expected = f"it held {len(states)} tensors before"
-        if action == "load":
-            expected = f"{len(states)} tensors were saved"
-        yield f"{where}: the optimizer's state is empty after the {action}; {expected}"
+        yield _EmptyState(after.rank, len(states), action)
         return
-    yield from _other_tensors(f"{where}: optimizer state", states, states_after, action)
-    yield from _other_groups(before, after, action)
+    for names, change in _tensor_changes(states, states_after):
+        yield _TensorsChange(after.rank, "optimizer state", names, change, action)
+    yield from _group_changes(before, after, action)
 
 
 def _optimizer_states(snapshot: Snapshot) -> _Tensors:
     """Return the tensors of a rank's optimizer state."""
     states: dict[str, _Value] = {}
     for state in held_states(snapshot):
-        states[f"{state.key} of {state.owner}"] = (state.digest, state.dtype)
+        states[f"{state.key} of {state.owner}"] = _Value(state.digest, state.dtype)
     return states
 
 
-def _same_model(
-    before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers
-) -> Iterator[str]:
-    """Yield findings for changed parameters and buffers; a buffer may also have any of its values in ``anywhere``."""
+def _model_changes(
+    before: Snapshot, after: Snapshot, action: str, allowed_buffers: _Buffers
+) -> Iterator[_TensorsChange]:
+    """Yield findings for changed parameters, and for buffers with values that are not allowed."""
     parameters = _tensors(before.parameters)
     parameters_after = _tensors(after.parameters)
-    yield from _other_tensors(f"rank {after.rank}: parameter", parameters, parameters_after, action)
+    for names, change in _tensor_changes(parameters, parameters_after):
+        yield _TensorsChange(after.rank, "parameter", names, change, action)
     buffers = _tensors(before.buffers)
     buffers_after = _tensors(after.buffers)
     for name, value in buffers_after.items():
-        if name in buffers and value in anywhere.get(name, ()):
+        if name in buffers and value in allowed_buffers.get(name, ()):
             buffers_after[name] = buffers[name]
-    yield from _other_tensors(f"rank {after.rank}: buffer", buffers, buffers_after, action)
+    for names, change in _tensor_changes(buffers, buffers_after):
+        yield _TensorsChange(after.rank, "buffer", names, change, action)
 
 
 def _tensors(infos: Iterable[ParameterInfo]) -> dict[str, _Value]:
     """Return the values of parameters or buffers."""
-    return {info.name: (info.digest, info.dtype) for info in infos}
+    return {info.name: _Value(info.digest, info.dtype) for info in infos}
 
 
-def _other_trained_parameters(before: Snapshot, after: Snapshot) -> Iterator[str]:
-    """Yield findings unless what is loaded is what the optimizer updates; at a small learning rate two losses do not show it."""
-    where = f"rank {after.rank}"
+def _tensor_changes(before: _Tensors, after: _Tensors) -> Iterator[tuple[Collection[str], str]]:
+    """Yield the names of the tensors that changed in each way, and the words for the way."""
+    yield from _if_any(before.keys() - after.keys(), "missing")
+    yield from _if_any(after.keys() - before.keys(), "new")
+    other_values: list[str] = []
+    other_dtypes: list[str] = []
+    for name in before.keys() & after.keys():
+        if before[name].digest != after[name].digest:
+            other_values.append(name)
+        if not same_dtype(before[name].dtype, after[name].dtype):
+            other_dtypes.append(name)
+    yield from _if_any(other_values, "other values")
+    yield from _if_any(other_dtypes, "another dtype")
+
+
+def _if_any(names: Collection[str], change: str) -> Iterator[tuple[Collection[str], str]]:
+    if names:
+        yield names, change
+
+
+def _optimized_changes(
+    before: Snapshot, after: Snapshot
+) -> Iterator[_StaleOptimizer | _TrainableChange]:
+    """Yield findings unless the optimizer updates the same parameters after the load.
+
+    At a small learning rate the two losses after the load would not show it.
+    """
     if before.optimizer and after.optimizer and after.optimizer.foreign > before.optimizer.foreign:
-        yield f"{where}: {stale(after.optimizer, ' after the load')}"
+        yield _StaleOptimizer(after.rank, stale(after.optimizer, " after the load"))
     trainable = {info.name: info.trainable for info in before.parameters}
     trainable_after = {info.name: info.trainable for info in after.parameters}
     frozen: list[str] = []
@@ -240,70 +436,45 @@ def _other_trained_parameters(before: Snapshot, after: Snapshot) -> Iterator[str
         elif trainable_after[name] and not trainable[name]:
             thawed.append(name)
     if frozen:
-        yield f"{where}: parameter {and_others(frozen)}: frozen after the load, and trained before"
+        yield _TrainableChange(after.rank, frozen, trainable=False)
     if thawed:
-        yield f"{where}: parameter {and_others(thawed)}: trainable after the load, and frozen before"
+        yield _TrainableChange(after.rank, thawed, trainable=True)
 
 
-def _other_groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[str]:
-    """Yield findings for param groups of the optimizer that an action changed: their number, and the numbers of each."""
-    where = f"rank {after.rank}"
+def _group_changes(
+    before: Snapshot, after: Snapshot, action: str
+) -> Iterator[_GroupCountChange | _GroupNumberChange]:
+    """Yield findings for another number of param groups, and for other numbers in them."""
     groups = before.param_groups
     groups_after = after.param_groups
     if len(groups) != len(groups_after):
-        yield f"{where}: the optimizer has {len(groups_after)} param groups after the {action}; {len(groups)} before"
+        yield _GroupCountChange(after.rank, len(groups), len(groups_after), action)
     for number in unlike(groups, groups_after):
-        setting = f"{number.key} of the optimizer's group {number.group}"
-        yield f"{where}: {setting} is {number.after} after the {action}; {number.before} before"
+        yield _GroupNumberChange(after.rank, number, action)
 
 
-def _other_tensors(kind: str, before: _Tensors, after: _Tensors, action: str) -> Iterator[str]:
-    """Yield findings for tensors that an action removed, added, or changed in value or dtype."""
-    other_values: list[str] = []
-    other_dtypes: list[str] = []
-    for name in before.keys() & after.keys():
-        digest, dtype = before[name]
-        digest_after, dtype_after = after[name]
-        if digest != digest_after:
-            other_values.append(name)
-        if not same_dtype(dtype, dtype_after):
-            other_dtypes.append(name)
-    for change, names in (
-        ("missing", before.keys() - after.keys()),
-        ("new", after.keys() - before.keys()),
-        ("other values", other_values),
-        ("another dtype", other_dtypes),
-    ):
-        if names:
-            yield f"{kind} {and_others(names)}: {change} after the {action}"
-
-
-def _other_losses(
+def _loss_changes(
     nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...], tolerance: float
-) -> Iterator[str]:
-    """Yield findings for losses of a step after the load that are not those of the uninterrupted run, within the tolerance."""
+) -> Iterator[_MissingLoss | _LossChange]:
+    """Yield findings for losses of a step after the load that differ by more than the tolerance."""
     for before, after in pairs(expected, resumed):
         if before.loss is None or after.loss is None:
-            yield f"rank {after.rank}: no loss to compare; expected step() to return it"
-        elif math.isfinite(before.loss) and not math.isclose(
-            before.loss, after.loss, rel_tol=tolerance
-        ):
-            loss = f"loss {nth + 1} after the load is {after.loss:.6g}"
-            yield f"rank {after.rank}: {loss}; {before.loss:.6g} in the run that never stopped"
+            yield _MissingLoss(after.rank)
+        elif not math.isfinite(before.loss):
+            # ``_first_infinite_losses`` reports it.
+            continue
+        elif not math.isclose(before.loss, after.loss, rel_tol=tolerance):
+            yield _LossChange(after.rank, nth, before.loss, after.loss)
 
 
-def _other_numbers(
+def _later_group_changes(
     nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]
-) -> Iterator[str]:
-    """Yield findings for numbers of param groups after a step; those of the last step affect no loss."""
-    when = f"after step {nth + 1} of the resumed run"
+) -> Iterator[_LaterGroupNumber]:
+    """Yield findings for numbers of param groups after a step, which no later loss may show."""
     for before, after in pairs(expected, resumed):
         for number in unlike(before.param_groups, after.param_groups, RATE_TOLERANCE):
-            if number.before is None or number.after is None:
-                continue
-            setting = f"{number.key} of the optimizer's group {number.group}"
-            finding = f"{setting} is {number.after:.6g} {when}; {number.before:.6g} in the run that never stopped"
-            yield f"rank {after.rank}: {finding}"
+            if number.before is not None and number.after is not None:
+                yield _LaterGroupNumber(after.rank, number, nth)
 
 
 @check(scenario=TRAIN, until=(("train", "save", 0), ("train", "exported", 0)), order=9)
@@ -327,12 +498,13 @@ def observers(cell: Cell, trace: Trace) -> Iterator[str]:
 def _observed(
     cell: Cell, before_action: tuple[Snapshot, ...], after_action: tuple[Snapshot, ...], action: str
 ) -> Iterator[str]:
-    """Yield findings for what an action changed that should only read."""
+    """Yield findings for what an action changed that must only read."""
     yield from every_rank(after_action, cell.world_size, action)
     for before, after in pairs(before_action, after_action):
+        # Without an export() of the driver there is no model in these snapshots.
         if before.model is None or after.model is None:
-            continue  # the driver has no export()
-        yield from same_state(before, after, action)
+            continue
+        yield from _texts(_state_changes(before, after, action))
         another = f"is another after the {action}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: the scheduler {another}"
@@ -345,4 +517,9 @@ def _observed(
 
 
 def _trainable_names(snapshot: Snapshot) -> set[str]:
-    return {info.name for info in snapshot.parameters if info.trainable}
+    """Return the names of the parameters that are trained."""
+    names: set[str] = set()
+    for info in snapshot.parameters:
+        if info.trainable:
+            names.add(info.name)
+    return names

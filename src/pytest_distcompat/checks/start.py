@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterable, Iterator
 
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import and_others, check, every_rank, module_of, with_rank
-from pytest_distcompat.checks._values import Kind, Names, values
+from pytest_distcompat.checks._base import check, every_rank, module_of, with_rank
 from pytest_distcompat.cost import BYTES
+from pytest_distcompat.model_values import Kind, Names, values
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.wording import and_others
 
 
 @check(scenario=TRAIN, until=(("train", "step", 0),), order=3)

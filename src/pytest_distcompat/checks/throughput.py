@@ -21,7 +21,7 @@ LIMIT = "throughput"
 def _baseline(cell: Cell, driver: type[Driver]) -> str:
     """Return the first of the baselines that the driver supports in the cell's precision and world size."""
     for name in BASELINES:
-        baseline_cell = Cell(name, cell.precision, cell.world_size, nodes=cell.nodes)
+        baseline_cell = Cell(name, cell.precision, cell.world_size).spread_as(cell)
         if not driver.unsupported_reason(baseline_cell):
             return baseline_cell.strategy
     return cell.strategy

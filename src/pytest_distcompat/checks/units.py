@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, module_of, requested, with_rank
-from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import by_stage
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ModelInfo, Snapshot, Trace, UnwrappedInfo

@@ -297,11 +297,12 @@ def extensions() -> dict[str, list[str]]:
         "check": CHECKS,
         "executor": Registry("pytest_distcompat.executors", object, "executor", has_modules=False),
     }
-    return {
-        kind: list(registry.extensions)
-        for kind, registry in registries.items()
-        if registry.extensions
-    }
+    added: dict[str, list[str]] = {}
+    for kind, registry in registries.items():
+        origins = [origin for origin in registry.extensions if not origin.endswith(f" of {OURS}")]
+        if origins:
+            added[kind] = origins
+    return added
 
 
 def package_findings() -> Iterator[Finding]:
@@ -328,7 +329,7 @@ def package_findings() -> Iterator[Finding]:
 
 def _accelerate_findings(version: str) -> Iterator[Finding]:
     """Yield what the driver of accelerate says about its version."""
-    from pytest_distcompat.drivers.accelerate import check_version
+    from pytest_distcompat.launch.accelerate_cpu import check_version
 
     try:
         with warnings.catch_warnings(record=True) as warned:

@@ -1,4 +1,4 @@
-"""Facts about torch and the GPUs, printed as a line of JSON by a process that imports torch and starts CUDA."""
+"""Facts about torch and the GPUs as a line of JSON, for a parent that does not import torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Any
 
 
 def infos() -> dict[str, Any]:
-    """Return facts about torch: versions (empty where it was built without) and the names of the usable GPUs."""
+    """Return the versions of torch's libraries, or empty texts, and the names of usable GPUs."""
     import torch
     from torch import distributed
 
-    version: Any = torch.cuda.nccl.version
-    usable = torch.cuda.is_available()
+    gpus: list[str] = []
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     has_nccl = distributed.is_available() and distributed.is_nccl_available()
+    nccl_version = ""
+    if has_nccl and torch.cuda.is_available():
+        version: Any = torch.cuda.nccl.version
+        nccl_version = ".".join(str(number) for number in version())
     return {
         "cuda": torch.version.cuda or "",
         "hip": torch.version.hip or "",
-        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        if usable
-        else [],
-        "nccl": ".".join(map(str, version())) if has_nccl and usable else "",
+        "gpus": gpus,
+        "nccl": nccl_version,
         "has_nccl": has_nccl,
         "gloo": distributed.is_available() and distributed.is_gloo_available(),
     }

@@ -1,21 +1,30 @@
-"""Registry of drivers, the trainers under test; each module is named after the library that it drives."""
+"""Registry of drivers, the trainers under test. The built-in ones are those of ``ext.upstream``."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._declared import check_declared, unsupported_reason
-from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.lazy import lazily
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.registry import Registry
 
-DRIVERS: Registry[type[Driver]] = Registry(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
+if TYPE_CHECKING:
+    from pytest_distcompat.drivers.tiny import TinyDriver
+
+DRIVERS: Registry[type[Driver]] = Registry(
+    __name__,
+    Driver,  # type: ignore[arg-type]  # holds the classes themselves
+    "driver",
+    has_modules=False,
+)
 
 __all__ = [
     "DRIVERS",
@@ -26,6 +35,21 @@ __all__ = [
     "preload_of",
     "unsupported_reason",
 ]
+
+
+#: For cells that compile: torch.compile imports most of itself when it first compiles, seconds of each rank.
+_COMPILER_MODULES = (
+    # torch._dynamo imports pytest, if it is installed, to trace its context managers.
+    "pytest",
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch.export._trace",
+)
+# The base of the drivers of ``ext.upstream``.
+__getattr__ = lazily(__name__, {"TinyDriver": "tiny"})
 
 
 def find_driver(name: str) -> type[Driver]:
@@ -74,7 +98,6 @@ def _hint(error: ModuleNotFoundError, module_name: str) -> str:
 
 def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     """Return the modules that the fork server should import for that driver and those cells."""
-    from pytest_distcompat.drivers._preload import COMPILE
     from pytest_distcompat.models import MODELS, model_of
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.runner import WORKER
@@ -92,7 +115,7 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     for name in sorted(preload_by_model):
         modules += preload_by_model[name]
     if compiles:
-        modules += COMPILE
+        modules += _COMPILER_MODULES
     modules.append(WORKER)
     modules += [f"pytest_distcompat.probe.{name}" for name in ("files", "observe", "snapshot")]
     # Not the driver's own module, unless it lists itself: at import it may read its rank from the environment.

@@ -12,12 +12,13 @@ from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.evidence.cells import add_training
-from pytest_distcompat.excerpt import excerpt, name_nodes
+from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.launch.files import read_end
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.runner import DONE, read_run
+from pytest_distcompat.spread import Hosts
 from pytest_distcompat.trace import RunTrace
 
 #: The longest texts about a rank in a report, in characters; and the most ranks of a run.
@@ -93,11 +94,12 @@ class StoredRun:
         return "ok" if self.done else "unfinished"
 
     def _message(self) -> str:
-        """Return the first line of the message with which it ended early, with the nodes of the ranks; empty without one."""
+        """Return the first line of the message with which it ended early, with the machines of the ranks; empty without one."""
         lines = self._end().get("message", "").splitlines()
         if not lines:
             return ""
-        return name_nodes(excerpt(lines[0], 500), self.done["trace"].get("nodes", ()))
+        hosts = decode(Hosts, self.done["trace"].get("hosts", {}))
+        return hosts.name_in(excerpt(lines[0], 500))
 
 
 def _rank_json(rank: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Known upstream issues as data: the versions that have them, the cells that show them, their messages."""
 
 from pytest_distcompat.known.read import (
+    IssueFile,
     KnownIssue,
     applying,
     concerned,
@@ -9,4 +10,4 @@ from pytest_distcompat.known.read import (
     shipped,
 )
 
-__all__ = ["KnownIssue", "applying", "concerned", "concerning", "read_file", "shipped"]
+__all__ = ["IssueFile", "KnownIssue", "applying", "concerned", "concerning", "read_file", "shipped"]

@@ -1,8 +1,8 @@
 """Known issues: bugs of other projects, for which a failure is expected where they are installed.
 
 They are read from TOML files with ``version = 1`` and an ``[[issue]]`` for each; ``docs/known.md``
-has all keys. This package ships ``issues.toml`` beside this module; users add files with
-``--distcompat-known``.
+has all keys. Extensions ship some files (entry point ``pytest_distcompat.known_issues``); users add
+files with ``--distcompat-known``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.expect import Expectation, FacetValue, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import fits, version_of
+from pytest_distcompat.registry import Registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -179,10 +180,27 @@ def _is_met(requirement: Requirement) -> bool:
     return fits(requirement, version_of(requirement.name))
 
 
+@dataclass(frozen=True)
+class IssueFile:
+    """A file of issues that an extension ships, under a name of its own."""
+
+    name: str
+    path: Path
+
+
+#: The files that extensions ship.
+ISSUE_FILES: Registry[IssueFile] = Registry(
+    "pytest_distcompat.known_issues", IssueFile, "file of known issues", has_modules=False
+)
+
+
 @functools.cache
 def shipped() -> tuple[KnownIssue, ...]:
-    """Return the issues that come with the package."""
-    return read_file(Path(__file__).parent / "issues.toml", _NEEDED_IF_SHIPPED)
+    """Return the issues of all files that extensions ship."""
+    issues: list[KnownIssue] = []
+    for file in ISSUE_FILES.by_name.values():
+        issues += read_file(file.path, _NEEDED_IF_SHIPPED)
+    return tuple(issues)
 
 
 def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, ...]:

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import multiprocessing.connection
+import pkgutil
 import signal
 import socket
 import tempfile
 import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them without saying so
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    dynamic_rendezvous,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.process import do_nothing, sweep_shared_memory
-from pytest_distcompat.launch.request import Place, Request
+from pytest_distcompat.launch.request import Request
 
 # To format the traceback of a failed run torch imports torch._dynamo, which takes more than a second. That traceback is
 # of no use: the ranks themselves report what they did.
@@ -45,11 +34,9 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 MONITOR_INTERVAL_S = 0.001
 #: How long a check waits for a change, in seconds: torch has limits of its own that it tests after each check.
 LONGEST_WAIT_S = 1.0
-#: How often an agent looks whether those of the other nodes have come, in seconds.
-MEETING_INTERVAL_S = 0.02
 
 
-class OneNode(StaticTCPRendezvous):
+class OneAgent(StaticTCPRendezvous):
     """torchrun's static rendezvous of one agent with itself, on a store whose port the kernel chooses, without a race.
 
     torch's static rendezvous needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s). The store
@@ -59,45 +46,20 @@ class OneNode(StaticTCPRendezvous):
     """
 
     def __init__(self) -> None:
-        self.store = _store_on(loopback.listen())
+        self.store = store_on(loopback.listen())
         self.port = self.store.port
         super().__init__(loopback.HOST, self.port, 0, 1, str(uuid.uuid4()), timeout=60)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the rendezvous at once: the only node is here."""
+        """Return the rendezvous at once: the only agent is this one."""
         store_info = RendezvousStoreInfo(loopback.HOST, self.port)
         return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, store_info)
 
-
-class SeveralNodes(DynamicRendezvousHandler):
-    """torchrun's c10d rendezvous of the agents of several nodes.
-
-    torch lets the store of the ranks listen on all interfaces; this one listens on the node's own address. torch numbers nodes by
-    address and process number; here pytest's process has numbered them. These methods, and the names by which torch waits, are
-    private; ``tests/launch/test_private_names.py`` fails when they go away.
-    """
-
-    port = number = 0
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents, and note the port of the ranks' store."""
-        # torch looks for the other nodes once a second, which is most of a warm run.
-        self._state_holder._cache_duration = 0  # type: ignore[attr-defined]  # noqa: SLF001 - see the class
-        module: Any = dynamic_rendezvous
-        module._delay = lambda seconds: clock.sleep(MEETING_INTERVAL_S)  # noqa: ARG005, SLF001 - see the class
-        info = super().next_rendezvous()
-        assert info.bootstrap_store_info is not None
-        self.port = info.bootstrap_store_info.master_port
-        return info
-
-    def _get_world(self) -> tuple[int, int]:
-        return self.number, super()._get_world()[1]
-
-    def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002 - torch's signature
-        return _store_on(loopback.listen(master_addr), master_addr)
+    def leave(self, store: Any) -> None:
+        """Wait for nobody: ranks of no other agent use the store."""
 
 
-def _store_on(listening: socket.socket, host: str = loopback.HOST) -> Any:
+def store_on(listening: socket.socket, host: str = loopback.HOST) -> Any:
     """Return a store that listens on that socket, and owns it from then on."""
     port = listening.getsockname()[1]
     file = listening.detach()
@@ -138,18 +100,12 @@ class WaitingAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        """Wait for the other nodes' agents, whose ranks may still use the store of this one.
+        """Wait for other agents, whose ranks may still use the store of this one.
 
         torch waits in C++, where no signal ends it. The method is private, as above.
         """
-        nodes = int(self._worker_group.group_world_size or 1)
-        store = cast("Any", self._store)
-        # RuntimeError: the store is gone with the agent that had it, which has left.
-        with contextlib.suppress(RuntimeError):
-            if nodes > 1 and store.add("distcompat/left", 1) < nodes:
-                clock.wait_until(
-                    lambda: store.add("distcompat/left", 0) == nodes, math.inf, every=0.01
-                )
+        rendezvous: Any = self._worker_group.spec.rdzv_handler
+        rendezvous.leave(self._store)
 
 
 def run(
@@ -158,7 +114,7 @@ def run(
     start_method: str,
     listens: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Run one request under torchrun's agent; ``listens`` is called with the port of the store that this node opens for all.
+    """Run one request under torchrun's agent; ``listens`` is called with the port of the store that it opens for other agents.
 
     Returns:
         The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, and by rank when the agent saw
@@ -167,7 +123,7 @@ def run(
     Path(request.directory, "logs").mkdir(exist_ok=True)
     # Ranks write their exceptions there for torch, which does not always remove the files.
     tempfile.tempdir = request.directory
-    rendezvous: OneNode | SeveralNodes | None = None
+    rendezvous: Any = None
     agent: WaitingAgent | None = None
     first: int | None = None
     try:
@@ -191,8 +147,8 @@ def run(
             raise
     finally:
         tempfile.tempdir = None
-        if isinstance(rendezvous, SeveralNodes):
-            # Ends its thread, which tells the others that this node is there.
+        if rendezvous is not None:
+            # Where agents meet: ends its thread, which tells the others that this one is there.
             rendezvous.shutdown()
     if rendezvous is None or agent is None:
         # A signal ended the run before it had an agent.
@@ -203,37 +159,19 @@ def run(
     return {"exit_codes": codes, "first": first, "ended_at": ended_at}
 
 
-def _rendezvous(request: Request, listens: Callable[[int], None]) -> OneNode | SeveralNodes:
-    """Return the rendezvous of the request's nodes. Of several, node 0 opens the store on which they meet."""
+def _rendezvous(request: Request, listens: Callable[[int], None]) -> Any:
+    """Return how the agent meets those of other machines, by the function that the request's ``place`` names."""
     if not request.place:
-        return OneNode()
-    place = Place(**request.place)
-    limit = timedelta(seconds=request.timeout)
-    host, port = place.store
-    if place.number == 0:
-        store = _store_on(loopback.listen(host), host)
-        listens(store.port)
-    else:
-        store = TCPStore(host, port, is_master=False, timeout=limit)
-    rendezvous = SeveralNodes.from_backend(
-        place.run_id,
-        store,
-        C10dRendezvousBackend(store, place.run_id),
-        min_nodes=place.nodes,
-        max_nodes=place.nodes,
-        local_addr=place.address,
-        timeout=RendezvousTimeout(join=limit),
-    )
-    assert isinstance(rendezvous, SeveralNodes)
-    rendezvous.number = place.number
-    return rendezvous
+        return OneAgent()
+    meet = pkgutil.resolve_name(request.place["rendezvous"])
+    return meet(request, listens)
 
 
 def _agent(
     request: Request,
     entrypoint: Callable[[str], None],
     start_method: str,
-    rendezvous: OneNode | SeveralNodes,
+    rendezvous: Any,
 ) -> WaitingAgent:
     spec = WorkerSpec(
         role="default",

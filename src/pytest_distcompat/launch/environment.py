@@ -1,4 +1,4 @@
-"""The environments of the launcher process and of ranks, as torchrun would give them if it were started now."""
+"""Environment variables of ranks, as torchrun would set them if it were started now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 
-#: The variables that the agent alone gives to ranks, whatever the environment says.
+#: The variables that torchrun's agent sets for each rank. Those of the environment do not count.
 OF_THE_AGENT = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE|ERROR_FILE))"
@@ -18,7 +18,13 @@ OF_THE_AGENT = re.compile(
 
 
 def of_ranks(now: Mapping[str, str], device: str, local_world_size: int) -> dict[str, str]:
-    """Return what ranks inherit from the torchrun command, and it from ``now`` (torch/distributed/run.py)."""
+    """Return the variables that torchrun hands on to its ranks (torch/distributed/run.py).
+
+    Args:
+        now: The environment in which torchrun would be started.
+        device: ``cuda`` or ``cpu``.
+        local_world_size: The number of ranks on this machine.
+    """
     environment = on_device(now, device)
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -28,33 +34,47 @@ def of_ranks(now: Mapping[str, str], device: str, local_world_size: int) -> dict
 
 
 def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return the launcher process's environment. Nothing in it starts CUDA or threads, unless the user wants threads."""
+    """Return the variables of the launcher process, which starts the fork servers.
+
+    They keep libraries from starting CUDA or threads there, because a process with either cannot be
+    forked safely.
+
+    Args:
+        now: The environment of pytest's process.
+        device: ``cuda`` or ``cpu``.
+    """
     environment = of_ranks(now, device, 1)
-    # OpenMP and OpenBLAS start no threads in the fork servers, whatever ranks get.
+    # No threads of OpenMP and OpenBLAS in the fork servers, unless the user has set the variable.
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # pyarrow, which datasets imports, then starts no thread of its jemalloc: https://jemalloc.net/jemalloc.3.html
-    # (opt.background_thread); pyarrow's own has this prefix.
+    # No thread of the jemalloc in pyarrow, which datasets imports. Its variables have this prefix:
+    # https://jemalloc.net/jemalloc.3.html (opt.background_thread).
     users_value = environment.get("JE_ARROW_MALLOC_CONF", "")
     settings = ["background_thread:false"]
     if users_value:
         settings.append(users_value)
     environment["JE_ARROW_MALLOC_CONF"] = ",".join(settings)
-    # torch.cuda.is_available() then asks NVML, and leaves the fork server without a CUDA context.
+    # With it torch.cuda.is_available() asks NVML, and creates no CUDA context.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return environment
 
 
 def adapted(request: Request, base: Mapping[str, str], device: str) -> Request:
-    """Return the request from here, with the changes that turn the environment ``base`` into the one that its ranks need."""
+    """Return a request whose ``set`` and ``unset`` give warm ranks the environment that they need.
+
+    Args:
+        request: The request of a run.
+        base: The environment that the warm ranks have.
+        device: ``cuda`` or ``cpu``.
+    """
     request = request.from_here()
-    now = {**of_ranks(os.environ, device, len(request.here)), **request.set}
-    set_now = {}
-    unset_now = []
-    for name in sorted({*now, *base}):
-        if OF_THE_AGENT.fullmatch(name) or now.get(name) == base.get(name):
+    needed = {**of_ranks(os.environ, device, len(request.here)), **request.set}
+    to_set = {}
+    to_unset = []
+    for name in sorted({*needed, *base}):
+        if OF_THE_AGENT.fullmatch(name) or needed.get(name) == base.get(name):
             continue
-        if name in now:
-            set_now[name] = now[name]
+        if name in needed:
+            to_set[name] = needed[name]
         else:
-            unset_now.append(name)
-    return dataclasses.replace(request, set=set_now, unset=unset_now)
+            to_unset.append(name)
+    return dataclasses.replace(request, set=to_set, unset=to_unset)

@@ -1,4 +1,4 @@
-"""The protocols of launchers, and of runs that they hold open."""
+"""Protocols of launchers, and of runs whose ranks perform several requests one after the other."""
 
 from __future__ import annotations
 
@@ -12,33 +12,41 @@ from pytest_distcompat.launch.request import Request
 
 
 class Launcher(Protocol):
-    """A launcher: starts ranks. By default it prepares nothing, and holds no run open."""
+    """Starts the ranks of runs. By default it prepares nothing, and has no open runs."""
 
     def warm_up(self) -> None:
-        """Begin to get ready, without waiting for it."""
+        """Begin to prepare for runs, without waiting for it."""
         return
 
     def get_warm(self) -> str:
-        """Wait until ready, as ``run`` does too, and return what went wrong; empty if nothing did."""
+        """Wait until runs can start, as ``run`` does too.
+
+        Return what went wrong, empty if nothing did.
+        """
         return ""
 
     def run(self, request: Request) -> Ending:
-        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
+        """Start ranks, wait until they have ended or were killed, and return how they ended.
+
+        It never raises for what the ranks do.
+        """
 
     @property
     def can_open(self) -> bool:
-        """Tell whether ``open`` may be called."""
+        """Whether ``open`` may be called."""
         return False
 
     def open(self, request: Request, target: str) -> OpenRun:  # noqa: ARG002 - the launchers' protocol
-        """Start ranks that get requests, and return their run while it goes on.
+        """Start ranks that wait for requests, and return their run, which goes on.
 
-        Until it is concluded the launcher runs nothing else. ``get_warm`` has said that it is ready.
+        Call it when ``get_warm`` has returned. Until the run is concluded the launcher runs nothing
+        else.
 
         Args:
-            request: The first request that the ranks will get; they start as if for it alone.
-            target: The function that they call, as ``module:function``. Its payload has the path of
-                a ``socket`` on which requests come; each brings working directory and import path.
+            request: The first request. The ranks start with its environment.
+            target: The function that the ranks call, as ``module:function``. Its payload has the
+                path of a ``socket`` on which requests come. Each brings its working directory and
+                import path.
         """
         assert self.can_open
         raise NotImplementedError
@@ -49,26 +57,28 @@ class Launcher(Protocol):
 
 
 class Replies(Protocol):
-    """What the ranks of an open run send over their sockets."""
+    """The replies of an open run's ranks to a request, which arrive on sockets."""
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """The sockets on which something may arrive."""
+        """The sockets on which replies may arrive."""
 
     def receive(self) -> list[socket.socket]:
-        """Read what has arrived, and return the sockets on which more may arrive."""
+        """Read what has arrived; return the sockets on which more may arrive."""
 
     @property
     def complete(self) -> bool:
-        """Tell whether all has arrived that is waited for."""
+        """Whether all replies have arrived."""
 
 
 class OpenRun(Protocol):
-    """A run whose ranks get requests, until it is concluded or its launcher is closed.
+    """A run whose ranks perform one request after the other.
+
+    It ends when it is concluded, or when its launcher is closed.
 
     Attributes:
-        start_request: The request that the ranks were started with.
-        listener: The socket on which they connect.
+        start_request: The request with which the ranks were started.
+        listener: The socket to which the ranks connect.
     """
 
     start_request: Request
@@ -76,21 +86,28 @@ class OpenRun(Protocol):
 
     @property
     def open(self) -> bool:
-        """Tell whether the run goes on."""
+        """Whether the ranks may get further requests."""
 
     def adapted(self, request: Request) -> Request:
-        """Return a request with the changes that these ranks need to do it as if started for it."""
+        """Return the request with the changes of environment that these ranks need for it."""
 
     def wait(self, watch: Watchdog, replies: Replies | None = None) -> Mapping[str, Any] | None:
-        """Wait until all ranks have ended or, with ``replies``, all of these have come.
+        """Wait until all ranks have ended or, with ``replies``, until all replies have arrived.
+
+        Args:
+            watch: The watchdog of the request, which ends ranks that hang.
+            replies: The replies to wait for.
 
         Returns:
-            The agent's answer once the ranks have ended; None if the replies have come, or if the
-            watchdog acted and the agent does not answer.
+            The answer of torchrun's agent after the ranks have ended; None if the replies have
+            arrived, or if the watchdog has ended the ranks and the agent does not answer.
         """
 
     def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:
-        """Return how the watched request has ended, though its ranks go on."""
+        """Return how a request has ended after which the ranks go on."""
 
     def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
-        """Return how the watched request ended, once the ranks are gone; the run is no longer open."""
+        """Return how the last request has ended, when the ranks are gone.
+
+        The run is no longer open.
+        """

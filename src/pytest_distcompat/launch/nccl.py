@@ -1,6 +1,7 @@
-"""NCCL as ranks load it: its version, and the variable with which several ranks may use one GPU.
+"""The NCCL that ranks load: its version, and whether several ranks can use one GPU with it.
 
-NCCL refused two ranks on one GPU until 2.30. Since then it takes them where ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set.
+NCCL refuses two ranks on one GPU. From 2.30 on it accepts them if ``NCCL_MULTI_RANK_GPU_ENABLE=1``
+is set.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from pathlib import Path
 
 from pytest_distcompat.world import SHARES_GPUS
 
-#: The first version that takes several ranks on one GPU: the variable's name is in 2.30.7, and not in 2.29.7.
+#: The first version that accepts several ranks on one GPU: 2.30.7 has the variable, 2.29.7 does
+#: not.
 SHARES_FROM = (2, 30)
 #: What a user with an older library can do.
 CURE = "NCCL 2.30 or newer takes ranks that share a GPU: pip install --upgrade 'pytest-distcompat[one-gpu]'"
-#: How long the process that asks the library may take, in seconds. The library is some hundred MiB large.
+#: Time limit for the process that loads the library, in seconds. It has some hundred MiB.
 ASK_TIMEOUT_S = 60.0
-#: Prints the code of the version. A process of its own asks, since pytest and fork servers keep CUDA's libraries out.
+#: A program that prints the code of the version. It runs in another process, because pytest and
+#: fork servers must not load CUDA's libraries.
 #: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclgetversion
 _ASK = """
 import ctypes, sys
@@ -48,9 +51,10 @@ class Library:
 
 
 def library_path() -> Path | None:
-    """Return the file of the library that ranks load; None without.
+    """Return the file of the library that ranks load; None if there is none.
 
-    It is one that LD_PRELOAD names, else that of NVIDIA's wheel, one that came with torch, or one of conda's environment.
+    It is the first of: a library in LD_PRELOAD, the one of NVIDIA's wheel, the one that came with
+    torch, the one of conda's environment.
     """
     for entry in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
         if Path(entry).name.startswith("libnccl.so"):
@@ -68,11 +72,11 @@ def library_path() -> Path | None:
 
 
 def _package_directories(name: str) -> list[Path]:
-    """Return the directories of an installed package, without importing it; none if it is not installed."""
+    """Return the directories of a package without importing it; none if it is not installed."""
     try:
         spec = importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
-        # ValueError: a stand-in for the package, without a specification.
+        # ValueError: a test has put a module without a specification in place of the package.
         return []
     if spec is None or spec.submodule_search_locations is None:
         return []
@@ -80,33 +84,33 @@ def _package_directories(name: str) -> list[Path]:
 
 
 def library() -> Library | None:
-    """Return the library that ranks load; None if there is none, or it does not tell its version."""
+    """Return the library that ranks load; None if there is none, or its version cannot be read."""
     path = library_path()
-    return None if path is None else _asked(path)
+    if path is None:
+        return None
+    if path not in _answers:
+        _answers[path] = _read_version(path)
+    return _answers[path]
 
 
-#: What each library said, so that it is loaded once a session.
+#: The libraries whose version was read, by file, so that each is loaded once in a session. None: no
+#: version.
 _answers: dict[Path, Library | None] = {}
 
 
 def answers() -> list[Library]:
-    """Return the libraries that have told their version, for a process that is to know it too."""
+    """Return the libraries whose version is known, to pass them on to another process."""
     return [library for library in _answers.values() if library is not None]
 
 
 def tell(libraries: Iterable[Library]) -> None:
-    """Have this process, and those forked from it, know these libraries without loading them."""
+    """Store the versions of libraries, so that neither this process nor its children load them."""
     for library in libraries:
         _answers[library.path] = library
 
 
-def _asked(path: Path) -> Library | None:
-    if path not in _answers:
-        _answers[path] = _ask_in_a_process(path)
-    return _answers[path]
-
-
-def _ask_in_a_process(path: Path) -> Library | None:
+def _read_version(path: Path) -> Library | None:
+    """Load a library in another process, and return it with its version; None if that fails."""
     command = [sys.executable, "-c", _ASK, str(path)]
     try:
         done = subprocess.run(
@@ -123,7 +127,7 @@ def _ask_in_a_process(path: Path) -> Library | None:
 
 
 def environment_of_shared_ranks() -> dict[str, str]:
-    """Return the variables for ranks that share a GPU: with them NCCL takes such ranks; empty where it cannot."""
+    """Return the variables with which NCCL accepts ranks that share a GPU, if it can."""
     loaded = library()
     if loaded is None or not loaded.shares_gpus:
         return {}

@@ -1,7 +1,8 @@
-"""Preparation of fork servers: imports the heavy modules, calls one function, checks that the process may be forked.
+"""Preparation of fork servers: they import modules and collect tests, so that ranks need not.
 
-A ``Warmth`` names the modules and the function, which collects the pytest session. A fork server must stay fit to fork: no
-CUDA context and no threads.
+A ``Warmth`` names the modules, and the function that collects. A process with a CUDA context or
+with threads cannot be forked safely. So some imports are kept from creating these, and in the end
+the process is checked.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
 from pytest_distcompat.launch.request import extend_import_path, set_import_path
 
-#: The modules that each rank imports first: a tenth of a second each, if they are not imported here. The launcher process
-#: needs them too, and a fork server is forked from it.
+#: The modules that each rank imports first. Each would take a rank a tenth of a second. The
+#: launcher process needs them too, and the fork servers are forked from it.
 MODULES_OF_EVERY_RANK = (
     "torch",
     "torch.distributed.elastic.multiprocessing.api",
@@ -43,9 +44,9 @@ MODULES_OF_EVERY_RANK = (
     "pytest_distcompat.launch.rank",
 )
 
-#: The first major compute capability that Triton runs on (torch/utils/_triton.py).
+#: The lowest major compute capability on which Triton runs (torch/utils/_triton.py).
 _OF_TRITON = 7
-#: The functions of NVML from which a program learns of devices.
+#: The functions of NVML that a program calls first to learn about devices.
 _FIRST_QUESTIONS = (
     "nvmlDeviceGetCount",
     "nvmlDeviceGetHandleByIndex",
@@ -55,17 +56,23 @@ _FIRST_QUESTIONS = (
 )
 #: Libraries by the names of their threads.
 _LIBRARIES_BY_THREAD = {"jemalloc_bg_thd": "jemalloc (pyarrow has one of its own)"}
-#: How long threads may take to end, in seconds.
+#: How long a cancelled thread may take to end, in seconds.
 THREADS_END_TIMEOUT_S = 0.3
-#: The result of ``call``, which ranks inherit by fork.
+#: The result of ``Warmth.call``, which ranks inherit by fork.
 collected: Any = None
 
 
 def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
-    """Import the modules that a Warmth names, and return why this process is ``unfit`` to be forked from.
+    """Import the modules that a Warmth names.
 
-    ``warmth`` has the fields of a Warmth, the ``device`` and, for GPUs, the fields of GpuFacts as ``gpus``. At ``dump_at``, by
-    ``clock.now``, just before the parent gives up, the stack of an import that hangs is written.
+    Args:
+        warmth: The fields of a Warmth, the ``device`` and, for GPUs, the fields of GpuFacts as
+            ``gpus``.
+        dump_at: When to write the stack of an import that hangs, by ``clock.now``. The parent gives
+            up soon after that.
+
+    Returns:
+        Why this process is ``unfit`` to be forked; empty if it is fit.
     """
     extend_import_path(warmth["path"])
     if warmth["device"] != "cpu":
@@ -82,30 +89,38 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
 
 
 def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
-    """Call the function that a Warmth names, in a process that has imported the libraries, and store its result.
+    """Call the function that a Warmth names, and store its result in ``collected``.
+
+    The process has imported the libraries before.
+
+    Args:
+        warmth: As for ``import_libraries``.
+        dump_at: As for ``import_libraries``.
 
     Returns:
-        Why the process is ``unfit`` to be forked from, the ``findings`` of the watch over the call, the ``libraries`` that
-        ranks need which collect tests themselves, and whether exit functions are to be called when the process ``leaves``.
+        Why the process is ``unfit`` to be forked; the ``findings`` about what user code did at its
+        import; the ``libraries`` to import for ranks that must collect the tests themselves because
+        of that; and whether exit functions must be called when the process ``leaves``.
     """
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
     module, _, function = warmth["call"].partition(":")
     set_import_path(warmth["path"])
     if warmth["device"] != "cpu":
         devices.tell(GpuFacts(**warmth["gpus"]))
-    # A fork ends those threads.
+    # The fork has ended the threads.
     _restart_threads_of_numpy()
     threads = native_threads()
     before = randomness.states()
     at_exit = atexit._ncallbacks()  # noqa: SLF001 - it has no public name
     watch = Watch(warmth["own"])
-    # pytest's capture takes stderr away while it collects.
+    # A copy, because pytest captures stderr while it collects.
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as log:
         try:
             call = getattr(importlib.import_module(module), function)
             with _stack_written(dump_at, log.fileno()), watch:
                 collected = call(warmth["payload"])
-        except BaseException:  # a conftest may raise anything; the ranks run it again and report it
+        except BaseException:
+            # A conftest may raise anything. The ranks run it again, and report it.
             traceback.print_exc(file=log)
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
     randomness.remember_seeds(before)
@@ -113,7 +128,8 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     findings = watch.findings
     unfit = _unfit(threads)
     libraries = []
-    # If this process is unfit, one of these libraries may be the reason, and must not make the other server unfit too.
+    # If this process is unfit, one of the libraries may be the reason. It must not make the other
+    # fork server unfit too.
     if any(findings.found.values()) and not unfit:
         libraries = watch.libraries
     return {
@@ -129,20 +145,21 @@ finishing: Callable[[], None] | None = None
 
 
 def finish() -> None:
-    """Call the exit functions of a process that collected tests, and those of its interpreter."""
+    """End the collected session, and call the exit functions of the interpreter."""
     try:
         if finishing is not None:
             finishing()
-    except BaseException:  # it can only be shown in the log
+    except BaseException:
+        # Nobody is left to handle it, so it is only shown in the log.
         traceback.print_exc()
     run_exit_functions()
 
 
 def settle(device: str) -> None:
-    """Prepare what was imported for ranks: DeepSpeed for the CPU, and all objects for the garbage collector.
+    """Prepare what was imported for ranks: DeepSpeed for the CPU, and the garbage collector.
 
-    It does not go through those that exist now. Some libraries collect again and again, and with torch, transformers and
-    deepspeed in memory that takes 0.4 s each time.
+    The collector will skip all objects that exist now (``gc.freeze``). Some libraries call it again
+    and again, and with torch, transformers and deepspeed in memory that took 0.4 s each time.
     """
     if device == "cpu":
         without_shared_memory()
@@ -152,10 +169,11 @@ def settle(device: str) -> None:
 
 
 def _keep_operators_of_torch() -> None:
-    """Let ranks end without taking torch's operators out of its dispatcher, which ends with them.
+    """Keep ranks from removing torch's operators one by one when they end.
 
-    torch registers a finalizer for each of some two hundred libraries of operators, which took half of a short rank's CPU time.
-    ``weakref`` has only a private name for all finalizers; ``tests/launch/test_private_names.py`` fails when it goes away.
+    torch registers a finalizer for each of some two hundred libraries of operators. At the end of a
+    process they are useless, and took half of a short rank's CPU time. ``weakref`` has only a
+    private name for all finalizers; ``tests/launch/test_private_names.py`` fails when it changes.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001 - see the docstring
         alive = finalizer.peek()
@@ -164,9 +182,13 @@ def _keep_operators_of_torch() -> None:
 
 
 def import_modules(names: Sequence[str], dump_at: float) -> None:
-    """Import the modules. One that cannot be imported is left to the code that needs it, which reports that better."""
-    # To go through what the libraries have made again and again took a fifth of the imports. Not ``gc.disable``: a library may
-    # do that itself, or set a threshold, and ranks then have what it set.
+    """Import modules.
+
+    One that cannot be imported is skipped: the code that needs it reports that better.
+    """
+    # Garbage collection took a fifth of the time. It is turned off by a threshold rather than by
+    # ``gc.disable``, because a library may call that, or set a threshold, and ranks must have what
+    # it sets.
     before = gc.get_threshold()
     gc.set_threshold(0)
     for name in names:
@@ -183,16 +205,22 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
 
 
 def _recorded(name: str) -> contextlib.AbstractContextManager[None]:
-    """Record what modules import, after the import of torch itself, which every rank needs."""
-    return contextlib.nullcontext() if name == "torch" else unimported.recorded(name)
+    """Record what the import of a module imports.
+
+    But not for torch itself, which every rank needs.
+    """
+    if name == "torch":
+        return contextlib.nullcontext()
+    return unimported.recorded(name)
 
 
 @contextlib.contextmanager
 def _process_unchanged(name: str) -> Iterator[None]:
-    """Undo what the import of a module below torch sets in the process: ranks that never import it would not have it.
+    """Undo the changes of process-wide state that the import of a submodule of torch makes.
 
-    torch's compiler sets the directory of its cache, and does so again when it looks for it; sympy adds a filter of warnings.
-    Other libraries may need what they set.
+    Ranks that do not use the submodule must not have them. torch's compiler sets the directory of
+    its cache in the environment, and will do so again when it needs it; sympy adds a warnings
+    filter. Changes by other libraries stay, because the libraries may need them.
     """
     if not name.startswith("torch."):
         yield
@@ -207,14 +235,14 @@ def _process_unchanged(name: str) -> Iterator[None]:
 
 
 def _restart_threads_of_numpy() -> None:
-    """Have OpenBLAS start its threads again, which it ended at the fork.
+    """Let OpenBLAS start its threads again, which have ended with the fork.
 
-    It would do so at the first large product, as a module may compute one, and they would count as threads of that module.
-    https://github.com/OpenMathLib/OpenBLAS/wiki/Faq
+    Otherwise it would start them at the first large product that a module computes, and they would
+    be blamed on that module (https://github.com/OpenMathLib/OpenBLAS/wiki/Faq).
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        # numpy imports it only at its first use.
+        # numpy imports this submodule only at its first use.
         importlib.import_module("numpy.random")
         square = numpy.ones((256, 256))
         square @ square
@@ -222,9 +250,13 @@ def _restart_threads_of_numpy() -> None:
 
 @contextlib.contextmanager
 def _stack_written(dump_at: float, log: int) -> Iterator[None]:
-    """Write to that file where this process is if the block lasts until ``dump_at``.
+    """Write this process's stack to a file if the block is still running at ``dump_at``.
 
-    The thread that waits for that is gone after the block: a fork server must have none.
+    The thread that waits for that ends with the block, because a fork server must have no threads.
+
+    Args:
+        dump_at: The time, by ``clock.now``.
+        log: The file descriptor.
     """
     faulthandler.dump_traceback_later(max(0.1, dump_at - clock.now()), file=log)
     try:
@@ -234,11 +266,12 @@ def _stack_written(dump_at: float, log: int) -> Iterator[None]:
 
 
 def answer_without_cuda(gpus: GpuFacts) -> None:
-    """Have this fork server go by these facts, and torch too while CUDA is not initialised; ranks have torch's own answers.
+    """Let torch answer questions about GPUs from known facts instead of by NVML or CUDA.
 
-    Libraries call four functions of torch when they are imported, and torch opens NVML or CUDA to answer. NVML's thread and a
-    CUDA context would not survive the fork of a rank: transformers 5 imports torchao where it is installed, and that calls them.
-    ``has_triton`` is private; ``tests/unit/test_ask_nvml.py`` fails when it goes away.
+    Libraries, such as torchao, call four functions of torch when they are imported. To answer,
+    torch would open NVML or CUDA, whose thread and context do not survive the fork of a rank. In
+    ranks, and once CUDA is initialised, torch answers by itself. ``has_triton`` is private;
+    ``tests/unit/test_ask_nvml.py`` fails when it changes.
     """
     devices.tell(gpus)
     torch: Any = importlib.import_module("torch")
@@ -248,7 +281,8 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
     def answer(by_torch: Callable[..., Any], known: Callable[[], Any]) -> Callable[..., Any]:
         @functools.wraps(by_torch)
         def function(*args: Any, **kwargs: Any) -> Any:
-            # Of other GPUs than the first nobody asks at import.
+            # A call with an argument is about another GPU than the first, for which libraries do
+            # not ask at import.
             of_other_gpu = any(argument is not None for argument in (*args, *kwargs.values()))
             if of_other_gpu or devices.told() is None or cuda.is_initialized():
                 return by_torch(*args, **kwargs)
@@ -268,9 +302,10 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
 
 
 def postpone_nvml() -> None:
-    """Have ``nvmlInit`` take effect when a device is first asked for: DeepSpeed calls it when it is imported, and asks later.
+    """Postpone ``nvmlInit`` until a program first asks NVML for a device.
 
-    All that NVML tells of a device needs its handle. A rank that asks opens NVML itself.
+    DeepSpeed calls ``nvmlInit`` when it is imported, and asks for devices later. So a fork server
+    never opens NVML, and a rank that asks opens it itself.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -280,7 +315,7 @@ def postpone_nvml() -> None:
 
 
 class _PostponedNvml:
-    """Stand-ins for functions of NVML, and how many calls of ``nvmlInit`` wait for the first question.
+    """Replacements for functions of NVML that postpone calls of ``nvmlInit``.
 
     Args:
         nvml: The module ``pynvml``.
@@ -290,10 +325,11 @@ class _PostponedNvml:
         self._nvml = nvml
         self._init = nvml.nvmlInit
         self._shutdown = nvml.nvmlShutdown
+        #: How many calls of ``nvmlInit`` are postponed.
         self._waiting = 0
 
     def install(self) -> None:
-        """Put the stand-ins into the module."""
+        """Replace the functions in the module."""
         self._nvml.nvmlInit = self._postpone
         self._nvml.nvmlShutdown = self._take_back
         for name in _FIRST_QUESTIONS:
@@ -313,7 +349,7 @@ class _PostponedNvml:
             self._shutdown()
 
     def _initialised(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with the calls of ``nvmlInit`` made that wait."""
+        """Return a function that first makes the postponed calls of ``nvmlInit``."""
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
@@ -326,11 +362,15 @@ class _PostponedNvml:
 
 
 def _unfit(threads_of_libraries: Counter[str]) -> str:
-    """Return why this process must not be forked from, as one sentence; empty if it may."""
+    """Return why this process must not be forked, as one sentence; empty if it may be.
+
+    Args:
+        threads_of_libraries: How many threads of each name are no problem.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "it initialised CUDA, which does not survive a fork"
-    # The thread of faulthandler's timer that was cancelled may take a moment to end.
+    # The thread of ``_stack_written`` may take a moment to end.
     clock.wait_until(
         lambda: native_threads() <= threads_of_libraries, THREADS_END_TIMEOUT_S, every=0.01
     )

@@ -1,4 +1,4 @@
-"""Requests to the ranks: files, because a process may be started by hand with one."""
+"""Requests to ranks: what to run. As files, so that a user can start the same ranks by hand."""
 
 from __future__ import annotations
 
@@ -13,23 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Place:
-    """The part of a run of several nodes that one node runs.
-
-    Attributes:
-        number: Which of the run's ``nodes`` it is, from 0: torchrun's group rank.
-        address: The node's own address, by which the ranks of other nodes reach it.
-        store: Address and port of the store on which the nodes meet; the port is 0 for node 0, which opens the store.
-        run_id: The run's id, which all nodes have from pytest's process.
-    """
-
-    number: int
-    nodes: int
-    address: str
-    store: tuple[str, int]
-    run_id: str
+from pytest_distcompat.spread import Spread
 
 
 @dataclass(frozen=True)
@@ -37,15 +21,26 @@ class Request:
     """One run: what to call on every rank, and where its files go.
 
     Attributes:
-        target: ``module:function``, called with ``payload``, which is plain data, and the rank's log.
+        target: The function to call on each rank, as ``module:function``. Its arguments are
+            ``payload`` and the rank's log.
+        payload: Plain data for the function.
+        world_size: The number of ranks.
         directory: Where the request, the ranks' logs and their output are written.
-        timeout: The time limit, in seconds.
-        set: Environment variables that the rank needs set, to have the environment of the process that sends the request.
-        unset: Environment variables that it needs unset for that.
-        collected: The test module, collected beforehand, whose tests the ranks run: ``ANY_MODULE`` for several, empty for none.
-        turn: Says by its parity from which of the warm interpreters rank 0 comes; runs that follow each other count it up.
-        nodes: On how many nodes the ranks are spread evenly.
-        place: On a node agent, the fields of this node's ``Place``; empty where all ranks are here.
+        timeout: The time limit in seconds.
+        set: Environment variables to set on ranks, so that they have the environment of the process
+            that sends the request.
+        unset: Environment variables to unset for that.
+        cwd: The working directory.
+        argv: The command line, as ``sys.argv``.
+        import_path: The directories of ``sys.path``.
+        collected: The test module whose tests the ranks run, collected beforehand: ``ANY_MODULE``
+            for several modules, empty for none.
+        turn: Its parity decides which warm interpreter becomes rank 0, so that a run that loads a
+            checkpoint uses other interpreters than the run that saved it.
+        nodes: The number of machines over which the ranks are spread evenly (``Spread.nodes``).
+        place: Which part of the run this machine has: its ``number``, from 0; ``rendezvous``, the
+            function (``module:function``) by which its agent meets the others; and what that
+            function needs. Empty if all ranks are here.
     """
 
     target: str
@@ -68,13 +63,18 @@ class Request:
         """The ranks that are started on this machine."""
         if not self.place:
             return range(self.world_size)
-        ranks_each = self.world_size // self.nodes
-        first = self.place["number"] * ranks_each
-        return range(first, first + ranks_each)
+        return self.spread.ranks_on(self.place["number"])
+
+    @property
+    def spread(self) -> Spread:
+        """How many ranks it has, and over how many machines they are spread."""
+        return Spread(self.world_size, self.nodes)
 
     def from_here(self) -> Request:
-        """Return the request with this process's command line, ``sys.path`` and working directory, where it has none."""
-        # A node agent has those of the process that sent the request.
+        """Return the request with this process's command line, ``sys.path`` and working directory.
+
+        A request that has them already keeps them: an agent passes on those of pytest's process.
+        """
         return dataclasses.replace(
             self,
             cwd=self.cwd or str(Path.cwd()),
@@ -88,7 +88,10 @@ class Request:
         return Path(self.directory) / "request.json"
 
     def write(self) -> Path:
-        """Write the request to its file, and return the file. The directory is made if need be."""
+        """Write the request to its file, and return the path.
+
+        The directory is created if it is missing.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(self.line, encoding="utf-8")
         return self.path
@@ -100,30 +103,32 @@ class Request:
 
     @functools.cached_property
     def line(self) -> str:
-        """The request as a line of JSON; made once, for all ranks and the file."""
+        """The request as a line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
-    def command(self) -> str:
-        """Return the command line that runs this one run alone, without pytest and without a fork server."""
+    def command(self, meeting: str = "--standalone") -> str:
+        """Return the command line that performs this run alone, without pytest and fork servers.
+
+        Args:
+            meeting: The options of torchrun that say how the agents of several machines meet.
+        """
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
         # torchrun starts its ranks without the flags of its own Python.
         python = f"--no-python {shlex.join(unbuffered())} " if len(interpreter()) > 1 else ""
-        if self.nodes > 1:
-            where = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
-            return f"torchrun {where} --nproc-per-node {self.world_size // self.nodes} {python}{rank}  # on each node"
-        return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
+        return f"torchrun {meeting} --nproc-per-node {self.spread.local_size} {python}{rank}"
 
 
-#: ``Request.collected``, if the ranks run tests of several modules.
+#: The value of ``Request.collected`` if ranks run tests of several modules.
 ANY_MODULE = "*"
 
 
-#: Flags of Python in one argument: letters without a value, then perhaps one with a value, the rest or the next argument.
+#: The flags of Python in one argument: letters without a value, then perhaps a letter with a value,
+#: which is the rest of the argument or the next argument.
 _FLAGS = re.compile(r"-([^-\sWXmc]*)(?:([WXmc])(.*))?", re.DOTALL)
 
 
 def interpreter() -> list[str]:
-    """Return the command of this interpreter with the flags of its command line (``-W error``, ``-X dev``, ``-O``).
+    """Return the command of this interpreter with its flags (``-W error``, ``-X dev``, ``-O``).
 
     Settings in the environment (``PYTHONWARNINGS``) are inherited anyway.
     https://docs.python.org/3/library/sys.html#sys.orig_argv
@@ -147,8 +152,9 @@ def interpreter() -> list[str]:
 
 
 def in_new_process(function: str, *arguments: str) -> list[str]:
-    """Return the command that calls a function of ``server``, and dies with this process."""
-    # Without the working directory (see extend_import_path), and first of all: this process may die while that one imports.
+    """Return the command that calls a function of ``launch.server``, and dies with this process."""
+    # The working directory is removed from ``sys.path`` first (see extend_import_path).
+    # ``die_with_parent`` comes before other imports, because this process may die meanwhile.
     code = (
         "import sys; sys.path[:] = filter(None, sys.path); "
         "from pytest_distcompat.launch.process import die_with_parent; die_with_parent(); "
@@ -158,22 +164,22 @@ def in_new_process(function: str, *arguments: str) -> list[str]:
 
 
 def unbuffered() -> list[str]:
-    """Return the interpreter's command with the flag that torchrun itself starts ranks with."""
+    """Return the interpreter's command with ``-u``, with which torchrun starts ranks."""
     command = interpreter()
     return command if "-u" in command else [*command, "-u"]
 
 
 @dataclass(frozen=True)
 class Warmth:
-    """Work that the fork servers do beforehand: modules to import, and one call whose result ranks get.
+    """What fork servers do in advance, so that the ranks that they fork need not.
 
     Attributes:
-        modules: What is imported.
-        call: The function that is called, as ``module:function``.
+        modules: The modules to import.
+        call: A function to call, as ``module:function``; ranks get its result. Empty for none.
         payload: Plain data for the function.
-        path: Entries of ``sys.path`` besides the interpreter's own: pytest finds modules in directories that it adds itself.
-        own: Files that are installed and yet the user's own code.
-        timeout: How long all that may take, in seconds.
+        path: Entries of ``sys.path`` that pytest has added to the interpreter's own.
+        own: Installed files that are the user's own code nevertheless.
+        timeout: The time limit for all this, in seconds.
     """
 
     modules: tuple[str, ...] = ()
@@ -185,30 +191,33 @@ class Warmth:
 
 
 def import_path() -> tuple[str, ...]:
-    """Return the directories that this process imports from.
+    """Return the directories from which this process imports.
 
-    pytest adds some to Python's own (rootdir, conftest.py, the ini key pythonpath). A ``Path``, as some conftest adds it, is left
-    out: Python ignores it.
+    pytest adds some to Python's own (rootdir, conftest.py, the ini key pythonpath). A ``Path``
+    object in ``sys.path`` is left out, because Python ignores it.
     """
     return tuple(entry for entry in sys.path if entry and isinstance(entry, str))
 
 
 def extend_import_path(entries: Sequence[str]) -> None:
-    """Import from these directories too, after those that this process imports from already.
+    """Add directories to the end of ``sys.path``, and remove the working directory from it.
 
-    But not from the working directory, unless it is among them: Python puts it first in a process that was started with -c, and
-    then torch would import a cmd.py or profile.py that lies there.
+    Python puts the working directory there (as an empty text) in a process that was started with
+    ``-c``. Then torch would import a ``cmd.py`` or ``profile.py`` of the user's instead of the
+    standard library's.
     """
     sys.path[:] = filter(None, dict.fromkeys((*sys.path, *entries)))
 
 
 def set_import_path(entries: Sequence[str]) -> None:
-    """Import from these directories in this order, as the process that sent them, then from what a library here has added.
+    """Put these directories first on ``sys.path``, in this order; do nothing without any.
 
-    A module of the user's that has the name of an installed one is then found first, as under torchrun. Does nothing without
-    entries.
+    They are those of the process that sent the request. So a module of the user's hides an
+    installed one with the same name, as under torchrun. Directories that a library has added here
+    come after them.
     """
     if entries:
-        # A directory that stands there twice, as PYTHONPATH and a .pth file may name it, does so on ranks too.
+        # Directories that ``entries`` has twice stay twice, as PYTHONPATH and a .pth file may
+        # cause.
         own = [entry for entry in dict.fromkeys(sys.path) if entry and entry not in entries]
         sys.path[:] = [*entries, *own]

@@ -35,7 +35,7 @@ class WarmLauncher(Launcher):
         self._notice_given = False
         #: The watchdog of the run that goes on, or of the last one.
         self.watch: Watchdog | None = None
-        #: Called with the port on which the nodes of a run meet, on the node that opens it.
+        #: Called with the port on which the agents of a run meet, on the machine that opens it.
         self.listens: Callable[[int], None] = lambda _: None
 
     def warm_up(self) -> None:

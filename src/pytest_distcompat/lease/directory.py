@@ -1,4 +1,4 @@
-"""Directory of locks and records, which a cleaner may remove at any time, even while the locks are held."""
+"""Directory of locks and records, which a cleaner may remove even while locks are held."""
 
 from __future__ import annotations
 
@@ -32,43 +32,54 @@ class TakenError(Exception):
 
 @dataclass(frozen=True)
 class FileLock:
-    """Lock on a file of the directory, until ``close`` or the end of the process. It excludes threads of one process too."""
+    """Lock on a file of the directory, until ``close`` or the end of the process.
+
+    It excludes threads of one process too.
+    """
 
     path: Path
     file: int
 
     def in_place(self) -> bool:
-        """Tell whether the locked file is the one that others open by its name, and not a removed one."""
+        """Tell whether the path still names the locked file, rather than a newer one."""
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(self.file), os.lstat(self.path))
         return False
 
     def close(self) -> None:
-        """Unlock. A forked child only closes its copy: ``LOCK_UN`` would unlock its parent's file."""
+        """Unlock.
+
+        A forked child only closes its copy: ``LOCK_UN`` would unlock its parent's file.
+        """
         os.close(self.file)
 
 
 class LeaseDirectory:
-    """Directory of this user, which is made again whenever it is missing. Names are relative to it.
+    """A directory of this user for locks and records. It is created again whenever it is missing.
 
-    A lock on a removed file excludes no one, because the next process makes the file again. So each device also has a name in
-    the kernel, an abstract socket address (``claim``), which cannot be removed. It is visible within a network namespace; the
-    file is also visible to containers that share the directory.
+    A lock on a removed file excludes nobody, because the next process creates the file again. So a
+    lock on a device has two parts. The file is visible to all containers that share the directory.
+    An abstract socket address (``claim``) cannot be removed, but it is visible in one network
+    namespace only.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the directory. Raises UsageProblem if it, or something in it, belongs to another user."""
+        """Make the directory.
+
+        Raises UsageProblem if it, or something in it, belongs to another user.
+        """
         self.path = path
         self.make()
         self._address = os.path.realpath(path)
 
     def make(self) -> None:
-        """Make the directory if it is missing, with its mode in one step, so that it does not matter who is first."""
+        """Create the directory if it is missing; several processes may do so at the same time."""
         while True:
             # A cleaner may still be removing the directory.
             with contextlib.suppress(FileNotFoundError):
                 own_directory(self.path)
-                # pathlib's exist_ok would check the directory once more, and it may be gone by then.
+                # pathlib's exist_ok would check the directory once more, and it may be gone by
+                # then.
                 with contextlib.suppress(FileExistsError):
                     (self.path / QUEUE).mkdir(mode=0o700)
                 return
@@ -81,7 +92,10 @@ class LeaseDirectory:
             self.make()
 
     def write(self, name: str, text: str) -> None:
-        """Write a record, which only those read who wait: on a full disk there is none, and the lock holds all the same."""
+        """Write a record for processes that wait.
+
+        On a full disk none is written; the lock holds anyway.
+        """
         try:
             self._in_directory(lambda: (self.path / name).write_text(text, encoding="utf-8"))
         except OSError as error:
@@ -97,7 +111,10 @@ class LeaseDirectory:
                         yield path.read_text(encoding="utf-8")
 
     def lock(self, name: str, *, shared: bool = False) -> FileLock:
-        """Lock a file without waiting; a shared lock excludes only the others. Raises TakenError."""
+        """Lock a file without waiting; a shared lock excludes only the others.
+
+        Raises TakenError.
+        """
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         path = self.path / name
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -115,9 +132,13 @@ class LeaseDirectory:
             locked.close()
 
     def claim(self, name: str) -> socket.SocketType:
-        """Bind the abstract socket address of a device, which is free again when the socket is closed. Raises TakenError.
+        """Bind the abstract socket address of a device, until the socket is closed.
 
-        See unix(7). ``SocketType`` is the class behind ``socket.socket``, which plugins replace to forbid connections.
+        Raises:
+            TakenError: If another process or thread has bound it.
+
+        See unix(7). ``SocketType`` is the class behind ``socket.socket``, which plugins replace to
+        forbid connections.
         """
         claimed = socket.SocketType(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -130,7 +151,7 @@ class LeaseDirectory:
         return claimed
 
     def claimed(self, device: str) -> list[str]:
-        """Return the names of a device and of its places that processes claim, as far as the kernel tells."""
+        """Return the names of a device and its places that processes claim, if the kernel tells."""
         prefix = self._claimed(device).replace("\0", "@")
         names = []
         with contextlib.suppress(OSError):
@@ -157,9 +178,12 @@ class LeaseDirectory:
 
 
 def own_directory(path: Path) -> Path:
-    """Make that directory for this user alone, and take a wrong mode from it. Raises UsageProblem if it belongs to another user.
+    """Make that directory for this user alone, and take a wrong mode from it.
 
-    In a shared temporary directory another user could otherwise place a link at the path, or hold the locks.
+    Raises UsageProblem if it belongs to another user.
+
+    In a shared temporary directory another user could otherwise place a link at the path, or hold
+    the locks.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -184,10 +208,11 @@ def own_directory(path: Path) -> Path:
 
 
 def _close_to_others(path: Path) -> str | None:
-    """Set the mode of a directory of this user, as a cleaner or mkdir may have made it, and keep what is in it.
+    """Set the mode of a directory of this user to 700, and keep what is in it.
 
-    Locks are on files and device names, so they hold through this, in whatever process. After it nobody else can add anything.
-    Returns the name of something that another user has put there before, None if there is nothing such.
+    Locks are on files and device names, so they hold through this, in whatever process. After it
+    nobody else can add anything. Returns the name of something that another user has put there
+    before, None if there is nothing such.
     """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

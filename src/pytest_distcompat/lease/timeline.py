@@ -18,7 +18,13 @@ FILE = "leases.jsonl"
 
 @dataclass(frozen=True)
 class Leak:
-    """Memory that was not in use before the lease of ``who``, and still was after it: ``bytes`` on the device ``id``."""
+    """Device memory that was not in use before a lease, and still was after it.
+
+    Attributes:
+        id: The device.
+        bytes: How much memory.
+        who: The name of the lease.
+    """
 
     id: str
     bytes: int
@@ -27,11 +33,20 @@ class Leak:
 
 @dataclass(frozen=True)
 class Span:
-    """One lease, from its request to its end, in seconds of CLOCK_MONOTONIC, which orders the events of a machine.
+    """One lease, from its request to its end. Times are in seconds of CLOCK_MONOTONIC.
 
-    ``ids`` are the names of devices or, where runs share them, of their places (``places``).
-    ``worker`` is the name of the xdist worker that held it, if any; ``waited_for`` names the holders and requests that it
-    waited for, as far as it waited long enough to look.
+    Attributes:
+        ids: The names of the devices or, if several runs share devices, of their places
+            (``places``).
+        who: The name of the lease.
+        pid: The process that held it.
+        asked: When it was requested.
+        got: When it began.
+        released: When it ended.
+        leak: The memory that it leaked.
+        worker: The name of the xdist worker that held it; empty without xdist.
+        waited_for: The names of the leases and requests that it waited for. A short wait does not
+            look for them.
     """
 
     ids: tuple[str, ...]
@@ -46,11 +61,17 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Return how long it had its devices, in seconds."""
+        """How long the lease had its devices, in seconds."""
         return self.released - self.got
 
     def on_node(self, node: str, ahead: float, worker: str) -> Span:
-        """Return it with the node in the names of its devices, and by the clock here, which the node's is ahead of."""
+        """Return the lease of another node's machine as one of this machine.
+
+        Args:
+            node: The name of the node, which the names of the devices get.
+            ahead: By how many seconds the node's clock is ahead of this machine's.
+            worker: The name of the xdist worker.
+        """
         return replace(
             self,
             ids=tuple(f"{node} {device}" for device in self.ids),
@@ -63,7 +84,7 @@ class Span:
 
 
 def append(directory: Path, span: Span) -> None:
-    """Add one line to the timeline in that directory, which is made if it is missing."""
+    """Add a lease to the timeline in the directory, which is created if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     # A single write to a file in append mode, so that lines of several processes do not mix.
     with (directory / FILE).open("ab", buffering=0) as file:
@@ -71,7 +92,10 @@ def append(directory: Path, span: Span) -> None:
 
 
 def read_timeline(directory: Path) -> list[Span]:
-    """Return all leases that have ended, in the order in which they began; incomplete lines are ignored."""
+    """Return all leases that have ended, in the order in which they began.
+
+    Incomplete lines are ignored.
+    """
     path = directory / FILE
     if not path.exists():
         return []
@@ -83,10 +107,11 @@ def read_timeline(directory: Path) -> list[Span]:
 
 
 def entries(directory: Path, since: float) -> list[dict[str, Any]]:
-    """Return the timeline for a report: a dict for each device or place of each lease, in the order in which the leases began.
+    """Return the timeline for a report, in the order in which leases began.
 
-    ``begin`` and ``end`` are in seconds after ``since`` (of CLOCK_MONOTONIC), ``part`` is the part of the device, ``leak`` is in
-    bytes.
+    There is an entry for each device, or place of a device, of each lease. ``begin`` and ``end``
+    are in seconds after ``since``, which is of CLOCK_MONOTONIC; ``part`` is the fraction of the
+    device; ``leak`` is in bytes.
     """
     rows = []
     for span in read_timeline(directory):
@@ -105,7 +130,10 @@ def entries(directory: Path, since: float) -> list[dict[str, Any]]:
 
 
 def _leaked(span: Span, name: str) -> int:
-    """Return the bytes that a lease leaked on a device; of several places of it, the first has them all."""
+    """Return the bytes that a lease leaked on a device.
+
+    If it has several places, they count for the first.
+    """
     device = device_of(name)
     places = [place for place in span.ids if device_of(place) == device]
     if name != places[0]:
@@ -114,14 +142,21 @@ def _leaked(span: Span, name: str) -> int:
     return sum(leak.bytes for leak in span.leak if leak.id == device and leak.who == span.who)
 
 
-#: Gaps of a device, and waits of a request, that are shorter are left out, in seconds.
+#: The shortest gap between leases, and the shortest wait of a request, that count, in seconds.
 SHORTEST_GAP_S = 0.05
 
 
 def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, Any]]:
-    """Return why devices were not leased in a session from ``since`` to ``until``, seconds of CLOCK_MONOTONIC.
+    """Return the gaps in which devices were not leased, and why.
 
-    A dict of ``device``, ``begin``, ``end`` and ``why`` for each gap; ``since`` counts as 0.
+    Args:
+        spans: All leases of the session.
+        since: When the session began, in seconds of CLOCK_MONOTONIC.
+        until: When it ended.
+
+    Returns:
+        For each gap a dict of ``device``, ``begin``, ``end`` and ``why``; times are in seconds
+        after ``since``.
     """
     if not spans:
         return []
@@ -144,7 +179,7 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class _Gap:
-    """Interval in which a device was not leased, in seconds of CLOCK_MONOTONIC."""
+    """An interval in which a device was not leased, in seconds of CLOCK_MONOTONIC."""
 
     begin: float
     end: float
@@ -164,13 +199,13 @@ def _free_intervals(device: str, spans: Sequence[Span], since: float, until: flo
 
 
 class _Reasons:
-    """Why devices were free, at each time of a session."""
+    """Tells why devices were free at any time of a session."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.first_request = min(span.asked for span in spans)
         self.last_release = max(span.released for span in spans)
         self.waits = [span for span in spans if span.got - span.asked >= SHORTEST_GAP_S]
-        # The reason may change at these times only.
+        # The reason can change only at these times.
         times = {self.first_request, self.last_release}
         for span in self.waits:
             times |= {span.asked, span.got}

@@ -1,37 +1,65 @@
-"""Registry of the tiny models that the built-in drivers train; they are made from a config, without a download."""
+"""Registry of the tiny models that drivers of common libraries train. Those that there are come from ``ext.upstream``."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.models._architectures import PREFIX, architecture, architectures, of_tasks
-from pytest_distcompat.models._base import TinyModel
-from pytest_distcompat.models._blank import BLANK, BLANK_TASKS
-from pytest_distcompat.models._inputs import loss_to_targets
+from pytest_distcompat.models._base import Stages, TinyModel, prompt_length
 from pytest_distcompat.registry import Registry
 
 if TYPE_CHECKING:
-    # Types that need torch.
+    # A type that needs torch.
     from pytest_distcompat.models._base import Batch as Batch
-    from pytest_distcompat.models._base import Stages as Stages
 
-MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model")
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Models that are made of their names, ``NAME:MODEL``.
+
+    Attributes:
+        name: What stands before the colon.
+        make: Returns the model of a whole name.
+    """
+
+    name: str
+    make: Callable[[str], TinyModel]
+
+
+MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model", has_modules=False)
+FAMILIES: Registry[ModelFamily] = Registry(
+    "pytest_distcompat.model_families", ModelFamily, "family of models", has_modules=False
+)
+#: Names of the models that are a Llama.
+LLAMAS = ("llama", "llama_tied", "llama_dropout")
 
 __all__ = [
-    "BLANK",
-    "BLANK_TASKS",
+    "FAMILIES",
+    "LLAMAS",
     "MODELS",
+    "ModelFamily",
+    "Stages",
     "TinyModel",
-    "architecture",
-    "architectures",
-    "loss_to_targets",
+    "known_model",
     "model_of",
-    "of_tasks",
+    "prompt_length",
 ]
 
 
 def model_of(cell: Cell) -> TinyModel:
-    """Return the model of a cell."""
+    """Return the model of a cell. Raises UsageProblem if there is none of that name."""
     name = str(cell.option("model"))
-    if name.startswith(PREFIX):
-        return architecture(name)
+    family, colon, _ = name.partition(":")
+    if colon:
+        return FAMILIES.get(family).make(name)
     return MODELS.get(name)
+
+
+def known_model(cell: Cell) -> TinyModel | None:
+    """Return the model of a cell, None if there is none: without the models of ``ext.upstream`` every driver has its own."""
+    name = str(cell.option("model"))
+    if name in MODELS.by_name or ":" in name:
+        return model_of(cell)
+    return None

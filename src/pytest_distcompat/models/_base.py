@@ -25,7 +25,7 @@ def prompt_length(step: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is cut into the stages of a pipeline; ``strategies/_pipeline.py`` says what a stage is.
+    """How a model is cut into the stages of a pipeline; ``parallel/pipeline_parallel.py`` says what a stage is.
 
     Attributes:
         parts: Names of modules in the order of the forward; those of one part stay together.
@@ -64,7 +64,7 @@ class TinyModel:
         spread: Factor on the loss tolerance of precisions below float32: rounding shows the more, the fewer samples are averaged.
         gpu_spread: Factor in place of ``spread`` for bfloat16 on a GPU, if it is larger: products are added up in another order.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
-        tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``strategies/_tensor.py``.
+        tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``parallel/tensor_parallel.py``.
         experts: Name of the module whose experts can be spread: the parameters of FSDP2's hold one in each row of their first
             dimension, DeepSpeed's has a module for each. Empty without one.
         driver: Name of the only driver that can train it, empty if all can.

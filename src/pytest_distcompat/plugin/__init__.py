@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if given:
             # Reading these properties checks the options behind them.
             _ = session.world_size, session.verified
-            if session.over_nodes and _is_controller(config):
+            if session.placement.elsewhere and _is_controller(config):
                 _end_by_sigterm(config)
 
 
@@ -151,17 +151,17 @@ def pytest_pycollect_makeitem(
 ) -> pytest.Class | list[pytest.Item] | None:
     """Collect a suite whatever its name is. A mistake in its class is a collection error."""
     # A module that defines a suite has imported this one; other sessions must not pay for the import.
-    suite = sys.modules.get("pytest_distcompat.suite")
+    suite = sys.modules.get("pytest_distcompat.compat_suite")
     if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
-    from pytest_distcompat.plugin.suite import cases
+    from pytest_distcompat.plugin.suite import suite_class
     from pytest_distcompat.plugin.suite.declared_names import check_attributes
 
     try:
         check_attributes(obj)
-        if cases.is_base(obj):
+        if suite_class.is_base(obj):
             return []
-        cases.validate(obj, session_of(collector.config).world_size)
+        suite_class.validate(obj, session_of(collector.config).world_size)
     except UsageProblem as problem:
         raise pytest.Collector.CollectError(str(problem)) from None
     test_class: pytest.Class = pytest.Class.from_parent(collector, name=name, obj=obj)
@@ -200,7 +200,7 @@ def pytest_collection_modifyitems(
     yield
     shard = options.setting(config, "distcompat_shard").value
     if shard is not None and (ON_RANK not in config.stash or COLLECTS in config.stash):
-        from pytest_distcompat.plugin.suite.cases import select_shard
+        from pytest_distcompat.plugin.suite.order import select_shard
 
         select_shard(session_of(config), shard, items)
     marked = []
@@ -233,13 +233,13 @@ def _prepare_for_ranks(
 
         raise pytest.UsageError(FORKED)
     if session_of(config).setting("budget").value:
-        from pytest_distcompat.plugin.suite import cases
+        from pytest_distcompat.plugin.suite import order
 
-        cases.put_in_order(items, session_of(config))
+        order.put_in_order(items, session_of(config))
     from pytest_distcompat.plugin import packing, rank_coverage
 
     rank_coverage.warn(session_of(config))
-    packing.note_nodes(session_of(config), items)
+    packing.note_spread(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
 
@@ -282,7 +282,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     # On a full disk there is no launcher process; the tests themselves report what they cannot write.
     with contextlib.suppress(OSError):
         session_of(config).launcher.warm_up()
-    if session_of(config).over_nodes:
+    if session_of(config).placement.elsewhere:
         _end_by_sigterm(config)
     problem = config.hook.pytest_distcompat_why_not_ready()
     if problem:
@@ -294,7 +294,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def _end_by_sigterm(config: pytest.Config) -> None:
-    """Have SIGTERM end the session as Ctrl-C does: what ran is reported, reports are written, nodes are let go."""
+    """Have SIGTERM end the session as Ctrl-C does: what ran is reported, and other machines are let go."""
     from pytest_distcompat.plugin import interruption
 
     interruption.install(config)
@@ -356,9 +356,9 @@ def _finish_report(
     elif call.when != "call":
         return
     elif _is_of_suite(item):
-        from pytest_distcompat.plugin.suite import cases
+        from pytest_distcompat.plugin.suite import run
 
-        cases.finish_report(item, call, report)
+        run.finish_report(item, call, report)
     elif call.excinfo is not None and item.stash.get(STARTS_RANKS, False):
         from pytest_distcompat.plugin import declared
 

@@ -78,7 +78,7 @@ def _debug(failed: FailedRun, terminal: Any) -> None:
             f"torch.distributed.breakpoint(rank=0) where it should stop, and run: {failed.command}"
         )
         return
-    # The command of a run over several nodes ends with a comment that says on which node it starts.
+    # The command of a run over several machines ends with a comment that says on which it starts.
     run, comment, node = failed.command.partition("  # ")
     reason = ""
     if node:

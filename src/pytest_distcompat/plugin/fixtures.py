@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.plugin.suite.cases import BoundCase
+    from pytest_distcompat.plugin.suite.run import BoundCase
     from pytest_distcompat.world import World
 
 
@@ -107,7 +107,8 @@ def process_group(request: pytest.FixtureRequest, world: World) -> Iterator[Any]
 @pytest.fixture
 def distcompat_case(request: pytest.FixtureRequest) -> BoundCase:
     """Return one check in one cell of a CompatSuite; calling it runs the check."""
-    from pytest_distcompat.plugin.suite.cases import BoundCase, NoCell
+    from pytest_distcompat.plugin.suite.cases import NoCell
+    from pytest_distcompat.plugin.suite.run import BoundCase
 
     if isinstance(request.param, NoCell):
         pytest.skip(request.param.reason)

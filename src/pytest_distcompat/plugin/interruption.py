@@ -1,4 +1,4 @@
-"""SIGTERM to pytest itself, from a scheduler that takes the nodes of its session away."""
+"""SIGTERM to pytest itself, from a scheduler that takes the machines of its session away."""
 
 from __future__ import annotations
 

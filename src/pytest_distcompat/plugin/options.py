@@ -333,13 +333,6 @@ _ALL = (
         "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
     ),
     Option(
-        "nodes",
-        "N",
-        "1",
-        count(least=1),
-        "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
-    ),
-    Option(
         "verify",
         "PERCENT",
         "0",

@@ -49,10 +49,10 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
             self.maxschedchunk = len(collection)
         # One unit for each worker in turn, so that the first units of the plan start first.
         for _ in range(IN_HAND):
-            for node in list(self.nodes):
-                self._hand_out(node)
-        for node in self.nodes:
-            self.check_schedule(node)
+            for worker in list(self.node2pending):
+                self._hand_out(worker)
+        for worker in list(self.node2pending):
+            self.check_schedule(worker)
 
     def _make_plan(self) -> list[str]:
         """Plan the units of what the workers have collected, and return it; none if they collected different tests."""

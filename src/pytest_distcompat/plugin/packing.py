@@ -1,8 +1,9 @@
-"""Packing of tests on devices: how many ranks and nodes each needs, and the order under xdist.
+"""Packing of tests on devices: how many ranks each needs, and where, and the order under xdist.
 
-The workers collect, the controller hands out. So the workers write into the session's store how many ranks each test needs,
-and the controller plans the order, from durations of earlier sessions. No worker's list of tests is reordered: xdist requires
-that all workers have the same one.
+xdist's workers collect the tests, and its controller hands them out. So the workers write into the
+session's store how many ranks each test needs, and the controller plans the order, from durations
+of earlier sessions. No worker reorders its own list of tests, because xdist requires that all
+workers have the same one.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
-from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import mark_of, spread_of, world_size_of
 from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import DistcompatSession
 
 #: The file in the store with the ``Demands``.
 FILE = "demands.json"
-#: The key in pytest's cache: seconds for which each demand had its devices when it last ran.
+#: The key in pytest's cache with the seconds for which each demand last used its devices.
 CACHE = "distcompat/seconds"
 
 
 @dataclass(frozen=True)
 class Demands:
-    """Demands of the distributed tests that a process collected. Items with one demand share ranks or runs.
+    """The demands for devices of the distributed tests that a process collected.
+
+    A demand is one request for devices. Tests that share ranks or runs have one demand together.
 
     Attributes:
-        items: The name of each item's demand, by node id.
-        world_sizes: The number of ranks of each demand.
-        ordered: Whether a plugin or a conftest.py changed the order of these items; it must then be kept.
+        items: The name of each test's demand, by node id.
+        world_sizes: The number of ranks of each demand, by its name.
+        ordered: Whether a plugin or a conftest.py has ordered the tests, so that the order must
+            stay.
     """
 
     items: Mapping[str, str]
@@ -38,28 +41,26 @@ class Demands:
     ordered: bool
 
 
-def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
-    """Note in the session over how many nodes a test of it is spread at most, and whether one needs a directory of all nodes."""
+def note_spread(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
+    """Tell the session's placement how each test is spread over machines.
+
+    It also learns whether the test's ranks must see the same files.
+    """
     for item in items:
         mark = mark_of(item)
         case = case_of(item)
         if mark is not None:
-            # Each rank writes for itself, but for what it puts into the fixture ``shared_dir``.
-            world_size = world_size_of(item, mark, session)
-            nodes = nodes_of(mark, session)
+            # Ranks share files only in the directory of the fixture ``shared_dir``.
+            spread = spread_of(item, mark, session)
             shares = "shared_dir" in getattr(item, "fixturenames", ())
         elif case is not None:
-            # Runs of a suite go on from one another's files, unless its checkpoints are those of single nodes.
-            world_size = case.cell.world_size
-            nodes = case.cell.nodes
-            shares = not (case.cell.per_node and nodes > 1)
+            # A run of a suite loads the files of another one, unless each machine has its own
+            # checkpoint.
+            spread = case.cell.spread
+            shares = spread.on_one or not case.cell.own_disks
         else:
             continue
-        if uneven(world_size, nodes):
-            continue
-        session.nodes = max(session.nodes, nodes)
-        if shares and (nodes > 1 or session.worker_nodes > 0):
-            session.shares = True
+        session.placement.note(spread, shares=shares)
 
 
 def write_demands(
@@ -88,9 +89,10 @@ def write_demands(
 
 
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
-    """Return the name of an item's demand and its number of ranks; None for an ordinary test.
+    """Return the name of a test's demand and its number of ranks; None for an ordinary test.
 
-    The checks of a suite's cell share runs, and marked tests may share ranks by an extension: together they are one demand.
+    All checks in a cell of a suite have one demand, because they share runs. So have marked tests that
+    share ranks by an extension.
     """
     mark = mark_of(item)
     if mark is not None:
@@ -104,7 +106,7 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
 
 
 def _is_reordered(items: Sequence[pytest.Item], collected: Sequence[pytest.Item]) -> bool:
-    """Tell whether the items are in another order than they were collected in."""
+    """Tell whether the items are in another order than that in which they were collected."""
     position = {item: number for number, item in enumerate(collected)}
     order = []
     for item in items:
@@ -120,9 +122,16 @@ def read_demands(session: DistcompatSession) -> Demands | None:
 
 
 def plan(session: DistcompatSession, collection: Sequence[str], workers: int) -> list[list[int]]:
-    """Return the indices of distributed tests in the collection, in the order in which to hand them out.
+    """Return the distributed tests in the order in which the controller should hand them out.
 
-    Each list holds the tests of one demand. There are none without distributed tests, or if another plugin orders them.
+    Args:
+        session: The session of the controller.
+        collection: The node ids of all tests, as the workers have collected them.
+        workers: The number of workers.
+
+    Returns:
+        A list for each demand, of the indices of its tests in the collection. Nothing if there are
+        no distributed tests, or if another plugin has ordered them.
     """
     demands = read_demands(session)
     if demands is None or demands.ordered:
@@ -139,13 +148,14 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
     to_pack = []
     for name, unit in units.items():
         to_pack.append(Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)))
-    # A place of a GPU that runs share counts as a device: a rank needs one.
-    devices = len(session.inventory.ids) * session.inventory.places * max(1, session.worker_nodes)
+    # If several runs can share a GPU, each of its places counts as a device.
+    machines = session.placement.machines_of_workers
+    devices = len(session.inventory.ids) * session.inventory.places * machines
     return [units[demand.id] for demand in pack(to_pack, devices, workers)]
 
 
 def _cached_seconds(config: pytest.Config) -> dict[str, float]:
-    # Without pytest's cache plugin the configuration has no such attribute.
+    # Without pytest's plugin ``cacheprovider`` the configuration has no attribute ``cache``.
     cache: pytest.Cache | None = getattr(config, "cache", None)
     if cache is None:
         return {}
@@ -166,7 +176,7 @@ def keep_durations(session: DistcompatSession, exitstatus: int) -> None:
     from pytest_distcompat.lease import read_timeline
 
     seconds: dict[str, float] = {}
-    # Without the time that each demand waited for its devices.
+    # A span of the timeline does not include the time for which the demand waited for its devices.
     for span in read_timeline(session.store):
         name = demands.items.get(span.who)
         if name:

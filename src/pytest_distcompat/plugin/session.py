@@ -25,6 +25,7 @@ from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.on_ranks.launched import ON_RANK
 from pytest_distcompat.plugin.options import Setting, setting
+from pytest_distcompat.plugin.placement import Placement
 from pytest_distcompat.plugin.reporting import reproduce
 from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.report.document import Report
@@ -65,12 +66,6 @@ class DistcompatSession:
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
         #: Whether the fork server makes pytest's session too, since there are marked tests.
         self.collects = False
-        #: The most nodes that a test of this session spans.
-        self.nodes = 1
-        #: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
-        self.worker_nodes = 0
-        #: Whether such a test needs a directory that all its nodes share.
-        self.shares = False
         #: A line for each suite of the user's some of whose cells the profile leaves out.
         self.left_out: dict[tuple[str, str], str] = {}
         self._launcher: Launcher | None = None
@@ -196,10 +191,11 @@ class DistcompatSession:
             reason += f", {each} ranks on each at most"
         return reason
 
-    @property
-    def over_nodes(self) -> bool:
-        """Tell whether runs of this session span several nodes, or are on other nodes than this one."""
-        return self.nodes > 1 or self.worker_nodes > 0 or int(self.setting("nodes").value) > 1
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Where runs are: on this machine, unless an extension says otherwise."""
+        placement: Placement | None = self.config.hook.pytest_distcompat_placement(session=self)
+        return placement or Placement()
 
     # Which cells run.
 
@@ -324,12 +320,12 @@ class DistcompatSession:
             raise UsageProblem(FORKED)
         if self._launcher is None:
             warmth = self._warmth()
-            self._launcher = self._launcher_of_this_node(warmth)
-            if self.substitute is None and (self.nodes > 1 or self.worker_nodes):
-                self._launcher = self._over_nodes(self._launcher, warmth)
+            self._launcher = self._launcher_of_this_machine(warmth)
+            if self.substitute is None:
+                self._launcher = self.placement.launcher(self._launcher, warmth)
         return self._launcher
 
-    def _launcher_of_this_node(self, warmth: Warmth) -> Launcher:
+    def _launcher_of_this_machine(self, warmth: Warmth) -> Launcher:
         from pytest_distcompat.launch.hosting import LAUNCHERS
         from pytest_distcompat.leased import LeasedLauncher
 
@@ -337,15 +333,6 @@ class DistcompatSession:
             return self.substitute.launcher()
         kind: Any = LAUNCHERS[self.setting("launcher").value]
         return LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
-
-    def _over_nodes(self, launcher: Launcher, warmth: Warmth) -> Launcher:
-        """Return a launcher for runs of several nodes too. Raises pytest.UsageError if no extension has one."""
-        over_nodes: Launcher | None = self.config.hook.pytest_distcompat_over_nodes(
-            session=self, launcher=launcher, warmth=warmth
-        )
-        if over_nodes is None:
-            raise pytest.UsageError("tests over several nodes need the plugin distcompat-cluster")
-        return over_nodes
 
     def _warmth(self) -> Warmth:
         """Return what the fork servers import and do before ranks start."""

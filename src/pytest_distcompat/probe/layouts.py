@@ -1,9 +1,13 @@
-"""Layouts: which part of each whole tensor this rank holds, of DTensors and of plain tensors that FSDP1 and ZeRO shard.
+"""Layouts: which shard of each full tensor this rank holds, of DTensors, FSDP1 and ZeRO.
 
-A layout names the mesh dimensions and the ranks that hold the tensor together. For digests it must be known besides where the
-elements of a local part stand in the flattened whole. They stand there in runs of consecutive elements, all equally long: of a
-matrix of shape (4, 6) that two ranks shard on dimension 1, rank 1 holds columns 3 to 5, so its runs have 3 elements and start at
-3, 9, 15 and 21. A shard on dimension 0 is a single run. Functions with ``starts`` in their names return the starts of runs.
+A ``Layout`` has the dimensions of the device mesh, and the ranks whose shards together are one full
+tensor.
+
+A digest also needs the positions of a shard's elements in the flattened full tensor. They form runs
+of consecutive elements, all of the same length. Example: two ranks shard a matrix of shape (4, 6)
+on dimension 1. Rank 1 holds columns 3 to 5, so its runs have 3 elements each, and start at 3, 9, 15
+and 21. A shard on dimension 0 is a single run. Functions with ``starts`` in their names return
+where the runs start.
 """
 
 from __future__ import annotations
@@ -24,14 +28,16 @@ if TYPE_CHECKING:
 
 
 class Placement(NamedTuple):
-    """How a DTensor lies along one dimension of its mesh.
+    """The placement of a DTensor along one dimension of its mesh.
 
-    A named tuple, because it is part of a cache's key that is hashed for each tensor of each snapshot.
+    It is a named tuple, because it is part of a key that is hashed for each tensor of each
+    snapshot.
 
     Attributes:
         text: ``Shard(0)``, ``Replicate``, ``StridedShard(0, 2)``.
-        dim: The dimension of the tensor that is sharded; None where none is.
-        split_factor: In how many pieces another mesh dimension has sharded that dimension before; 1 if none has.
+        dim: The dimension of the tensor that is sharded; None if none is.
+        split_factor: Into how many shards another mesh dimension has cut that dimension before; 1
+            if none has.
     """
 
     text: str
@@ -40,12 +46,12 @@ class Placement(NamedTuple):
 
 
 class MeshPlace(NamedTuple):
-    """A device mesh, and where this rank is in it; a named tuple as ``Placement`` is.
+    """A device mesh, and the place of this rank in it; a named tuple like ``Placement``.
 
     Attributes:
         ranks: The ranks of the mesh, flattened.
         sizes: The size of each mesh dimension.
-        coordinate: This rank's index in each mesh dimension; empty if it is no part of the mesh.
+        coordinate: This rank's index in each mesh dimension; empty if it is not in the mesh.
     """
 
     ranks: tuple[int, ...]
@@ -53,7 +59,7 @@ class MeshPlace(NamedTuple):
     coordinate: tuple[int, ...]
 
 
-#: This rank holds the whole tensor.
+#: The layout of a tensor that this rank holds in full.
 WHOLE = Layout()
 
 
@@ -67,7 +73,10 @@ def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
 
 
 def starts_of(tensor: Any) -> torch.Tensor | None:
-    """Return where the runs of a tensor's local part start in the flattened whole, int64, ascending; None for one run from 0."""
+    """Return where the runs of a tensor's local shard start in the flattened full tensor.
+
+    The starts are int64 and ascending. None stands for a single run that starts at 0.
+    """
     cut = autotp_cut(tensor)
     if cut is not None:
         return cut.starts()
@@ -97,11 +106,11 @@ class Cut:
     coordinate: int
 
     def starts(self, start: int = 0, numel: int | None = None) -> torch.Tensor | None:
-        """Return where the runs of this rank's part, or of a piece of the part, start in the flattened full parameter.
+        """Return where the runs of this shard, or of a piece of it, start in the full parameter.
 
         Args:
-            start: The piece's first element, by its number in the flattened part.
-            numel: How many elements it has; None for the whole part.
+            start: The number of the piece's first element in the flattened shard.
+            numel: The number of its elements; None for the whole shard.
         """
         inner = math.prod(self.shape[self.dim + 1 :])
         row_numel = self.size * inner
@@ -110,7 +119,7 @@ class Cut:
             numel = row_numel * math.prod(self.shape[: self.dim])
         if not numel:
             return None
-        # The piece may begin and end within a row: this length divides each run of it.
+        # The piece may begin and end within a row, so take a length that divides each of its runs.
         run_length = math.gcd(row_numel, start, numel)
         local_starts = torch.arange(start, start + numel, run_length)
         row = local_starts // row_numel
@@ -118,18 +127,22 @@ class Cut:
         return row * full_row_numel + self.first * inner + column
 
     def layout(self, other: Layout = WHOLE) -> Layout:
-        """Return the layout of this part, or of this rank's piece of it that has the ``other`` layout."""
+        """Return the layout of this shard.
+
+        Args:
+            other: How ZeRO has sharded the shard further, over data parallel ranks.
+        """
         rank = self.ranks[self.coordinate]
         holders: set[int] = set()
         for holder in other.holders or (rank,):
-            # A holder's peers in tensor parallelism are as far from it as this rank's are from this rank.
+            # The distances between tensor parallel peers are the same for all ranks.
             holders.update(holder + peer - rank for peer in self.ranks)
         dim = MeshDim("tp", len(self.ranks), self.coordinate, f"Shard({self.dim})")
         return Layout((*other.dims, dim), _several(holders))
 
 
 def _several(ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks in ascending order; none if there is only one, as ``Layout.holders`` wants it."""
+    """Return the ranks in ascending order; none if there is only one, as in ``Layout.holders``."""
     ordered = tuple(sorted(ranks))
     if len(ordered) == 1:
         return ()
@@ -137,9 +150,12 @@ def _several(ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def autotp_cut(parameter: Any) -> Cut | None:
-    """Return how DeepSpeed's AutoTP has cut a parameter; None if it has not, or says too little of how."""
-    # Parameters have no public mark. What universal checkpoints are made from says it; a test of
-    # ``tests/launch/test_private_names.py`` fails when it changes.
+    """Return the shard of a parameter that DeepSpeed's AutoTP left on this rank.
+
+    The result is None if it has not sharded the parameter.
+    """
+    # There is no public mark. The attribute is that from which universal checkpoints are made. A
+    # test in ``tests/launch/test_private_names.py`` fails when it changes.
     meta = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
     if not meta or not meta["partition_sizes"]:
         return None
@@ -160,15 +176,21 @@ def autotp_cut(parameter: Any) -> Cut | None:
 
 
 def secondary_ranks(model: Module | None) -> int:
-    """Return over how many ranks ZeRO++ shards its second copy of all weights (hpZ); 0 if there is none, or not now."""
-    # DeepSpeed drops these partitions at the end of each step, makes them again in the next forward, and has no public name for
-    # them; a test of ``tests/launch/test_private_names.py`` fails when it changes.
+    """Return over how many ranks ZeRO++ shards the secondary copy of all weights (hpZ).
+
+    The result is 0 if there is none.
+    """
+    # DeepSpeed drops the secondary shards at the end of each step, and makes them again in the next
+    # forward. They have no public name; a test in ``tests/launch/test_private_names.py`` fails when
+    # theirs changes.
     sizes: set[Any] = set()
     for parameter in _parameters(model):
         if hasattr(parameter, "ds_secondary_tensor"):
             is_kept = parameter.ds_secondary_tensor is not None
             sizes.add(parameter.ds_secondary_tensor_group_size if is_kept else 0)
-    return int(sizes.pop()) if len(sizes) == 1 else 0
+    if len(sizes) != 1:
+        return 0
+    return int(sizes.pop())
 
 
 def _parameters(model: Module | None) -> list[Any]:
@@ -181,13 +203,13 @@ def _modules(model: Module | None) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Expert:
-    """Where one expert of DeepSpeed's MoE is: its number and the ranks that share the experts.
+    """One expert of DeepSpeed's MoE, and the ranks that hold it and the other experts.
 
     Attributes:
-        local_number: Its number among the experts of this rank, from 0.
-        number: Its number among all experts.
-        peers: The ranks of expert parallelism: together they hold all experts.
-        replicas: The ranks that hold this expert, each the whole of it.
+        local_number: The number of the expert among those of this rank, from 0.
+        number: Its number among all experts, from 0.
+        peers: The expert parallel ranks, which together hold all experts.
+        replicas: The ranks that hold a replica of this expert.
     """
 
     local_number: int
@@ -196,7 +218,12 @@ class Expert:
     replicas: tuple[int, ...]
 
     def layout(self, rank: int, *, flat: bool = False) -> Layout:
-        """Return the layout of the parameter, or of this rank's piece of its master that is sharded flat over the replicas."""
+        """Return the layout of a parameter of the expert.
+
+        Args:
+            rank: This rank.
+            flat: Whether it is the parameter's master, which ZeRO shards over the replicas.
+        """
         if flat:
             data_parallel = MeshDim("dp_shard", len(self.replicas), self.replicas.index(rank), FLAT)
             same_expert = self.replicas
@@ -208,14 +235,14 @@ class Expert:
         expert_parallel = MeshDim("ep", len(self.peers), self.peers.index(rank), STAGE)
         holders: list[int] = []
         for holder in same_expert:
-            # A holder's peers in expert parallelism are as far from it as this rank's are from this rank.
+            # The distances between expert parallel peers are the same for all ranks.
             holders.extend(holder + peer - rank for peer in self.peers)
         return Layout((data_parallel, expert_parallel), tuple(sorted(holders)))
 
 
 def moe_experts(model: Module | None) -> Mapping[int, Expert]:
-    """Map the ``id`` of each parameter of the experts that DeepSpeed's engine has spread over ranks to its place."""
-    # DeepSpeed numbers a rank's experts from 0. All attributes here are public, and documented nowhere: a test of
+    """Return the expert of each parameter of DeepSpeed's MoE layers, by its ``id``."""
+    # All attributes here are public but not documented: a test in
     # ``tests/launch/test_private_names.py`` fails when they change.
     from torch import distributed
 
@@ -238,7 +265,7 @@ def moe_experts(model: Module | None) -> Mapping[int, Expert]:
 
 
 def _expert_data_parallel_groups(modules: list[Any]) -> Mapping[str, Any]:
-    """Return the process groups of DeepSpeed's engine in which the replicas of an expert are, by the name of a MoE's group."""
+    """Return the process groups of the replicas of experts, by the name of a MoE layer's group."""
     for module in modules:
         if hasattr(module, "expert_data_parallel_group"):
             groups: Mapping[str, Any] = module.expert_data_parallel_group
@@ -247,7 +274,10 @@ def _expert_data_parallel_groups(modules: list[Any]) -> Mapping[str, Any]:
 
 
 def named_parameters(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yield what the model's ``named_parameters`` yields, experts of DeepSpeed's MoE by their numbers among all, as in files."""
+    """Yield the model's ``named_parameters``, with global numbers of experts in the names.
+
+    DeepSpeed numbers the experts of each rank from 0, but those in its files globally.
+    """
     experts = moe_experts(model)
     for name, parameter in model.named_parameters():
         expert = experts.get(id(parameter))
@@ -258,11 +288,13 @@ def named_parameters(model: Module) -> Iterator[tuple[str, Any]]:
             yield name.replace(local, f".deepspeed_experts.{expert.number}."), parameter
 
 
-#: Mesh -> rank -> place. A mesh computes its ranks anew each time, in a millisecond.
+#: The place of each rank in each mesh. Stored, because a mesh takes a millisecond to compute its
+#: ranks.
 _places: Any = weakref.WeakKeyDictionary()
 
 
 def _place(mesh: Any) -> MeshPlace:
+    """Return a device mesh with this rank's place in it."""
     from torch import distributed
 
     rank = distributed.get_rank()
@@ -276,7 +308,7 @@ def _place(mesh: Any) -> MeshPlace:
 
 
 def _unraveled(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index in each dimension for an index in the flattened mesh, as ``numpy.unravel_index``."""
+    """Return the coordinate of an index in the flattened mesh, as ``numpy.unravel_index``."""
     coordinate: list[int] = []
     for size in reversed(sizes):
         index, along = divmod(index, size)
@@ -285,7 +317,9 @@ def _unraveled(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _placements(tensor: Any) -> tuple[Placement, ...]:
-    # ``_StridedShard``, as FSDP2 shards what tensor parallelism has sharded before, is private; its attributes are read.
+    """Return the placement of a DTensor along each dimension of its mesh."""
+    # FSDP2 shards what tensor parallelism has sharded before as a ``_StridedShard``. The class is
+    # private, so only its attributes are read.
     placements: list[Placement] = []
     for placement in tensor.placements:
         dim = getattr(placement, "dim", None)
@@ -301,12 +335,18 @@ def _placements(tensor: Any) -> tuple[Placement, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placement, ...]) -> Layout:
-    """Return the layout of a DTensor: its mesh dimensions, by these names, and the ranks that hold one copy of it together."""
+    """Return the layout of a DTensor.
+
+    Args:
+        names: The names of the mesh dimensions.
+        place: The mesh, and this rank's place in it.
+        placements: The placement along each mesh dimension.
+    """
     if not place.coordinate:
         return WHOLE
     dims: list[MeshDim] = []
-    # The ranks that hold one copy together: along a dimension that shards all of them, along one that replicates those with this
-    # rank's index.
+    # Which ranks hold one full tensor together: along a mesh dimension that shards it all of them,
+    # along one that replicates it those with this rank's index.
     selection: list[int | slice] = []
     for name, size, index, placement in zip(
         names, place.sizes, place.coordinate, placements, strict=True
@@ -321,9 +361,18 @@ def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placemen
 def _starts(
     shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placement, ...]
 ) -> torch.Tensor | None:
-    """Return where the runs of a DTensor's local part start in the flattened whole of this shape; None for one run from 0."""
+    """Return where the runs of a DTensor's local shard start in the flattened full tensor.
+
+    Args:
+        shape: The shape of the full tensor.
+        place: The mesh, and this rank's place in it.
+        placements: The placement along each mesh dimension.
+
+    Returns:
+        The starts, int64 and ascending; None for a single run that starts at 0.
+    """
     cuts: list[tuple[int, int, int, int]] = []
-    # A rank that is no part of the mesh has no coordinate, so for it nothing is sharded.
+    # A rank that is not in the mesh has no coordinate, so for it nothing is sharded.
     for size, index, placement in zip(place.sizes, place.coordinate, placements, strict=False):
         if placement.dim is not None:
             cuts.append((placement.dim, placement.split_factor, size, index))
@@ -335,11 +384,11 @@ def _starts(
     if not sharded_dims or is_empty:
         return None
     last_dim = sharded_dims[-1]
-    # All dimensions after the last sharded one are whole, so a run is consecutive indices of the last sharded dimension. Only the
-    # first of each stays.
+    # Dimensions after the last sharded one are complete. So consecutive indices of the last sharded
+    # dimension are one run, of which the first index is its start.
     starts = local_indices[last_dim] * math.prod(shape[last_dim + 1 :])
     starts = starts[:: _common_run_length(local_indices[last_dim])]
-    # The same runs stand at each index of each dimension before it.
+    # The same runs repeat at each index of each dimension before it.
     for dim in reversed(range(last_dim)):
         offsets = local_indices[dim] * math.prod(shape[dim + 1 :])
         starts = (offsets[:, None] + starts).flatten()
@@ -347,7 +396,7 @@ def _starts(
 
 
 def _common_run_length(indices: torch.Tensor) -> int:
-    """Return the greatest length that divides all runs of consecutive indices: 2 for 0 1 2 3, 8 9."""
+    """Return the greatest length that divides all runs of consecutive indices: 2 for 0-3, 8-9."""
     breaks = (torch.diff(indices) != 1).nonzero().flatten().tolist()
     ends = [end + 1 for end in breaks]
     ends.append(len(indices))
@@ -361,40 +410,41 @@ def _common_run_length(indices: torch.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Sharding:
-    """The shape of a DTensor, and how it lies on its mesh."""
+    """The shape of a DTensor, its mesh, and its placements."""
 
     shape: tuple[int, ...]
     place: MeshPlace
     placements: tuple[Placement, ...]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part of the DTensor, computed on rank 0.
+        """Return the shape of the shard of any rank, computed on rank 0.
 
-        The mesh is that of rank 0, which may lack some ranks: with ``tp`` of two, those of the other ``tp`` coordinate.
-        Any other rank has a mesh of its own, of the same shape and with the same distances between its ranks.
+        The mesh of rank 0 may lack the rank: with two tensor parallel ranks, rank 0's data parallel
+        mesh has only every second rank. The rank then is in another mesh of the same shape, with
+        the same distances between its ranks.
         """
         ranks = self.place.ranks
         cuts: list[tuple[int, int, int, int]] = []
         stride = math.prod(self.place.sizes)
         for size, placement in zip(self.place.sizes, self.placements, strict=True):
-            # How far apart neighbours in this dimension are in the flattened mesh.
+            # The distance of neighbours in this dimension in the flattened mesh.
             stride //= size
             if placement.dim is None or size == 1:
                 continue
             if rank in ranks:
                 strides = ranks.index(rank) // stride
             else:
-                # There neighbours are as far apart as rank 0 and its own neighbour.
+                # In its mesh neighbours are as far apart as rank 0 and its neighbour.
                 strides = rank // ranks[stride]
             cuts.append((placement.dim, placement.split_factor, size, strides % size))
         return tuple(len(indices) for indices in held_indices(self.shape, cuts))
 
 
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
-    """Return all ranks, grouped by the shapes of the parts that they hold; the last rank is in a group of its own.
+    """Return all ranks, grouped by the shapes of their shards; the last rank forms a group alone.
 
     Args:
-        tensors: Those of rank 0, where this is called.
+        tensors: The tensors of rank 0, on which this is called.
         size: The number of ranks.
     """
     shardings: set[_Sharding] = set()
@@ -418,7 +468,12 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
-    """Return the layout of this rank's piece of a flattened tensor that the ranks of a process group hold in their order."""
+    """Return the layout of this rank's shard of a flattened tensor.
+
+    Args:
+        group: The process group, whose ranks hold consecutive shards in their order.
+        name: The name of the mesh dimension that the group stands for.
+    """
     from torch import distributed
 
     ranks = _ranks_of(group)
@@ -429,7 +484,7 @@ def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
 
 
 def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
-    """Map the ``id`` of each parameter that FSDP1 or ZeRO has sharded, or DDP or ZeRO replicated, to its layout."""
+    """Return the layouts of plain tensors that FSDP1, DDP or ZeRO distributes, by ``id``."""
     from torch import distributed
 
     layouts = _fsdp1_and_ddp_layouts(model)
@@ -449,15 +504,16 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
 
 
 def _fsdp1_and_ddp_layouts(model: Module | None) -> dict[int, Layout]:
-    """Map the ``id`` of each parameter that FSDP1 has flattened, or that DDP replicates, to its layout."""
+    """Return the layouts of what FSDP1 has flattened or DDP replicates, by ``id``."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.nn.parallel import DistributedDataParallel
 
     layouts: dict[int, Layout] = {}
     for module in _modules(model):
         if isinstance(module, FullyShardedDataParallel):
-            # Inner modules come later, and their groups count. What FSDP1 has flattened has a private mark;
-            # ``tests/scripts/test_private_names.py`` fails when it changes.
+            # Inner modules come later, so that the group of the innermost one counts. What FSDP1
+            # has flattened has a private mark; ``tests/scripts/test_private_names.py`` fails when
+            # it changes.
             layout = flat_layout(module.process_group)
             if module.sharding_strategy == ShardingStrategy.NO_SHARD:
                 layout = _replicated(layout)
@@ -473,19 +529,20 @@ def _fsdp1_and_ddp_layouts(model: Module | None) -> dict[int, Layout]:
 
 
 def _replicated(layout: Layout) -> Layout:
-    """Return the layout of a tensor that every rank holds whole, on the same mesh."""
+    """Return the layout of a replicated tensor on the same mesh."""
     return Layout(tuple(dataclasses.replace(dim, placement=REPLICATE) for dim in layout.dims))
 
 
 def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Layout:
-    """Return the layout of flat partitions (masters, gradients, optimizer state) that ZeRO, or an optimizer of FSDP1, has.
+    """Return the layout of flat masters, gradients and state, as ZeRO and FSDP1 shard them.
 
     Args:
         model: The trainer's model; None if it is not known.
         layouts: The ``wrapper_layouts`` of the model.
     """
-    # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
-    # Experts have a partition of their own, with another group: they are what is not reduced over all ranks (``allreduce``).
+    # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private;
+    # ``tests/launch/test_private_names.py`` fails when they change. Experts are sharded over
+    # another group. Their parameters have ``allreduce=False``.
     for parameter in _parameters(model):
         if hasattr(parameter, "_hp_mapping") and getattr(parameter, "allreduce", True):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above

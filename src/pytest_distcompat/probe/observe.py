@@ -1,11 +1,14 @@
-"""Observer of single steps of a training, through torch's public hooks and a dispatch mode.
+"""Observer of the steps of a training, through torch's hooks and a dispatch mode.
 
-- Forward hooks on modules: the model's inputs, the dtypes that layers compute in, what dropouts drop, recomputed blocks.
-- Hooks on gradients: which parameters autograd reaches, and how much each token counts in the loss.
-- Global hooks before and after each optimizer step: the dtypes and gradients that the optimizer really steps on.
-- The dispatch mode, which sees every operator: collectives, casts to 8 bits, matrix products that are computed again.
+- Forward hooks on modules record the model's inputs, the dtypes in which layers compute, what
+  dropouts drop, and which blocks are recomputed.
+- Hooks on gradients record which parameters autograd reaches, and the weight of each token in the
+  loss.
+- Global hooks before and after each optimizer step record what the optimizer really steps on.
+- The dispatch mode sees every operator. It records collectives, casts to float8, and matrix
+  products of recomputed blocks.
 
-After each action of the trainer ``infos`` returns what was recorded, and ``restart`` forgets it.
+After each action of the trainer ``infos`` returns what was recorded, and ``restart`` clears it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -53,14 +56,20 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-#: Name, dtype and ranks of a collective.
-_Kind = tuple[str, str, tuple[int, ...]]
-#: (description of the call, function) -> the function that is called instead.
+class _CollectiveKind(NamedTuple):
+    """What collectives have in common that are counted together."""
+
+    op: str
+    dtype: str
+    ranks: tuple[int, ...]
+
+
+#: Wraps a function that torch calls. The arguments are a description of the call, and the function.
 Guarded = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 class Hook:
-    """Hook on a user's module that becomes a hook without effect in a copy or a pickle of the module."""
+    """A hook on a user's module. In a copy or pickle of the module it has no effect."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -70,59 +79,76 @@ class Hook:
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a function of the standard library, so that the reader of the pickle does not need this package."""
+        """Pickle as a function of the standard library that does nothing.
+
+        So the pickle can be read where this package is not installed.
+        """
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Observer:
-    """Hooks that record what steps do, inside ``watching()``. Make one for each run.
+    """Records what the steps of one run do, inside ``watching()``.
 
-    torch's global step hooks see the optimizer that really steps, through any number of wrappers, and ZeRO's flat
-    partitions, which no param_group has between steps.
+    torch's global step hooks see the optimizer that really steps, inside any number of wrappers.
+    They also see ZeRO's flat partitions, which are in its param_groups only during a step.
     """
 
     def __init__(self, guarded: Guarded = lambda _where, function: function) -> None:
-        """Register the step hooks; ``guarded`` wraps each function that torch calls, to keep exceptions away from a script."""
+        """Register the step hooks.
+
+        Args:
+            guarded: Wraps each function that torch calls; in a user's script to keep exceptions of
+                the observer away from it.
+        """
         self._guarded = guarded
+
         # What was recorded since the last restart.
         self.steps: list[StepInfo] = []
-        #: The dtypes that layers which multiply by a matrix gave out.
+        #: The dtypes of the outputs of layers that multiply by a matrix.
         self.compute: set[str] = set()
-        #: The sizes of the tensors of each kind of collective.
-        self.collectives: dict[_Kind, list[int]] = defaultdict(list)
-        #: The digests of the model's inputs in each of its forwards.
+        #: The number of elements of each tensor, by kind of collective.
+        self.collectives: dict[_CollectiveKind, list[int]] = defaultdict(list)
+        #: The digests of the model's inputs, one text for each forward.
         self.inputs: list[str] = []
-        #: The names of modules in evaluation mode in a forward whose gradients are wanted.
+        #: The names of modules that were in evaluation mode in a forward with gradients.
         self.evaluating: set[str] = set()
         self.dropouts: list[DropoutInfo] = []
         self.token_weights: list[TokenWeights] = []
-        #: How many times a tensor was cast to 8 bits.
+        #: How many times a tensor was cast to float8.
         self.float8 = 0
-        #: How many operators blocks have computed in the model's forward and again after it, by kind.
+        #: The number of operators in blocks, by kind: in the model's forward, and recomputed after
+        #: it.
         self.recomputed: Counter[str] = Counter()
-        #: Whether the model's own forward is going on; what blocks compute outside of it is computed again.
-        self._forward = False
-        #: How many forwards are going on of blocks and of modules in them, one inside the other.
-        self._depth = 0
-        #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
-        self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
-        #: Whether hooks record. Operators are recorded in ``watching`` and ``recording_operators`` only.
+        #: Trainable parameter of the model -> whether autograd computed a gradient for it.
+        self._reached: Any = WeakIdKeyDictionary()
+        #: Tensor of an optimizer -> whether it had a gradient in any step.
+        self._stepped: Any = WeakIdKeyDictionary()
+
+        # Where the training is.
+        #: Whether hooks record. Operators are recorded in ``watching`` and ``recording_operators``
+        #: only.
         self.active = False
-        #: The dispatch mode while ``watching`` records operators, and how many modes of others were active when that began.
-        self._mode: _OperatorMode | None = None
-        self._outer_modes = 0
+        #: Whether the model's own forward is running. What blocks compute outside of it is
+        #: recomputed.
+        self._forward = False
+        #: How many forwards of blocks, and of modules in blocks, are running inside one another.
+        self._depth = 0
         #: The ``id`` of the outermost optimizer that is stepping; 0 for none.
         self._stepping = 0
-        #: What it steps on, from before its step.
+        #: What this optimizer steps on, read before its step.
         self._step: StepInfo | None = None
-        #: The dtypes of its state, from after its step and after those inside it.
+        #: The dtypes of this optimizer's state, read after its step and after steps inside it.
         self._state: set[str] = set()
-        #: Tensor that an optimizer holds -> whether it had a gradient in any step.
-        self._stepped: Any = WeakIdKeyDictionary()
-        #: Trainable parameter of the model -> whether autograd computed a gradient for it since the last restart.
-        self._reached: Any = WeakIdKeyDictionary()
-        #: The modules of the model to which hooks are attached.
+
+        #: Returns the trainer's model, or None; its optimizer; and whether to record single
+        #: gradients.
+        self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
+        #: The modules of the model that have hooks.
         self._attached: Any = WeakIdKeyDictionary()
+        #: The dispatch mode while ``watching`` records operators.
+        self._mode: _OperatorMode | None = None
+        #: The number of dispatch modes that were active when ``watching`` began.
+        self._outer_modes = 0
         register_optimizer_step_pre_hook(
             guarded("before an optimizer's step, its gradients", self._pre_step)
         )
@@ -132,7 +158,7 @@ class Observer:
         self.record_operator = guarded("an operator", self._record_operator)
 
     def attach(self, model: Module) -> None:
-        """Register hooks on the model, its trainable parameters and its leaf layers, before anything wraps it."""
+        """Register hooks on the model, its parameters and its layers, before anything wraps it."""
         self._attached.update(dict.fromkeys(model.modules()))
         self.attach_to_layers(model)
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
@@ -141,9 +167,9 @@ class Observer:
         )
 
     def attach_to_built(self, model: Module) -> None:
-        """Register hooks on layers that a trainer has put in the place of the given ones.
+        """Register hooks on layers with which a trainer has replaced those of the given model.
 
-        DeepSpeed's AutoTP replaces single layers. torchtitan's Trainer builds the whole model from its configuration.
+        DeepSpeed's AutoTP replaces single layers. torchtitan's Trainer builds a model of its own.
         """
         if not any(module in self._attached for module in model.modules()):
             self.attach(model)
@@ -152,7 +178,11 @@ class Observer:
                 module.register_forward_hook(self._forward_hook())
 
     def attach_to_layers(self, model: Module) -> list[RemovableHandle]:
-        """Register hooks on trainable parameters and on leaf modules that multiply by a matrix; return handles of the hooks."""
+        """Register hooks on trainable parameters, and on layers that multiply by a matrix or drop.
+
+        Returns:
+            Handles that remove the hooks.
+        """
         reach = Hook(self._guarded("the gradient of a parameter", self._record_reached))
         handles: list[RemovableHandle] = []
         for parameter in model.parameters():
@@ -167,7 +197,7 @@ class Observer:
         return handles
 
     def attach_to_blocks(self, model: Module, names: Iterable[str]) -> None:
-        """Register hooks that tell what blocks compute in the model's forward from what they compute again after it."""
+        """Register hooks that tell a block's forward in the model's from a recomputed one."""
 
         def setting_forward(on: bool) -> Hook:
             return Hook(lambda *_: setattr(self, "_forward", on))
@@ -183,32 +213,36 @@ class Observer:
         for name in names:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(Hook(count_call))
-            # What is in a block too: transformers recomputes a block's ``forward``, without its hooks.
+            # On the modules in a block too, because transformers recomputes the method ``forward``
+            # of a block, which does not call the block's own hooks.
             for module in block.modules():
                 module.register_forward_pre_hook(changing_depth(1))
-                # Always: torch leaves a recomputed forward by an exception, as soon as it has all that it needs.
+                # ``always_call``, because torch leaves a recomputed forward by an exception as soon
+                # as it has all tensors that it needs.
                 module.register_forward_hook(changing_depth(-1), always_call=True)
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
 
     def record_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the digests of the model's input tensors, sorted, and which modules are in evaluation mode."""
+        """Record the digests of the model's inputs, and which modules are in evaluation mode."""
+        # A trainer may compile although the cell does not say so.
         if torch.compiler.is_compiling():
-            return  # a trainer may compile without being asked to
+            return
         if self.active and torch.is_grad_enabled():
             with self.aside():
-                # A wrapper may pass by keyword what it got by position.
+                # A wrapper may pass positional arguments on by keyword.
                 self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
             for name, part in module.named_modules():
                 if not part.training:
                     self.evaluating.add(name)
 
     def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
-        """Have the weights of tokens recorded once the gradient of the model's logits is there, in the first steps."""
-        if torch.compiler.is_compiling() or not (
-            self.active and torch.is_grad_enabled() and self.trainer()[2]
-        ):
+        """Record the weights of tokens once the gradient of the model's logits is computed."""
+        if torch.compiler.is_compiling() or not self.active or not torch.is_grad_enabled():
+            return
+        _model, _optimizer, records_gradients = self.trainer()
+        if not records_gradients:
             return
         logits = logits_of(output)
         if logits is None or valueless(logits):
@@ -216,7 +250,8 @@ class Observer:
         values = logits.detach()
 
         def record(gradient: torch.Tensor | None) -> None:
-            # None where the loss was made of other logits: accelerate returns a copy in float32, DDP passes that on.
+            # None if the loss was computed from a copy of the logits, such as accelerate's in
+            # float32.
             if gradient is not None:
                 with self.aside():
                     self.token_weights.append(read_weights(values, gradient))
@@ -225,7 +260,7 @@ class Observer:
 
     @contextlib.contextmanager
     def recording_operators(self) -> Iterator[None]:
-        """Record the operators inside, if the hooks are active. For a single call of a user's script."""
+        """Record the operators inside the block, which is a single call of a user's script."""
         if not self.active:
             yield
             return
@@ -234,7 +269,7 @@ class Observer:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the training inside; its operators only while ``record_operators`` has turned that on."""
+        """Record the training inside the block; operators only while ``record_operators`` is on."""
         self.active = True
         self._outer_modes = len(_get_current_dispatch_mode_stack())
         self._stepping = 0
@@ -247,11 +282,12 @@ class Observer:
 
     @contextlib.contextmanager
     def _recording_lost_gradients(self) -> Iterator[None]:
-        """Count blocks that are recomputed re-entrantly, and none of whose inputs requires a gradient.
+        """Count re-entrant checkpoints none of whose inputs requires a gradient.
 
-        Parameters inside then get none, and torch only warns: https://docs.pytorch.org/docs/stable/checkpoint.html
+        The parameters inside get no gradient then, and torch only warns:
+        https://docs.pytorch.org/docs/stable/checkpoint.html.
         """
-        # A rank that recomputes nothing has not imported it.
+        # A rank that recomputes nothing has not imported the module.
         checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
         if checkpoint is None:
             yield
@@ -271,29 +307,42 @@ class Observer:
             checkpoint.check_backward_validity = check_by_torch
 
     def record_operators(self, *, on: bool) -> None:
-        """Turn the recording of single operators on or off: while on, a tiny model's step takes four times as long."""
-        # Our dispatch mode goes below those of the trainer, which can then leave its own, and is removed only when none
-        # lies above it. The two functions that move modes are private; ``tests/launch/test_private_names.py`` fails when
-        # they change.
+        """Turn the recording of operators on or off.
+
+        While it is on, a tiny model's step takes four times as long.
+        """
         if on and self._mode is None:
-            above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._outer_modes :]]
-            self._mode = _OperatorMode(self)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-            for mode in reversed(above):
-                _push_mode(mode)
+            self._enter_mode()
         elif not on and self._mode is not None and _get_current_dispatch_mode() is self._mode:
+            # Only if it is the innermost mode: others are left first, by those who entered them.
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._mode = None
 
+    def _enter_mode(self) -> None:
+        """Enter our dispatch mode outside those that the trainer has entered in ``watching``.
+
+        So the trainer can leave its own modes, which are a stack, while ours stays.
+        """
+        # The functions that move modes are private; ``tests/launch/test_private_names.py`` fails
+        # when they change.
+        trainer_modes: list[Any] = []
+        while len(_get_current_dispatch_mode_stack()) > self._outer_modes:
+            trainer_modes.append(_pop_mode())
+        self._mode = _OperatorMode(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        for mode in reversed(trainer_modes):
+            _push_mode(mode)
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Disable dispatch modes inside: operators there belong to the probe, and must not all go through Python."""
-        # ``_disable_current_modes`` is private; ``tests/launch/test_private_names.py`` fails when it changes.
+        """Disable dispatch modes inside the block, whose operators are the probe's own."""
+        # ``_disable_current_modes`` is private; ``tests/launch/test_private_names.py`` fails when
+        # it changes.
         with _disable_current_modes():
             yield
 
     def restart(self) -> None:
-        """Forget everything recorded, for the next action."""
+        """Clear what was recorded, before the next action."""
         self.steps.clear()
         self._stepped.clear()
         self.compute.clear()
@@ -307,24 +356,28 @@ class Observer:
         self.recomputed.clear()
 
     def without_gradient(self) -> frozenset[int]:
-        """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient."""
+        """Return the ``id`` of each tensor without a gradient in all steps since the restart."""
         if not self._stepped:
             return frozenset()
         without: set[int] = set()
         for tensor, had_gradient in self._stepped.items():
             if not had_gradient:
                 without.add(id(tensor))
-        # DeepSpeed's step on flat partitions, which always have one: there the parameters count that autograd did not reach.
+        # DeepSpeed steps on flat partitions, which always have a gradient. There the parameters
+        # count to which autograd came in no step.
         for parameter, reached in self._reached.items():
             if not reached and parameter not in self._stepped:
                 without.add(id(parameter))
         return frozenset(without)
 
     def infos(self) -> dict[str, Any]:
-        """Return the fields of a Snapshot that were recorded here."""
+        """Return what was recorded, as fields of a Snapshot."""
         collectives: list[CollectiveInfo] = []
-        for (op, dtype, ranks), sizes in sorted(self.collectives.items()):
-            collectives.append(CollectiveInfo(op, dtype, len(sizes), max(sizes), sum(sizes), ranks))
+        for kind, sizes in sorted(self.collectives.items()):
+            info = CollectiveInfo(
+                kind.op, kind.dtype, len(sizes), max(sizes), sum(sizes), kind.ranks
+            )
+            collectives.append(info)
         return {
             "steps": tuple(self.steps),
             "compute": tuple(sorted(self.compute)),
@@ -338,22 +391,23 @@ class Observer:
         }
 
     def _forward_hook(self) -> Hook:
+        """Return a hook that records the dtype of a layer's output."""
+
         def hook(_module: Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if (
-                self.active
-                and inputs
-                and isinstance(inputs[0], torch.Tensor)
-                and isinstance(output, torch.Tensor)
-            ):
+            if not self.active or not inputs:
+                return
+            if isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
                 self.compute.add(dtype_name(output.dtype))
 
         return Hook(self._guarded("a forward hook of a layer", hook))
 
     def _dropout_hook(self, name: str) -> Hook:
+        """Return a hook that records what the dropout of that name drops in training."""
+
         def hook(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            if torch.compiler.is_compiling() or not (
-                self.active and module.training and torch.is_grad_enabled()
-            ):
+            if torch.compiler.is_compiling() or not self.active:
+                return
+            if not module.training or not torch.is_grad_enabled():
                 return
             with self.aside():
                 info = read_dropout(name, module.p, inputs[0], output)
@@ -363,9 +417,14 @@ class Observer:
         return Hook(self._guarded("a forward hook of a dropout", hook))
 
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it."""
-        # A step inside a step belongs to the outer one: ZeroRedundancyOptimizer lets another optimizer step on this
-        # rank's part.
+        """Record what the optimizer is about to step on.
+
+        Returns:
+            The arguments of ``step`` with its closure wrapped, so that the gradients are recorded
+            after the closure has computed them; None for a step without a closure.
+        """
+        # A step inside another optimizer's step belongs to the outer one: ZeroRedundancyOptimizer
+        # lets a second optimizer step on this rank's shard.
         if not self.active or self._stepping not in {0, id(optimizer)}:
             return None
         self._stepping = id(optimizer)
@@ -375,12 +434,12 @@ class Observer:
         return with_closure(args, kwargs, functools.partial(record, optimizer))
 
     def _record_gradients(self, optimizer: Any) -> None:
-        """Record the gradients that the optimizer is about to step on, and what it updates."""
+        """Record which tensors the optimizer is about to update, and their gradients."""
         group_by_tensor: dict[torch.Tensor, int] = {}
         gradients: list[torch.Tensor] = []
         for number, group in enumerate(optimizer.param_groups):
             for tensor in group["params"]:
-                # The optimizer may hold frozen parameters too, which it does not update.
+                # The optimizer may have frozen parameters too, which it does not update.
                 if not tensor.numel() or not tensor.requires_grad:
                     continue
                 group_by_tensor[tensor] = number
@@ -406,30 +465,22 @@ class Observer:
             )
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record the dtypes of the optimizer's state; end the outermost step."""
         if not self._stepping:
             return
         for values in optimizer.state.values():
-            if not isinstance(values, Mapping):
-                continue
-            for key, value in values.items():
-                # A scalar beside them (NAdam's ``mu_product``) is no state of the elements.
-                if (
-                    key != "step"
-                    and isinstance(value, torch.Tensor)
-                    and value.numel()
-                    and value.dim()
-                ):
-                    self._state.add(stored_dtype(value))
+            if isinstance(values, Mapping):
+                self._state.update(_dtypes_of_state(values))
         if self._stepping == id(optimizer) and self._step is not None:
             self.steps.append(dataclasses.replace(self._step, state=tuple(sorted(self._state))))
             self._stepping = 0
 
     def _record_operator(self, func: Any, args: Any, result: Any) -> None:
-        """Record what an operator is: a collective, a cast to 8 bits, or a part of a block's forward."""
+        """Record an operator if it is a collective, a cast to float8, or in a block's forward."""
         if func.namespace in {"c10d", "_c10d_functional"}:
             self._record_collective(func, args)
-        # A view in 8 bits has an input in 8 bits, a cast has none.
-        if _in_8_bits(result) and not any(map(_in_8_bits, args)):
+        # The result of a view is in float8 if its input is. A cast has no such input.
+        if _is_float8(result) and not any(_is_float8(value) for value in args):
             self.float8 += 1
         if self._depth:
             kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - an operator's name is not public
@@ -438,11 +489,25 @@ class Observer:
             self.recomputed[kind] += 1
 
     def _record_collective(self, func: Any, args: Any) -> None:
-        """Record the sizes of a collective's tensors by its name, dtype and ranks."""
+        """Record the number of elements of each input tensor of a collective."""
         name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
         ranks = group_ranks(func, args)
         for tensor in _tensors(args):
-            self.collectives[name, dtype_name(tensor.dtype), ranks].append(tensor.numel())
+            kind = _CollectiveKind(name, dtype_name(tensor.dtype), ranks)
+            self.collectives[kind].append(tensor.numel())
+
+
+def _dtypes_of_state(values: Mapping[str, Any]) -> set[str]:
+    """Return the dtypes of the state of one parameter that has a value for each element."""
+    dtypes: set[str] = set()
+    for key, value in values.items():
+        if key == "step" or not isinstance(value, torch.Tensor):
+            continue
+        # A tensor without dimensions is one number for the whole parameter, as NAdam's
+        # ``mu_product``.
+        if value.numel() and value.dim():
+            dtypes.add(stored_dtype(value))
+    return dtypes
 
 
 def _dtypes_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -452,19 +517,27 @@ def _dtypes_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
 
 #: Modules that drop single activations, with the probability ``p``.
 DROPOUTS = (torch.nn.Dropout,)
-#: A dropout counts if two modules that draw by themselves would drop the same with a probability of at most 2 ** -CHANCE.
+#: A dropout is recorded only if it has so many elements that two independent modules would drop the
+#: same ones with a probability of at most 2 ** -CHANCE.
 CHANCE = 30
 
 
 def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | None:
-    """Return what a module dropped; None if others that draw by themselves might drop the same by chance."""
+    """Return what a dropout dropped; None if an independent one might drop the same by chance.
+
+    Args:
+        name: The name of the module.
+        p: The probability with which it drops an element.
+        given: Its input.
+        output: Its output.
+    """
     if not 0 < p < 1 or valueless(given):
         return None
     given = local_of(given).detach()
     output = local_of(output).detach()
-    # Where the input is zero, nothing tells whether the module has dropped it.
+    # If an element of the input is zero, the output does not show whether it was dropped.
     visible = given != 0
-    # The probability that two draws agree on one element.
+    # The probability that two independent modules agree on one element.
     agreement = p * p + (1 - p) ** 2
     if int(visible.sum()) * -math.log2(agreement) < CHANCE:
         return None
@@ -472,29 +545,30 @@ def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | 
 
 
 def digest_of_inputs(values: Any) -> str:
-    """Return the digests of the tensors among some values, sorted."""
+    """Return the digests of all tensors in some values as one text, sorted."""
     return " ".join(sorted(map(digest, tensors_fed(values))))
 
 
-#: The dtypes of the factors of matrix products in 8 bits.
+#: The dtypes of the factors of float8 matrix products.
 FLOAT8 = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
 
 
-#: Operators that multiply matrices, attention's among them.
+#: The names of operators that multiply matrices, attention included.
 _MULTIPLIES = re.compile(r"::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product_\w+)$")
 
 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
-    """Dispatch mode that sees every c10d operator of this thread, DDP's reducer in C++ included, and casts to 8 bits.
+    """Dispatch mode that passes each operator of this thread to the observer.
 
-    torch's own CommDebugMode works in the same way, but it counts operators without their dtypes.
+    It sees collectives that C++ code calls too, such as those of DDP's reducer. torch's
+    CommDebugMode works in the same way, but counts operators without their dtypes.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: under a mode that says False, torch.compile silently runs the model uncompiled."""
+        """Return True, or torch.compile would silently run the model uncompiled under this mode."""
         return True
 
     def __init__(self, observer: Observer) -> None:
@@ -507,14 +581,15 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
 
-def _in_8_bits(value: Any) -> bool:
+def _is_float8(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in FLOAT8
 
 
 def group_ranks(func: Any, args: Any) -> tuple[int, ...]:
-    """Return the ranks of the process group that a c10d operator is called with; empty for one that has none."""
-    # Functional collectives may have the group's name, which only a private function resolves; the schema of an operator is
-    # private too. ``tests/launch/test_private_names.py`` fails when they change.
+    """Return the ranks of a c10d operator's process group; empty without a group."""
+    # A functional collective may have the name of the group, which only a private function
+    # resolves. The schema of an operator is private too. ``tests/launch/test_private_names.py``
+    # fails when they change.
     from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
 
     group: Any = None
@@ -532,7 +607,7 @@ def group_ranks(func: Any, args: Any) -> tuple[int, ...]:
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:
-    """Return the input tensors of a c10d operator: the last of its tensor arguments (outputs come first)."""
+    """Return the input tensors of a c10d operator: outputs come first in its arguments."""
     for argument in reversed(args):
         values = argument if isinstance(argument, (list, tuple)) else [argument]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -542,9 +617,14 @@ def _tensors(args: Any) -> list[torch.Tensor]:
 
 
 def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
-    """Return the arguments of ``step(closure)`` with ``then`` called after the closure; None for a step without one."""
-    # https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like
-    # this.
+    """Return the arguments of a step with a closure that calls ``then`` in the end.
+
+    Lightning's Trainer takes every step with a closure
+    (https://docs.pytorch.org/docs/stable/optim.html).
+
+    Returns:
+        The positional and keyword arguments; None for a step without a closure.
+    """
     closure = kwargs.get("closure")
     if not closure and len(args) > 1:
         closure = args[1]
@@ -562,19 +642,25 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any,
     return (args[0], wrapped, *args[2:]), kwargs
 
 
-#: How many levels of containers below an argument are searched for tensors.
+#: How deeply arguments are searched for tensors, in levels of containers.
 DEPTH = 6
 
 
 def tensors_fed(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors with at least one dimension in mappings, sequences and dataclasses."""
-    # If there are none, attributes of other objects are searched too: the batches of torch_geometric keep their tensors there.
+    """Return the tensors with at least one dimension in the arguments of a model.
+
+    They are searched in mappings, sequences and dataclasses; if these have none, in the attributes
+    of other objects too, such as the batches of torch_geometric.
+    """
     values = list(arguments)
-    return list(_tensors_in(values, attributes=False)) or list(_tensors_in(values, attributes=True))
+    tensors = list(_tensors_in(values, attributes=False))
+    if tensors:
+        return tensors
+    return list(_tensors_in(values, attributes=True))
 
 
 def _tensors_in(values: Iterable[Any], *, attributes: bool) -> Iterator[torch.Tensor]:
-    """Yield the tensors with at least one dimension, level by level; each object is visited once."""
+    """Yield the tensors with at least one dimension, level by level; visit each object once."""
     visited: set[int] = set()
     level = list(values)
     for _ in range(DEPTH):

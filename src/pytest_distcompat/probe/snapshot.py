@@ -1,4 +1,4 @@
-"""Reader of a live trainer: everything that a Snapshot records after an action, beside model and optimizer too."""
+"""Read everything that a ``Snapshot`` records of a live trainer after an action."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from pytest_distcompat.trace import TF32, CallInfo, Sums
 if TYPE_CHECKING:
     from torch.nn import Module
 
-#: How many numbers of an output go into the trace: enough to tell two models apart, few enough to read.
+#: How many numbers of an output go into the trace: enough to tell two models apart, few enough to
+#: read.
 SAMPLED = 32
-#: The largest loss scale that a compared training begins at; the built-in drivers of torch and DeepSpeed begin at it too.
+#: The largest loss scale that a compared training begins at; the built-in drivers of torch and
+#: DeepSpeed begin at it too.
 FIRST_SCALE = 2.0**10
 
 
@@ -35,11 +37,21 @@ def read_snapshot_fields(
     without_gradient: frozenset[int] = frozenset(),
     pp_group: Any = None,
 ) -> dict[str, Any]:
-    """Return the fields of a Snapshot that come from a live trainer, with all values or (not ``whole``) only numbers.
+    """Return those fields of a ``Snapshot`` that are read from a live trainer.
 
-    ``optimizer`` and ``scheduler`` may be lists of several. ``device`` is this rank's own: ``cuda:1``.
-    ``without_gradient`` has the ``id`` of each tensor that had no gradient in the optimizer's steps; the model is a stage of
-    the pipeline that the ranks of ``pp_group`` hold. Raises TypeError for something else.
+    Args:
+        model: The trainer's model, as it is wrapped.
+        optimizer: Its optimizer, or a list of several; None if it has none.
+        device: This rank's own device: ``cuda:1``.
+        scheduler: Its scheduler, or a list of several.
+        scaler: Its gradient scaler.
+        trainer_world_size: The number of ranks that the trainer assumes; None if unknown.
+        whole: Whether to read the tensors too; without it only numbers such as the learning rate.
+        without_gradient: The ``id`` of each tensor that had no gradient in the optimizer's steps.
+        pp_group: The ranks of the pipeline, if the model is one stage of it.
+
+    Raises:
+        TypeError: If ``model`` is no module.
     """
     require_module(
         model, "the driver's self.model", "build() is to set it to the model as the trainer has it"
@@ -58,7 +70,7 @@ def read_snapshot_fields(
 
 
 def read_products(device: str) -> dict[str, str]:
-    """Return how torch multiplies on the GPU now, see ``Snapshot.products``; empty if ``device`` is none."""
+    """Return how torch multiplies on the GPU now (see ``Snapshot.products``); empty on the CPU."""
     if not device.startswith("cuda"):
         return {}
     cudnn = torch.backends.cudnn
@@ -73,8 +85,8 @@ def read_products(device: str) -> dict[str, str]:
 
 def _float32_precision(backend: Any) -> str:
     """Return the precision of a backend's products of float32: ``ieee`` or ``tf32``."""
-    # From torch 2.9 on it has a name, "none" where nothing was set; before there is only ``allow_tf32``, which raises in later
-    # releases once the name was set.
+    # From torch 2.9 on it has a name, "none" where nothing was set; before there is only
+    # ``allow_tf32``, which raises in later releases once the name was set.
     named = getattr(backend, "fp32_precision", None)
     if isinstance(named, str):
         return "ieee" if named == "none" else named
@@ -82,7 +94,7 @@ def _float32_precision(backend: Any) -> str:
 
 
 def read_rng(device: str) -> str:
-    """Return a digest of torch's RNG state on the CPU and, if ``device`` is a GPU, of that on the GPU."""
+    """Return a digest of torch's RNG states: of the CPU and, if ``device`` is a GPU, of the GPU."""
     states = [torch.get_rng_state()]
     if device.startswith("cuda"):
         states.append(torch.cuda.get_rng_state(device))
@@ -93,7 +105,7 @@ def read_rng(device: str) -> str:
 
 
 def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
-    """Return the numbers of a ``torch.amp.GradScaler``, or those of DeepSpeed's loss scaler, which its optimizers have."""
+    """Return the numbers of a ``torch.amp.GradScaler``, or of DeepSpeed's loss scaler."""
     if scaler is not None:
         state = scaler.state_dict()
         return {
@@ -106,9 +118,9 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
 
 
 def _hysteresis(optimizer: Any) -> dict[str, float]:
-    """Return ``hysteresis``: the number of further overflows until the scale shrinks; empty without such a number."""
-    # DeepSpeed's ZeRO optimizers keep it in ``loss_scaler``, which is not documented; ``tests/launch/test_private_names.py``
-    # fails when it changes.
+    """Return ``hysteresis``, the overflows left until the scale shrinks; empty without one."""
+    # DeepSpeed's ZeRO optimizers keep it in ``loss_scaler``, which is not documented;
+    # ``tests/launch/test_private_names.py`` fails when it changes.
     loss_scaler = getattr(optimizer, "loss_scaler", None)
     hysteresis = getattr(loss_scaler, "cur_hysteresis", None)
     if hysteresis is None:
@@ -119,8 +131,9 @@ def _hysteresis(optimizer: Any) -> dict[str, float]:
 def fit_first_scale(scaler: Any, optimizer: Any) -> None:
     """Lower a dynamic loss scale to ``FIRST_SCALE`` before the first step.
 
-    ``torch.amp.GradScaler`` begins at 65,536 and skips steps until the scale fits; the reference skips none. From a scale that
-    fits, every skipped step is a difference: checks need no rule for steps that may be skipped.
+    ``torch.amp.GradScaler`` begins at 65,536 and skips steps until the scale fits; the reference
+    skips none. From a scale that fits, every skipped step is a difference: checks need no rule for
+    steps that may be skipped.
     """
     if scaler is not None:
         state = scaler.state_dict()
@@ -135,7 +148,7 @@ def fit_first_scale(scaler: Any, optimizer: Any) -> None:
 
 
 def _scales_dynamically(optimizer: Any) -> bool:
-    """Tell whether it is an optimizer of DeepSpeed with a dynamic loss scale; ZeRO's say so elsewhere than the others."""
+    """Tell whether it is an optimizer of DeepSpeed with a dynamic loss scale."""
     zero_scaler = getattr(optimizer, "loss_scaler", None)
     if getattr(zero_scaler, "dynamic", False):
         return True
@@ -144,14 +157,18 @@ def _scales_dynamically(optimizer: Any) -> bool:
 
 
 def peak_memory(device: str) -> int:
-    """Return the peak memory in bytes: allocated by torch on the GPU, or resident in the process on the CPU."""
+    """Return the peak memory in bytes: torch's on the GPU, or the process's RSS on the CPU."""
     if device.startswith("cuda"):
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def sample(output: torch.Tensor) -> tuple[float, ...]:
-    """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 digits. Raises TypeError for no tensor."""
+    """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 digits.
+
+    Raises:
+        TypeError: If the output is no tensor.
+    """
     if not hasattr(output, "detach"):
         raise TypeError(
             f"evaluate() returned {output!r:.100}; expected a tensor: what the model computes, not a loss"
@@ -162,7 +179,10 @@ def sample(output: torch.Tensor) -> tuple[float, ...]:
 
 
 def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
-    """Return what a call left behind; ``returned`` is a module, a mapping of tensors, or nothing to compare."""
+    """Return what a call left behind.
+
+    ``returned`` is a module or a mapping of tensors; anything else is not compared.
+    """
     if isinstance(returned, torch.nn.Module):
         returned = _optimized(returned)
     gradients: dict[str, str] = {}

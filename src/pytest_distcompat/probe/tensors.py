@@ -19,7 +19,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of the tensor that this rank stores: the local shard of a DTensor, or the tensor itself."""
+    """Return what this rank stores of a tensor: of a DTensor its local shard."""
     to_local = getattr(tensor, "to_local", None)
     with torch.no_grad():
         local: torch.Tensor = to_local() if to_local is not None else tensor.detach()
@@ -27,7 +27,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors of which this rank's part is made: of a quantized one codes, scales and the like."""
+    """Return the plain tensors that this rank stores of a tensor: codes, scales and the like."""
     local = local_of(tensor)
     if not hasattr(local, "__tensor_flatten__"):
         return [local]
@@ -38,20 +38,21 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def stored_dtype(tensor: torch.Tensor) -> str:
-    """Return the dtype of most bytes that are stored: of a quantized tensor its codes', not the one that it shows."""
-    # Not ``nbytes``, which Dynamo cannot trace: of a compiled ``optimizer.step`` it traces the hooks too.
+    """Return the dtype of most of the stored bytes: of a quantized tensor that of its codes."""
+    # Not ``nbytes``, which Dynamo cannot trace: it traces the hooks of a compiled
+    # ``optimizer.step`` too.
     largest = max(stored_parts(tensor), key=lambda part: part.numel() * part.element_size())
     return dtype_name(largest.dtype)
 
 
 def valueless(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is on the meta device, or fake: it has no values."""
+    """Tell whether a tensor has no values: it is on the meta device, or fake."""
     # Fake tensors are private; ``tests/launch/test_simulated.py`` fails when they change.
     return tensor.is_meta or hasattr(tensor, "fake_mode")
 
 
 def zero3_shard(parameter: Any) -> torch.Tensor:
-    """Return this rank's shard of a ZeRO-3 parameter, without the padding, whose values are undefined."""
+    """Return this rank's shard of a ZeRO-3 parameter without its padding, which is undefined."""
     from torch import distributed
 
     stored: torch.Tensor = parameter.ds_tensor
@@ -59,19 +60,24 @@ def zero3_shard(parameter: Any) -> torch.Tensor:
     return stored.reshape(-1)[: max(0, int(parameter.ds_numel) - start)]
 
 
-#: Words hashed at a time: the sum of so many products of 16-bit halves is below 2**53, so float64 has it exactly.
+#: How many words are hashed at a time. The sum of so many products of 16-bit halves is below 2**53,
+#: so it is exact in float64.
 _CHUNK = 1 << 15
 
 
 @functools.cache
 def _powers(level: int = 0) -> torch.Tensor:
-    """Return int64 of shape (2, chunk): of each base, to the power of chunk**level, the powers 0, 1, ... modulo its prime."""
+    """Return powers of both bases modulo their primes: int64 of shape (2, chunk).
+
+    Column n has ``base ** (n * chunk ** level)``.
+    """
     rows: list[torch.Tensor] = []
     for prime, base in zip(digests.PRIMES, digests.BASES, strict=True):
         step = pow(base, _CHUNK**level, prime)
         powers = torch.ones(1, dtype=torch.int64)
         while powers.numel() < _CHUNK:
-            # Each round doubles them: the next n powers are the first n, times the n-th power.
+            # Each round doubles their number: the next n powers are the first n, times the n-th
+            # power.
             powers = torch.cat((powers, powers * pow(step, powers.numel(), prime) % prime))
         rows.append(powers)
     return torch.stack(rows)
@@ -79,7 +85,10 @@ def _powers(level: int = 0) -> torch.Tensor:
 
 @functools.cache
 def _halves() -> torch.Tensor:
-    """Return the powers of level 0 as float64 of shape (chunk, 4): upper and lower 16 bits modulo each prime."""
+    """Return the powers of level 0 in halves: float64 of shape (chunk, 4).
+
+    The columns are the upper and lower 16 bits for the first prime, then for the second.
+    """
     halves: list[torch.Tensor] = []
     for powers in _powers():
         halves += [powers >> 16, powers & 0xFFFF]
@@ -87,15 +96,16 @@ def _halves() -> torch.Tensor:
 
 
 def digest(value: Any, starts: torch.Tensor | None = None) -> str:
-    """Return a digest of the local values; digests of the parts of a tensor add up, see ``pytest_distcompat.digests``.
+    """Return a digest of the local values of a tensor. Digests of shards add up, see ``digests``.
 
-    It is of the values, not of their storage: bfloat16 hashes like the float32 that it is cast to (FSDP1 upcasts at the
-    first forward), and numbers like a tensor that holds them. The digest of anything else is empty.
+    It is a digest of the values, not of their storage. bfloat16 hashes like the float32 to which it
+    is cast (FSDP1 upcasts at the first forward), and a number like a tensor that has it.
 
     Args:
-        value: A tensor, of a DTensor the local part; or a number.
-        starts: Where in the flattened whole each run of consecutive elements starts, int64; all runs are equally long. None for
-            its own (``layouts.starts_of``).
+        value: A tensor, of which a DTensor's local shard is read, or a number. The digest of
+            anything else is empty.
+        starts: Where the runs of consecutive elements start in the flattened full tensor, int64;
+            all runs have the same length. None for the tensor's own (``layouts.starts_of``).
     """
     if isinstance(value, (int, float)):
         value = torch.tensor(float(value))
@@ -111,18 +121,19 @@ def digest(value: Any, starts: torch.Tensor | None = None) -> str:
     except NotImplementedError:
         if not hasattr(flat, "__tensor_flatten__"):
             raise
-        # A quantized tensor may have no arithmetic. torchao's state has a method for its values; else all parts are hashed.
+        # A quantized tensor may have no arithmetic. torchao's state has a method that returns its
+        # values; otherwise codes and scales are hashed.
         with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
             return _of_values(flat.dequantize(), starts)
         return digests.concatenate(map(digest, stored_parts(flat)))
 
 
 def digest_rounded(tensor: torch.Tensor, dtype: str) -> str:
-    """Return the digest of a tensor as the dtype of that name rounds it; empty where that rounds nothing.
+    """Return the digest of a tensor rounded to a dtype; empty if that changes nothing.
 
     Args:
         tensor: The tensor.
-        dtype: A name such as ``bfloat16``; empty for none.
+        dtype: The name of the dtype, such as ``bfloat16``; empty for no rounding.
     """
     rounded = getattr(torch, dtype) if dtype else tensor.dtype
     # A quantized tensor cannot be cast, and is never wider than the dtype that a model computes in.
@@ -134,7 +145,10 @@ def digest_rounded(tensor: torch.Tensor, dtype: str) -> str:
 
 
 def _of_values(flat: torch.Tensor, starts: torch.Tensor | None) -> str:
-    """Return the digest of plain values, whose runs of consecutive elements start at ``starts`` in the whole; None: at 0."""
+    """Return the digest of a plain tensor's values.
+
+    ``starts`` is as in ``digest``, None for one run from 0.
+    """
     with torch.no_grad():
         if flat.numel() == 0:
             return digests.EMPTY
@@ -158,26 +172,36 @@ def _of_values(flat: torch.Tensor, starts: torch.Tensor | None) -> str:
 
 
 def _hash(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
-    """Return the hashes modulo both primes of words, float64 of shape (runs, n, 2): lower and upper 16-bit halves."""
+    """Return the hashes of runs of words modulo both primes.
+
+    Args:
+        words: float64 of shape (runs, words of a run, 2): the lower and upper 16 bits of each word.
+        starts: The position of the first word of each run; None for one run from 0.
+    """
     length = words.shape[1]
     if length > _CHUNK:
-        # Zeros at the end do not change the sum, so the last chunk may be filled up.
+        # Zeros at the end do not change the sum, so the last chunk is filled up with them.
         words = torch.nn.functional.pad(words, (0, 0, 0, -length % _CHUNK)).view(-1, _CHUNK, 2)
         chunks = torch.arange(0, length, _CHUNK)
         starts = chunks if starts is None else (starts[:, None] + chunks).flatten()
-    # Both hashes come from one matrix product, because a probe hashes hundreds of small tensors a step.
+    # Both hashes come from one matrix product, because a probe hashes hundreds of small tensors a
+    # step.
     if len(words) == 1:
         return _hash_of_run(words[0], 0 if starts is None else int(starts[0]))
     return _hash_of_runs(words, starts)
 
 
 def _hash_of_run(words: torch.Tensor, start: int) -> tuple[int, int]:
-    """Return both hashes of one run of words, of shape (n, 2); in Python's integers, which is faster for one run."""
+    """Return both hashes of one run of words, of shape (n, 2), computed with Python's integers.
+
+    That is faster than tensors for one run.
+    """
     sums = torch.mm(words.t(), _halves()[: len(words)]).tolist()
     low = [int(number) for number in sums[0]]
     high = [int(number) for number in sums[1]]
     hashes: list[int] = []
-    # Of each prime there are two columns: products with the upper halves of the powers, and with the lower ones.
+    # Each prime has two columns: products with the upper halves of the powers, and with the lower
+    # halves.
     for column, prime, base in zip((0, 2), digests.PRIMES, digests.BASES, strict=True):
         value = (high[column] << 32) + (low[column] + high[column + 1] << 16) + low[column + 1]
         hashes.append(value * pow(base, start, prime) % prime)
@@ -187,7 +211,7 @@ def _hash_of_run(words: torch.Tensor, start: int) -> tuple[int, int]:
 def _hash_of_runs(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
     """Return the sums of both hashes of several runs of words, of shape (runs, n, 2)."""
     primes = torch.tensor(digests.PRIMES)
-    # Of shape (runs, halves of the words, primes, halves of the powers).
+    # The shape is (runs, halves of the words, primes, halves of the powers).
     sums = (words.transpose(1, 2) @ _halves()[: words.shape[1]]).long().view(-1, 2, 2, 2)
     lower = sums[:, 0]
     upper = sums[:, 1]
@@ -201,7 +225,8 @@ def _hash_of_runs(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int
     return first, second
 
 
-#: Where runs start -> each base to that power, modulo its prime. Layouts keep the keys, one tensor for all of the same layout.
+#: The result of ``_factors`` for each tensor of starts. All tensors of a layout share one tensor of
+#: starts, which ``layouts`` keeps.
 _known_factors: Any = WeakIdKeyDictionary()
 
 
@@ -215,10 +240,10 @@ def _factors(starts: torch.Tensor) -> torch.Tensor:
 
 
 def _powers_of_bases(exponents: torch.Tensor) -> torch.Tensor:
-    """Return each base to the power of each exponent, modulo its prime: int64 of shape (exponents, 2)."""
+    """Return the powers of both bases modulo their primes: int64 of shape (exponents, 2)."""
     primes = torch.tensor(digests.PRIMES)
     powers = torch.ones(len(exponents), 2, dtype=torch.int64)
-    # Digit by digit: an exponent is a number with digits from 0 to chunk - 1.
+    # Digit by digit: an exponent is written with digits from 0 to chunk - 1.
     level = 0
     while exponents.any():
         powers = powers * _powers(level)[:, exponents % _CHUNK].t() % primes

@@ -1,4 +1,4 @@
-"""Reader of the weight that each token has in a loss: from the gradient of the logits, whoever computed the loss of them."""
+"""Reader of the weight of each token in a loss, from the gradient of the logits alone."""
 
 from __future__ import annotations
 
@@ -8,60 +8,70 @@ import torch
 
 from pytest_distcompat.trace import RowWeight, TokenWeights
 
-#: How far, relative to a token's weight, a gradient may be from that of cross-entropy: bfloat16 rounds to 8 bits.
+#: How far a gradient may be from that of cross-entropy, relative to the token's weight. bfloat16
+#: rounds to 8 bits.
 TOLERANCE = 0.02
-#: A label that is as probable leaves a gradient that is too small to tell a weight from.
+#: The highest probability of a label at which its gradient is large enough to show the token's
+#: weight.
 MOST_PROBABLE = 0.99
 
 
 def logits_of(output: Any) -> torch.Tensor | None:
-    """Return the logits in what a model returned, of shape (rows, ..., classes); None if there are none to read."""
+    """Return the logits in a model's output, of shape (rows, ..., classes), or None.
+
+    Those of a DTensor are not read, because a rank has only a shard of them.
+    """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or hasattr(logits, "placements"):
         return None
-    if not (
-        logits.requires_grad
-        and logits.is_floating_point()
-        and logits.dim() >= 2
-        and logits.shape[-1] > 1
-    ):
+    if not logits.requires_grad or not logits.is_floating_point():
+        return None
+    if logits.dim() < 2 or logits.shape[-1] <= 1:
         return None
     return logits
 
 
 def read_weights(logits: torch.Tensor, gradient: torch.Tensor) -> TokenWeights:
-    """Return the weight of each token in a loss, of which ``gradient`` is that of the logits.
+    """Return the weight of the tokens of each row in a loss.
 
-    The gradient of cross-entropy is the probability of each class, less 1 for the label, times the token's weight. Of another
-    loss nothing is known.
+    If the loss is a weighted sum of the tokens' cross-entropies, the gradient of a token's logits
+    is its weight times (the probabilities of the classes, less 1 for the label). That gives the
+    weight. The weights are unknown if the gradients do not have this form, as those of another
+    loss, or if tokens of one row differ in weight.
 
     Args:
         logits: Of shape (rows, ..., classes).
-        gradient: Of the same shape.
+        gradient: The gradient of the loss for the logits, of the same shape.
     """
+    unknown = TokenWeights(())
     classes = logits.shape[-1]
     with torch.no_grad():
+        # All of shape (rows, tokens, classes).
         probabilities = logits.detach().float().softmax(-1).reshape(len(logits), -1, classes)
         gradients = gradient.detach().float().reshape(len(logits), -1, classes)
-        # No other class has a negative gradient.
+        # Only the label's gradient is negative.
         labels = gradients.argmin(-1, keepdim=True)
-        trained = gradients.abs().amax(-1) > 0
-        weights = gradients.gather(-1, labels) / (probabilities.gather(-1, labels) - 1)
-        expected = probabilities.scatter_add(-1, labels, torch.full_like(weights, -1.0)) * weights
-        wrong = (gradients - expected).abs().amax(-1) > TOLERANCE * weights.squeeze(-1).abs()
-        told = trained & (probabilities.gather(-1, labels).squeeze(-1) < MOST_PROBABLE)
-        if not bool(torch.isfinite(gradients).all()) or bool((wrong & told).any()):
-            return TokenWeights(())
+        probabilities_of_labels = probabilities.gather(-1, labels)
+        weights = gradients.gather(-1, labels) / (probabilities_of_labels - 1)
+        minus_1 = torch.full_like(weights, -1.0)
+        expected = probabilities.scatter_add(-1, labels, minus_1) * weights
+        # From here on of shape (rows, tokens).
+        weights = weights.squeeze(-1)
+        has_other_form = (gradients - expected).abs().amax(-1) > TOLERANCE * weights.abs()
+        is_trained = gradients.abs().amax(-1) > 0
+        shows_weight = is_trained & (probabilities_of_labels.squeeze(-1) < MOST_PROBABLE)
+        if not bool(torch.isfinite(gradients).all()) or bool((has_other_form & shows_weight).any()):
+            return unknown
         rows: list[RowWeight] = []
         for nth in range(len(logits)):
-            of_row = weights[nth, told[nth], 0]
-            count = int(trained[nth].sum())
-            if not len(of_row):
-                if count:
-                    return TokenWeights(())
+            count = int(is_trained[nth].sum())
+            if not count:
                 continue
-            mean = float(of_row.mean())
-            if float((of_row - mean).abs().max()) > TOLERANCE * abs(mean):
-                return TokenWeights(())
+            row_weights = weights[nth, shows_weight[nth]]
+            if not len(row_weights):
+                return unknown
+            mean = float(row_weights.mean())
+            if float((row_weights - mean).abs().max()) > TOLERANCE * abs(mean):
+                return unknown
             rows.append(RowWeight(count, mean))
     return TokenWeights(tuple(rows), known=True)

@@ -170,19 +170,12 @@ def counts(report: Report) -> dict[str, int]:
 
 @functools.cache
 def facets(cell: str) -> Mapping[str, Any]:
-    """Return strategy, precision, world size, nodes and options of a cell id; nothing for any other text."""
+    """Return the facets of a cell id that are not at their default; nothing for any other text."""
     try:
         parsed = Cell.parse(cell)
     except ValueError:
         return {}
-    values = {
-        "strategy": parsed.strategy,
-        "precision": parsed.precision,
-        "world_size": parsed.world_size,
-    }
-    if parsed.nodes > 1:
-        values["nodes"] = parsed.nodes
-    return {**values, **dict(parsed.options)}
+    return parsed.own_facets()
 
 
 def _result_json(result: Verdict) -> dict[str, Any]:

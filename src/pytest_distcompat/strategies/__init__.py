@@ -7,7 +7,6 @@ from pytest_distcompat.strategies._base import (
     Dtypes,
     Strategy,
     WrapSpec,
-    first_reason,
 )
 
 STRATEGIES: Registry[Strategy] = Registry(__name__, Strategy, "strategy")
@@ -19,5 +18,4 @@ __all__ = [
     "Dtypes",
     "Strategy",
     "WrapSpec",
-    "first_reason",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.precisions import Precision
 
 if TYPE_CHECKING:
@@ -52,22 +53,6 @@ NO_SHARDS = "parameters are not sharded"
 OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
 
 
-def first_reason(*rules: tuple[bool, str]) -> str | None:
-    """Return the reason of the first rule (condition, reason) whose condition holds; None if none does."""
-    for applies, reason in rules:
-        if applies:
-            return reason
-    return None
-
-
-def untried_option_reason(feature: str, cell: Cell, tried: Collection[str]) -> str | None:
-    """Return that a feature was not tried together with an option of the cell; None if it was with all of them."""
-    for name, _ in cell.options:
-        if name not in tried:
-            return f"{feature} is not driven with option {name!r} yet"
-    return None
-
-
 @dataclass(frozen=True)
 class WrapSpec:
     """Which modules of a model a strategy wraps one by one, as its driver knows them.
@@ -79,7 +64,7 @@ class WrapSpec:
         blocks: Class names of the modules to wrap.
         min_num_params: How many parameters make a unit under option ``wrap_policy``.
         ignored_modules: Names of the modules to leave out; empty unless the cell asks for some.
-        tp_plan: Name of a module -> its style of tensor parallelism, see ``strategies/_tensor.py``.
+        tp_plan: Name of a module -> its style of tensor parallelism, see ``parallel/tensor_parallel.py``.
         experts: Name of the module that expert parallelism shards; empty if there is none.
         find_unused: Whether a rank may leave out parameters that another uses.
         prepare: Recomputes and compiles blocks; a strategy calls it where its library wants that.

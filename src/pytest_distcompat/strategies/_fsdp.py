@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.parallel.mesh import parallelism
 from pytest_distcompat.strategies._base import Dtypes, WrapSpec
 
 if TYPE_CHECKING:
@@ -69,34 +70,6 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
         device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names)
     )
     return all_stages[names]
-
-
-def parallelism(cell: Cell) -> dict[str, int]:
-    """Return the sizes of a mesh of several dimensions, as arguments of accelerate's ParallelismConfig; empty for one."""
-    replicas = int(cell.option("dp_replicate"))
-    sizes = {}
-    if replicas > 1:
-        sizes["dp_replicate_size"] = replicas
-    sizes["dp_shard_size"] = cell.world_size // cell.tp // cell.pp // replicas
-    if cell.tp > 1:
-        sizes["tp_size"] = cell.tp
-    if len(sizes) == 1:
-        return {}
-    return sizes
-
-
-def distributed_config(cell: Cell) -> Any:
-    """Return how transformers shards a model while it loads it: by layer, by expert, and what is left of both by FSDP2."""
-    # https://huggingface.co/docs/transformers/expert_parallelism
-    from transformers.distributed import DistributedConfig
-
-    replicas = int(cell.option("dp_replicate"))
-    return DistributedConfig(
-        tp_size=cell.tp,
-        ep_size=cell.ep,
-        fsdp_size=cell.dp_size // replicas,
-        dp_replicate_size=replicas,
-    )
 
 
 def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import _expert, _fsdp, _tensor
+from pytest_distcompat.parallel import expert_parallel, tensor_parallel
+from pytest_distcompat.strategies import _fsdp
 from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy, WrapSpec
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def _torch(
     if cell.tp > 1:
         # Under expert parallelism experts are sharded along both dimensions at once, below.
         experts_name = wrap.experts if cell.ep == 1 else ""
-        _tensor.parallelize(
+        tensor_parallel.parallelize(
             model, mesh["tp"], wrap.tp_plan, experts_name, sequence=bool(cell.option("sp"))
         )
         dimensions = mesh.mesh_dim_names or ()
@@ -101,7 +102,7 @@ def _shard_experts(
         expert_sizes["tp"] = cell.tp
     sizes = data_sizes | expert_sizes
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    _expert.spread(experts, mesh[tuple(expert_sizes)])
+    expert_parallel.spread(experts, mesh[tuple(expert_sizes)])
     unit: Any = fully_shard(experts, **{**settings, "mesh": mesh[tuple(data_sizes)]})
     # Their gradients are sums over the rows of several ranks already; the mean is over all.
     unit.set_gradient_divide_factor(float(cell.dp_size))

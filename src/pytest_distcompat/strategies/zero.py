@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import _tensor
+from pytest_distcompat.parallel import tensor_parallel
 from pytest_distcompat.strategies._base import MAX_NORM, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         settings["communication_data_type"] = cell.option("reduce_dtype")
     if cell.option("conflict"):
         settings["bf16"] = {"enabled": False}
-    if cell.per_node:
+    if cell.own_disks:
         # https://www.deepspeed.ai/docs/config-json/#checkpoint-options
         settings["checkpoint"] = {"use_node_local_storage": True}
     if cell.cp > 1:
         settings["sequence_parallel_size"] = cell.cp
     if cell.tp > 1:
         # https://www.deepspeed.ai/tutorials/autotp-training
-        settings["tensor_parallel"] = {"autotp_size": cell.tp, **_tensor.autotp_plan(cell)}
+        settings["tensor_parallel"] = {"autotp_size": cell.tp, **tensor_parallel.autotp_plan(cell)}
     return settings
 
 

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +23,17 @@ from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.ext.cluster.channel import Channel, NotProvedError
 from pytest_distcompat.ext.cluster.facts import facts
+from pytest_distcompat.ext.cluster.own_disks import on_node
+from pytest_distcompat.ext.cluster.place import Place
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.files import recorded_files, written
+from pytest_distcompat.launch.forensics.ending import Ending
+from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import die_with_parent
-from pytest_distcompat.launch.request import Place, Request, Warmth
+from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
 from pytest_distcompat.launch.warm import WarmLauncher
-from pytest_distcompat.lease import Lease, Pool, cpu_slots, gpus
+from pytest_distcompat.lease import Inventory, Lease, Pool, cpu_slots, gpus
 from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import read_timeline
 from pytest_distcompat.leased import LeasedLauncher, rank_environment
@@ -158,64 +163,81 @@ class _Agent:
 
     def _part(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run this node's part of a run, and return how it ended."""
-        os.environ.clear()
-        os.environ.update({**self._environment, **message["set"]})
-        for variable in message["unset"]:
-            os.environ.pop(variable, None)
+        self._set_environment(message)
         self._run = self._owned.path / message["id"]
         self._run.mkdir()
-        fields = {**message["request"], "directory": str(self._run), "place": message["place"]}
-        fields["payload"] = dict(fields["payload"])
-        if "session" in fields["payload"]:
-            fields["payload"] |= {"session": str(self._session), "directory": str(self._run)}
-        if fields["payload"].get("per_node"):
-            payload = decode(SuitePayload, fields["payload"])
-            directory = Path(message["request"]["directory"])
-            fields["payload"] = dataclasses.asdict(
-                payload.on_node(directory, self._owned.path / "runs")
-            )
         self._given = tuple(message["gpus"])
+        request = self._request(message)
         devices: tuple[str, ...] = ()
-        if message["place"] and self._given:
-            shown = gpus(wanted=self._given)
-            devices = shown.ids
-            # Free by the scheduler's count, so that nothing has to be waited for.
-            lease = Lease(devices, shown.environment(devices))
-            ranks = len(Request(**fields).here)
-            fields["set"] = {**fields["set"], **rank_environment(lease, ranks)}
-        request = Request(**fields)
-        if message["place"]:
+        if not message["place"]:
+            ending = self._stream_run(self._leased, request)
+        else:
+            if self._given:
+                shown = gpus(wanted=self._given)
+                devices = shown.ids
+                request = _on_given_gpus(request, shown)
             place = Place(**message["place"])
             self._launcher.listens = lambda port: self._channel.send(
                 {"is": "listens", "store": [place.address, port]}
             )
+            ending = self._stream_run(self._launcher, request)
+        part = self._part_that_ended(request, ending)
+        part["devices"] = devices
+        shutil.rmtree(self._run, ignore_errors=True)
+        return part
+
+    def _set_environment(self, message: Mapping[str, Any]) -> None:
+        """Have the environment of the session's process, as far as its tests have changed that."""
+        os.environ.clear()
+        os.environ.update({**self._environment, **message["set"]})
+        for variable in message["unset"]:
+            os.environ.pop(variable, None)
+
+    def _request(self, message: Mapping[str, Any]) -> Request:
+        """Return the request of this node's part, with directories of this node."""
+        payload = dict(message["request"]["payload"])
+        if "session" in payload:
+            payload |= {"session": str(self._session), "directory": str(self._run)}
+        if payload.get("own_disks"):
+            directory = Path(message["request"]["directory"])
+            own = on_node(decode(SuitePayload, payload), directory, self._owned.path / "runs")
+            payload = dataclasses.asdict(own)
+        fields = {
+            **message["request"],
+            "payload": payload,
+            "directory": str(self._run),
+            "place": message["place"],
+        }
+        return Request(**fields)
+
+    def _stream_run(self, launcher: Launcher | WarmLauncher, request: Request) -> Ending:
+        """Run the request, and send what its ranks log meanwhile."""
         streaming = threading.Thread(target=self._stream, args=(request,), daemon=True)
         self._stopped.clear()
         streaming.start()
         try:
-            launcher = self._launcher if message["place"] else self._leased
-            ending = launcher.run(request)
+            return launcher.run(request)
         finally:
             self._stopped.set()
             streaming.join()
+
+    def _part_that_ended(self, request: Request, ending: Ending) -> dict[str, Any]:
+        """Return what pytest's process needs to know of how this part ended."""
+        part: dict[str, Any] = {"is": "ended", "processes": {}, "leaks": ending.leaks}
+        part["known"] = {"launch_error": ending.launch_error}
         watch = self._launcher.watch
-        known = {"launch_error": ending.launch_error}
-        part: dict[str, Any] = {"is": "ended", "processes": {}, "known": known, "devices": devices}
         if watch is not None:
-            processes = {
-                rank: dataclasses.asdict(process) for rank, process in watch.processes.items()
-            }
-            part |= {"processes": processes, "known": watch.known}
-        part["leaks"] = ending.leaks
+            part["known"] = watch.known
+            for rank, process in watch.processes.items():
+                part["processes"][rank] = dataclasses.asdict(process)
         part["spans"] = [dataclasses.asdict(span) for span in read_timeline(self._spans)]
         shutil.rmtree(self._spans, ignore_errors=True)
-        part["output"] = {
-            rank: dict(written(self._run, rank, request.here.start)) for rank in request.here
-        }
-        part["recorded"] = {
-            path.name: path.read_text(encoding="utf-8") for path in recorded_files(self._run)
-        }
-        shutil.rmtree(self._run, ignore_errors=True)
+        part["output"] = {}
+        for rank in request.here:
+            part["output"][rank] = dict(written(self._run, rank, request.here.start))
+        part["recorded"] = {}
+        for path in recorded_files(self._run):
+            part["recorded"][path.name] = path.read_text(encoding="utf-8")
         return part
 
     def _stream(self, request: Request) -> None:
@@ -290,6 +312,14 @@ class _Agent:
         self._launcher.close()
         self._channel.close()
         self._owned.remove()
+
+
+def _on_given_gpus(request: Request, shown: Inventory) -> Request:
+    """Return the request for ranks that see these GPUs alone, which a scheduler gave the run."""
+    # Free by the scheduler's count, so that nothing has to be waited for.
+    lease = Lease(shown.ids, shown.environment(shown.ids))
+    variables = rank_environment(lease, len(request.here))
+    return dataclasses.replace(request, set={**request.set, **variables})
 
 
 def _problem_of_writing(path: Path) -> str:

@@ -1,10 +1,9 @@
-"""Runs over several nodes: options, and the launcher; what they do is imported when a session needs it."""
+"""Runs over several nodes: options, and the placement of runs; what they do is imported when a session needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,10 +12,7 @@ from pytest_distcompat.plugin.options import Option, count
 from pytest_distcompat.user_input import read_address
 
 if TYPE_CHECKING:
-    from pytest_distcompat.ext.cluster.launcher import NodesLauncher
-    from pytest_distcompat.launch.launcher import Launcher
-    from pytest_distcompat.launch.request import Warmth
-    from pytest_distcompat.lease import Inventory, Pool
+    from pytest_distcompat.plugin.placement import Placement
     from pytest_distcompat.plugin.session import DistcompatSession
 
 
@@ -55,6 +51,13 @@ def _token(text: str, base: Path) -> str:
 
 
 OPTIONS = (
+    Option(
+        "nodes",
+        "N",
+        "1",
+        count(least=1),
+        "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
+    ),
     Option(
         "worker_nodes",
         "N",
@@ -95,53 +98,8 @@ def pytest_distcompat_options() -> tuple[Option, ...]:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_distcompat_session(session: DistcompatSession) -> None:
-    """Deal the workers of xdist out over nodes, if that is asked for."""
-    session.worker_nodes = int(session.setting("worker_nodes").value)
+def pytest_distcompat_placement(session: DistcompatSession) -> Placement:
+    """Return where runs are, as the options say."""
+    from pytest_distcompat.ext.cluster.placement import ClusterPlacement
 
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_distcompat_over_nodes(
-    session: DistcompatSession, launcher: Launcher, warmth: Warmth
-) -> NodesLauncher:
-    """Return a launcher for runs of several nodes too."""
-    from pytest_distcompat.ext.cluster.session_nodes import nodes_launcher
-
-    over_nodes = nodes_launcher(session, launcher, warmth)
-    session.config.pluginmanager.register(NodesOfSession(over_nodes), "distcompat-nodes")
-    return over_nodes
-
-
-class NodesOfSession:
-    """Hooks of a session over nodes."""
-
-    def __init__(self, launcher: NodesLauncher) -> None:
-        self._launcher = launcher
-
-    def pytest_distcompat_why_not_ready(self) -> str:
-        """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
-        return self._launcher.ready()
-
-    def pytest_distcompat_pool(
-        self, session: DistcompatSession, inventory: Inventory
-    ) -> Pool | None:
-        """Return a pool that asks the scheduler for devices, if it counts them."""
-        launcher = self._launcher
-        if not launcher.accounts or not session.gpus:
-            return None
-        from pytest_distcompat.ext.cluster.pool import ScheduledPool
-
-        return ScheduledPool(
-            None,
-            inventory,
-            ask=lambda ranks, who: launcher.devices([], ranks, who),
-            **session.pool_options,
-        )
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """End the session once a scheduler takes its nodes away: no later test can run."""
-        report = yield
-        if self._launcher.taken:
-            item.session.shouldstop = self._launcher.taken
-        return report
+    return ClusterPlacement(session)

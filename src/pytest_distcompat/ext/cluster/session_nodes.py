@@ -7,15 +7,33 @@ import dataclasses
 import pytest
 
 from pytest_distcompat.ext.cluster.executors import EXECUTORS, Executor
-from pytest_distcompat.ext.cluster.launcher import NodesLauncher, Settings
+from pytest_distcompat.ext.cluster.launcher import NodesLauncher
+from pytest_distcompat.ext.cluster.settings import Settings
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.plugin.session import DistcompatSession
-from pytest_distcompat.strategies import first_reason
 
 
-def nodes_launcher(session: DistcompatSession, launcher: Launcher, warmth: Warmth) -> NodesLauncher:
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which nodes the runs of a session need.
+
+    Attributes:
+        nodes: The most nodes that a test spans.
+        worker_nodes: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
+        shares: Whether a test needs a directory that all its nodes share.
+    """
+
+    nodes: int
+    worker_nodes: int
+    shares: bool
+
+
+def nodes_launcher(
+    session: DistcompatSession, wanted: Wanted, launcher: Launcher, warmth: Warmth
+) -> NodesLauncher:
     """Return a launcher for runs of several nodes, which runs all others by ``launcher``.
 
     Raises:
@@ -24,17 +42,17 @@ def nodes_launcher(session: DistcompatSession, launcher: Launcher, warmth: Warmt
     name = session.setting("executor").value
     executor = EXECUTORS.get(name)()
     try:
-        names = _names_of_nodes(session, executor)
+        names = _names_of_nodes(session, wanted, executor)
     except UsageProblem as problem:
         raise pytest.UsageError(f"--distcompat-executor {name}: {problem}") from None
     settings = Settings(
-        nodes=session.nodes,
+        nodes=wanted.nodes,
         root=str(session.config.rootpath),
         device=session.device,
         listen=session.setting("listen").value or executor.listen,
         token=session.setting("token_file").value,
         wait=float(session.setting("warm_timeout").value),
-        shared=str(session.store) if session.shares else "",
+        shared=str(session.store) if wanted.shares else "",
         gpus=session.gpus,
         ranks_each=session.ranks_each,
         runs_share=session.runs_share,
@@ -42,7 +60,7 @@ def nodes_launcher(session: DistcompatSession, launcher: Launcher, warmth: Warmt
         timeline=str(session.store),
         worker=session.worker,
     )
-    if names and session.worker_nodes:
+    if names and wanted.worker_nodes:
         # Each worker of xdist has its runs on one node, the next worker on the next node.
         number = int(session.worker.removeprefix("gw") or 0) % len(names)
         node = names[number]
@@ -53,31 +71,35 @@ def nodes_launcher(session: DistcompatSession, launcher: Launcher, warmth: Warmt
     return NodesLauncher(launcher, executor, settings, warmth, description)
 
 
-def _names_of_nodes(session: DistcompatSession, executor: Executor) -> list[str] | None:
+def _names_of_nodes(
+    session: DistcompatSession, wanted: Wanted, executor: Executor
+) -> list[str] | None:
     """Return the names of the nodes on which runs can be; None if they join one by one.
 
     Raises:
         UsageProblem: Runs cannot be there.
     """
-    reason = _why_no_executor(session, executor, session.setting("token_file").value)
+    reason = _why_no_executor(session, wanted, executor, session.setting("token_file").value)
     if reason:
         raise UsageProblem(reason)
     names: list[str] | None = None
-    if session.worker_nodes or executor.lists_at_once:
-        names = executor.names(session.worker_nodes or session.nodes)
-    reason = _why_no_nodes(session, names)
+    if wanted.worker_nodes or executor.lists_at_once:
+        names = executor.names(wanted.worker_nodes or wanted.nodes)
+    reason = _why_no_nodes(wanted, names)
     if reason:
         raise UsageProblem(reason)
     return names
 
 
-def _why_no_executor(session: DistcompatSession, executor: Executor, token: object) -> str:
+def _why_no_executor(
+    session: DistcompatSession, wanted: Wanted, executor: Executor, token: object
+) -> str:
     """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
     unsupported = executor.unsupported_reason()
     if unsupported:
         return unsupported
     cold = session.setting("launcher").value != "warm"
-    shares_gpus = executor.name == "local" and session.gpus > 0 and not session.worker_nodes
+    shares_gpus = executor.name == "local" and session.gpus > 0 and not wanted.worker_nodes
     has_no_token = bool(executor.hint) and not token
     has_workers = bool(executor.hint) and bool(session.worker)
     reason = first_reason(
@@ -98,13 +120,13 @@ def _why_no_executor(session: DistcompatSession, executor: Executor, token: obje
     return reason or ""
 
 
-def _why_no_nodes(session: DistcompatSession, names: list[str] | None) -> str:
+def _why_no_nodes(wanted: Wanted, names: list[str] | None) -> str:
     """Return why runs cannot be on these nodes, empty if they can; None: nodes join one by one."""
-    wanted = session.worker_nodes or session.nodes
-    if session.worker_nodes and session.nodes > 1:
+    needed = wanted.worker_nodes or wanted.nodes
+    if wanted.worker_nodes and wanted.nodes > 1:
         return "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
-    if session.worker_nodes and names is None:
-        return f"it cannot start agents on {session.worker_nodes} nodes one by one"
-    if names is not None and len(names) < wanted:
-        return f"there are {len(names)} of {wanted} nodes: {', '.join(names) or 'none'}"
+    if wanted.worker_nodes and names is None:
+        return f"it cannot start agents on {wanted.worker_nodes} nodes one by one"
+    if names is not None and len(names) < needed:
+        return f"there are {len(names)} of {needed} nodes: {', '.join(names) or 'none'}"
     return ""

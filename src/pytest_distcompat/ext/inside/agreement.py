@@ -1,4 +1,4 @@
-"""Agreement on a phase: from the reports of all ranks of an external launch to one outcome, as ``marked`` judges."""
+"""Agreement on a phase: one outcome from the reports of all ranks, which torchrun started."""
 
 from __future__ import annotations
 
@@ -16,24 +16,30 @@ from pytest_distcompat.plugin.marked.outcome import Outcome, merge, of_all_ranks
 from pytest_distcompat.plugin.marked.phase import STRICT_XPASS, Phase
 from pytest_distcompat.plugin.reporting.representation import represent
 
-#: The outcome of a phase that passed on all ranks, each of which then keeps its own report.
+#: The outcome of a phase that passed on all ranks. Each rank keeps its own report then.
 SAME = "same"
-#: The outcome of a setup that raised as expected on some ranks only: the others may still fail in the call, so those raise there.
+#: The outcome of a setup that raised an expected exception on some ranks only. The others go on to
+#: the call, where they may still fail; the ranks with the exception raise it there again.
 POSTPONED = "postponed"
-#: The problem of a rank that the time limit found in the phase, and of one that the launcher ended there.
-STUCK, ENDED = "stuck", "ended"
+#: The problem of a rank that was still in the phase at the time limit.
+STUCK = "stuck"
+#: The problem of a rank that the launcher ended in the phase.
+ENDED = "ended"
 
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """The report of one rank on a phase. Without a phase and not stuck, the launcher ended the rank.
+    """The report of one rank on a phase of a test: setup, call or teardown.
 
     Attributes:
+        rank: The rank.
         location: The phase and the node id of the test.
-        time: When it was made, by CLOCK_MONOTONIC.
-        stuck: Whether the time limit found the rank in the phase; ``stack`` is then its stack.
+        time: When the report was made, by CLOCK_MONOTONIC, in seconds.
+        phase: The outcome on the rank; None if the rank is stuck, or if the launcher ended it.
+        stuck: Whether the rank was still in the phase at the time limit.
+        stack: The stack of a stuck rank.
         group: Whether the rank has a process group.
-        cut: Whether its connections were cut to make it finish.
+        cut: Whether the rank's connections were closed so that it could finish.
         terminated: Whether the rank has received SIGTERM.
     """
 
@@ -54,27 +60,27 @@ class PhaseReport:
 
     @property
     def problem(self) -> str:
-        """The outcome of a rank that did not pass, or ``stuck`` or ``ended``; empty if it passed."""
-        outcome = self.phase.outcome if self.phase is not None else STUCK if self.stuck else ENDED
-        return "" if outcome == "passed" else outcome
+        """The outcome of a rank that did not pass, ``stuck`` or ``ended``; empty if it passed."""
+        if self.phase is None:
+            return STUCK if self.stuck else ENDED
+        if self.phase.outcome == "passed":
+            return ""
+        return self.phase.outcome
 
 
 def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: float) -> Outcome:
-    """Return the outcome of a phase. A rank without a report ended before it made one; the limit is for messages."""
+    """Return the outcome of a phase on all ranks.
+
+    Args:
+        reports: The reports by rank. A rank that ended before it made one is missing.
+        pids: The process id of each rank.
+        limit: The time limit of the phase in seconds, for messages.
+    """
     phases = {rank: report.phase for rank, report in reports.items() if report.phase is not None}
-    if len(phases) == len(pids) and not any(report.problem for report in reports.values()):
-        terminated = [rank for rank, report in reports.items() if report.terminated]
-        if terminated:
-            text = f"{name_ranks(terminated)} received SIGTERM, which ends a process that has no handler of its own"
-            return Outcome("failed", text, hard=True)
-        unexpected = next(
-            (phase.text for phase in phases.values() if phase.text.startswith(STRICT_XPASS)), ""
-        )
-        properties = of_all_ranks({rank: phase.properties for rank, phase in phases.items()})
-        return Outcome("failed" if unexpected else SAME, unexpected, properties=properties)
-    all_skip = len(phases) == len(pids) and all(
-        phase.outcome == "skipped" for phase in phases.values()
-    )
+    finished = len(phases) == len(pids)
+    if finished and not any(report.problem for report in reports.values()):
+        return _outcome_of_passed(reports, phases)
+    all_skip = finished and all(phase.outcome == "skipped" for phase in phases.values())
     events: dict[int, list[Event]] = {rank: [Start(pid, rank=rank)] for rank, pid in pids.items()}
     processes = dict.fromkeys(pids, RankProcess())
     for rank, report in reports.items():
@@ -84,36 +90,68 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
             events[rank] += _events(report, report.phase, all_skip=all_skip)
     timed_out = any(report.stuck for report in reports.values())
     outcome = merge(conclude(events, processes, timed_out=timed_out, timeout=limit))
-    goes_on = any(phase.when == "setup" and phase.outcome == "passed" for phase in phases.values())
-    return (
-        dataclasses.replace(outcome, kind=POSTPONED)
-        if outcome.kind == "xfailed" and goes_on
-        else outcome
-    )
+    if outcome.kind == "xfailed" and any(_passed_setup(phase) for phase in phases.values()):
+        return dataclasses.replace(outcome, kind=POSTPONED)
+    return outcome
+
+
+def _passed_setup(phase: Phase) -> bool:
+    """Tell whether the phase is a setup after which the rank goes on to the call."""
+    return phase.when == "setup" and phase.outcome == "passed"
+
+
+def _outcome_of_passed(reports: Mapping[int, PhaseReport], phases: Mapping[int, Phase]) -> Outcome:
+    """Return the outcome of a phase that passed on each rank by itself.
+
+    It fails all the same if a rank received SIGTERM, or if a test with a strict xfail passed.
+    """
+    terminated = [rank for rank, report in reports.items() if report.terminated]
+    if terminated:
+        text = f"{name_ranks(terminated)} received SIGTERM, which ends a process that has no handler of its own"
+        return Outcome("failed", text, hard=True)
+    properties = of_all_ranks({rank: phase.properties for rank, phase in phases.items()})
+    for phase in phases.values():
+        if phase.text.startswith(STRICT_XPASS):
+            return Outcome("failed", phase.text, properties=properties)
+    return Outcome(SAME, "", properties=properties)
 
 
 def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Event]:
-    """Yield the events that ``rank_session`` would have written to the rank's log."""
+    """Yield the events that the log of a rank would have if this plugin had started the rank.
+
+    If all ranks skip the test, none of them left the others alone, and the phase simply ends.
+    """
     common: dict[str, Any] = {"rank": report.rank, "time": report.time}
     yield dataclasses.replace(phase, **common)
     if phase.ending is None or all_skip:
         yield Done(**common)
-    else:
-        kind = Error if phase.outcome == "failed" else Excused
-        yield kind(*phase.ending, phase.text, lost=phase.lost, cut=report.cut, **common)
+        return
+    kind = Error if phase.outcome == "failed" else Excused
+    yield kind(*phase.ending, phase.text, lost=phase.lost, cut=report.cut, **common)
 
 
 def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
-    """Change a rank's own report to show the outcome of all ranks."""
+    """Change a rank's own report so that it shows the outcome of all ranks.
+
+    Args:
+        report: The report of this rank's pytest.
+        outcome: The outcome of the phase on all ranks.
+        command: The command that repeats the test, for the message.
+    """
     own_names = {name for name, _ in report.user_properties}
     report.user_properties += [pair for pair in outcome.properties if pair[0] not in own_names]
     if outcome.kind == SAME:
         return
     if hasattr(report, "wasxfail"):
         del report.wasxfail
-    passed = outcome.kind in {"passed", POSTPONED}
-    report.outcome = "passed" if passed else "failed" if outcome.kind == "failed" else "skipped"
     report.longrepr = None
+    if outcome.kind in {"passed", POSTPONED}:
+        report.outcome = "passed"
+    elif outcome.kind == "failed":
+        report.outcome = "failed"
+    else:
+        # pytest reports an xfail as a skip with the attribute ``wasxfail``.
+        report.outcome = "skipped"
     if outcome.kind == "failed":
         represent(report, f"{outcome.text}\nreproduce: {command}", outcome.location)
     elif outcome.kind == "skipped":

@@ -1,7 +1,8 @@
-"""pytest inside an external launch: ``torchrun --nproc-per-node 2 -m pytest``. All ranks run all tests; rank 0 reports.
+"""pytest as one rank of another launcher: ``torchrun --nproc-per-node 2 -m pytest``.
 
-Fixtures such as ``rank`` and ``world`` work as on ranks that the plugin starts. Tests that start ranks themselves (suites,
-scripts) are skipped.
+All ranks run all tests in lockstep, and rank 0 reports. Fixtures such as ``rank`` and ``world``
+work as on ranks that the plugin starts. Tests that start ranks themselves (suites, scripts) are
+skipped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,15 +34,15 @@ from pytest_distcompat.plugin.on_ranks.rank_session import OF_RANK_ZERO
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.world import World
 
-#: Fixtures that start ranks, and the reason to skip their tests.
+#: Fixtures that start ranks, and the beginning of the reason to skip their tests.
 _STARTING = {
     "distcompat_case": "a suite starts ranks",
     "distcompat": "the fixture distcompat starts ranks",
     "distcompat_lent": "the test starts ranks",
 }
-#: The reason for which a session ends before all its tests have run.
+#: Why the session ends before all its tests have run.
 _STOP_REASON = "a rank of the launch has ended, or hangs: there is nothing to go on with"
-#: The number of differences that a message shows.
+#: How many differences between the tests of ranks a message shows.
 _DIFFERENCES_SHOWN = 5
 
 
@@ -62,7 +63,7 @@ def enter(config: pytest.Config) -> None:
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
         if config.option.basetemp:
-            # pytest empties the directory: each rank needs its own.
+            # pytest empties this directory, so each rank needs another one.
             config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
     config.pluginmanager.register(Inside(session, world), "distcompat-inside-rank")
     config.pluginmanager.register(declared_of(session), "distcompat-declared")
@@ -72,19 +73,31 @@ class Inside:
     """Hooks of one rank of an external launch."""
 
     def __init__(self, session: DistcompatSession, world: World) -> None:
-        self._session, self._world = session, world
+        self._session = session
+        self._world = world
         self._termination = Termination()
+        #: None until all tests are collected.
         self._lockstep: Lockstep | None = None
         self._pytest: pytest.Session | None = None
         self._collection_errors: list[str] = []
-        self._cut = self._over = False
-        self._item: pytest.Item | None = None
-        self._postponed: BaseException | None = None
-        self._limit = self._deadline = 0.0
-        self._when: Literal["setup", "call", "teardown"] = "setup"
-        self._phases, self._calling = Phases(), False
+        #: Whether the ranks cannot go on together: there is no lockstep any more.
+        self._over = False
         #: The exception that ends the session on this rank; empty without one.
         self._exit = ""
+
+        # The test that is running.
+        self._item: pytest.Item | None = None
+        self._when: Literal["setup", "call", "teardown"] = "setup"
+        self._phases = Phases()
+        #: Whether the test function is running.
+        self._calling = False
+        #: The time limit in seconds, and when it ends, in seconds of CLOCK_MONOTONIC.
+        self._limit = 0.0
+        self._deadline = 0.0
+        #: Whether the connections of any rank were closed in this test.
+        self._cut = False
+        #: The exception of this rank's setup, to be raised in the call (``agreement.POSTPONED``).
+        self._postponed: BaseException | None = None
 
     def pytest_report_header(self) -> str:
         """Return a line with the number of ranks and the device."""
@@ -93,7 +106,7 @@ class Inside:
     # Collection.
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note an error of collection."""
+        """Store an error of collection, to compare it between ranks."""
         if report.failed:
             self._collection_errors.append(
                 f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}"
@@ -101,7 +114,7 @@ class Inside:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Compare the tests of all ranks; end the session if they differ."""
+        """Compare the collected tests of all ranks; end the session if they differ."""
         self._pytest = session
         if session.config.option.collectonly:
             return
@@ -159,31 +172,34 @@ class Inside:
         self._begin(item, "teardown")
 
     def _begin(self, item: pytest.Item, when: Literal["setup", "call", "teardown"]) -> None:
+        """Begin a phase of a test; the time limit counts from its setup on."""
         if when == "setup":
-            mark = mark_of(item)
-            limit = min(
-                (mark.timeout if mark else None) or self._session.timeout,
-                item.stash.get(TIME_LIMIT, math.inf),
-            )
-            self._item, self._cut, self._postponed = item, False, None
-            self._limit, self._deadline = limit, clock.now() + limit
-        self._when, self._phases = when, Phases()
+            self._item = item
+            self._cut = False
+            self._postponed = None
+            self._limit = self._time_limit(item)
+            self._deadline = clock.now() + self._limit
+        self._when = when
+        self._phases = Phases()
         # After a hang there are no other ranks to agree with.
         if self._lockstep is not None and not self._over:
             self._lockstep.begin(f"{when} of {item.nodeid}", self._deadline, self._limit)
 
+    def _time_limit(self, item: pytest.Item) -> float:
+        """Return the time limit of a test in seconds."""
+        mark = mark_of(item)
+        limit = self._session.timeout
+        if mark is not None and mark.timeout:
+            limit = mark.timeout
+        return min(limit, item.stash.get(TIME_LIMIT, math.inf))
+
     def _unsupported_reason(self, item: pytest.Item) -> str:
         """Return why the test cannot run on these ranks; empty if it can."""
-        starting = [
-            reason
-            for name, reason in _STARTING.items()
-            if name in getattr(item, "fixturenames", ())
-        ]
-        if starting:
-            launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "a launcher"
-            return f"{starting[0]} of its own: run pytest without {launcher}"
-        mark, cell = mark_of(item), cell_of(item)
-        world_size = cell.world_size if cell else mark.world_size if mark else None
+        for name, reason in _STARTING.items():
+            if name in getattr(item, "fixturenames", ()):
+                launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "a launcher"
+                return f"{reason} of its own: run pytest without {launcher}"
+        world_size = _declared_world_size(item)
         if world_size is not None and world_size != self._world.size:
             return f"the test is for {world_size} ranks, this launch has {self._world.size}"
         return ""
@@ -192,56 +208,64 @@ class Inside:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Replace this rank's own report by that of all ranks."""
+        """Change this rank's own report so that it shows the outcome of all ranks."""
         report = yield
         mark_exception(report, call, item.config.rootpath)
-        lockstep = self._lockstep
-        if self._calling or (
-            lockstep is not None and lockstep.in_phase and call.when != self._when
-        ):
-            # A report of a subtest, which other ranks need not have: during the call, or, with when="call", during a fixture.
+        if self._is_of_subtest(call):
+            # Other ranks need not have the same subtests.
             return report
-        if (
-            (self._over or self._cut)
-            and call.when != "call"
-            and report.failed
-            and getattr(report, LOST, False)
-        ):
-            # A fixture that waits for its peers once more: the report of the call has the cause already.
-            report.outcome, report.longrepr = "passed", None
+        is_lost = call.when != "call" and report.failed and getattr(report, LOST, False)
+        if is_lost and (self._over or self._cut):
+            # A fixture has waited for its peers in vain again. The report of the call has the
+            # cause.
+            report.outcome = "passed"
+            report.longrepr = None
+        lockstep = self._lockstep
         if lockstep is None or self._over:
             return report
         if not lockstep.in_phase:
-            # Another plugin's hook raised before the hook here was called.
+            # Another plugin's hook has raised before our hook for this phase was called.
             self._begin(item, report.when)
         try:
-            outcome, cut, over = lockstep.end(
-                self._phases.of(report), group=self._has_group(call.when)
-            )
+            agreement = lockstep.end(self._phases.of(report), group=self._has_group(call.when))
         except Gone as problem:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
-        self._cut = self._cut or cut
+        outcome = agreement.outcome
+        self._cut = self._cut or agreement.cut
         if outcome.kind == POSTPONED and call.excinfo is not None:
             self._postponed = call.excinfo.value
         impose(report, outcome, self._command(item))
-        if over and self._pytest is not None:
+        if agreement.over and self._pytest is not None:
             self._over = True
             self._pytest.shouldfail = _STOP_REASON
         self._apply_known_issues(item, report, outcome)
         return report
 
+    def _is_of_subtest(self, call: pytest.CallInfo[None]) -> bool:
+        """Tell whether a report is for a subtest, in the test function or in a fixture."""
+        if self._calling:
+            return True
+        # A subtest in a fixture has ``when="call"`` during a setup or teardown.
+        in_phase = self._lockstep is not None and self._lockstep.in_phase
+        return in_phase and call.when != self._when
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
-        """Count a subtest in its phase; ranks without a terminal plugin need that too."""
+        """Add a subtest to its phase, also on ranks that do not report."""
         if name_of(report):
             self._phases.of(report)
             if report.failed and not hasattr(report, "wasxfail") and self._pytest is not None:
-                # pytest is about to count it as a failure. With --maxfail this rank would stop while others go on.
+                # pytest is about to count the subtest as a failed test, and with --maxfail this
+                # rank would stop while others go on. So the count is lowered by one.
                 self._pytest.testsfailed -= 1
         return (yield)
 
     def _has_group(self, when: str) -> bool:
-        """Tell whether this rank has a process group. In a teardown, destroy one whose connections were cut."""
+        """Tell whether this rank has a process group.
+
+        A group whose connections were closed is destroyed in the teardown, for it is of no use any
+        more.
+        """
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_initialized():
             return False
@@ -253,52 +277,57 @@ class Inside:
     def _apply_known_issues(
         self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome
     ) -> None:
+        """Turn a failure of the call that a known issue explains into an xfail."""
         if report.when == "call" and self._session.own:
             apply_known_issues(item, report, hard=outcome.hard, outcome=outcome)
 
     def _command(self, item: pytest.Item) -> str:
-        command = (
-            self._session.reproduce(item)
-            if isinstance(item, pytest.Function)
-            else f"pytest {item.nodeid}"
-        )
+        """Return the command that runs this test alone."""
+        command = f"pytest {item.nodeid}"
+        if isinstance(item, pytest.Function):
+            command = self._session.reproduce(item)
         return f"torchrun --nproc-per-node {self._world.size} -m {command}"
 
     # The end.
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Give every rank an exit code that is no better than any other's."""
+        """Set an exit status that is a failure if any rank has failed."""
         if self._lockstep is not None:
             session.exitstatus = self._lockstep.end_session(
                 int(exitstatus), self._reason_to_leave(session)
             )
 
     def _reason_to_leave(self, session: pytest.Session) -> str:
-        """Return what ended the session on this rank before all its tests had run; empty if nothing did."""
-        asked = self._exit or session.shouldfail or session.shouldstop
-        return "" if not asked or asked == _STOP_REASON else str(asked)
+        """Return why this rank ends the session before all tests have run; empty if it does not."""
+        reason = self._exit or session.shouldfail or session.shouldstop
+        if not reason or reason == _STOP_REASON:
+            return ""
+        return str(reason)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Note what ``pytest.exit`` says, or that Ctrl-C was pressed."""
+        """Store the reason of ``pytest.exit``, or that Ctrl-C was pressed."""
         self._exit = excinfo.exconly(tryshort=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Wait until rank 0 has reported: the launcher ends all ranks as soon as one exits with a failure."""
+        """Wait until rank 0 has reported.
+
+        The launcher ends all ranks as soon as one exits with a failure.
+        """
         if self._lockstep is not None:
             self._lockstep.close()
 
     def _overrun(self, outcome: Outcome | None) -> None:
-        """End this process, whose main thread will not return; rank 0 reports the outcome first. Runs in a thread."""
-        item, session = self._item, self._pytest
+        """End this process, whose main thread will not return; this is called in another thread.
+
+        Args:
+            outcome: The outcome that rank 0 reports before; None if it is unknown.
+        """
+        item = self._item
+        session = self._pytest
         try:
-            if (
-                self._world.rank == 0
-                and outcome is not None
-                and item is not None
-                and session is not None
-            ):
+            if self._world.rank == 0 and outcome and item and session:
                 self._report(item, session, outcome)
         finally:
             if self._lockstep is not None:
@@ -307,6 +336,7 @@ class Inside:
             os._exit(pytest.ExitCode.TESTS_FAILED)
 
     def _report(self, item: pytest.Item, session: pytest.Session, outcome: Outcome) -> None:
+        """Report the outcome of a test that will not return, and finish pytest's session."""
         capture = item.config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
@@ -322,36 +352,51 @@ class Inside:
         item.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
 
 
+def _declared_world_size(item: pytest.Item) -> int | None:
+    """Return the number of ranks that a test says it is for; None if it says none."""
+    cell = cell_of(item)
+    if cell:
+        return cell.world_size
+    mark = mark_of(item)
+    if mark:
+        return mark.world_size
+    return None
+
+
 def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
-    """Return how node ids (``items``) and ``errors`` of collection differ between ranks; empty if they do not."""
-    first = collections[0]
+    """Return how the collected tests differ between ranks; empty if they do not.
+
+    Args:
+        collections: By rank, the node ids (``items``) and the ``errors`` of collection.
+    """
+    own = collections[0]
     for rank, other in collections.items():
-        if other["errors"] != first["errors"]:
-            own, others = (next(iter(each["errors"]), "none") for each in (first, other))
-            return f"not all ranks have the same errors of collection. rank 0: {own}; rank {rank}: {others}"
-        if other["items"] == first["items"]:
-            continue
-        lines = [
-            f"  only rank {0 if line[0] == '-' else rank}: {line[1:]}"
-            for line in difflib.unified_diff(
-                sorted(first["items"]), sorted(other["items"]), lineterm="", n=0
-            )
-            if line[0] in "-+" and line[:3] not in {"---", "+++"}
-        ]
-        if not lines:
-            index = next(
-                n
-                for n, (a, b) in enumerate(zip(first["items"], other["items"], strict=True))
-                if a != b
-            )
-            pair = f"rank 0 has {first['items'][index]}, rank {rank} has {other['items'][index]}"
-            return f"the ranks have their tests in different orders: as number {index + 1} {pair}"
-        more = (
-            [f"  and {len(lines) - _DIFFERENCES_SHOWN} more"]
-            if len(lines) > _DIFFERENCES_SHOWN
-            else []
-        )
-        return "\n".join(
-            ["the ranks have collected different tests:", *lines[:_DIFFERENCES_SHOWN], *more]
-        )
+        if other["errors"] != own["errors"]:
+            errors = f"rank 0: {_first_or_none(own['errors'])}; rank {rank}: {_first_or_none(other['errors'])}"
+            return f"not all ranks have the same errors of collection. {errors}"
+        if other["items"] != own["items"]:
+            return _different_items(own["items"], other["items"], rank)
     return ""
+
+
+def _first_or_none(texts: Sequence[str]) -> str:
+    return texts[0] if texts else "none"
+
+
+def _different_items(own: Sequence[str], others: Sequence[str], rank: int) -> str:
+    """Return how the node ids of rank 0 (``own``) and of another rank differ, in a few lines."""
+    lines: list[str] = []
+    for line in difflib.unified_diff(sorted(own), sorted(others), lineterm="", n=0):
+        if line.startswith(("---", "+++", "@@")):
+            continue
+        only_rank = 0 if line[0] == "-" else rank
+        lines.append(f"  only rank {only_rank}: {line[1:]}")
+    if not lines:
+        for number, (nodeid, other) in enumerate(zip(own, others, strict=True), 1):
+            if nodeid != other:
+                pair = f"rank 0 has {nodeid}, rank {rank} has {other}"
+                return f"the ranks have their tests in different orders: as number {number} {pair}"
+    shown = ["the ranks have collected different tests:", *lines[:_DIFFERENCES_SHOWN]]
+    if len(lines) > _DIFFERENCES_SHOWN:
+        shown.append(f"  and {len(lines) - _DIFFERENCES_SHOWN} more")
+    return "\n".join(shown)

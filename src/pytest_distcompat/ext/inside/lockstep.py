@@ -1,4 +1,8 @@
-"""Lockstep of the ranks of an external launch: after each phase all ranks report, and rank 0 decides the outcome."""
+"""Lockstep of ranks that torchrun started: they agree on the outcome of each phase of a test.
+
+All ranks report to rank 0 through a store, rank 0 decides, and all read its decision. A thread on
+each rank watches the phase meanwhile, because the main thread may hang in a collective.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +34,39 @@ from pytest_distcompat.launch.rank import GRACE
 from pytest_distcompat.plugin.marked.outcome import Outcome
 from pytest_distcompat.plugin.marked.phase import Phase
 
-#: Seconds between two reads of a key that is waited for.
+#: Seconds between two reads of a key for which a rank waits.
 POLL = 0.01
-#: Seconds that a rank may be late with a report: it may be busy, or dying.
+#: Seconds by which the report of a rank may be late, because it is busy, or dying.
 REPORT_DELAY_S = 10.0
-#: Seconds that a rank may go on after the launcher's SIGTERM (torchrun kills after 30 s).
+#: Seconds for which a rank may go on after the launcher's SIGTERM. torchrun kills it after 30 s.
 TERMINATION_DELAY_S = 3.0
 #: Seconds that rank 0 may take to write its reports.
 REPORTING_TIMEOUT_S = 60.0
-#: Outcomes of a phase that are no failure, although the rank has left the phase early.
+#: Outcomes with which a rank leaves a phase early although nothing failed.
 EXCUSED = ("skipped", "xfailed")
 
 
 class Gone(Exception):
-    """Another rank is gone or does not answer, so that there can be no agreement."""
+    """Another rank is gone or does not answer, so that the ranks cannot agree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What rank 0 has decided about a phase.
+
+    Attributes:
+        outcome: The outcome on all ranks.
+        over: Whether the session cannot go on.
+        cut: Whether the connections of any rank were closed.
+    """
+
+    outcome: Outcome
+    over: bool
+    cut: bool
+
+    def to_text(self) -> str:
+        """Return the agreement as JSON, for the store."""
+        return json.dumps(dataclasses.asdict(self))
 
 
 @dataclasses.dataclass
@@ -51,10 +74,14 @@ class Step:
     """The phase that this rank is in.
 
     Attributes:
-        number: Counts phases; the same on all ranks.
+        number: The number of the phase, from 1; the same on all ranks.
         location: The phase and the node id of the test; the same on all ranks.
-        deadline: The end of this rank's time limit, by CLOCK_MONOTONIC; ``limit`` is in seconds.
-        waiting: Whether this rank was last seen waiting in torch.
+        deadline: When this rank's time limit ends, in seconds of CLOCK_MONOTONIC.
+        limit: The time limit in seconds.
+        reported: Whether this rank has sent its report.
+        cut: Whether this rank's connections were closed.
+        stall_detector: Tells whether this rank waits in torch.
+        waiting: Whether this rank was waiting in torch when it was last checked.
     """
 
     number: int
@@ -70,8 +97,12 @@ class Step:
 class Lockstep:
     """The lockstep on this rank.
 
-    ``overrun`` is called in a thread when this rank does not finish its phase, on rank 0 with the outcome if it is known. It
-    ends the process.
+    Args:
+        rank: This rank.
+        size: The number of ranks.
+        termination: Tells whether the launcher has sent SIGTERM.
+        overrun: Ends the process. It is called in a thread if this rank does not finish its phase;
+            on rank 0 with the outcome, if that is known.
     """
 
     def __init__(
@@ -91,14 +122,9 @@ class Lockstep:
         self._lock = threading.Lock()
         self._step: Step | None = None
         self._number = 0
-        #: Names of the keys that each phase sets in the store.
-        self._names = (
-            "problem",
-            "outcome",
-            "shared",
-            *range(size),
-            *(f"waiting/{rank}" for rank in range(size)),
-        )
+        #: The names of the keys that each phase may set in the store.
+        self._names: list[object] = ["problem", "outcome", "shared", *range(size)]
+        self._names += [f"waiting/{rank}" for rank in range(size)]
         self.pids: dict[int, int] = {}
         self._hosts: dict[int, str] = {}
         self._closing = threading.Event()
@@ -109,7 +135,11 @@ class Lockstep:
     # Once a session.
 
     def exchange(self, payload: Any, timeout: float) -> dict[int, Any]:
-        """Send a payload to all ranks; return the payloads of all, by rank. Raises Gone after ``timeout`` seconds."""
+        """Send a payload to all ranks, and return the payloads of all by rank.
+
+        Raises:
+            Gone: If a rank sends none within ``timeout`` seconds.
+        """
         own = {"pid": os.getpid(), "host": self._host, "payload": payload}
         self._store_client.put(f"meet/{self.rank}", json.dumps(own))
         self._watcher.start()
@@ -117,23 +147,25 @@ class Lockstep:
         deadline = clock.now() + timeout
         for rank in range(self.size):
             text = self._await(f"meet/{rank}", deadline, termination_delay=TERMINATION_DELAY_S)
+            if text is None and self.termination.since:
+                raise Gone(f"rank {rank} ended before it had collected its tests")
             if text is None:
-                since = self.termination.since
-                reason = (
-                    "ended before it had collected its tests"
-                    if since
-                    else f"has collected no tests in {timeout:g} s"
-                )
-                raise Gone(f"rank {rank} {reason}")
+                raise Gone(f"rank {rank} has collected no tests in {timeout:g} s")
             received = json.loads(text)
-            self.pids[rank], self._hosts[rank] = received["pid"], received["host"]
+            self.pids[rank] = received["pid"]
+            self._hosts[rank] = received["host"]
             payloads[rank] = received["payload"]
         return payloads
 
     def end_session(self, status: int, reason: str) -> int:
-        """Exchange exit statuses at the end of the session; return this rank's, or another rank's if this one is 0.
+        """Exchange exit statuses with all ranks at the end of the session.
 
-        ``reason`` is what this rank gives for ending its session before all tests have run; empty if it has run all.
+        Args:
+            status: The exit status of this rank.
+            reason: Why this rank ends its session before all tests have run; empty if all have.
+
+        Returns:
+            The status of this rank; if that is 0, the first status of any rank that is not.
         """
         self._closing.set()
         if reason:
@@ -143,10 +175,16 @@ class Lockstep:
         self._store_client.put(f"left/{self.rank}", str(status))
         deadline = clock.now() + REPORT_DELAY_S
         statuses = [self._await(f"left/{rank}", deadline, of=rank) for rank in range(self.size)]
-        return status or next((int(text or 1) for text in statuses if text != "0"), 0)
+        if status:
+            return status
+        for text in statuses:
+            if text != "0":
+                # A rank that is gone has no status.
+                return int(text or 1)
+        return 0
 
     def close(self) -> None:
-        """Wait until rank 0 has written its reports, and ignore SIGTERM from now on. Call it last."""
+        """Wait until rank 0 has written its reports; ignore SIGTERM from now on. Call this last."""
         self.termination.ignore()
         if self.rank == 0:
             self._store_client.put("reported", "")
@@ -155,7 +193,7 @@ class Lockstep:
 
     @property
     def in_phase(self) -> bool:
-        """Return whether this rank is in a phase."""
+        """Whether this rank is in a phase."""
         return self._step is not None
 
     # Phase by phase.
@@ -166,14 +204,15 @@ class Lockstep:
             self._number += 1
             self._step = Step(self._number, location, deadline, limit)
 
-    def end(self, phase: Phase, *, group: bool) -> tuple[Outcome, bool, bool]:
-        """End the phase on this rank, which may have a process group, and wait for the outcome of all ranks.
+    def end(self, phase: Phase, *, group: bool) -> Agreement:
+        """End the phase on this rank, and wait for the agreement of all ranks.
 
-        Returns:
-            The outcome, whether connections of any rank were cut, and whether the session cannot go on.
+        Args:
+            phase: The outcome on this rank.
+            group: Whether this rank has a process group.
 
         Raises:
-            Gone: Rank 0 does not answer.
+            Gone: If rank 0 does not answer.
         """
         step = self._step
         assert step is not None
@@ -183,20 +222,20 @@ class Lockstep:
             self.rank, step.location, clock.now(), phase, group=group, terminated=terminated
         )
         if not self._send(step, report):
-            # The time limit came first: the watcher ends this process.
+            # The watcher has reported this rank as stuck already. It will end the process.
             threading.Event().wait()
         if self.rank == 0:
-            answer = self._conclude(step)
+            agreement = self._conclude(step)
         else:
             text = self._await(f"{step.number}/outcome", step.deadline + 2 * REPORT_DELAY_S, of=0)
             if text is None:
                 raise Gone("rank 0 does not answer any more")
-            answer = json.loads(text)
+            agreement = decode(Agreement, json.loads(text))
         self._step = None
-        return decode(Outcome, answer["outcome"]), bool(answer["cut"]), bool(answer["over"])
+        return agreement
 
     def from_rank_zero(self, make: Callable[[], str]) -> str:
-        """Return on all ranks what ``make`` returns on rank 0. Call it at most once a phase."""
+        """Return on all ranks what ``make`` returns on rank 0. Call this once in a phase only."""
         step = self._step
         assert step is not None
         key = f"{step.number}/shared"
@@ -208,7 +247,7 @@ class Lockstep:
         return text
 
     def _send(self, step: Step, report: PhaseReport) -> bool:
-        """Send this rank's report, unless it has sent one on that phase; return whether it was sent."""
+        """Send this rank's report, unless one was sent in this phase; return whether it was."""
         with self._lock:
             if step.reported:
                 return False
@@ -220,68 +259,71 @@ class Lockstep:
             )
         return True
 
-    def _conclude(self, step: Step) -> dict[str, Any]:
-        """Wait for the reports of all ranks, and send them the outcome; called on rank 0."""
-        reports: dict[int, PhaseReport] = {}
-        while len(reports) < self.size:
-            for rank in set(range(self.size)) - set(reports):
-                if text := self._store_client.get(f"{step.number}/{rank}"):
-                    reports[rank] = decode(PhaseReport, json.loads(text))
-            missing = set(range(self.size)) - set(reports)
-            late = (
-                clock.now() > step.deadline + REPORT_DELAY_S
-                or self.termination.since > TERMINATION_DELAY_S / 2
-            )
-            gone = [
-                rank
-                for rank in missing
-                if self._is_gone(rank) or self._store_client.get(f"left/{rank}") is not None
-            ]
-            if late or self._store_client.lost or (gone and len(gone) == len(missing)):
-                break
-            clock.sleep(POLL)
-        elsewhere = {
-            rank: report.location
-            for rank, report in reports.items()
-            if report.location != step.location
-        }
-        reasons = {
-            rank: report
-            for rank in set(range(self.size)) - set(reports)
-            if (report := self._left(step, rank))
-        }
-        outcome = agree({**reports, **reasons}, self.pids, step.limit)
+    def _conclude(self, step: Step) -> Agreement:
+        """Wait for the reports of all ranks, and send the agreement to all; called on rank 0."""
+        reports = self._collect_reports(step)
+        reports_of_left: dict[int, PhaseReport] = {}
+        for rank in range(self.size):
+            if rank not in reports:
+                report = self._report_of_left(step, rank)
+                if report is not None:
+                    reports_of_left[rank] = report
+        elsewhere: list[str] = []
+        for rank, report in reports.items():
+            if report.location != step.location:
+                elsewhere.append(f"rank {rank} is at {report.location}")
         if elsewhere:
-            others = "; ".join(
-                f"rank {rank} is at {location}" for rank, location in elsewhere.items()
-            )
+            others = "; ".join(elsewhere)
             text = f"ranks do not run the same tests: rank 0 is at {step.location}; {others}"
             outcome = Outcome("failed", text, hard=True)
-        over = (
-            bool(elsewhere)
-            or len(reports) < self.size
-            or any(report.stuck or report.terminated for report in reports.values())
-        )
+        else:
+            outcome = agree({**reports, **reports_of_left}, self.pids, step.limit)
+        any_stopped = any(report.stuck or report.terminated for report in reports.values())
         if not any(report.group for report in reports.values()):
+            # No process group uses the keys that torch has put into the store.
             self._store_client.clear()
-        answer = {
-            "outcome": dataclasses.asdict(outcome),
-            "over": over,
-            "cut": any(report.cut for report in reports.values()),
-        }
-        self._store_client.put(f"{step.number}/outcome", json.dumps(answer))
+        agreement = Agreement(
+            outcome,
+            over=bool(elsewhere) or len(reports) < self.size or any_stopped,
+            cut=any(report.cut for report in reports.values()),
+        )
+        self._store_client.put(f"{step.number}/outcome", agreement.to_text())
+        # All ranks have left the phase before this one, so nobody reads its keys any more.
         self._store_client.forget(f"{step.number - 1}/{name}" for name in self._names)
-        return answer
+        return agreement
 
-    def _left(self, step: Step, rank: int) -> PhaseReport | None:
-        """Return the report of a rank that ended its session instead of the phase, and said why; None of any other."""
+    def _collect_reports(self, step: Step) -> dict[int, PhaseReport]:
+        """Return the reports of all ranks. Wait for a rank as long as it may still report."""
+        reports: dict[int, PhaseReport] = {}
+        missing = set(range(self.size))
+        while missing:
+            for rank in sorted(missing):
+                text = self._store_client.get(f"{step.number}/{rank}")
+                if text:
+                    reports[rank] = decode(PhaseReport, json.loads(text))
+                    missing.remove(rank)
+            is_late = clock.now() > step.deadline + REPORT_DELAY_S
+            is_terminated = self.termination.since > TERMINATION_DELAY_S / 2
+            if is_late or is_terminated or self._store_client.lost:
+                break
+            if missing and all(self._has_left(rank) for rank in missing):
+                break
+            clock.sleep(POLL)
+        return reports
+
+    def _has_left(self, rank: int) -> bool:
+        """Tell whether a rank has ended its session or its process."""
+        return self._is_gone(rank) or self._store_client.get(f"left/{rank}") is not None
+
+    def _report_of_left(self, step: Step, rank: int) -> PhaseReport | None:
+        """Return a report for a rank that has ended its session with a reason, or None."""
         text = self._store_client.get(f"reason/{rank}")
         if text is None:
             return None
-        said = json.loads(text)
+        left = json.loads(text)
         when = step.location.partition(" ")[0]
-        phase = Phase(when, "failed", message=said["reason"], text=said["reason"])
-        return PhaseReport(rank, step.location, said["time"], phase)
+        phase = Phase(when, "failed", message=left["reason"], text=left["reason"])
+        return PhaseReport(rank, step.location, left["time"], phase)
 
     def _await(
         self,
@@ -291,27 +333,33 @@ class Lockstep:
         of: int | None = None,
         termination_delay: float = REPORT_DELAY_S,
     ) -> str | None:
-        """Wait for a key, and return its text; None if it does not come.
+        """Wait for a key of the store, and return its text; None if nobody sets it.
 
         Args:
-            key: A key of the store.
-            deadline: When to give up, by CLOCK_MONOTONIC.
-            of: The rank that sets the key: give up if its process is gone.
+            key: The key.
+            deadline: When to give up, in seconds of CLOCK_MONOTONIC.
+            of: The rank that sets the key. Give up if its process is gone.
             termination_delay: Give up so many seconds after the launcher's SIGTERM.
         """
         client = self._store_client
-        while (text := client.get(key)) is None and clock.now() < deadline and not client.lost:
-            if self.termination.since > termination_delay or (of is not None and self._is_gone(of)):
+        text = client.get(key)
+        while text is None and clock.now() < deadline and not client.lost:
+            is_terminated = self.termination.since > termination_delay
+            if is_terminated or (of is not None and self._is_gone(of)):
+                # The rank may have set the key just before it ended.
                 return client.get(key)
             clock.sleep(POLL)
+            text = client.get(key)
         return text
 
     def _is_gone(self, rank: int) -> bool:
+        """Tell whether the process of a rank has ended; False for a rank on another host."""
         return self._hosts.get(rank) == self._host and not alive(self.pids[rank])
 
     # The watcher's thread.
 
     def _watch(self) -> None:
+        """Watch each phase: end it at its limit, or if other ranks have left it."""
         while not self._closing.is_set():
             self.termination.wait(5 * POLL)
             step = self._step
@@ -325,7 +373,8 @@ class Lockstep:
                 self._cut_connections(step)
             elif problem is not None and problem not in {STUCK, *EXCUSED}:
                 self._cut_connections(step, GRACE)
-            # If another rank, whose limit was a little earlier, is stuck, then so is this one: it reports its stack too.
+            # The limits of all ranks end at about the same time. If another rank has reported that
+            # it is stuck, this one is stuck too, and reports its stack.
             if clock.now() > step.deadline or problem == STUCK or terminated:
                 report = PhaseReport(
                     self.rank, step.location, clock.now(), stuck=not terminated, stack=_stacks()
@@ -334,58 +383,73 @@ class Lockstep:
                     self._give_up(step)
 
     def _give_up(self, step: Step) -> None:
-        """Report what is known and end this process: its main thread will not return."""
+        """Report what is known, and end this process, whose main thread will not return."""
         if self.rank == 0:
-            self._overrun(decode(Outcome, self._conclude(step)["outcome"]))
+            self._overrun(self._conclude(step).outcome)
         self._await(f"{step.number}/outcome", clock.now() + 2 * REPORT_DELAY_S, of=0)
         self._store_client.put(f"left/{self.rank}", "1")
         self.close()
         self._overrun(None)
 
     def _all_wait(self, step: Step) -> bool:
-        """Tell whether all ranks that have not left the phase wait in torch, for ranks that have left it.
+        """Tell whether all ranks that are still in the phase wait in torch.
 
-        Each rank observes itself. As long as one of them is at work, it may still end in another way.
+        They wait for ranks that have left the phase then. Each rank observes itself, and shares in
+        the store whether it waits. While one of them still works, the phase may end by itself.
         """
         waiting = step.stall_detector.check([os.getpid()], _waits_in_torch)
         if waiting != step.waiting:
             step.waiting = waiting
             self._store_client.put(f"{step.number}/waiting/{self.rank}", "yes" if waiting else "")
-        others = set(range(self.size)) - {self.rank}
-        return waiting and all(
-            self._store_client.get(f"{step.number}/{rank}")
-            or self._store_client.get(f"{step.number}/waiting/{rank}")
-            for rank in others
-        )
+        if not waiting:
+            return False
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            has_reported = self._store_client.get(f"{step.number}/{rank}")
+            if not has_reported and not self._store_client.get(f"{step.number}/waiting/{rank}"):
+                return False
+        return True
 
     def _cut_connections(self, step: Step, grace: float = 0.0) -> None:
-        """Cut this rank's connections to its peers after a grace period, so that it stops waiting for them."""
+        """Close this rank's connections to its peers, so that its collectives fail.
+
+        Args:
+            step: The phase.
+            grace: For how many seconds the rank may still finish by itself.
+        """
         if step.cut:
             return
         clock.sleep(grace)
         with self._lock:
-            if not step.reported:
-                step.cut = True
-                peers = {
-                    pid for rank, pid in self.pids.items() if self._hosts[rank] == self._host
-                } - {os.getpid()}
-                connections.cut(peers, self._port, self._own_connections)
+            if step.reported:
+                return
+            step.cut = True
+            peers: set[int] = set()
+            for rank, pid in self.pids.items():
+                if self._hosts[rank] == self._host and pid != os.getpid():
+                    peers.add(pid)
+            connections.cut(peers, self._port, self._own_connections)
 
 
 def _waits_in_torch() -> bool:
     """Tell whether the main thread of this process, which sleeps, waits for other ranks."""
     stack = _stacks()
-    if in_torch(stack) or not may_wait_for_work(os.getpid(), stack):
-        return in_torch(stack)
-    # User code may call C++ that waits, which the Python stack does not show; the flight recorder does.
+    if in_torch(stack):
+        return True
+    if not may_wait_for_work(os.getpid(), stack):
+        return False
+    # The user's code may call C++ code that waits, which the Python stack does not show. The flight
+    # recorder does.
     record = b"\n".join(dump().strip() for dump in dumps()).decode("utf-8", "replace")
     operation = read_wait_state(record, stack)
     return operation is not None and operation.unfinished is not None
 
 
 def _stacks() -> str:
-    """Return the stacks of all threads but the current one, which faulthandler writes first."""
+    """Return the stacks of all threads but the current one."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
+        # The current thread comes first.
         return file.read().partition("\n\n")[2]

@@ -1,4 +1,4 @@
-"""Notices that a launcher started this pytest as one of several ranks; what follows is imported then."""
+"""Plugin for a pytest that a launcher, such as torchrun, has started as one of several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_rank() -> bool:
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Take the terminal from all ranks but rank 0."""
+    """Let only rank 0 write to the terminal."""
     if (
         is_rank()
         and not early_config.pluginmanager.is_blocked("distcompat")
@@ -31,7 +31,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_configure(config: pytest.Config) -> None:
-    """Set this pytest up as a rank of the launch."""
+    """Make this pytest run its tests in lockstep with the other ranks."""
     if is_rank() and ON_RANK not in config.stash:
         from pytest_distcompat.ext.inside import external_launch
 

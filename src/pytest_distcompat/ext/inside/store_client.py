@@ -1,4 +1,4 @@
-"""Client of the launch's TCPStore, through which ranks of an external launch exchange texts. It never waits in C."""
+"""Client of torchrun's TCPStore, through which the ranks exchange texts; it never waits in C."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StoreClient:
                 self._store.delete_key(PREFIX + key)
 
     def clear(self) -> None:
-        """Delete the keys of earlier process groups, which the next group would take for its own."""
+        """Delete the keys of earlier process groups, which the next one would take for its own."""
         if self._initial_keys is not None:
             with self._noting_loss():
                 for key in set(self._store.list_keys()) - self._initial_keys:
@@ -64,13 +64,17 @@ class StoreClient:
 
 
 def _store(rank: int, size: int) -> Any:
-    """Return a new connection to the launch's store. If the launcher has no store, rank 0 opens it, for groups too."""
+    """Return a new connection to the launch's store.
+
+    If the launcher has no store, rank 0 opens it, for groups too.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return TCPStore(address, port, is_master=False)
-    # As torchrun sets it: init_process_group then connects to this store instead of opening its own.
+    # As torchrun sets it: init_process_group then connects to this store instead of opening its
+    # own.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
     return TCPStore(address, port, size, is_master=rank == 0, wait_for_workers=False)

@@ -12,10 +12,13 @@ from pytest_distcompat.launch.process import do_nothing
 
 
 class Termination:
-    """A handler of SIGTERM that keeps the process alive until it has reported. Made in the main thread.
+    """A handler of SIGTERM that keeps the process alive until it has reported.
 
-    torchrun sends SIGTERM to all ranks once one has failed, and kills them 30 s later. A Python handler runs only when the main
-    thread returns from C; the byte that Python writes for the signal (``signal.set_wakeup_fd``) is there at once.
+    It must be created in the main thread.
+
+    torchrun sends SIGTERM to all ranks once one has failed, and kills them 30 s later. A Python
+    handler runs only when the main thread returns from C; the byte that Python writes for the
+    signal (``signal.set_wakeup_fd``) is there at once.
     """
 
     def __init__(self) -> None:
@@ -43,13 +46,14 @@ class Termination:
                 self._received_at = clock.now()
 
     def ignore(self) -> None:
-        """Ignore SIGTERM from now on: Python restores the default handler before the process has ended."""
-        # Only the main thread can set a handler; other threads end the process by os._exit, without Python's shutdown.
+        """Ignore SIGTERM to the end; Python itself restores the default handler earlier."""
+        # Only the main thread can set a handler; other threads end the process by os._exit, without
+        # Python's shutdown.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _in_child(self) -> None:
-        """Restore the default handler in a forked child: workers of a data loader must die by SIGTERM."""
+        """Restore the default handler in a forked child, such as a data loader's worker."""
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGTERM) is do_nothing:

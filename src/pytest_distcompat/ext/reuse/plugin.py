@@ -38,11 +38,6 @@ OPTIONS = (
     ),
 )
 SHARED_RANKS: pytest.StashKey[SharedRanks] = pytest.StashKey()
-#: What each rank that is shared imports first.
-_MODULES_OF_RANKS = (
-    "pytest_distcompat.ext.reuse.request_loop",
-    "pytest_distcompat.ext.reuse.rank_item",
-)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,8 +54,15 @@ def pytest_distcompat_mark_arguments() -> list[AddedArgument]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_preload() -> tuple[str, ...]:
-    """Have fork servers import what shared ranks need."""
-    return _MODULES_OF_RANKS
+    """Have fork servers import what shared ranks need, but for what imports pytest: ranks of suites have none."""
+    return ("pytest_distcompat.ext.reuse.request_loop",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_configure(config: pytest.Config) -> None:
+    """Import what runs an item, in the process that collects tests, so that ranks forked from it need not."""
+    if ON_RANK in config.stash:
+        from pytest_distcompat.ext.reuse import rank_item  # noqa: F401 - see the docstring
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -77,14 +77,10 @@ _ERROR_HANDLERS = (
     "backslashreplace",
     "namereplace",
 )
-#: prctl(2): pdeathsig, dumpable, keepcaps, securebits, timerslack, child subreaper, no_new_privs, thp_disable.
+#: prctl(2): the signal at the parent's death, for which torch.multiprocessing has a function; the name, which setproctitle sets;
+#: whether orphans come to this process, as a test that watches its children may have it. No library sets the others.
 _GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
-_GETTERS_OF_PRCTL = (3, 7, 27, 30, 39, 42)
-#: personality(2): asks for it.
-_READ_PERSONALITY = 0xFFFFFFFF
 _libc = ctypes.CDLL(None)
-#: Has the rounding mode of floating-point numbers; it is a library of its own in glibc.
-_libm = ctypes.CDLL("libm.so.6")
 
 
 def state_now() -> dict[str, Any]:
@@ -119,12 +115,6 @@ def _state_in_the_kernel() -> dict[str, Any]:
             os.getsid(0),
         ),
         "prctl settings": _kernel_settings(),
-        "how numbers are rounded": _libm.fegetround(),
-        "which operations on numbers raise a signal": _libm.fegetexcept(),
-        "its personality and its turn to be killed": (
-            _libc.personality(_READ_PERSONALITY),
-            _oom_score(),
-        ),
         "the CPUs it may use": (
             os.sched_getaffinity(0),
             os.getpriority(os.PRIO_PROCESS, 0),
@@ -398,13 +388,6 @@ def _interpreter() -> tuple[object, ...]:
     return tuple(settings)
 
 
-def _oom_score() -> str:
-    """Return how soon the kernel kills this process where memory is short."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - see _directory
-        return file.read()
-    return ""
-
-
 def _stack_size() -> int:
     """Return the stack size of new threads. Only setting it reads it."""
     size = threading.stack_size()
@@ -414,8 +397,8 @@ def _stack_size() -> int:
 
 
 def _kernel_settings() -> list[object]:
-    """Return what prctl set for this process: its name, the signal it gets when its parent dies, and the like."""
-    settings: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
+    """Return what prctl set for this process: the signal at its parent's death, whether orphans come to it, and its name."""
+    settings: list[object] = []
     for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
         _libc.prctl(option, ctypes.byref(_prctl_number))
         settings.append(_prctl_number.value)

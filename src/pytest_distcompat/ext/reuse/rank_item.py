@@ -1,4 +1,4 @@
-"""One item on a rank that has run others before it, and may run more."""
+"""Run one test on a rank process that has run other tests before it, and may run more."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run one item on this rank.
 
     Args:
-        payload: ``item`` is an ``ItemPayload`` as plain data; ``next`` is the node id of the item that
-            these ranks run after it, None if they run none.
+        payload: ``item`` is an ``ItemPayload`` as plain data; ``next`` is the node id of the item
+            that these ranks run after it, None if they run none.
         log: Gets the item's phases.
     """
     reused = request_loop.reused
@@ -31,31 +31,35 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         # A run by hand, of one item.
         rank_session.run(payload["item"], log)
         return
-    asked = decode.decode(ItemPayload, payload["item"])
+    item_payload = decode.decode(ItemPayload, payload["item"])
     is_collected = preload.collected is not None
-    session = rank_session.collected_session(asked, log)
+    session = rank_session.collected_session(item_payload, log)
     if not is_collected:
+        # The imports of the collection are not something that a test has changed.
         reused.reset_baseline()
-    item = rank_session.find_item(session, asked.nodeid)
+    item = rank_session.find_item(session, item_payload.nodeid)
     next_item = rank_session.items_of(session).get(payload["next"] or "")
     _reset_between_items(reused, item)
-    # Not the directory of this request: pytest has made its base temporary directory before, and the
-    # agent writes its logs there too.
-    with rank_session.reporting(item, asked, log, reused.directory):
+    # Not the directory of this request: pytest has made its base temporary directory before, and
+    # the agent writes its logs there too.
+    with rank_session.reporting(item, item_payload, log, reused.directory):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
 
 
 def _reset_between_items(reused: ReusedRank, item: pytest.Item) -> None:
-    """Tear down what earlier items left on kept ranks and this item does not use.
+    """Tear down fixtures and the process group that earlier items left and this one does not use.
 
-    ``Session._setupstate`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
+    ``Session._setupstate`` is private; ``tests/plugin/test_private_names.py`` fails when it goes
+    away.
     """
     state = item.session._setupstate  # noqa: SLF001 - see the docstring
-    # The teardown before assumed another next item, if the parent has skipped that one.
+    # After the earlier item pytest kept the fixtures of the item announced as next. If the parent
+    # then skipped that one, they are still set up.
     state.teardown_exact(item)
     if not reused.at_end:
         # When these ranks end, whatever is still set up is torn down too.
-        reused.at_end += [item.config._ensure_unconfigure, lambda: state.teardown_exact(None)]  # noqa: SLF001
+        unconfigure = item.config._ensure_unconfigure  # noqa: SLF001 - see the docstring
+        reused.at_end += [unconfigure, lambda: state.teardown_exact(None)]
     if "process_group" not in getattr(item, "fixturenames", ()):
         # The test may initialize its own process group.
         reused.without_group()

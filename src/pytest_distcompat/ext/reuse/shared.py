@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import mark_of, spread_of, world_size_of
 from pytest_distcompat.plugin.session import DistcompatSession
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
     if mark is None:
         return None
     reuse = mark.added.get("reuse") or session.setting("reuse").value
-    if reuse == "never" or nodes_of(mark, session) > 1:
+    if reuse == "never" or not spread_of(item, mark, session).on_one:
         return None
     module = ""
     if reuse == "module":

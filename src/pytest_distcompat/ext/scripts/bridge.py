@@ -1,6 +1,6 @@
 """CPU bridge: makes accelerate and transformers run FSDP and DeepSpeed on CPU ranks over gloo.
 
-``drivers.accelerate.on_cpu`` says why and how. Here it is called when a script makes its first ``PartialState``, which
+``launch.accelerate_cpu`` says why and how. Here it is called when a script makes its first ``PartialState``, which
 every use of accelerate does, and ``TrainingArguments`` get ``use_cpu=True``. Every report names the bridge.
 """
 
@@ -52,7 +52,7 @@ def _patch_accelerate(state: ModuleType) -> None:
         if busy or state.PartialState._shared_state or int(os.environ.get("WORLD_SIZE", "1")) < 2:  # noqa: SLF001 - transformers asks so too
             original(self, cpu, **kwargs)
             return
-        from pytest_distcompat.drivers.accelerate import on_cpu
+        from pytest_distcompat.launch.accelerate_cpu import on_cpu
 
         plugin = _requested_plugin()
         busy.append(True)

@@ -13,9 +13,9 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import UsageProblem, hides_frames
+from pytest_distcompat.parallel.mesh import parallelism
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.strategies import STRATEGIES, WrapSpec
-from pytest_distcompat.strategies._fsdp import parallelism
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
 __tracebackhide__ = hides_frames

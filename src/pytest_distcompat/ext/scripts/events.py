@@ -9,19 +9,28 @@ from pytest_distcompat.events import Event
 
 @dataclass(frozen=True)
 class Stopped(Event, name="stopped"):
-    """The rank has written its part of the checkpoint after which all ranks end as if they had been preempted."""
+    """The rank has written the checkpoint after which all ranks exit as if preempted."""
 
 
 @dataclass(frozen=True)
 class TrainsOn(Event, name="trains on"):
-    """The rank is about to train on after the step at which the run may be stopped; ``saved``: it has written a file there."""
+    """The rank goes on after the step at which the run may be stopped.
+
+    Attributes:
+        saved: Whether the rank has written a file at that step.
+    """
 
     saved: bool
 
 
 @dataclass(frozen=True)
 class ProbeFailed(Event, name="probe failed"):
-    """The probe itself failed at a place, with a traceback, and sees no more from then on."""
+    """The probe itself failed, and records nothing from then on.
+
+    Attributes:
+        where: The call of the script that it observed.
+        text: The traceback.
+    """
 
     where: str
     text: str
@@ -36,14 +45,21 @@ class Bridged(Event, name="bridge"):
 
 @dataclass(frozen=True)
 class UnseenModel(Event, name="unseen model"):
-    """An ``optimizer`` of this type stepped, on a model that nothing wrapped."""
+    """An optimizer, whose type is ``optimizer``, stepped on a model that nothing wraps."""
 
     optimizer: str
 
 
 @dataclass(frozen=True)
 class Saved(Event, name="saved"):
-    """A file or directory was saved by one rank or by ``everyone``; ``model``: it should hold the model."""
+    """A file or directory was saved.
+
+    Attributes:
+        path: Its path.
+        index: The index of the snapshot after which it was saved.
+        everyone: Whether all ranks saved it together, rather than one.
+        model: Whether it should hold the model.
+    """
 
     path: str
     index: int

@@ -9,10 +9,10 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import and_others, named_ranks
-from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.decode import decode
 from pytest_distcompat.ext.scripts.recorder import END, STRIDE
+from pytest_distcompat.model_values import adapter_name
 from pytest_distcompat.trace import FileInfo, ParameterInfo, RunTrace, Snapshot, UnwrappedInfo
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.checks import and_others, message
-from pytest_distcompat.checks._values import Names
 from pytest_distcompat.ext.scripts.launching import Host, check_argument, launch, leave_directory
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
+from pytest_distcompat.model_values import Names
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.trace import RunTrace, Snapshot, shard_groups, together
 

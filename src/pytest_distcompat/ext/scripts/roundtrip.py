@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.checks import message, pairs
-from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
 from pytest_distcompat.ext.scripts.launching import (
     RANKS,
     Host,
@@ -22,6 +21,7 @@ from pytest_distcompat.ext.scripts.launching import (
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
+from pytest_distcompat.model_values import differences, other_dtypes, settings, values
 from pytest_distcompat.trace import Snapshot
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html

@@ -17,7 +17,7 @@ from pytest_distcompat.ext.search.space import DriverSpace
 from pytest_distcompat.ext.search.state import Found, Kept, State, cause_of
 from pytest_distcompat.ext.search.trial import Outcome
 from pytest_distcompat.ext.search.yields import Yields
-from pytest_distcompat.settings.pairs import smallest
+from pytest_distcompat.ext.upstream.sweep.pairs import smallest
 
 #: The fraction of candidates that are drawn from all, although there are kept ones to vary.
 _FRESH = 0.5

@@ -1,4 +1,4 @@
-"""Branches that candidates reach: the only module of the search that knows the package ``reach``."""
+"""Branches of library code that runs have executed; only this module imports ``ext.reach``."""
 
 from __future__ import annotations
 
@@ -14,84 +14,97 @@ from pytest_distcompat.ext.reach.rank_files import reach_files
 from pytest_distcompat.ext.reach.store import read_map
 from pytest_distcompat.failures import UsageProblem
 
-#: A name, also one in a text: ``config.get("overlap_comm")``.
+#: A name in source code, also inside a string: ``config.get("overlap_comm")``.
 _NAME = re.compile(r"[A-Za-z_]\w+")
 
 
 @dataclass
 class Branches:
-    """Branches of several files, as bits by their numbers in each."""
+    """A set of branches in several files.
+
+    Attributes:
+        bits: By file an integer whose bit ``n`` is set if branch number ``n`` of the file is in the
+            set.
+    """
 
     bits: dict[FileId, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of branches."""
         return sum(bits.bit_count() for bits in self.bits.values())
 
     def add(self, other: Branches) -> None:
-        """Add those of another one."""
+        """Add all branches of another set."""
         for file_id, bits in other.bits.items():
             self.bits[file_id] = self.bits.get(file_id, 0) | bits
 
     def without(self, other: Branches) -> Branches:
-        """Return those that another one lacks."""
-        rest: dict[FileId, int] = {}
+        """Return the branches that are not in the other set."""
+        remaining_bits: dict[FileId, int] = {}
         for file_id, bits in self.bits.items():
-            left = bits & ~other.bits.get(file_id, 0)
-            if left:
-                rest[file_id] = left
-        return Branches(rest)
+            remaining = bits & ~other.bits.get(file_id, 0)
+            if remaining:
+                remaining_bits[file_id] = remaining
+        return Branches(remaining_bits)
 
     def as_data(self) -> dict[str, list[int]]:
-        """Return them as a file has them."""
+        """Return data for JSON: the numbers of the branches by ``LIBRARY/PATH`` of the file."""
         return {str(file_id): list(numbers_of(bits)) for file_id, bits in self.bits.items()}
 
     @classmethod
     def from_data(cls, data: dict[str, list[int]]) -> Branches:
-        """Return what ``as_data`` wrote."""
-        found: dict[FileId, int] = {}
+        """Return the set that ``as_data`` has encoded."""
+        bits: dict[FileId, int] = {}
         for text, numbers in data.items():
             library, _, path = text.partition("/")
-            found[FileId(library, path)] = sum(1 << number for number in numbers)
-        return cls(found)
+            bits[FileId(library, path)] = sum(1 << number for number in numbers)
+        return cls(bits)
 
 
 class InstalledBranches:
-    """The branches of what is installed here, for the arcs that ranks have recorded. A file is analysed when it is met first."""
+    """Finds the branches of installed libraries that runs have executed.
+
+    Ranks record arcs, which are pairs of line numbers. To turn arcs into branches a file must be
+    analysed, which is done when the file is first needed.
+    """
 
     def __init__(self) -> None:
         self._paths = {file_id: path for path, file_id in installed_files().items()}
         self._analysed: dict[FileId, AnalysedFile] = {}
 
     def read(self, directories: Iterable[Path]) -> Branches:
-        """Return the branches that the ranks of these runs have reached."""
-        found = Branches()
+        """Return the branches that the ranks of runs have executed, from the runs' directories."""
+        branches = Branches()
         for directory in directories:
             for path in reach_files(directory):
-                found.add(self._of_rank(path))
-        return found
+                branches.add(self._of_rank(path))
+        return branches
 
     def _of_rank(self, path: Path) -> Branches:
-        written = json.loads(path.read_text(encoding="utf-8"))
-        file_ids = [FileId(library, name) for library, name in written["files"]]
-        found = Branches()
-        for arcs_of in written["actions"].values():
-            for number, lines in arcs_of.items():
+        """Return the branches in the file that a ``RankTracer`` of ``reach`` wrote."""
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        file_ids = [FileId(library, name) for library, name in recorded["files"]]
+        branches = Branches()
+        for lines_by_file in recorded["actions"].values():
+            for number, lines in lines_by_file.items():
                 file_id = file_ids[int(number)]
-                # A directory of a library that is left out is traced too.
-                if file_id in self._paths:
-                    arcs = zip(lines[::2], lines[1::2], strict=True)
-                    executed = self._file(file_id).executed(arcs)
-                    found.add(Branches({file_id: executed.branches}))
-        return found
+                # Tracing also covers directories whose branches do not count.
+                if file_id not in self._paths:
+                    continue
+                # The lines are: from, to, from, to, and so on.
+                arcs = zip(lines[::2], lines[1::2], strict=True)
+                executed = self._file(file_id).executed(arcs)
+                branches.add(Branches({file_id: executed.branches}))
+        return branches
 
     def _file(self, file_id: FileId) -> AnalysedFile:
+        """Return a file, analysed at its first use."""
         if file_id not in self._analysed:
             self._analysed[file_id] = AnalysedFile(self._paths[file_id], file_id)
         return self._analysed[file_id]
 
     def functions(self, branches: Branches) -> Iterator[str]:
-        """Yield the functions that have these branches, with the number of them: those that have most come first."""
+        """Yield ``FILE FUNCTION: COUNT`` of the branches in the set, the largest counts first."""
         counts: dict[str, int] = {}
         for file_id, bits in branches.bits.items():
             all_branches = self._file(file_id).file.branches
@@ -104,11 +117,12 @@ class InstalledBranches:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a map says.
+    """What a map of ``distcompat reach`` says about all cells together.
 
     Attributes:
-        branches: The branches that some cell reaches.
-        readers: For each name in a condition, how many branches that no cell reaches read it.
+        branches: The branches that at least one cell executes.
+        readers: The names in the conditions of branches that no cell executes, each with the number
+            of these branches.
     """
 
     branches: Branches = field(default_factory=Branches)
@@ -116,10 +130,11 @@ class Reached:
 
 
 def read_reached(path: Path) -> Reached:
-    """Return what a map says.
+    """Read a map of ``distcompat reach``.
 
     Raises:
-        UsageProblem: The map cannot be read, or is of other releases than those installed.
+        UsageProblem: If the map cannot be read, or was made with other releases than those
+            installed.
     """
     reach_map = read_map(path)
     for name, version in installed_versions().items():
@@ -135,7 +150,9 @@ def read_reached(path: Path) -> Reached:
     for file_id, file in reach_map.files.items():
         bits = reached.branches.bits.get(file_id, 0)
         for number, branch in enumerate(file.branches):
-            if not bits >> number & 1:
-                for name in set(_NAME.findall(branch.text)):
-                    reached.readers[name] = reached.readers.get(name, 0) + 1
+            is_executed = bits >> number & 1
+            if is_executed:
+                continue
+            for name in set(_NAME.findall(branch.text)):
+                reached.readers[name] = reached.readers.get(name, 0) + 1
     return reached

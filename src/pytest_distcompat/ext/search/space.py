@@ -19,12 +19,12 @@ from pytest_distcompat.drivers import find_driver, unsupported_reason
 from pytest_distcompat.ext.search.arguments import call_arguments
 from pytest_distcompat.ext.search.candidate import Candidate
 from pytest_distcompat.ext.search.yields import Yields
+from pytest_distcompat.ext.upstream.sweep.rules import Setting, settings_of, sources_of
 from pytest_distcompat.ext.walk.explore import known_failures, matches_any
 from pytest_distcompat.ext.walk.sequence import allowed
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.profiles import cell_of, option_choices
 from pytest_distcompat.scenario import FOLLOWED
-from pytest_distcompat.settings.rules import Setting, settings_of
 
 T = TypeVar("T")
 #: The most ranks of a candidate's cell.
@@ -63,7 +63,7 @@ class DriverSpace:
     def __init__(self, driver: str, strategies: Iterable[str], shared: Path | None = None) -> None:
         self.driver = driver
         self.kind: type[Driver] = find_driver(driver)
-        all_settings = settings_of(self.kind.sources, shared)
+        all_settings = settings_of(sources_of(self.kind), shared)
         self.settings = [
             setting for setting in all_settings if setting.cells and setting.name not in _COMPILED
         ]

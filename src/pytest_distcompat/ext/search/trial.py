@@ -25,13 +25,13 @@ from pytest_distcompat.expect import Expectation
 from pytest_distcompat.ext.reach import tracer
 from pytest_distcompat.ext.search.candidate import Candidate
 from pytest_distcompat.ext.search.reached import Branches, InstalledBranches
+from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail, rule_of
+from pytest_distcompat.ext.upstream.sweep.slice import SWEEP_CHECKS
 from pytest_distcompat.ext.walk.explore import run_walk
 from pytest_distcompat.ext.walk.sequence import Walk
 from pytest_distcompat.judge import ACCIDENTS
 from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.runner import Runner
-from pytest_distcompat.settings.rules import meant_to_fail, rule_of
-from pytest_distcompat.settings.slice import SWEEP_CHECKS
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunFailure
 

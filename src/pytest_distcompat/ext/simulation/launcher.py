@@ -1,13 +1,15 @@
-"""The launcher of simulations: one process takes the part of one rank after the other, and the others do not exist."""
+"""Launcher of simulations: one process acts as one rank after the other; no other ranks exist."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_distcompat import clock
-from pytest_distcompat.events import Done, of_kind
+from pytest_distcompat.events import Done, Event, of_kind
 from pytest_distcompat.launch.files import read_end
 from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.launcher import Launcher
@@ -15,18 +17,20 @@ from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request, unbuffered
 
-#: How much of the process's output is shown, in bytes.
+#: How much of the end of the process's output is shown, in bytes.
 OUTPUT_BYTES = 8000
 
 
 class SimulatingLauncher(Launcher):
-    """A launcher that has ``fake_ranks`` take the part of the ranks of a suite's run that differ."""
+    """A launcher whose runs are performed by one process, ``fake_ranks``.
+
+    The process acts only as ranks that differ from one another. The others have no events.
+    """
 
     def run(self, request: Request) -> Ending:
         """Run the process to its end or to the time limit; never raises for what the ranks do."""
         request = request.from_here()
         began = clock.now()
-        timed_out = False
         command = [
             *unbuffered(),
             "-m",
@@ -34,39 +38,24 @@ class SimulatingLauncher(Launcher):
             str(request.write()),
         ]
         output = Path(request.directory) / "simulated.log"
-        code = -9
-        with output.open("wb") as log:
-            try:
-                code = subprocess.run(
-                    command,
-                    env=on_device(os.environ, "cpu"),
-                    cwd=request.cwd,
-                    stdout=log,
-                    stderr=log,
-                    timeout=request.timeout,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                timed_out = True
-        logged = LogReader(request.directory, range(request.world_size)).read()
-        events = {}
-        processes = {}
+        code = _run_process(command, request, output)
+        timed_out = code is None
+        if code is None:
+            code = -signal.SIGKILL
+        events = _events_by_rank(request)
         text = read_end(output, OUTPUT_BYTES)
-        for rank, events_of_rank in logged.items():
-            if not events_of_rank:
-                # A rank that the process did not come to, or that does as another one does.
-                continue
-            events[rank] = events_of_rank
-            if of_kind(Done, events_of_rank):
+        if not events:
+            return Ending.not_launched(
+                request.world_size, f"{text}\nthe simulation ended with code {code} before any rank"
+            )
+        processes = {}
+        for rank, rank_events in events.items():
+            if of_kind(Done, rank_events):
                 processes[rank] = RankProcess(0)
             else:
                 processes[rank] = RankProcess(
                     code, ended_by_us=timed_out, ended_at=clock.now(), output=text
                 )
-        if not events:
-            return Ending.not_launched(
-                request.world_size, f"{text}\nthe simulation ended with code {code} before any rank"
-            )
         return conclude(
             events,
             processes,
@@ -75,3 +64,31 @@ class SimulatingLauncher(Launcher):
             timeout=request.timeout,
             command=" ".join(command),
         )
+
+
+def _run_process(command: Sequence[str], request: Request, output: Path) -> int | None:
+    """Run a command with its output in a file.
+
+    Returns:
+        The exit code; None if the process was killed at the request's time limit.
+    """
+    with output.open("wb") as log:
+        try:
+            process = subprocess.run(
+                command,
+                env=on_device(os.environ, "cpu"),
+                cwd=request.cwd,
+                stdout=log,
+                stderr=log,
+                timeout=request.timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return None
+    return process.returncode
+
+
+def _events_by_rank(request: Request) -> dict[int, Sequence[Event]]:
+    """Return the events of each rank that the process acted as."""
+    logged = LogReader(request.directory, range(request.world_size)).read()
+    return {rank: events for rank, events in logged.items() if events}

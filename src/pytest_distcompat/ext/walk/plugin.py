@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_distcompat.compat_suite import CompatSuite
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
-    from pytest_distcompat.suite import CompatSuite
 
 #: Built-in driver -> the strategy under which every read-only call is made: the one that has most of them.
 _STRATEGY_BY_DRIVER = {
@@ -26,7 +26,7 @@ def pytest_distcompat_added_checks(
     suite: type[CompatSuite], session: DistcompatSession
 ) -> list[AddedCheck]:
     """Have every read-only call made in one cell of each suite of the built-in ones."""
-    is_built_in = suite.__module__ == "pytest_distcompat.suite"
+    is_built_in = suite.__module__ == "pytest_distcompat.ext.upstream.suites"
     # On GPUs it was not tried.
     tried_here = session.device == "cpu" and session.substitute is None
     if not is_built_in or not tried_here or session.setting("profile").value != "default":

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.driver import Driver
 from pytest_distcompat.ext.walk.check import WALK
-from pytest_distcompat.profiles import AddedProfile
+from pytest_distcompat.profiles import AddedProfile, Selection
 
 
-def _cells(driver: type[Driver], strategies: Iterable[str], world_size: int) -> list[Cell]:
-    """Return a cell for each strategy; none of a driver that declares no calls."""
-    if driver.live_calls is None:
+def _cells(selection: Selection) -> list[Cell]:
+    """Return a cell for each strategy that the suite claims; none of a driver that declares no calls."""
+    if selection.driver.live_calls is None:
         return []
-    return [Cell.of(strategy, "fp32", world_size, model="mlp") for strategy in strategies]
+    strategies = dict.fromkeys(strategy for strategy, _precision in selection.claimed)
+    return [Cell.of(strategy, "fp32", selection.world_size, model="mlp") for strategy in strategies]
 
 
 PROFILE = AddedProfile(

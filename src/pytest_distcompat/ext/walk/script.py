@@ -10,9 +10,9 @@ from pathlib import Path
 from string import Template
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers._calls import CLIP_VALUE, SLOWER, Calls
-from pytest_distcompat.drivers._tiny import DECAY, EPOCH_STEPS, GAMMA, LEARNING_RATE
+from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, EPOCH_STEPS, GAMMA, LEARNING_RATE
 from pytest_distcompat.ext.walk.sequence import Walk
+from pytest_distcompat.live_calls import CLIP_VALUE, SLOWER, Calls
 from pytest_distcompat.strategies import MAX_NORM
 
 #: The script, but for what depends on the walk: placeholders as ``string.Template`` has them.
@@ -24,13 +24,13 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
     built = walk.kind.script.get(cell.strategy)
     if built is None:
         return None
-    from pytest_distcompat.models import _modules
+    from pytest_distcompat.ext.upstream.models import modules
 
     calls = [str(call) for call in walk.calls] + ["step()", "step()"]
     methods = [call.partition("(")[0] for call in calls]
     classes = _classes(walk.kind, methods)
-    classes.append(inspect.getsource(_modules.Block))
-    classes.append(inspect.getsource(_modules.MLP))
+    classes.append(inspect.getsource(modules.Block))
+    classes.append(inspect.getsource(modules.MLP))
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(
         walk=walk,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, RESUME, Call
 from pytest_distcompat.drivers import Calls
-from pytest_distcompat.drivers._tiny import EPOCH_STEPS
+from pytest_distcompat.ext.upstream.drivers.tiny import EPOCH_STEPS
 from pytest_distcompat.scenario import Run, Scenario
 
 #: Calls before which no gradients may be pending: what becomes of these is not defined.

@@ -25,7 +25,7 @@ from pytest_distcompat.events import (
     is_excused,
     of_kind,
 )
-from pytest_distcompat.excerpt import encodable, name_nodes
+from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch.forensics import deaths
 from pytest_distcompat.launch.forensics.collectives import (
     WaitState,
@@ -35,6 +35,7 @@ from pytest_distcompat.launch.forensics.collectives import (
 )
 from pytest_distcompat.launch.forensics.stacks import without_launcher
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
+from pytest_distcompat.spread import Hosts
 
 #: How the message about a rank begins whose node is gone.
 _LOST = "was lost with its node: "
@@ -187,20 +188,20 @@ class Ending:
         mismatch = first_mismatch(self._wait_states)
         if mismatch is not None:
             parts.append(mismatch.kind)
-        parts.append(name_nodes(describe_wait_states(self._wait_states), self.nodes))
+        parts.append(self.hosts.name_in(describe_wait_states(self._wait_states)))
         if self.builds:
             parts.append(self.builds)
         return ": ".join(parts)
 
     @property
-    def nodes(self) -> tuple[str, ...]:
-        """The name of each rank's node, in a run of several; empty in any other."""
+    def hosts(self) -> Hosts:
+        """The machine of each rank, if the run is not on this one."""
         by_rank = sorted(self.ranks, key=lambda end: end.rank)
-        nodes = tuple(end.node for end in by_rank)
-        return nodes if any(nodes) else ()
+        names = tuple(end.node for end in by_rank)
+        return Hosts(names if any(names) else ())
 
-    def without_nodes(self) -> Ending:
-        """Return the same ending without the names of nodes, as of a run on one node."""
+    def without_hosts(self) -> Ending:
+        """Return the same ending without the names of machines, as of a run on this one."""
         ends = [replace(end, node="") for end in self.ranks]
         return replace(self, ranks=tuple(ends))
 
@@ -216,7 +217,7 @@ class Ending:
         parts = [self.headline()]
         mismatch = first_mismatch(self._wait_states)
         if mismatch is not None:
-            parts.append(name_nodes(str(mismatch), self.nodes))
+            parts.append(self.hosts.name_in(str(mismatch)))
         if self.launch_error:
             parts.append(self.launch_error)
         consequences = []

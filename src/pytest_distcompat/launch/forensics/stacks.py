@@ -231,7 +231,7 @@ def format_error(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename
         # The trainers of this package are the user's story.
-        if not file.startswith(f"{_OUR_PACKAGE}/") or file.startswith(f"{_OUR_PACKAGE}/drivers/"):
+        if not file.startswith(f"{_OUR_PACKAGE}/") or "/drivers/" in file:
             break
         trace = trace.tb_next
     return "".join(pristine_builtins.format_exception(type(error), error, trace))

@@ -1,4 +1,4 @@
-"""Detection of ranks that wait in torch for a rank that will not come: their main threads sleep there, and never wake up."""
+"""Detection of ranks that wait in torch for another rank that never comes, as in a collective."""
 
 from __future__ import annotations
 
@@ -11,23 +11,43 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.launch.forensics.stacks import threads
 
-#: How long a main thread must have slept without waking up once, in seconds, before and after it was found to be in torch.
+#: For how many seconds a main thread must have slept without interruption, both before its stack is
+#: read and after the stack showed that it is in torch.
 QUIET_S = 0.6
-#: After how many seconds the stacks of ranks that slept elsewhere are read again: twice as long each time, up to the second.
-RECHECK_S, RECHECK_AT_MOST_S = 1.0, 8.0
+#: After how many seconds to read stacks again if the main threads slept outside torch. The time
+#: doubles with each attempt.
+RECHECK_S = 1.0
+#: The longest time between two attempts, in seconds.
+RECHECK_AT_MOST_S = 8.0
 
 
 class StallDetector:
-    """Tells whether processes have stalled in torch. Its owner calls ``check`` now and then."""
+    """Tells whether processes have stalled: their main threads sleep in torch and never wake up.
+
+    Call ``check`` periodically. It first sees that all main threads have slept for ``QUIET_S``
+    seconds. Then it has their stacks read, which may wake them up. If all are in torch, they must
+    sleep for ``QUIET_S`` seconds once more.
+    """
 
     def __init__(self) -> None:
+        #: The number of context switches of each main thread when they were last counted.
         self._switches: list[object] = []
-        self._since = self._recheck_at = 0.0
+        #: Since when the main threads have slept.
+        self._since = 0.0
+        #: When stacks may be read again.
+        self._recheck_at = 0.0
+        #: For how long not to read stacks if they show no stall the next time, in seconds.
         self._pause = RECHECK_S
+        #: Whether all were in torch when their stacks were last read, and have slept since.
         self._in_torch = False
 
     def check(self, pids: Collection[int], wait_in_torch: Callable[[], bool]) -> bool:
-        """Tell whether all processes wait in torch; ``wait_in_torch`` reads their stacks once they sleep, and may wake them."""
+        """Tell whether all processes have stalled.
+
+        Args:
+            pids: The processes.
+            wait_in_torch: Reads the stacks, and tells whether all processes wait in torch.
+        """
         if self._have_run(pids):
             self._in_torch = False
             return False
@@ -39,7 +59,7 @@ class StallDetector:
             if not self._in_torch:
                 self._recheck_at = now + self._pause
                 self._pause = min(2 * self._pause, RECHECK_AT_MOST_S)
-            # From here on they must sleep for as long again.
+            # Reading the stacks may have woken the threads up. Start to measure their sleep anew.
             self._have_run(pids)
             self._since = clock.now()
             return False
@@ -48,7 +68,8 @@ class StallDetector:
     def _have_run(self, pids: Collection[int]) -> bool:
         """Tell whether a main thread has run since the last call.
 
-        The kernel counts the context switches of a thread (``/proc/PID/status``); a thread that blocks in a call has none.
+        The kernel counts the context switches of each thread (``/proc/PID/status``). The count of a
+        thread that blocks in a call does not change.
         """
         switches = [_switches(pid) for pid in pids]
         if switches == self._switches:
@@ -59,7 +80,7 @@ class StallDetector:
 
 
 def _switches(pid: int) -> object:
-    """Return how often the kernel has switched to and from the main thread of a process; None if it is gone."""
+    """Return the number of context switches of a process's main thread; None if it has ended."""
     try:
         return psutil.Process(pid).num_ctx_switches()
     except psutil.Error:
@@ -67,9 +88,12 @@ def _switches(pid: int) -> object:
 
 
 def in_torch(stack: str) -> bool:
-    """Tell whether the innermost Python function of the main thread is torch's, and does not connect to a store.
+    """Tell whether the innermost Python function of the main thread is torch's.
 
-    A store that nobody hosts looks the same whether a rank that has left would have been its host, or nobody ever.
+    A function that connects to a store does not count: it may wait for a host that is no rank.
+
+    Args:
+        stack: The stacks of a process, as faulthandler writes them.
     """
     frames_by_thread = threads(stack)
     if not frames_by_thread:
@@ -79,11 +103,17 @@ def in_torch(stack: str) -> bool:
 
 
 def may_wait_for_work(pid: int, stack: str) -> bool:
-    """Tell whether the main thread may sleep in C++ that its line calls, as in the ``wait`` of gloo's work.
+    """Tell whether the main thread may sleep in the ``wait`` of a collective, which is C++ code.
 
-    There it sleeps until another thread of its process wakes it. A thread that waits for a lock or a thread of Python's does so
-    too, but then Python's own code is innermost, another thread runs the user's, or the line says ``acquire`` and not ``wait``.
-    https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html
+    Such code has no Python frame. The thread sleeps in a futex, until another thread of the process
+    wakes it up (https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html). A thread that waits
+    for a Python lock or thread sleeps in a futex too. It is told apart in three ways: Python's own
+    code is innermost, the line calls ``acquire`` rather than ``wait``, or another thread runs the
+    user's code.
+
+    Args:
+        pid: The process.
+        stack: Its stacks, as faulthandler writes them.
     """
     frames_by_thread = threads(stack)
     if not frames_by_thread:

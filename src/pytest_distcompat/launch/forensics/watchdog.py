@@ -61,7 +61,7 @@ class Watchdog:
         self._gaps = 0.0
         #: When it had killed what had to be killed.
         self.acted_at = math.inf
-        #: Why the parent of all nodes ends the run; empty while it does not.
+        #: Why the parent of all machines' ranks ends the run; empty while it does not.
         self.stopped = ""
         #: What ``conclude`` knew of the ranks here besides their logs.
         self.processes: dict[int, RankProcess] = {}

@@ -1,4 +1,4 @@
-"""Room 1 of a marked test: what ``@pytest.mark.distcompat(...)`` says, whether it is right, and the cells that it names."""
+"""The mark ``@pytest.mark.distcompat(...)``: reading and checking it, and its cells."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.marked.arguments import AddedArgument, added_arguments
 from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.spread import COUNTS, Spread
 
 MARK = "distcompat"
-ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout")
+ARGUMENTS = (*COUNTS, "strategies", "precisions", "options", "timeout")
 
 
 @dataclass(frozen=True)
@@ -64,25 +65,29 @@ def read_mark(mark: pytest.Mark, added: Iterable[AddedArgument]) -> Mark:
             raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {known}")
     for name in ("strategies", "precisions", "options"):
         arguments[name] = _read_list(name, arguments.get(name, ()))
-    _check_count("world_size", arguments.get("world_size"))
-    _check_count("nodes", arguments.get("nodes"))
-    _check_nodes(arguments.get("world_size"), arguments.get("nodes"))
+    for name in COUNTS:
+        _check_count(name, arguments.get(name))
     _check_timeout(arguments.get("timeout"))
     for name, value in values_of_added.items():
         _check_word(added_by_name[name], value)
     _check_cells(arguments)
-    return Mark(**arguments, added=values_of_added)
+    checked = Mark(**arguments, added=values_of_added)
+    _check_even(checked)
+    return checked
 
 
 def _read_list(name: str, value: Any) -> tuple[Any, ...]:
-    """Return the list that an argument has; a text or a dict is none, though one can iterate over it."""
+    """Return the list that is the value of an argument.
+
+    Raises ValueError, also for a text or a dict.
+    """
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {value!r}")
     return tuple(value)
 
 
 def _check_count(name: str, count: Any) -> None:
-    """Check a number of ranks or nodes. ``True`` is an ``int`` too, but no number of anything."""
+    """Check a number of ranks or machines. ``True`` is none, although it is an ``int``."""
     if count is None:
         return
     if type(count) is not int or count < 1:
@@ -91,11 +96,12 @@ def _check_count(name: str, count: Any) -> None:
         )
 
 
-def _check_nodes(world_size: int | None, nodes: int | None) -> None:
-    """Check that each node gets as many ranks."""
-    if world_size and nodes and world_size % nodes:
+def _check_even(mark: Mark) -> None:
+    """Check that all machines get the same number of ranks, if the mark names both numbers."""
+    if mark.world_size and mark.nodes and Spread(mark.world_size, mark.nodes).uneven:
+        numbers = ", ".join(f"{name}={getattr(mark, name)}" for name in COUNTS)
         raise ValueError(
-            f"@pytest.mark.{MARK}(world_size={world_size}, nodes={nodes}): expected a world size that nodes divides"
+            f"@pytest.mark.{MARK}({numbers}): expected a world size that nodes divides"
         )
 
 
@@ -158,9 +164,9 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
     return mark.world_size or session.world_size
 
 
-def nodes_of(mark: Mark, session: DistcompatSession) -> int:
-    """Return the number of nodes that a test's ranks are spread over: that of its mark, else the session's."""
-    return mark.nodes or int(session.setting("nodes").value)
+def spread_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> Spread:
+    """Return the number of ranks of a test, and of the machines over which they are spread."""
+    return session.placement.spread(world_size_of(item, mark, session), mark.nodes)
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:
@@ -174,10 +180,10 @@ def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSessio
         options=mark.options or ({},),
         nodes=mark.nodes,
     )
+    matrix = session.placement.spread_matrix(matrix)
     world_size = mark.world_size or session.world_size
-    nodes = int(session.setting("nodes").value)
     cells = []
-    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size, nodes):
+    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size):
         if session.selects(cell):
             cells.append(cell)
     if "cell" not in metafunc.fixturenames:
@@ -189,7 +195,7 @@ def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSessio
 
 
 def check_items(items: Iterable[pytest.Item]) -> None:
-    """Raise pytest.UsageError for a mark on something that cannot run on ranks, or with a wrong argument.
+    """Raise pytest.UsageError for a wrong mark, or one on what cannot run on ranks.
 
     The arguments of a mark that a parameter or a conftest added are checked only here.
     """
@@ -212,7 +218,8 @@ def _why_not_on_ranks(item: pytest.Item) -> str | None:
         mark = mark_of(item)
     except ValueError as problem:
         return str(problem)
-    # Where options leave none of its cells, pytest gives its one item the parameter without a value.
+    # If options select none of its cells, pytest still gives the one item a parameter ``cell``,
+    # without a value.
     if mark is not None and mark.has_cells and not _has_parameter_cell(item):
         return f"@pytest.mark.{MARK}: cells need the mark on the function, class or module"
     fixture = _fixture_of_an_object(item)
@@ -230,14 +237,15 @@ def _has_parameter_cell(item: pytest.Item) -> bool:
 
 
 def _fixture_of_an_object(item: pytest.Function) -> str | None:
-    """Return the name of a fixture of the item that an object in ``pytest.main(plugins=[...])`` defines; None without."""
+    """Return a fixture of the item that an object in ``pytest.main(plugins=[...])`` defines."""
     objects = set()
     for plugin in item.config.invocation_params.plugins or ():
         if not isinstance(plugin, (str, ModuleType)):
             objects.add(id(plugin))
     if not objects:
         return None
-    # pytest's public API lists no definitions of an item's fixtures; a test of private names watches it.
+    # pytest's public API lists no definitions of an item's fixtures; a test of private names
+    # watches it.
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():  # noqa: SLF001
         for definition in definitions:
             if id(getattr(definition.func, "__self__", None)) in objects:

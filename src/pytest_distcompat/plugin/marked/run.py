@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.marked.declare import Mark, mark_of, nodes_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import Mark, mark_of, spread_of
 from pytest_distcompat.plugin.marked.outcome import (
     OUTCOME,
     UNCAPTURED,
@@ -95,7 +94,7 @@ def run_on_ranks(item: pytest.Function) -> None:
     ending = _run(request, item, session)
     outcome = merge(ending)
     # Cold torchrun starts all ranks on this machine.
-    if request.nodes == 1 and session.verifies(session.nodeid_of(item)):
+    if request.spread.on_one and session.verifies(session.nodeid_of(item)):
         outcome = _verify(outcome, request, session, item)
     if _shows_output_at_once(item.config):
         outcome = _print_uncaptured(outcome)
@@ -109,15 +108,10 @@ def run_on_ranks(item: pytest.Function) -> None:
 
 def _why_not_run(item: pytest.Item, mark: Mark, session: DistcompatSession) -> str:
     """Return why the item's ranks cannot be started here; empty if they can."""
-    world_size = world_size_of(item, mark, session)
-    nodes = nodes_of(mark, session)
-    problem = uneven(world_size, nodes)
-    if problem and mark.nodes is None:
-        origin = session.setting("nodes").origin
-        return f"{problem} (--distcompat-nodes, {origin}); nodes=1 in its mark runs them on one"
-    if problem:
-        return problem
-    return session.too_large(world_size // nodes)
+    spread = spread_of(item, mark, session)
+    if spread.uneven and mark.nodes is None:
+        return f"{spread.uneven}{session.placement.hint}"
+    return spread.uneven or session.too_large(spread.local_size)
 
 
 def _run(request: Request, item: pytest.Function, session: DistcompatSession) -> Ending:
@@ -134,25 +128,24 @@ def _request(item: pytest.Function, mark: Mark, session: DistcompatSession) -> R
     """Return the request to the launcher to run the item, whose mark says that."""
     from pytest_distcompat.launch.request import Request
 
-    world_size = world_size_of(item, mark, session)
-    nodes = nodes_of(mark, session)
+    spread = spread_of(item, mark, session)
     directory = str(session.new_directory(item.originalname))
     payload = rank_session.ItemPayload(
         nodeid=session.nodeid_of(item),
         device=session.device,
         directory=directory,
-        world_size=world_size,
+        world_size=spread.world_size,
         session=str(session.description_file),
-        shared=directory if nodes > 1 else "",
+        shared="" if spread.on_one else directory,
     )
     return Request(
         target=rank_session.RUN,
         payload=dataclasses.asdict(payload),
-        world_size=world_size,
+        world_size=spread.world_size,
         directory=directory,
         collected=os.path.realpath(item.path),
         timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
-        nodes=nodes,
+        nodes=spread.nodes,
     )
 
 

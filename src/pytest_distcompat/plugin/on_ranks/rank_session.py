@@ -357,7 +357,7 @@ class ItemPayload:
     Attributes:
         device: ``cpu`` or ``cuda``.
         session: A file with the return value of ``describe``.
-        shared: On several nodes the directory that has what they share; empty where ``directory`` has it.
+        shared: On several machines the directory that has what they share; empty where ``directory`` has it.
         plain: Whether the item must not see the variable with this rank's temporary directory.
     """
 

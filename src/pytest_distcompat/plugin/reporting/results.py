@@ -383,8 +383,7 @@ class Results:
                 str(cell.options),
                 strategies.index(cell.strategy),
                 precisions.index(cell.precision),
-                cell.world_size,
-                cell.nodes,
+                cell.spread,
                 checks.index(result.check),
             )
 

@@ -1,173 +1,30 @@
-"""Items of a suite: validation of its class, its cases, and running one of them."""
+"""Which cases a suite has in this session: its cells, by profile and options, with their checks."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
 from pytest_distcompat import profiles
-from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, Check
-from pytest_distcompat.cost import cost
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.compat_suite import CompatSuite
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsupported_reason
-from pytest_distcompat.engine import not_applicable, run_check
-from pytest_distcompat.excerpt import excerpt
-from pytest_distcompat.expect import Expectation
-from pytest_distcompat.failures import (
-    DistcompatError,
-    Incompatible,
-    LateFailure,
-    RunFailedError,
-    UsageProblem,
-)
-from pytest_distcompat.judge import declaration, skipped
-from pytest_distcompat.known import concerned
-from pytest_distcompat.launch.files import written
-from pytest_distcompat.launch.forensics.ending import name_ranks
-from pytest_distcompat.launch.request import Request
-from pytest_distcompat.plugin.declared import declared_of, take_xfail_from_hard
-from pytest_distcompat.plugin.marked.outcome import disagreement
-from pytest_distcompat.plugin.marked.phase import SECTION_CHARACTERS
-from pytest_distcompat.plugin.reporting.representation import represent
-from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
-from pytest_distcompat.plugin.selection import case_of, cell_name
-from pytest_distcompat.plugin.session import LEFT_OUT, SESSION, DistcompatSession
-from pytest_distcompat.plugin.shard import FILE as SHARDS
-from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
-from pytest_distcompat.plugin.suite.declared_names import check_names
-from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
+from pytest_distcompat.drivers import find_driver, preload_of
+from pytest_distcompat.plugin.session import LEFT_OUT, DistcompatSession
+from pytest_distcompat.plugin.suite.case import Case
+from pytest_distcompat.plugin.suite.suite_class import all_cells
+from pytest_distcompat.plugin.suite.why_not import why_not_checked, why_not_supported
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.suite import CompatSuite
-from pytest_distcompat.trace import RunFailure, Trace
-
-VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
-#: What the ranks of an item's runs wrote, as sections of its report.
-OUTPUT: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
-
-#: See docs/upstream/deepspeed_visible_uuid.py.
-NO_MIG = "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: it is named by its UUID"
-
-#: The exception for a verdict that is a failure, by status; its message is the text to show.
-FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
-    Status.LATE: LateFailure,
-    Status.CRASHED: functools.partial(RunFailedError, hard=True),
-    Status.HUNG: functools.partial(RunFailedError, hard=True),
-    Status.LEAKED: functools.partial(RunFailedError, hard=True),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A case of a suite: one check in one cell."""
-
-    suite: type[CompatSuite]
-    cell: Cell
-    check: Check
-    #: Checks that have no item in the cell, with the reason.
-    not_applicable: Mapping[str, str] = field(default_factory=dict, compare=False)
-    #: Why the driver cannot run the cell; None if it can.
-    unsupported: str | None = field(default=None, compare=False)
-
-    @property
-    def id(self) -> str:
-        """The id of the item, like ``fsdp2-bf16_upcast-w2:names``."""
-        return f"{self.cell.id}:{self.check.name}"
-
-
-# Whether the class of a suite is right.
-
-
-def is_base(suite: type[CompatSuite]) -> bool:
-    """Tell whether a class is only there for suites to inherit: it has no driver, and there are classes below it."""
-    return suite is CompatSuite or (not suite.driver and bool(suite.__subclasses__()))
-
-
-def validate(suite: type[CompatSuite], world_size: int) -> None:
-    """Raise UsageProblem for an override, an unknown name, or an expectation that covers no cell."""
-    _check_overrides(suite)
-    _check_kinds(suite)
-    driver = find_driver(suite.driver)
-    for expectation in suite.expect:
-        if not isinstance(expectation, Expectation):
-            raise UsageProblem(
-                f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)"
-            )
-        check_names(expectation)
-    cells = list(_all_cells(suite, world_size))
-    for cell in cells:
-        STRATEGIES.get(cell.strategy)
-        PRECISIONS.get(cell.precision)
-    for expectation in suite.expect:
-        if not _covers_any(suite, expectation, cells):
-            raise UsageProblem(
-                f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})"
-            )
-
-
-def _check_overrides(suite: type[CompatSuite]) -> None:
-    for name in vars(CompatSuite):
-        if name.startswith("test") and getattr(suite, name, None) is not getattr(CompatSuite, name):
-            raise UsageProblem(
-                f"{suite.__name__} overrides {name!r}. A standard test is not overridden: say what does not hold with "
-                "expect = (fails(...), refuses(...))"
-            )
-
-
-def _check_kinds(suite: type[CompatSuite]) -> None:
-    """Check the types of the class's attributes, and that it has a driver."""
-    for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
-        if not isinstance(getattr(suite, name), kind):
-            raise UsageProblem(
-                f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}"
-            )
-    if not suite.driver:
-        raise UsageProblem(
-            f"{suite.__name__} has no driver (driver = {suite.driver!r}): expected module:attribute, or one of "
-            f"{', '.join(DRIVERS.names())}"
-        )
-
-
-def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Iterable[Cell]) -> bool:
-    """Tell whether an expectation covers a check in any of these cells.
-
-    An option sets the world size and the nodes of a suite that has none, and an expectation for another size covers cells of
-    another session.
-    """
-    ignored = set()
-    if not suite.matrix.world_sizes:
-        ignored.add("world_size")
-    if not suite.matrix.nodes:
-        ignored.add("nodes")
-    facets = []
-    for name, wanted in expectation.facets:
-        if name not in ignored:
-            facets.append((name, wanted))
-    applicable = dataclasses.replace(expectation, facets=tuple(facets))
-    for cell in cells:
-        if any(applicable.covers(cell, check) for check in CHECKS.names()):
-            return True
-    return False
-
-
-def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
-    return suite.matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size)
-
-
-# Which cases a suite has in this session.
 
 
 def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
-    """Return the cases of a suite in this session: the cells of the profile that the options select, with their checks.
+    """Return the cases of a suite in this session: the selected cells with their checks.
 
     A cell that cannot run is one case, whose skip gives the reason.
     """
@@ -176,11 +33,10 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         return []
     driver = find_driver(suite.driver)
     profile = session.setting("profile").value
-    # A profile of an extension: it has one check of its own in each of its cells.
     added_profile = profiles.find_added(profile) if session.substitute is None else None
-    cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
-    if added_profile is not None:
-        check = added_profile.check
+    check = None if added_profile is None else added_profile.check
+    cells = _selected_cells(suite, driver, session, any_precision=check is not None)
+    if check is not None:
         return [
             Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session))
             for cell in cells
@@ -200,7 +56,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
 
 
 def _is_built_in(suite: type[CompatSuite]) -> bool:
-    return suite.__module__ == CompatSuite.__module__
+    return suite.__module__.startswith("pytest_distcompat.")
 
 
 def _selected_cells(
@@ -210,13 +66,16 @@ def _selected_cells(
     *,
     any_precision: bool,
 ) -> list[Cell]:
-    """Return the cells that the profile makes of the suite's matrix and that the options select.
+    """Return the cells that the profile derives from the suite's matrix and options select.
 
-    With ``any_precision`` options that select precisions do not count.
+    Args:
+        suite: The suite.
+        driver: Its driver.
+        session: The session, with the options.
+        any_precision: Whether to ignore options that select precisions.
     """
     profile = session.setting("profile").value
-    nodes = suite.matrix.nodes or int(session.setting("nodes").value)
-    matrix = dataclasses.replace(suite.matrix, nodes=nodes)
+    matrix = session.placement.spread_matrix(suite.matrix)
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
         profile,
@@ -225,11 +84,8 @@ def _selected_cells(
         names=names,
         world_size=session.world_size,
         device=session.device,
-        shared=session.store if profile == "sweep" else None,
+        shared=lambda: session.store,
     )
-    if profile != "default":
-        spread = [cell.over(nodes or 1) for cell in cells]
-        cells = list(dict.fromkeys(spread))
     if session.substitute is not None:
         cells = session.substitute.cells(cells)
     elif not _is_built_in(suite):
@@ -248,7 +104,15 @@ def _count_left_out(
     chosen: Collection[Cell],
     session: DistcompatSession,
 ) -> None:
-    """Note for the summary how many cells of the suite's own matrix, of those that can run here, the profile leaves out."""
+    """Add a line to the summary if the profile leaves out cells of the suite's matrix.
+
+    Args:
+        suite: The suite.
+        driver: Its driver.
+        own: The cells of the suite's matrix.
+        chosen: The cells of the profile.
+        session: The session.
+    """
     able = []
     for cell in own:
         if session.selects(cell) and not why_not_supported(driver, cell, session):
@@ -267,7 +131,7 @@ def _count_left_out(
 def _checks_without_verdict(
     cell: Cell, driver: type[Driver], session: DistcompatSession
 ) -> dict[str, str]:
-    """Return the checks that have no verdict in a cell, by name, each with the reason."""
+    """Return why checks have no verdict in a cell, by the name of the check."""
     reasons = {}
     for name, check in CHECKS.by_name.items():
         reason = why_not_checked(check, cell, driver, session)
@@ -281,19 +145,20 @@ def _leave_out(
     not_applicable: Mapping[Cell, dict[str, str]],
     unsupported: Mapping[Cell, str | None],
 ) -> None:
-    """Add to ``not_applicable`` the checks that the profile leaves out of the cells that can run, each with the reason."""
+    """Add the checks that the profile leaves out to ``not_applicable``, each with the reason."""
     applicable = {}
     for cell, reasons in not_applicable.items():
         if not unsupported[cell]:
             applicable[cell] = [name for name in CHECKS.names() if name not in reasons]
-    for (cell, check), reason in profiles.left_out(profile, applicable).items():
+    left_out = profiles.left_out(profile, applicable, CHECKS.by_name)
+    for (cell, check), reason in left_out.items():
         not_applicable[cell][check] = reason
 
 
 def _added_cases(
     suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession
 ) -> list[Case]:
-    """Return the cases that extensions add, of the cells that options select."""
+    """Return the cases that extensions add, in cells that the options select."""
     added_cases = []
     for by_extension in session.config.hook.pytest_distcompat_added_checks(
         suite=suite, session=session
@@ -307,7 +172,7 @@ def _added_cases(
 
 @dataclass(frozen=True)
 class NoCell:
-    """The one parameter of a suite none of whose cells are selected; its item is skipped with the reason."""
+    """The parameter of the only item of a suite without cells, which is skipped with the reason."""
 
     #: The id of the parameter.
     id: ClassVar[str] = "no-cell"
@@ -315,16 +180,16 @@ class NoCell:
     reason: str
 
 
-#: How many reasons are given why no cell of a suite can run.
+#: How many reasons a message gives why no cell of a suite can run.
 REASONS = 2
 
 
 def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
-    """Return why the options select no cell of the suite, and what its matrix has."""
+    """Return why no cell of the suite is selected, or why none of the selected cells can run."""
     drivers = session.setting("drivers")
     if drivers.value and suite.driver not in drivers.value:
         return f"--distcompat-drivers={drivers.text} leaves out driver {suite.driver!r}"
-    cells = list(_all_cells(suite, session.world_size))
+    cells = list(all_cells(suite, session.world_size))
     selected = []
     for cell in cells:
         if session.selects(cell):
@@ -337,7 +202,7 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
 
 
 def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> list[str]:
-    """Return the options that select strategies or precisions, each with what the cells have instead."""
+    """Return the options for strategies and precisions, each with those of the suite's cells."""
     strategies: dict[str, None] = {}
     precisions: dict[str, None] = {}
     for cell in cells:
@@ -354,9 +219,9 @@ def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> lis
 def _commonest_reasons(
     cells: Iterable[Cell], driver: type[Driver], session: DistcompatSession
 ) -> list[str]:
-    """Return why cells cannot run here, the reason of most cells first.
+    """Return the most frequent reasons why cells cannot run here.
 
-    A package that is missing comes before all others: the same cells could run with it.
+    A missing package comes before all other reasons, because the user can install it.
     """
     times: Counter[str] = Counter()
     for cell in cells:
@@ -379,322 +244,3 @@ def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
         parameters = [NoCell(why_no_cell(suite, session))]
     ids = [parameter.id for parameter in parameters]
     metafunc.parametrize("distcompat_case", parameters, ids=ids, indirect=True)
-
-
-# Why a case, a cell or a check has no verdict here.
-
-
-def why_not_run(case: Case, session: DistcompatSession) -> str | None:
-    """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
-    if case.unsupported:
-        return case.unsupported
-    driver = find_driver(case.suite.driver)
-    # The ranks of one node, as far as all nodes have as many GPUs as this one.
-    largest = 0
-    for run in case.check.runs(case.cell, driver).runs:
-        cell = run.cell(case.cell)
-        largest = max(largest, -(-cell.world_size // cell.nodes))
-    return session.too_large(largest) or None
-
-
-def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
-    """Return why the driver, or this session, cannot run the cell; None if nothing stands against it."""
-    if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
-        return NO_MIG
-    reason = cell.uneven or unsupported_reason(driver, cell, session.device)
-    if not reason and session.substitute is not None:
-        reason = session.substitute.why_not_supported(driver, cell)
-    if not reason and session.shares_through_gloo(cell.world_size):
-        reason = why_not_through_gloo(cell)
-    return reason or None
-
-
-def why_not_checked(
-    check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession
-) -> str | None:
-    """Return why a check has no verdict in a cell; None if it has one."""
-    if session.substitute is not None:
-        reason = session.substitute.why_not_checked(check.name)
-        if reason:
-            return reason
-    # A reason against the whole cell is one item, not one for each check.
-    if session.shares_through_gloo(cell.world_size) and not why_not_through_gloo(cell):
-        reason = why_not_through_gloo(cell, check.name)
-        if reason:
-            return reason
-    return not_applicable(check, cell, driver, session.limits)
-
-
-# The order of items, and which of them this machine runs.
-
-
-def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
-    """Sort the items of suites by the order of the session's budget, after all others."""
-    order = session.setting("budget").value.order(session.last_report)
-
-    def position(item: pytest.Item) -> tuple[object, ...]:
-        case = case_of(item)
-        if case is None:
-            return ()
-        key: tuple[object, ...] = order(case.suite.driver, case.cell.id)
-        return key
-
-    items.sort(key=position)
-
-
-def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.Item]) -> None:
-    """Deselect the items of other shards, and write the division into the store."""
-    items_of_unit: dict[str, list[pytest.Item]] = {}
-    sizes: dict[str, float] = {}
-    for item in items:
-        unit = _shard_unit(item)
-        items_of_unit.setdefault(unit, []).append(item)
-        sizes[unit] = sizes.get(unit, 0) + _shard_size(item)
-    # Not the report that this session replaces: each machine may have another one.
-    plan = divide(sizes, session.setting("baseline").value, shard.count)
-    can_run = []
-    for units in plan:
-        can_run.append(any(_any_can_run(items_of_unit[unit], session) for unit in units))
-    session.share(SHARDS, {"number": shard.number, "plan": plan, "can_run": can_run})
-    own_units = plan[shard.number - 1]
-    own = []
-    others = []
-    for item in items:
-        if _shard_unit(item) in own_units:
-            own.append(item)
-        else:
-            others.append(item)
-    if others:
-        session.config.hook.pytest_deselected(items=others)
-        items[:] = own
-
-
-def _shard_unit(item: pytest.Item) -> str:
-    """Return what must stay together in a shard: the cell of a suite, or the module of any other test.
-
-    The checks of a suite's cell share runs; the other tests of a module share fixtures, and perhaps ranks.
-    """
-    case = case_of(item)
-    if case is None:
-        return item.nodeid.partition("::")[0]
-    return cell_name(item, case.cell)
-
-
-def _shard_size(item: pytest.Item) -> float:
-    """Return the expected duration of a test, in those of a check or a marked test."""
-    if case_of(item) is not None or item.get_closest_marker("distcompat"):
-        return 1
-    return ORDINARY
-
-
-def _any_can_run(items: Iterable[pytest.Item], session: DistcompatSession) -> bool:
-    """Tell whether this machine can run a case among these items."""
-    for item in items:
-        case = case_of(item)
-        if case is not None and not why_not_run(case, session):
-            return True
-    return False
-
-
-# Running a case.
-
-
-class BoundCase:
-    """The value of the fixture ``distcompat_case``: calling it runs the case, and ends as its verdict says."""
-
-    def __init__(self, case: Case, item: pytest.Function) -> None:
-        self.case, self.item = case, item
-        self._cost: dict[str, Any] = {}
-        self._declaration: Expectation | None = None
-
-    def __call__(self) -> None:
-        """Run the case; return if its verdict is a success, or skip, or xfail. Any other verdict is raised, see FAILURES."""
-        __tracebackhide__ = True
-        session = self.item.config.stash[SESSION]
-        verdict, command = self._verdict(session)
-        verdict = dataclasses.replace(
-            verdict,
-            suite=self.case.suite.__name__,
-            driver=self.case.suite.driver,
-            nodeid=session.nodeid_of(self.item),
-            reproduce=session.reproduce(self.item),
-        )
-        self.item.stash[VERDICT] = {
-            "verdict": verdict.to_json(),
-            "not_applicable": dict(self.case.not_applicable),
-            "cost": self._cost,
-        }
-        if not verdict.status.conclusive:
-            pytest.skip(verdict.reason)
-        if verdict.status is Status.KNOWN:
-            # Without a traceback, whose source pytest would parse: what ``pytest.xfail`` raises.
-            raise pytest.xfail.Exception(verdict.reason, pytrace=False)
-        if not verdict.ok:
-            failure = FAILURES.get(verdict.status, Incompatible)
-            raise failure(self._text(verdict, command))
-
-    def _verdict(self, session: DistcompatSession) -> tuple[Verdict, str]:
-        """Run the case; return its verdict, and the command that repeats the run which ended early, else the last run."""
-        case = self.case
-        reason = why_not_run(case, session) or session.over_budget(case.suite.driver, case.cell)
-        if reason:
-            return skipped(case.check.name, case.cell, reason), ""
-        session.runner.started.clear()
-        verdict, trace = self._judge(session)
-        name, failure = _quoted_run(trace, verdict.message)
-        rank = None
-        rank_that_raised = None
-        if failure is not None:
-            rank = failure.rank
-            if failure.kind == "raised":
-                rank_that_raised = rank
-        command = _command_of(trace)
-        session.note_failed_run(self.item, command, rank_that_raised)
-        message = trace.name_nodes(verdict.message)
-        verdict = dataclasses.replace(verdict, ended_run=name, rank=rank, message=message)
-        self._show_output(session, verdict)
-        return verdict, command
-
-    def _judge(self, session: DistcompatSession) -> tuple[Verdict, Trace]:
-        """Run the check; return its verdict, with what the suite and known issues expect, and the trace it was judged on."""
-        case = self.case
-        driver = find_driver(case.suite.driver)
-        known = session.known_of(concerned(driver), session.nodeid_of(self.item))
-        # The suite's own expectations come first.
-        expected = list(case.suite.expect)
-        for issue in known:
-            expected += issue.expectations
-        verdict, trace = run_check(
-            session.runner, case.suite.driver, case.cell, case.check, expected
-        )
-        used = cost(trace, session.gpu_name)
-        if used:
-            self._cost = dataclasses.asdict(used)
-        if verdict.status is Status.FAILED and not verdict.reason:
-            self._declaration = declaration(case.check, case.cell, trace)
-        verdict = self._verified(verdict, expected, session)
-        declared_of(session).note_verdict(self.item, known, case.cell, verdict)
-        return verdict, trace
-
-    def _verified(
-        self, verdict: Verdict, expected: Sequence[Expectation], session: DistcompatSession
-    ) -> Verdict:
-        """Run the check again under cold torchrun, if it is its turn; return a failure if the second verdict differs."""
-        case = self.case
-        # A check with a limit measures a number, which differs from run to run.
-        # Cold torchrun starts all ranks on this machine.
-        if case.check.limit or case.cell.nodes > 1:
-            return verdict
-        if not session.verifies(session.nodeid_of(self.item)):
-            return verdict
-        cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
-        if cold.status == verdict.status:
-            return verdict
-        self._declaration = None
-        message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
-        return dataclasses.replace(verdict, status=Status.FAILED, message=message)
-
-    def _show_output(self, session: DistcompatSession, verdict: Verdict) -> None:
-        """Keep what the ranks wrote for the report, or print it (``-s``).
-
-        An item that failed shows the run that ended early, else all its runs; any other those that it has started: checks share
-        runs.
-        """
-        config = self.item.config
-        if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
-            config, "workerinput"
-        ):
-            for title, content in sections(session.runner.started):
-                print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
-        elif verdict.status.red:
-            self.item.stash[OUTPUT] = sections(self._runs_of_failure(session, verdict))
-        else:
-            self.item.stash[OUTPUT] = sections(session.runner.started)
-
-    def _runs_of_failure(self, session: DistcompatSession, verdict: Verdict) -> dict[Path, str]:
-        """Return the directory and name of the run that ended early, else of all runs that the check reads."""
-        case = self.case
-        scenario = case.check.runs(case.cell, find_driver(case.suite.driver))
-        runs = session.runner.directories(case.suite.driver, case.cell, scenario)
-        if not verdict.ended_run:
-            return runs
-        return {directory: name for directory, name in runs.items() if name == verdict.ended_run}
-
-    def _text(self, verdict: Verdict, command: str) -> str:
-        # The finding first: summaries and JUnit show the first line, beside the item's name.
-        lines = [verdict.message.rstrip(), "", f"{verdict.cell}: {verdict.check}: {verdict.status}"]
-        if verdict.status is Status.FAILED and not verdict.ended_run:
-            # For a run that ended early the message has the cause already.
-            lines += [f"the claim: {self.case.check.text}", ""]
-        if self._declaration is not None:
-            lines.append(f"if that is known, declare it in expect: {self._declaration},")
-        lines.append(f"reproduce: {verdict.reproduce}")
-        if command:
-            lines.append(f"this run alone: {command}")
-        return "\n".join(lines)
-
-
-def _command_of(trace: Trace) -> str:
-    """Return the command that repeats the first run that ended early, else the last run; empty if there is none."""
-    commands = list(trace.notes.values())
-    last = commands[-1] if commands else ""
-    for run in trace:
-        if run.end is not None:
-            return trace.notes.get(run.name) or last
-    return last
-
-
-def _quoted_run(trace: Trace, message: str) -> tuple[str, RunFailure | None]:
-    """Return the name and the end of the first run that ended early and whose message a verdict quotes.
-
-    The message of a check names ranks itself.
-    """
-    for run in trace:
-        if run.end is not None and run.end.message and run.end.message in message:
-            return run.name, run.end
-    return "", None
-
-
-def finish_report(
-    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
-) -> None:
-    """Attach the verdict to the report, which then shows its message without frames of this plugin."""
-    setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
-    output = item.stash.get(OUTPUT, None)
-    if output is not None:
-        report.sections.extend(output)
-    error = call.excinfo.value if call.excinfo is not None else None
-    if isinstance(error, DistcompatError):
-        represent(report, str(error))
-        take_xfail_from_hard(report, error)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a rank wrote: the kind of the stream, the name of its run, the text."""
-
-    kind: str
-    run: str
-    text: str
-
-
-def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
-    """Return a section for what each rank of these runs (directory to name) wrote; ranks that wrote the same share one."""
-    ranks: dict[_Written, list[int]] = {}
-    for directory, name in runs.items():
-        for rank in range(_world_size_of_run(directory)):
-            for kind, text in written(directory, rank):
-                ranks.setdefault(_Written(kind, name, text), []).append(rank)
-    shown = []
-    for output, numbers in ranks.items():
-        title = f"Captured {output.kind} of {output.run} ({name_ranks(numbers)})"
-        shown.append((title, excerpt(output.text, SECTION_CHARACTERS)))
-    return shown
-
-
-def _world_size_of_run(directory: Path) -> int:
-    """Return the number of ranks of a run; 0 of one that follows one which failed, and so never began."""
-    request = directory / "request.json"
-    if not request.exists():
-        return 0
-    return Request.read(request).world_size

@@ -8,12 +8,12 @@ from typing import Any
 
 from pytest_distcompat.cell import Matrix
 from pytest_distcompat.checks import find_check
+from pytest_distcompat.compat_suite import CompatSuite
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.suite import CompatSuite
 
 #: The attributes of a suite's class, and the types of their values.
 _ATTRIBUTES = {"driver": str, "matrix": Matrix, "expect": Expectation}

@@ -15,11 +15,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.expect import Expectation, may_refuse
+from pytest_distcompat.ext.upstream.sweep import rules
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.ext.upstream.sweep.slice import SLICE, SWEEP_CHECKS
 from pytest_distcompat.judge import ACCIDENTS, BUILDS, premature_end
 from pytest_distcompat.law import CheckLike, Law
 from pytest_distcompat.scenario import REFERENCE_RUN, Run, Scenario
-from pytest_distcompat.settings import Source, rules
-from pytest_distcompat.settings.slice import SLICE, SWEEP_CHECKS
 from pytest_distcompat.trace import RunFailure, Trace
 
 #: The name of the reference that follows the other one of two settings which say different values of the same.
@@ -40,7 +41,7 @@ class SweepLaw(Law):
     def unsupported_reason(self, driver: Any, cell: Cell) -> str | None:
         """Return which object of a setting the driver does not make under the cell's strategy; None if it makes all."""
         for setting in cell.set:
-            makers = _makers(getattr(driver, "sources", ()), setting, cell.strategy)
+            makers = _makers(rules.sources_of(driver), setting, cell.strategy)
             if not any(cell.strategy in source.strategies for source in makers):
                 return f"the {driver.name or driver.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
         return None

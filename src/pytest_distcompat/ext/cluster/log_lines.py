@@ -1,0 +1,29 @@
+"""Lines of ranks' logs that go from one node to another."""
+
+from __future__ import annotations
+
+import json
+import re
+
+#: Events that the other nodes need: all but the large ones, and those with process numbers of this node.
+_NOT_FORWARDED = re.compile(r'\{"event": "(start|action|snapshot)"')
+_TIME = re.compile(r'"time": (\d+\.\d+)')
+
+
+def is_forwarded(line: str) -> bool:
+    """Tell whether other nodes need the line of an event."""
+    return _NOT_FORWARDED.match(line) is None
+
+
+def shifted(line: str, seconds: float) -> str:
+    """Return the line of an event with its time by another node's clock."""
+    if not seconds:
+        return line
+    return _TIME.sub(lambda match: f'"time": {float(match[1]) + seconds}', line, count=1)
+
+
+def without_pid(line: str) -> str:
+    """Return the line without the number of its process, which means nothing on another node."""
+    if line.startswith('{"event": "done"'):
+        return json.dumps({**json.loads(line), "pid": None})
+    return line

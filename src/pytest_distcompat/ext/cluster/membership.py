@@ -1,0 +1,245 @@
+"""The nodes of a session: their agents are started, join, are lost, and are started again.
+
+A scheduler may take all nodes away, as when the job's time is over; the executor knows whether it does (``Executor.taken``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_distcompat import clock
+from pytest_distcompat.ext.cluster.alike import difference
+from pytest_distcompat.ext.cluster.channel import Channel, Listener, NotProvedError
+from pytest_distcompat.ext.cluster.executors import Executor
+from pytest_distcompat.ext.cluster.node import Node
+from pytest_distcompat.ext.cluster.settings import Settings
+from pytest_distcompat.launch.process import await_exit, kill_and_wait
+from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.lease.pool import boot_id
+from pytest_distcompat.user_input import write_address
+
+
+class Membership:
+    """The nodes of a session, and which of them are there."""
+
+    def __init__(
+        self, executor: Executor, settings: Settings, warmth: Warmth, session: str
+    ) -> None:
+        self._executor = executor
+        self._settings = settings
+        self._warmth = warmth
+        self._session = session
+        self._nodes: dict[str, Node] = {}
+        #: So that a name is taken once.
+        self._admitting = threading.Lock()
+        self._listener: Listener | None = None
+        self._processes: list[subprocess.Popen[str]] = []
+        self._token = settings.token or secrets.token_hex(32)
+        #: The agents that were started again, by the node that was lost; None for one that a user has to start.
+        self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
+        self._spare = list(settings.spare)
+        #: The nodes that were found to be alike.
+        self._alike: set[Node] = set()
+        #: Whether the executor's scheduler counts devices.
+        self._accounts = executor.accounts
+        #: Why a scheduler takes all nodes away, so that no later run can start; empty while it does not.
+        self.taken = ""
+
+    def present(self, count: int) -> list[Node]:
+        """Return the first so many nodes that are not lost, by name."""
+        present = [node for node in self._nodes.values() if not node.lost]
+        return sorted(present, key=lambda node: node.name)[:count]
+
+    def start(self) -> None:
+        """Listen for node agents, and have the executor start its own, once."""
+        if self._listener is not None:
+            return
+        host, port = self._settings.listen
+        self._listener = Listener(host, port, self._token.encode(), self._admit)
+        address = write_address(host, self._listener.port)
+        self._join = [sys.executable, "-m", "pytest_distcompat.cli", "join", address]
+        self._join += ["--token-file", "-", "--with-parent"]
+        if self._settings.node:
+            process = self._executor.start_one(self._join, self._settings.node, self._token)
+            self._processes = [process] if process is not None else []
+        else:
+            self._processes = self._executor.start(self._join, self._settings.nodes, self._token)
+
+    def _admit(self, channel: Channel) -> None:
+        """Take in a peer that knows the token, or tell it why not. Runs in a thread of its own."""
+        node: Node | None = None
+        try:
+            node = Node(channel, channel.receive())
+            with self._admitting:
+                refused = self._refusal_reason(node)
+                if not refused:
+                    self._nodes[node.name] = node
+            if refused:
+                channel.send({"refused": refused})
+                channel.close()
+                return
+            self._greet(node)
+            node.listen()
+        except (OSError, NotProvedError, KeyError, ValueError) as error:
+            if node is None:
+                channel.close()
+            else:
+                # It has joined: its name must be free for the next agent.
+                node.lose(f"its agent went away while it joined ({error})")
+
+    def _greet(self, node: Node) -> None:
+        """Tell a node that has joined what it needs to know, and learn its facts."""
+        settings = self._settings
+        fields = {
+            "warmth": dataclasses.asdict(self._warmth),
+            "cwd": str(Path.cwd()),
+            "device": settings.device,
+            "root": settings.root,
+            "gpus": settings.gpus,
+            "ranks_each": settings.ranks_each,
+            "runs_share": settings.runs_share,
+            "timeline": settings.timeline,
+        }
+        node.channel.send(fields)
+        node_facts = node.receive("facts")["facts"]
+        # Nodes may join minutes apart, so each clock is compared with the one here.
+        node_facts["wall"] -= clock.wall()
+        if node.boot != boot_id():
+            node.measure_clock()
+        node.send({"do": "warm", "session": self._session})
+        if self._accounts:
+            # Its scheduler says whether a node has enough.
+            node_facts["gpus"] = 0
+        node.facts = node_facts
+
+    def _refusal_reason(self, node: Node) -> str:
+        """Return why a node cannot join; empty if it can."""
+        known = self._nodes.get(node.name)
+        if known is not None and not known.lost:
+            return f"a node of that name has joined from {known.channel.peer} already; expected another --name"
+        present = [other.name for other in self._nodes.values() if not other.lost]
+        if len(present) >= self._settings.nodes:
+            return f"all {len(present)} nodes have joined: {', '.join(present)}"
+        return ""
+
+    def ready(self) -> str:
+        """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is.
+
+        Agents that were lost since are started again, by an executor that can.
+        """
+        self.start()
+        taken = self.find_taken()
+        if taken:
+            return taken
+        self._move()
+        self._restart_lost()
+        clock.wait_until(self._all_joined_or_never_will, self._settings.wait)
+        present = self._joined()
+        if len(present) < self._settings.nodes:
+            for node in self._lost():
+                process = self._restarted.get(node)
+                if process is not None:
+                    # No later test waits for it.
+                    kill_and_wait(process)
+            return self._describe_missing(present)
+        if self._alike == {*present}:
+            return ""
+        problem = difference(
+            sorted(present, key=lambda node: node.name),
+            self._settings,
+            self._warmth,
+            accounts=self._accounts,
+        )
+        self._alike = set() if problem else {*present}
+        return problem
+
+    def _restart_lost(self) -> None:
+        """Have agents started again that were lost since they were ready; one that never was ready will not be."""
+        if self._settings.node:
+            return
+        for node in self._lost():
+            if node.facts and node not in self._restarted:
+                process = self._executor.restart(self._join, node.name, self._token)
+                self._restarted[node] = process
+                if process is not None:
+                    self._processes.append(process)
+
+    def _all_joined_or_never_will(self) -> bool:
+        """Tell whether there is nothing left to wait for: all nodes have joined, or one that is missing will not come."""
+        if len(self._joined()) >= self._settings.nodes:
+            return True
+        if self._processes and all(process.poll() is not None for process in self._processes):
+            return True
+        for node in self._lost():
+            process = self._restarted.get(node)
+            if process is None or process.poll() is not None:
+                return True
+        return False
+
+    def _describe_missing(self, present: Sequence[Node]) -> str:
+        """Return which nodes are there and what became of those that were lost, and how a node can join."""
+        names = ", ".join(node.name for node in present) or "none"
+        text = f"{len(present)} of {self._settings.nodes} nodes are there ({names})"
+        for node in self._lost():
+            text += f"; {node.name}: {node.lost}"
+            if self._restarted.get(node):
+                text += ", and a new one does not join"
+        if self._executor.hint:
+            assert self._listener is not None
+            address = write_address(self._settings.listen[0], self._listener.port)
+            text += f"; {self._executor.hint.replace('HOST:PORT', address)}"
+        return text
+
+    def _move(self) -> None:
+        """Start the agent of the next spare node where the one that has all runs is lost: a preempted one does not come back."""
+        while self._spare and self._lost() and not self._joined():
+            name = self._spare.pop(0)
+            process = self._executor.start_one(self._join, name, self._token)
+            if process is not None:
+                self._settings.say(
+                    f"{self._lost()[-1].name} is lost; {name} has the runs from now on"
+                )
+                self._processes.append(process)
+                self._await_agent(process)
+
+    def _await_agent(self, process: subprocess.Popen[str]) -> None:
+        clock.wait_until(
+            lambda: bool(self._joined()) or process.poll() is not None, self._settings.wait
+        )
+
+    def _joined(self) -> list[Node]:
+        """Return the nodes that have joined and are there."""
+        return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
+
+    def find_taken(self) -> str:
+        """Find out, once nodes are lost, whether a scheduler takes all of them away."""
+        if not self.taken and self._lost():
+            self.taken = self._executor.taken()
+        return self.taken
+
+    def _lost(self) -> list[Node]:
+        return [node for node in list(self._nodes.values()) if node.lost]
+
+    def close(self) -> None:
+        """End all node agents that were started, and let the others go."""
+        for node in list(self._nodes.values()):
+            node.send({"do": "close"})
+        for process in self._processes:
+            await_exit(process, 5.0)
+            kill_and_wait(process)
+            for pipe in (process.stdin, process.stdout):
+                # A line may be left that it did not read.
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+        if self._listener is not None:
+            self._listener.close()
+        for node in list(self._nodes.values()):
+            node.channel.close()

@@ -1,0 +1,105 @@
+"""Where the runs of a session are, by ``--distcompat-nodes``, ``--distcompat-worker-nodes``, marks and matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.cell import Matrix
+from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.lease import Inventory, Pool
+from pytest_distcompat.plugin.placement import Placement
+from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.spread import Spread
+
+if TYPE_CHECKING:
+    from pytest_distcompat.ext.cluster.launcher import NodesLauncher
+
+
+class ClusterPlacement(Placement):
+    """The placement of a session over nodes, or on other nodes than this one.
+
+    Attributes:
+        worker_nodes: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
+        shares: Whether a test needs a directory that all its nodes share.
+    """
+
+    def __init__(self, session: DistcompatSession) -> None:
+        super().__init__()
+        self._session = session
+        setting = session.setting("nodes")
+        self._default = int(setting.value)
+        self.worker_nodes = int(session.setting("worker_nodes").value)
+        self.machines_of_workers = max(1, self.worker_nodes)
+        self.shares = False
+        self.hint = f" (--distcompat-nodes, {setting.origin}); nodes=1 in its mark runs them on one"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Tell whether runs of this session span several nodes, or are on other nodes than this one."""
+        return self.machines > 1 or self.worker_nodes > 0 or self._default > 1
+
+    def spread(self, world_size: int, nodes: int | None) -> Spread:
+        """Return the spread of a test: over the nodes of its mark, else over those of the session."""
+        return Spread(world_size, nodes or self._default)
+
+    def spread_matrix(self, matrix: Matrix) -> Matrix:
+        """Return a matrix whose cells are spread over the nodes of the session, unless it names a number itself."""
+        return matrix.spread_as(Matrix(nodes=self._default))
+
+    def note(self, spread: Spread, *, shares: bool) -> None:
+        """Note a test of this session, and whether its nodes need a directory that all of them see."""
+        super().note(spread, shares=shares)
+        is_elsewhere = not spread.on_one or self.worker_nodes > 0
+        if shares and is_elsewhere and not spread.uneven:
+            self.shares = True
+
+    def launcher(self, local: Launcher, warmth: Warmth) -> Launcher:
+        """Return a launcher for runs of several nodes too, if a test of this session has one."""
+        if self.machines == 1 and not self.worker_nodes:
+            return local
+        from pytest_distcompat.ext.cluster.session_nodes import Wanted, nodes_launcher
+
+        wanted = Wanted(self.machines, self.worker_nodes, self.shares)
+        launcher = nodes_launcher(self._session, wanted, local, warmth)
+        plugins = self._session.config.pluginmanager
+        plugins.register(NodesOfSession(launcher), "distcompat-nodes")
+        return launcher
+
+
+class NodesOfSession:
+    """Hooks of a session over nodes."""
+
+    def __init__(self, launcher: NodesLauncher) -> None:
+        self._launcher = launcher
+
+    def pytest_distcompat_why_not_ready(self) -> str:
+        """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
+        return self._launcher.ready()
+
+    def pytest_distcompat_pool(
+        self, session: DistcompatSession, inventory: Inventory
+    ) -> Pool | None:
+        """Return a pool that asks the scheduler for devices, if it counts them."""
+        launcher = self._launcher
+        if not launcher.accounts or not session.gpus:
+            return None
+        from pytest_distcompat.ext.cluster.pool import ScheduledPool
+
+        return ScheduledPool(
+            None,
+            inventory,
+            ask=lambda ranks, who: launcher.devices([], ranks, who),
+            **session.pool_options,
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """End the session once a scheduler takes its nodes away: no later test can run."""
+        report = yield
+        if self._launcher.taken:
+            item.session.shouldstop = self._launcher.taken
+        return report

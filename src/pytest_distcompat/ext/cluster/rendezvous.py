@@ -1,0 +1,96 @@
+"""The rendezvous of the agents of several nodes. The launcher process of each node imports this, by the name in ``Place``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+from torch.distributed.elastic.rendezvous import RendezvousInfo, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from pytest_distcompat import clock
+from pytest_distcompat.ext.cluster.place import Place
+from pytest_distcompat.launch import loopback
+from pytest_distcompat.launch.agent import store_on
+from pytest_distcompat.launch.request import Request
+
+#: How often an agent looks whether those of the other nodes have come, in seconds.
+MEETING_INTERVAL_S = 0.02
+
+
+class SeveralNodes(DynamicRendezvousHandler):
+    """torchrun's c10d rendezvous of the agents of several nodes.
+
+    torch lets the store of the ranks listen on all interfaces; this one listens on the node's own address. torch numbers nodes by
+    address and process number; here pytest's process has numbered them. These methods, and the names by which torch waits, are
+    private; ``tests/launch/test_private_names.py`` fails when they go away.
+    """
+
+    #: The port of the ranks' store.
+    port = 0
+    #: Which of the nodes this one is, and how many there are.
+    number, nodes = 0, 1
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other agents, and note the port of the ranks' store."""
+        # torch looks for the other nodes once a second, which is most of a warm run.
+        self._state_holder._cache_duration = 0  # type: ignore[attr-defined]  # noqa: SLF001 - see the class
+        module: Any = dynamic_rendezvous
+        module._delay = lambda seconds: clock.sleep(MEETING_INTERVAL_S)  # noqa: ARG005, SLF001 - see the class
+        info = super().next_rendezvous()
+        assert info.bootstrap_store_info is not None
+        self.port = info.bootstrap_store_info.master_port
+        return info
+
+    def leave(self, store: Any) -> None:
+        """Wait for the other nodes' agents, whose ranks may still use the ``store`` of this one."""
+        # RuntimeError: the store is gone with the agent that had it, which has left.
+        with contextlib.suppress(RuntimeError):
+            if self.nodes > 1 and store.add("distcompat/left", 1) < self.nodes:
+                clock.wait_until(
+                    lambda: store.add("distcompat/left", 0) == self.nodes, math.inf, every=0.01
+                )
+
+    def _get_world(self) -> tuple[int, int]:
+        return self.number, super()._get_world()[1]
+
+    def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002 - torch's signature
+        return store_on(loopback.listen(master_addr), master_addr)
+
+
+def meet(request: Request, listens: Callable[[int], None]) -> SeveralNodes:
+    """Return the rendezvous of the request's nodes. Node 0 opens the store on which they meet.
+
+    Args:
+        request: The part of this node, whose ``place`` has the fields of ``Place``.
+        listens: Called with the port of that store, on node 0.
+    """
+    place = Place(**request.place)
+    limit = timedelta(seconds=request.timeout)
+    host, port = place.store
+    if place.number == 0:
+        store = store_on(loopback.listen(host), host)
+        listens(store.port)
+    else:
+        store = TCPStore(host, port, is_master=False, timeout=limit)
+    rendezvous = SeveralNodes.from_backend(
+        place.run_id,
+        store,
+        C10dRendezvousBackend(store, place.run_id),
+        min_nodes=request.nodes,
+        max_nodes=request.nodes,
+        local_addr=place.address,
+        timeout=RendezvousTimeout(join=limit),
+    )
+    assert isinstance(rendezvous, SeveralNodes)
+    rendezvous.number = place.number
+    rendezvous.nodes = request.nodes
+    return rendezvous

@@ -1,0 +1,248 @@
+"""One run on nodes. Each node has a part of it, its ranks; the first node opens the store by which they meet.
+
+Agents send what their ranks log; it is written here, and forwarded to the other nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat import clock
+from pytest_distcompat.decode import decode
+from pytest_distcompat.events import Done, of_kind
+from pytest_distcompat.ext.cluster.executors import Given
+from pytest_distcompat.ext.cluster.log_lines import is_forwarded, shifted, without_pid
+from pytest_distcompat.ext.cluster.node import Node
+from pytest_distcompat.ext.cluster.parts import (
+    NOT_STARTED,
+    Part,
+    has_failed,
+    known_of_run,
+    process_of,
+)
+from pytest_distcompat.ext.cluster.place import Place
+from pytest_distcompat.ext.cluster.settings import Settings
+from pytest_distcompat.ext.cluster.time_limit import AFTER_LIMIT_S, TimeLimit
+from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.rank_log import LogReader
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.lease.timeline import Span, append
+
+#: How long the other nodes may go on after one has ended badly, in seconds.
+AFTER_FAILURE_S = 2.0
+
+
+@dataclasses.dataclass(eq=False)
+class NodesRun:
+    """One run on several nodes, or on one that leases its devices.
+
+    Attributes:
+        nodes: The nodes; the first has the lowest ranks and opens the store.
+        request: What is run.
+        environment: The environment of this process when the session began; nodes are sent what has changed since.
+        settings: The nodes of the session.
+        taken: Returns why a scheduler takes all nodes away; empty if it does not.
+        given: The GPUs that a scheduler gave the run, by node.
+    """
+
+    nodes: list[Node]
+    request: Request
+    environment: Mapping[str, str]
+    settings: Settings
+    taken: Callable[[], str]
+    given: Given
+
+    def __post_init__(self) -> None:
+        self._directory = Path(self.request.directory)
+        self._ranks_each = self.request.world_size // len(self.nodes)
+        #: By the name of each node that has ended its part of the run: how it ended.
+        self._parts: dict[str, Part] = {}
+        #: When a part failed, and when the others were told to stop.
+        self._failed_at: float | None = None
+        self._stopped_at: float | None = None
+        self._limit = TimeLimit(self.nodes, self.request.timeout, self.settings.say)
+        #: The variables of the environment that tests have set, and those that they have removed.
+        self._set = {
+            name: value for name, value in os.environ.items() if self.environment.get(name) != value
+        }
+        self._unset = [name for name in self.environment if name not in os.environ]
+        if not self.settings.node:
+            # A node that leases devices says for which test.
+            self._set.pop("PYTEST_CURRENT_TEST", None)
+
+    def run(self) -> Ending:
+        """Start the parts, follow them to their ends, and conclude."""
+        self.request.write()
+        began = clock.now()
+        if not self.settings.node:
+            # A node that leases its devices may wait for them first: there the limit begins with the first line of a rank's log.
+            self._limit.begin()
+        run_id = uuid.uuid4().hex
+        self._send(0, run_id, (self.nodes[0].channel.peer, 0))
+        all_started = len(self.nodes) == 1
+        while len(self._parts) < len(self.nodes):
+            messages = self._receive()
+            for message in messages:
+                if message["is"] == "log":
+                    self._limit.begin()
+                elif message["is"] == "listens" and not all_started:
+                    self._start_others(run_id, message["store"])
+                    all_started = True
+            self._note_lost()
+            if not all_started and self._parts:
+                # The first node has ended and has not opened the store, so the others never start.
+                for node in self.nodes[1:]:
+                    self._parts[node.name] = NOT_STARTED
+            if self._failed_at is None and any(has_failed(part) for part in self._parts.values()):
+                self._failed_at = clock.now()
+            self._stop_late()
+            if not messages:
+                clock.sleep(0.005)
+        return self._conclude(began)
+
+    def _start_others(self, run_id: str, store: Sequence[Any]) -> None:
+        """Start the parts of all nodes but the first, which has opened the store."""
+        host, port = store
+        for number in range(1, len(self.nodes)):
+            self._send(number, run_id, (host, port))
+
+    def _note_lost(self) -> None:
+        """Note how the parts of nodes ended that are gone."""
+        for node in self.nodes:
+            if node.lost and node.name not in self._parts:
+                taken = self.taken()
+                why = f"{node.lost}: {taken}" if taken else node.lost
+                self._parts[node.name] = {"processes": {}, "known": {}, "lost": why, "output": {}}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that a scheduler gave the run on its nodes, as far as they have ended it."""
+        names = []
+        for node in self.nodes:
+            for device in self._parts[node.name].get("devices", ()):
+                names.append(node.device(device))
+        return tuple(names)
+
+    def _send(self, number: int, run_id: str, store: tuple[str, int]) -> None:
+        """Start the part of the ``number``-th node; the nodes meet on ``store``, host and port."""
+        node = self.nodes[number]
+        place = {}
+        if not self.settings.node:
+            place = dataclasses.asdict(Place(number, node.channel.peer, store, run_id))
+        message = {
+            "do": "run",
+            "request": dataclasses.asdict(self.request),
+            "place": place,
+            "set": self._set,
+            "unset": self._unset,
+            "id": run_id[:8],
+            "gpus": self.given.get(node.name, ()),
+        }
+        node.send(message)
+
+    def _receive(self) -> list[dict[str, Any]]:
+        """Return the messages of all nodes that have arrived, once their logs are written and forwarded."""
+        messages = []
+        for node in self.nodes:
+            while not node.messages.empty():
+                message = node.messages.get()
+                messages.append(message)
+                self._take_in(node, message)
+        return messages
+
+    def _take_in(self, node: Node, message: dict[str, Any]) -> None:
+        """Write down what a node says: lines of a log, what it waits for, or how its part ended."""
+        if message["is"] == "log":
+            self._log(node, message["rank"], message["lines"])
+        elif message["is"] == "waits":
+            self.settings.say(f"{node.name}: {message['text']}")
+        elif message["is"] == "ended":
+            self._parts[node.name] = message
+            for fields in message.get("spans", ()):
+                span = decode(Span, fields).on_node(node.name, node.ahead, self.settings.worker)
+                append(Path(self.settings.timeline), span)
+
+    def _log(self, node: Node, rank: int, lines: str) -> None:
+        """Write lines of a rank's log, with times by the clock here, and forward to other nodes what they need."""
+        own_lines = [shifted(line, -node.ahead) for line in lines.splitlines()]
+        with (self._directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in own_lines)
+        forwarded = [without_pid(line) for line in own_lines if is_forwarded(line)]
+        if not forwarded:
+            return
+        for other in self.nodes:
+            if other is not node:
+                text = "".join(f"{shifted(line, other.ahead)}\n" for line in forwarded)
+                other.send({"do": "log", "rank": rank, "lines": text})
+
+    def _stop_late(self) -> None:
+        """End the parts that outlive the failure of another one, or the time limit."""
+        now = clock.now()
+        running = [node for node in self.nodes if node.name not in self._parts]
+        self._limit.note_suspended(running, now)
+        if self._stopped_at is not None:
+            if now > self._stopped_at + AFTER_LIMIT_S:
+                for node in running:
+                    node.lose("did not end its ranks in time")
+            return
+        outlives_failure = self._failed_at is not None and now > self._failed_at + AFTER_FAILURE_S
+        if outlives_failure or self._limit.is_over(running):
+            self._stopped_at = now
+            for node in running:
+                node.send({"do": "stop", "why": "another node has ended"})
+
+    def _conclude(self, began: float) -> Ending:
+        """Return how the run ended, from the logs of all ranks and what each node knew of its processes."""
+        processes: dict[int, RankProcess] = {}
+        errors: list[str] = []
+        events = LogReader(self._directory, range(self.request.world_size)).read()
+        for number, node in enumerate(self.nodes):
+            part = self._parts[node.name]
+            ranks = range(number * self._ranks_each, (number + 1) * self._ranks_each)
+            for rank in ranks:
+                processes[rank] = process_of(rank, node, part)
+            if "lost" in part:
+                # A rank that had not finished says so itself.
+                if all(of_kind(Done, events[rank]) for rank in ranks):
+                    errors.append(f"{node.name}: {part['lost']}")
+            elif part["known"].get("launch_error"):
+                errors.append(f"{node.name}: {part['known']['launch_error']}")
+            self._write_output(part["output"])
+            for name, text in part.get("recorded", {}).items():
+                (self._directory / name).write_text(text, encoding="utf-8")
+        ending = conclude(
+            events,
+            processes,
+            **known_of_run(self.nodes, self._parts, self.request.timeout),
+            launch_error="\n".join(errors),
+            seconds=clock.now() - began,
+            command=_command(self.request),
+        )
+        leaks: list[str] = []
+        for part in self._parts.values():
+            leaks += part.get("leaks", ())
+        return dataclasses.replace(ending, leaks=tuple(leaks))
+
+    def _write_output(self, output: Mapping[str, Mapping[str, str]]) -> None:
+        """Write what the ranks of a node wrote to where reports look for it."""
+        for rank, texts in output.items():
+            for kind, text in texts.items():
+                logs = self._directory / "logs" / "nodes" / "attempt_0" / rank
+                path = (
+                    self._directory / f"rank-{rank}.log" if kind == "log" else logs / f"{kind}.log"
+                )
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+
+
+def _command(request: Request) -> str:
+    """Return the command line that runs the run alone; of one on several nodes, with what torchrun needs on each."""
+    if request.spread.on_one:
+        return request.command()
+    meeting = f"--nnodes {request.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    return f"{request.command(meeting)}  # on each node"

@@ -1,0 +1,45 @@
+"""The nodes of a session, as its options describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The nodes of a session, as its options describe them.
+
+    Attributes:
+        nodes: The number of nodes; 1 where one node has all runs of this process (``node``).
+        root: The root directory of the session.
+        device: ``cpu`` or ``cuda``.
+        listen: Where node agents join: host and port.
+        token: What they must know; empty for a random one.
+        wait: How long they may take to join, in seconds.
+        shared: A directory that all nodes must share; empty if they need none.
+        node: The node that has all runs of this process, and leases its devices itself; empty where runs span nodes.
+        spare: The nodes that have all runs in turn where ``node`` is lost.
+        timeline: The directory where leases are recorded.
+        worker: The xdist worker whose leases they are.
+        gpus: How many GPUs of each node runs may have.
+        ranks_each: How many ranks can share a GPU.
+        runs_share: Whether runs can share a GPU.
+        say: Shows the user what a run waits for.
+    """
+
+    nodes: int
+    root: str
+    device: str
+    listen: tuple[str, int]
+    token: str
+    wait: float
+    shared: str = ""
+    node: str = ""
+    spare: tuple[str, ...] = ()
+    timeline: str = ""
+    worker: str = ""
+    gpus: int = 0
+    ranks_each: int = 1
+    runs_share: bool = False
+    say: Callable[[str], None] = print

@@ -1,0 +1,68 @@
+"""The time limit of a run on nodes, which a suspended job has none of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pytest_distcompat import clock
+from pytest_distcompat.ext.cluster.agent import HEARTBEAT_S
+from pytest_distcompat.ext.cluster.node import Node
+
+#: How long a node may take after the time limit, in seconds.
+AFTER_LIMIT_S = 8.0
+#: How long a job may be suspended while pytest runs on, in seconds. An agent that never runs again, though its node answers,
+#: looks like that.
+SUSPENDED_S = 3600.0
+
+
+class TimeLimit:
+    """The time limit of one run. It counts beats of the agents and not seconds: a suspended job has no beats, and no time."""
+
+    def __init__(self, nodes: Sequence[Node], seconds: float, say: Callable[[str], None]) -> None:
+        self._nodes = nodes
+        self._seconds = seconds
+        self._say = say
+        #: How many beats each node had given when the limit began; empty before.
+        self._counted_from: dict[Node, int] = {}
+        #: The nodes that were suspended at the last look, and when that was.
+        self._suspended: list[Node] = []
+        self._looked_at = clock.now()
+        #: Since when some node has been suspended; counted anew after this process was stopped itself.
+        self._suspended_since = self._looked_at
+
+    def begin(self) -> None:
+        """Begin to count, unless it has begun."""
+        if not self._counted_from:
+            self._counted_from = {node: node.beats for node in self._nodes}
+
+    def is_over(self, running: Sequence[Node]) -> bool:
+        """Tell whether the time limit has passed on all nodes that still run their parts."""
+        if not self._counted_from:
+            return False
+        limit = (self._seconds + AFTER_LIMIT_S) / HEARTBEAT_S
+        return all(node.beats - self._counted_from[node] > limit for node in running)
+
+    def note_suspended(self, running: Sequence[Node], now: float) -> None:
+        """Tell the user of nodes whose agents do not run, and give up those that are suspended for too long.
+
+        Args:
+            running: The nodes that have not ended their parts.
+            now: The time, by ``clock.now``.
+        """
+        # Where this process has not looked for so long it was stopped itself, as a whole job is, and all nodes with it.
+        suspended: list[Node] = []
+        for node in running:
+            if now - min(self._looked_at, node.beat_at) > clock.GAP_S:
+                suspended.append(node)
+        if suspended and not self._suspended:
+            names = ", ".join(node.name for node in suspended)
+            self._say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
+        if not self._suspended or now - self._looked_at > clock.GAP_S:
+            self._suspended_since = now
+        self._suspended = suspended
+        self._looked_at = now
+        if now - self._suspended_since > SUSPENDED_S:
+            for node in suspended:
+                node.lose(
+                    f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers"
+                )

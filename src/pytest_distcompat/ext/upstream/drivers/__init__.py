@@ -1,0 +1,5 @@
+"""The built-in drivers, each named after the library that it drives, and ``TinyDriver``, which they inherit."""
+
+from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver
+
+__all__ = ["TinyDriver"]

@@ -1,0 +1,209 @@
+"""Option ``loaded``: models that a trainer makes itself, which ZeRO-3 partitions parameter by parameter meanwhile.
+
+https://huggingface.co/docs/transformers/deepspeed, https://deepspeed.readthedocs.io/en/latest/zero3.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.parallel.reasons import first_reason
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import TinyModel
+    from pytest_distcompat.precisions import Precision
+
+#: The seed of weights that are not in the files. As users do it, all ranks have the same.
+SEED = 1
+
+
+def sources(*strategies: str) -> tuple[Source, ...]:
+    """Return the calls by which transformers makes, changes and writes a model, whose arguments a cell sets."""
+    model = "transformers.PreTrainedModel"
+    names = ("from_pretrained", "resize_token_embeddings", "save_pretrained")
+    return tuple(Source(name, f"{model}.{name}", strategies) for name in names)
+
+
+def unsupported_reason(cell: Cell, tiny: TinyModel) -> str | None:
+    """Return why the trainer cannot make the cell's model itself; None if it can, or if the model is given."""
+    loaded = cell.option("loaded")
+    if loaded == "given":
+        return None
+    of_transformers = "transformers" in tiny.preload
+    partitions = STRATEGIES.get(cell.strategy).zero_stage == 3
+    return first_reason(
+        (
+            loaded == "zero_init" and not partitions,
+            "zero.Init partitions parameters, which ZeRO-3 alone does",
+        ),
+        (
+            loaded == "zero_init" and of_transformers,
+            "a model of transformers enters zero.Init by itself: from_pretrained and from_config",
+        ),
+        (
+            loaded != "zero_init" and not of_transformers,
+            f"transformers makes models of its own, and {tiny.name} is not one",
+        ),
+        (
+            tiny.random,
+            f"no file has the hooks by which {tiny.name} drops activations",
+        ),
+        (
+            bool(cell.option("float32_norms")),
+            "a model that transformers makes has one dtype",
+        ),
+        (
+            cell.own_disks,
+            "all ranks read the same files",
+        ),
+        (
+            bool(cell.option("meta_init")),
+            "both say how the model is made",
+        ),
+        (
+            cell.option("lora") == "int8",
+            "it is tried with models that are not quantized",
+        ),
+        (
+            cell.tp * cell.ep * cell.pp * cell.cp > 1,
+            "it is tried with data parallel ranks alone",
+        ),
+    )
+
+
+def changes_values(cell: Cell) -> bool:
+    """Tell whether what is read has other values than the files: those that are not there, or of another size."""
+    if cell.option("loaded") == "from_backbone":
+        return True
+    return bool(cell.settings("resize_token_embeddings")) or _has_other_sizes(cell)
+
+
+def make(
+    cell: Cell,
+    precision: Precision,
+    base: Any,
+    make_anew: Callable[[], Module],
+    zero_config: Mapping[str, Any] | None,
+) -> Module:
+    """Return a new model with the values of another one, made as option ``loaded`` says.
+
+    Args:
+        cell: The cell.
+        precision: Its precision, whose load dtype the model gets.
+        base: The other model, without an adapter.
+        make_anew: Returns a model of this kind.
+        zero_config: DeepSpeed's JSON, for ``zero_init``.
+    """
+    import torch
+
+    loaded = cell.option("loaded")
+    if loaded == "zero_init":
+        import deepspeed
+
+        settings = cell.with_settings("zero_init", {"config_dict_or_path": zero_config})
+        with deepspeed.zero.Init(**settings):
+            made = make_anew()
+    elif loaded == "from_config":
+        from transformers import AutoModelForCausalLM
+
+        settings = {"dtype": getattr(torch, precision.load)}
+        made = AutoModelForCausalLM.from_config(
+            copy.deepcopy(base.config), **cell.with_settings("from_config", settings)
+        )
+    else:
+        return read(cell, precision, base)
+    fill(made, base)
+    return made
+
+
+def read(cell: Cell, precision: Precision, base: Any) -> Module:
+    """Write a model's files and read them."""
+    import torch
+    from torch import distributed
+
+    with _shared_directory() as directory:
+        written = base
+        if cell.option("loaded") == "from_backbone":
+            written = base.base_model
+        if _has_other_sizes(cell):
+            written = copy.deepcopy(written)
+            written.resize_token_embeddings(written.config.vocab_size + 1)
+        written.save_pretrained(directory, **cell.settings("save_pretrained"))
+        if distributed.is_initialized():
+            # Rank 0 alone has written.
+            distributed.barrier()
+        torch.manual_seed(SEED)
+        settings = {"dtype": getattr(torch, precision.load)}
+        if written is not base:
+            settings["config"] = copy.deepcopy(base.config)
+        model: Any = type(base).from_pretrained(
+            directory, **cell.with_settings("from_pretrained", settings)
+        )
+    resizing = cell.settings("resize_token_embeddings")
+    if resizing:
+        model.resize_token_embeddings(**resizing)
+    # It comes in evaluation mode.
+    made: Module = model.train()
+    return made
+
+
+@contextlib.contextmanager
+def _shared_directory() -> Iterator[str]:
+    """Make a directory that all ranks of the process group share, and remove it once all are done with it."""
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        with tempfile.TemporaryDirectory() as directory:
+            yield directory
+        return
+    directories = [""]
+    if distributed.get_rank() == 0:
+        directories = [tempfile.mkdtemp()]
+    distributed.broadcast_object_list(directories, src=0)
+    yield directories[0]
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(directories[0])
+
+
+def _has_other_sizes(cell: Cell) -> bool:
+    """Tell whether the files have embeddings of another size, which the cell's setting ignores."""
+    return bool(cell.settings("from_pretrained").get("ignore_mismatched_sizes"))
+
+
+def fill(made: Module, base: Module) -> None:
+    """Copy a model's parameters into another one, which has parts of them under ZeRO-3."""
+    values = dict(base.named_parameters())
+    for name, parameter in made.named_parameters():
+        whole: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            whole = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+        with whole:
+            parameter.data.copy_(values[name].data)
+
+
+def with_adapter(model: Module, given: Any) -> Module:
+    """Return the model with the adapter of another one, which is written and read."""
+    from peft import PeftModel
+    from torch import distributed
+
+    with _shared_directory() as directory:
+        given.save_pretrained(directory)
+        if distributed.is_initialized():
+            distributed.barrier()
+        adapted: Module = PeftModel.from_pretrained(
+            model, directory, is_trainable=True, autocast_adapter_dtype=False
+        )
+    return adapted

@@ -1,0 +1,527 @@
+"""Data loaders and evaluation metrics of accelerate, Trainer and torch, for the driver classes.
+
+The data set's rows are the numbers 0, 1, 2 ..., so that a batch tells which rows it has. The checks
+of coverage and of evaluation compare what the ranks read with what ``Loader`` says a loader must
+do.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pytest_distcompat.driver import RESUME_AT
+from pytest_distcompat.installed import version_of
+from pytest_distcompat.trace import Loader
+
+#: How many rows a batch of one rank has.
+BATCH = 2
+#: How many rows a batch has that the ranks split among them (``split_batches``).
+SPLIT = 4
+#: How many epochs of a loader are read.
+EPOCHS = 2
+
+#: torchdata's loader saves and restores its position itself.
+_STATEFUL = {
+    "use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}
+}
+#: Settings of accelerate's loaders, by the loader's name: those of DataLoaderConfiguration and
+#: those of DataLoader together; ``rows`` and ``iterable`` are about the data set.
+_ACCELERATE: dict[str, dict[str, Any]] = {
+    "shuffle": {},
+    "seedable": {"use_seedable_sampler": True},
+    "in order": {"shuffle": False},
+    "dispatch_batches": {"use_seedable_sampler": True, "dispatch_batches": True},
+    "split_batches": {"use_seedable_sampler": True, "split_batches": True, "batch_size": SPLIT},
+    "even_batches=False": {"use_seedable_sampler": True, "even_batches": False},
+    "drop_last": {"use_seedable_sampler": True, "drop_last": True},
+    "num_workers=2": {"use_seedable_sampler": True, "num_workers": 2},
+    "iterable": {"iterable": True},
+    "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
+    "iterable, split_batches": {"iterable": True, "split_batches": True, "batch_size": SPLIT},
+    # With these, each two settings are together in some loader. They do not shuffle: so the rows of
+    # a batch are known, not only repeatable.
+    "dispatch_batches, split_batches, drop_last": {
+        "shuffle": False,
+        "split_batches": True,
+        "dispatch_batches": True,
+        "batch_size": SPLIT,
+        "drop_last": True,
+    },
+    "dispatch_batches, split_batches": {
+        "shuffle": False,
+        "split_batches": True,
+        "dispatch_batches": True,
+        "batch_size": SPLIT,
+    },
+    "split_batches, even_batches=False": {
+        "shuffle": False,
+        "split_batches": True,
+        "even_batches": False,
+        "batch_size": SPLIT,
+    },
+    "dispatch_batches, even_batches=False": {
+        "shuffle": False,
+        "dispatch_batches": True,
+        "even_batches": False,
+    },
+    "drop_last, even_batches=False": {
+        "shuffle": False,
+        "drop_last": True,
+        "even_batches": False,
+    },
+    "dispatch_batches, num_workers=2": {
+        "shuffle": False,
+        "dispatch_batches": True,
+        "num_workers": 2,
+    },
+    "iterable, drop_last": {"iterable": True, "dispatch_batches": False, "drop_last": True},
+    "iterable, even_batches=False": {
+        "iterable": True,
+        "dispatch_batches": False,
+        "even_batches": False,
+    },
+    "one row": {"shuffle": False, "rows": 1},
+    "one row, dispatch_batches": {"shuffle": False, "dispatch_batches": True, "rows": 1},
+    "one row, split_batches": {
+        "shuffle": False,
+        "split_batches": True,
+        "batch_size": SPLIT,
+        "rows": 1,
+    },
+}
+if version_of("torchdata"):
+    _ACCELERATE |= _STATEFUL
+
+
+def _expected(settings: Mapping[str, Any]) -> Loader:
+    """Return what a loader of accelerate with these settings must do."""
+    shuffled = settings.get("shuffle", True) and "iterable" not in settings
+    # The order is that of a seed, or not shuffled: on any number of ranks the same rows come first.
+    repeatable = not shuffled or "use_seedable_sampler" in settings
+    counts_own_batches = "split_batches" in settings or "use_stateful_dataloader" in settings
+    return Loader(
+        shuffled,
+        filled=settings.get("even_batches", True),
+        dropped="drop_last" in settings,
+        # An epoch of one batch has no middle to resume in.
+        resumes="rows" not in settings,
+        moves=repeatable and not counts_own_batches and "rows" not in settings,
+        rows=settings.get("rows", 0),
+    )
+
+
+ACCELERATE: dict[str, Loader] = {
+    name: _expected(settings) for name, settings in _ACCELERATE.items()
+}
+
+
+def _iterable(rows: Sequence[Any]) -> Any:
+    """Return the rows as an iterable data set, which has no length."""
+    from torch.utils.data import IterableDataset
+
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(rows)
+
+    return Rows()
+
+
+def accelerate_loader(
+    name: str, count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Any, Any]:
+    """Return an Accelerator on that device and its prepared loader of that name.
+
+    Args:
+        name: One of ``ACCELERATE``.
+        count: The number of rows.
+        device: ``cpu`` or that of this rank.
+        parallel: The arguments of Accelerator for a mesh, on which the rows of each rank depend.
+    """
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import set_seed
+    from torch.utils.data import DataLoader
+
+    settings = dict(_ACCELERATE[name])
+    settings.pop("rows", None)
+    iterable = settings.pop("iterable", False)
+    arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not iterable}
+    for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
+        if key in settings:
+            arguments[key] = settings.pop(key)
+    on_device = parallel or {"cpu": device == "cpu"}
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings), **on_device)
+    set_seed(0)
+    data: Any = range(count)
+    if iterable:
+        data = _iterable(data)
+    return accelerator, accelerator.prepare(DataLoader(data, **arguments))
+
+
+def accelerate_rows(
+    name: str,
+    count: int,
+    start: tuple[int, int],
+    directory: Path,
+    *,
+    device: str = "cpu",
+    parallel: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the epoch and the rows of each batch that this rank reads.
+
+    A run resumes as accelerate's documentation says: ``load_state``, then ``skip_first_batches``.
+
+    Args:
+        name: One of ``ACCELERATE``.
+        count: The number of rows.
+        start: Where to begin: an epoch, and how many of its batches were read before. A run that
+            begins at (0, 0) saves its state wherever another one resumes.
+        directory: The states are saved there.
+        device: ``cpu`` or that of this rank.
+        parallel: The arguments of Accelerator for a mesh.
+    """
+    accelerator, loader = accelerate_loader(name, count, device, parallel)
+    first_epoch, done = start
+    stateful = "stateful" in name
+    saved = directory / f"{name}-{first_epoch}-{done}"
+    if saved.exists():
+        accelerator.load_state(str(saved))
+    for epoch in range(first_epoch, EPOCHS):
+        skipped = 0
+        if not stateful:
+            loader.set_epoch(epoch)
+            if epoch == first_epoch:
+                skipped = done
+        batches = loader
+        if skipped:
+            batches = accelerator.skip_first_batches(loader, skipped)
+        number = skipped
+        for batch in batches:
+            yield epoch, batch.tolist()
+            number += 1
+            if start == (0, 0) and (epoch, number) in RESUME_AT:
+                accelerator.save_state(str(directory / f"{name}-{epoch}-{number}"))
+        if start == (0, 0) and (epoch + 1, 0) in RESUME_AT:
+            accelerator.save_state(str(directory / f"{name}-{epoch + 1}-0"))
+
+
+def accelerate_metrics(
+    count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, float]:
+    """Return for each loader the number of rows of ``gather_for_metrics``, and their mean square."""
+    import torch
+
+    metrics: dict[str, float] = {}
+    for name, expected in ACCELERATE.items():
+        if expected.dropped or not expected.filled or "num_workers" in _ACCELERATE[name]:
+            # The ranks have unequal numbers of rows to gather, or not all rows; a worker process
+            # that reads the rows makes no difference.
+            continue
+        if expected.rows:
+            # The check of coverage shows what such a small data set breaks.
+            continue
+        accelerator, loader = accelerate_loader(name, count, device, parallel)
+        gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
+        squares = torch.cat(gathered).double() ** 2
+        metrics[f"{name}: rows"] = float(len(squares))
+        metrics[f"{name}: mean"] = float(squares.mean())
+    return metrics
+
+
+#: Settings of Trainer's loaders, by the loader's name: those of its ``accelerator_config`` and
+#: those of TrainingArguments together; ``iterable`` is about the data set.
+_TRAINER: dict[str, dict[str, Any]] = {
+    "shuffle": {},
+    "dispatch_batches": {"dispatch_batches": True},
+    "split_batches": {"split_batches": True, "per_device_train_batch_size": SPLIT},
+    "dataloader_drop_last": {"dataloader_drop_last": True},
+    "iterable": {"iterable": True},
+    "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
+    "sequential": {"train_sampling_strategy": "sequential"},
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "data_seed": {"data_seed": 7, "seed": 1},
+    "use_seedable_sampler=False": {"use_seedable_sampler": False},
+    "dispatch_batches, dataloader_drop_last": {
+        "dispatch_batches": True,
+        "dataloader_drop_last": True,
+    },
+    "split_batches, dataloader_drop_last": {
+        "split_batches": True,
+        "per_device_train_batch_size": SPLIT,
+        "dataloader_drop_last": True,
+    },
+    "iterable, dataloader_drop_last": {
+        "iterable": True,
+        "dispatch_batches": False,
+        "dataloader_drop_last": True,
+    },
+}
+#: No loader of Trainer moves to another number of ranks: Trainer saves its position in steps, of
+#: which an epoch then has another number.
+TRAINER: dict[str, Loader] = {
+    name: Loader(
+        shuffled="iterable" not in name and name != "sequential",
+        dropped="drop_last" in name,
+        moves=False,
+    )
+    for name in _TRAINER
+}
+
+
+def _numbered(count: int, *, tokens: bool) -> list[dict[str, Any]]:
+    """Return rows that hold their own number, and optionally tokens to group them by length."""
+    import torch
+
+    rows = []
+    for number in range(count):
+        value = torch.tensor([float(number)])
+        row = {"x": value, "labels": value}
+        if tokens:
+            row["input_ids"] = torch.zeros(1 + number % 5)
+        rows.append(row)
+    return rows
+
+
+def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Collate rows to a batch, without their tokens."""
+    import torch
+
+    return {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
+
+
+def _steps(count: int, rows_a_step: int, settings: Mapping[str, Any]) -> int:
+    """Return how many steps an epoch of ``count`` rows has."""
+    if settings.get("dataloader_drop_last"):
+        return count // rows_a_step
+    return math.ceil(count / rows_a_step)
+
+
+def _recorder() -> Any:
+    """Return a model that records the rows that it is trained on, and returns its input as logits.
+
+    Its ``fed`` has a list for each epoch that began, of the batches with their rows.
+    """
+    import torch
+
+    class _Recorder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.fed: list[list[list[float]]] = []
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            if self.training:
+                self.fed[-1].append(x.flatten().tolist())
+            return {"loss": (0 * self.scale + labels).square().mean(), "logits": x}
+
+    return _Recorder()
+
+
+def _epochs_callback() -> Any:
+    """Return a callback that tells the recorder of epochs, and saves where other runs resume."""
+    from transformers import TrainerCallback
+
+    class _Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+        def on_epoch_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            model.fed.append([])
+
+        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            steps_per_epoch = state.max_steps // EPOCHS
+            save_steps = [epoch * steps_per_epoch + done for epoch, done in RESUME_AT]
+            control.should_save = state.global_step in save_steps
+
+    return _Epochs()
+
+
+def _training_arguments(
+    count: int, directory: Path, settings: Mapping[str, Any], device: str, world: int
+) -> Any:
+    """Return the ``TrainingArguments`` for one of ``_TRAINER``.
+
+    Args:
+        count: The number of rows.
+        directory: Checkpoints are saved there.
+        settings: Those of ``_TRAINER``.
+        device: ``cpu`` or that of this rank.
+        world: The number of ranks.
+    """
+    from transformers import TrainingArguments
+
+    arguments = dict(settings)
+    iterable = arguments.pop("iterable", False)
+    accelerator_config: dict[str, Any] = {}
+    for key in ("dispatch_batches", "split_batches", "use_seedable_sampler"):
+        if key in arguments:
+            accelerator_config[key] = arguments.pop(key)
+    arguments.setdefault("per_device_train_batch_size", BATCH)
+    arguments.setdefault("per_device_eval_batch_size", BATCH)
+    if iterable:
+        # Without a length Trainer cannot tell how many steps an epoch has.
+        rows_a_step = arguments["per_device_train_batch_size"]
+        if not accelerator_config.get("split_batches"):
+            rows_a_step *= world
+        arguments["max_steps"] = EPOCHS * _steps(count, rows_a_step, arguments)
+    return TrainingArguments(
+        output_dir=str(directory),
+        num_train_epochs=EPOCHS,
+        accelerator_config=accelerator_config,
+        use_cpu=device == "cpu",
+        save_strategy="no",
+        logging_strategy="no",
+        optim="sgd",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        **arguments,
+    )
+
+
+def _trainer(
+    count: int,
+    directory: Path,
+    settings: Mapping[str, Any],
+    device: str,
+    world: int = 1,
+    **more: Any,
+) -> Any:
+    """Return a Trainer whose model records the rows of each epoch.
+
+    Args:
+        count: The number of rows.
+        directory: Checkpoints are saved there.
+        settings: Those of ``_TRAINER``.
+        device: ``cpu`` or that of this rank.
+        world: The number of ranks.
+        more: Further arguments of Trainer.
+    """
+    from transformers import PrinterCallback, Trainer
+
+    rows = _numbered(count, tokens=settings.get("train_sampling_strategy") == "group_by_length")
+    data = _iterable(rows) if settings.get("iterable") else rows
+    trainer = Trainer(
+        model=_recorder(),
+        args=_training_arguments(count, directory, settings, device, world),
+        train_dataset=data,
+        eval_dataset=data,
+        data_collator=_joined,
+        callbacks=[_epochs_callback()],
+        **more,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trainer_rows(
+    name: str, count: int, start: tuple[int, int], directory: Path, *, world: int, device: str
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Train two epochs, or what is left of them after a checkpoint; yield what this rank read.
+
+    Args:
+        name: One of ``TRAINER``.
+        count: The number of rows.
+        start: Where to begin: an epoch, and how many of its batches were read before.
+        directory: Checkpoints are saved there.
+        world: The number of ranks.
+        device: ``cpu`` or that of this rank.
+    """
+    trainer = _trainer(count, directory / name, _TRAINER[name], device, world)
+    saved = sorted(
+        (directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])
+    )
+    checkpoint: str | None = None
+    if start in RESUME_AT:
+        checkpoint = str(saved[RESUME_AT.index(start)])
+    trainer.train(resume_from_checkpoint=checkpoint)
+    for epoch, batches in enumerate(trainer.model.fed, start[0]):
+        for batch in batches:
+            yield epoch, [int(row) for row in batch]
+
+
+def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
+    """Return what ``Trainer.evaluate`` finds with each loader.
+
+    It is the loss, how many rows ``compute_metrics`` gets, and the mean of their squares.
+    """
+    metrics: dict[str, float] = {}
+
+    def compute(predictions: Any) -> dict[str, float]:
+        return {
+            "rows": len(predictions.predictions),
+            "mean": float((predictions.predictions.astype("float64") ** 2).mean()),
+        }
+
+    # Trainer makes its output directory, although it saves nothing.
+    with tempfile.TemporaryDirectory() as directory:
+        for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
+            trainer = _trainer(
+                count, Path(directory), _TRAINER[name], device, compute_metrics=compute
+            )
+            evaluated = trainer.evaluate()
+            for key in ("loss", "rows", "mean"):
+                metrics[f"{name}: {key}"] = float(evaluated[f"eval_{key}"])
+    return metrics
+
+
+#: DeepSpeed makes the loader of ``training_data`` itself; it is resumed nowhere.
+DEEPSPEED: dict[str, Loader] = {"training_data": Loader(resumes=False, moves=False)}
+
+
+def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int]]]:
+    """Read the loader that ``deepspeed.initialize`` returns."""
+    import deepspeed
+    import torch
+
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+
+    without_shared_memory()
+    deepspeed.init_distributed(dist_backend=backend)
+    model = torch.nn.Linear(1, 1)
+    config = {"train_micro_batch_size_per_gpu": BATCH}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, training_data=range(count)
+    )
+    for epoch in range(EPOCHS):
+        for batch in made[2]:
+            yield epoch, batch.tolist()
+
+
+def deepspeed_engine_rows(engine: Any, count: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Read the loader that an engine makes of a data set."""
+    loader = engine.deepspeed_io(range(count), batch_size=BATCH)
+    for epoch in range(EPOCHS):
+        for batch in loader:
+            yield epoch, batch.tolist()
+
+
+#: torch's own loader, as its tutorials make it: with a DistributedSampler and ``set_epoch``.
+TORCH: dict[str, Loader] = {
+    "shuffle": Loader(),
+    "in order": Loader(shuffled=False),
+    "drop_last": Loader(filled=False, dropped=True, moves=False),
+    "one row": Loader(shuffled=False, resumes=False, moves=False, rows=1),
+}
+
+
+def torch_rows(
+    name: str, count: int, start: tuple[int, int], rank: int, ranks: int
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Read a loader with torch's DistributedSampler; a resumed run skips batches by hand."""
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dropped = TORCH[name].dropped
+    data: Any = range(count)
+    sampler: DistributedSampler[int] = DistributedSampler(
+        data, ranks, rank, TORCH[name].shuffled, drop_last=dropped
+    )
+    loader = DataLoader(data, BATCH, sampler=sampler, drop_last=dropped)
+    for epoch in range(start[0], EPOCHS):
+        sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            if epoch > start[0] or number >= start[1]:
+                yield epoch, batch.tolist()

@@ -1,0 +1,586 @@
+"""Driver for accelerate: all strategies by ``Accelerator.prepare``, checkpoints by ``save_state`` and ``load_state``.
+
+https://huggingface.co/docs/accelerate/usage_guides/fsdp, https://huggingface.co/docs/accelerate/usage_guides/deepspeed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_distcompat.calls import observer
+from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD, OFFLOADS
+from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver, listed
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.launch.accelerate_cpu import on_cpu
+from pytest_distcompat.live_calls import CLIP_VALUE, Calls
+from pytest_distcompat.parallel import context_parallel, tensor_parallel
+from pytest_distcompat.parallel.reasons import first_reason
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
+from pytest_distcompat.trace import Loader
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import Batch
+
+
+#: What ``accelerator.backward`` does alone under DeepSpeed.
+_ENGINE = {
+    **dict.fromkeys(
+        ("step(clip*", "step(zero*", "zero_grad*"),
+        "DeepSpeed's engine clips and zeroes gradients in backward",
+    ),
+    "micro*": "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps",
+    **dict.fromkeys(
+        ("freeze*", "unfreeze*", "add_group*"),
+        "DeepSpeed's optimizer partitions what it was built with",
+    ),
+}
+_FSDP1 = dict.fromkeys(("get_state_dict*", "export*"), OFFLOADS)
+_WRAPPED = dict.fromkeys(
+    ("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"
+)
+_WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
+_VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}
+
+
+_SCRIPT = """
+    import deepspeed
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, PartialState
+    from torch.utils.data import DataLoader
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    PLUGIN
+    optimizer, scheduler = optimizer_of(model, every=RANKS)
+    data = [row for n in range(EPOCH) for r in range(RANKS) for row in zip(*batch(n, r))]
+    parts = accelerator.prepare(DataLoader(data, batch_size=4), model, optimizer, scheduler)
+    trainer = trainer_of(*parts[1:], accelerator=accelerator, stream=None)
+    trainer.tiny = SimpleNamespace(loss=lambda model, rows: functional.cross_entropy(model(rows[0]), rows[1]))
+
+    def batches(done):
+        yield from accelerator.skip_first_batches(parts[0], done) if done else ()
+        while True:
+            yield from parts[0]
+
+    def next_batch(done):
+        trainer.stream = trainer.stream or batches(done % EPOCH)
+        return next(trainer.stream)
+
+    trainer.next_batch, trainer.forget_stream = next_batch, lambda: setattr(trainer, "stream", None)
+    return trainer
+"""
+#: On CPU ranks accelerate runs DDP instead of FSDP without this: see ``on_cpu``.
+_FSDP_PLUGIN = """
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=VERSION, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False, **MORE)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+"""
+_ZERO_PLUGIN = """
+    zero = {"stage": STAGE, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": MAX_NORM, "zero_optimization": zero}
+    from accelerate import InitProcessGroupKwargs
+    handlers = [InitProcessGroupKwargs(backend="gloo")]
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
+"""
+_PLUGINS = {
+    "ddp": "\n    accelerator = Accelerator(cpu=True)",
+    "fsdp1": _FSDP_PLUGIN.replace("VERSION", "1").replace(
+        "MORE", "{'use_orig_params': True, 'sync_module_states': False}"
+    ),
+    "fsdp2": _FSDP_PLUGIN.replace("VERSION", "2").replace("MORE", "{}"),
+    **{f"zero{stage}": _ZERO_PLUGIN.replace("STAGE", str(stage)) for stage in range(4)},
+}
+
+
+class AccelerateCalls(Calls):
+    """Calls of an ``Accelerator``."""
+
+    script: ClassVar[Mapping[str, str]] = {
+        name: _SCRIPT.replace("\n    PLUGIN", text) for name, text in _PLUGINS.items()
+    }
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "*": dict.fromkeys(
+            ("load_weights*", "load(*scheduler=False*"),
+            "load_state loads a torch scheduler in any case",
+        ),
+        "ddp": _WRAPPED | _WHOLE_STATE,
+        "fsdp1": _WRAPPED | _VALUE | _FSDP1 | _WHOLE_STATE,
+        "fsdp2": _VALUE | _WHOLE_STATE,
+        **dict.fromkeys(("zero0", "zero1", "zero2"), _ENGINE),
+        "zero3": _ENGINE | NO_SECOND_LOAD,
+    }
+    passes_on: ClassVar[Mapping[str, str]] = {
+        name: f"accelerate.accelerator:Accelerator.{method}"
+        for name, method in {
+            "export": "save_model",
+            "gather_for_metrics": "gather_for_metrics",
+            "get_state_dict": "get_state_dict",
+            "save": "save_state",
+            "unwrap_model": "unwrap_model",
+        }.items()
+    }
+
+    @property
+    def accelerator(self) -> Any:
+        """Return the ``Accelerator``."""
+        return self.trainer.accelerator
+
+    def backward(self, last: bool) -> float:
+        """Run forward and backward of the next batch of the prepared loader."""
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            loss = self.trainer.tiny.loss(self.model, self.trainer.next_batch(self.position))
+            self.accelerator.backward(loss)
+        self.position += 1
+        return float(loss.detach())
+
+    def clip_norm(self) -> Any:
+        """Clip by the Accelerator; under DeepSpeed that returns the engine's norm, before accelerate 1.8 nothing."""
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+    def clip_value(self) -> None:
+        """Clip by the Accelerator."""
+        self.accelerator.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
+
+    def skip(self) -> None:
+        """Skip a batch by ``skip_first_batches``, as a resumed run does."""
+        super().skip()
+        self.trainer.forget_stream()
+
+    def new_epoch(self) -> None:
+        """Begin the loader again."""
+        super().new_epoch()
+        self.trainer.forget_stream()
+
+    @observer
+    def save(self, **more: Any) -> None:
+        """Save by ``save_state``."""
+        self.accelerator.save_state(str(self.directory), **more)
+
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
+        """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
+        settings: dict[str, Any] = {}
+        if not optimizer:
+            settings["load_optimizer_states"] = False
+        self.accelerator.load_state(str(self.directory), **settings)
+
+    @observer
+    def gather_for_metrics(self, **more: Any) -> Any:
+        """Evaluate and gather what all ranks found."""
+        outputs = self.outputs()
+        gathered = self.accelerator.gather_for_metrics(outputs, **more)
+        if isinstance(gathered, list):
+            # Of objects, which rows of a tensor are, it gives a list.
+            import torch
+
+            gathered = torch.stack(gathered)
+        return gathered[: len(outputs)]
+
+    @observer
+    def unwrap_model(
+        self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any
+    ) -> Any:
+        """Take all wrappers off."""
+        return self.accelerator.unwrap_model(
+            self.model, keep_fp32_wrapper, keep_torch_compile, **more
+        )
+
+    @observer
+    def get_state_dict(self, unwrap: bool = True, **more: Any) -> Any:
+        """Take the model's whole state dict, which FSDP gives to rank 0 alone."""
+        return self.accelerator.get_state_dict(self.model, unwrap=unwrap, **more)
+
+    @observer
+    def export(self, safe_serialization: bool = True, **more: Any) -> Any:
+        """Write the weights by ``save_model``."""
+        self.accelerator.save_model(
+            self.model, str(self.exports), safe_serialization=safe_serialization, **more
+        )
+        return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
+
+
+#: Precisions, each without further options, in which ``prepare`` is tried on layers that are cut.
+TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
+
+
+class AccelerateDriver(TinyDriver):
+    """Training loop as in accelerate's documentation."""
+
+    name: ClassVar[str] = "accelerate"
+    preload: ClassVar[tuple[str, ...]] = _preload.ACCELERATE
+    options: ClassVar[tuple[str, ...]] = (
+        *_options.OF_ALL,
+        *_options.OF_FSDP,
+        "cpu_ram_efficient_loading",
+        "loaded",
+        "wrap_policy",
+        "ignored_modules",
+        "param_groups",
+        "fp8_backend",
+        "grad_accum_dtype",
+        "conflict",
+    )
+    sources: ClassVar[tuple[Source, ...]] = (
+        Source(
+            "FullyShardedDataParallelPlugin",
+            "accelerate.FullyShardedDataParallelPlugin",
+            ("fsdp1", "fsdp2"),
+        ),
+        Source(
+            "DeepSpeedPlugin",
+            "accelerate.DeepSpeedPlugin",
+            ("zero2", "zero3"),
+            becomes="pytest_distcompat.ext.upstream.drivers.accelerate.json_of",
+        ),
+        Source("Accelerator", "accelerate.Accelerator", ("ddp", "fsdp2", "zero2")),
+        Source(
+            "GradientAccumulationPlugin",
+            "accelerate.utils.GradientAccumulationPlugin",
+            ("ddp", "fsdp2", "zero2"),
+        ),
+        Source(
+            "DataLoaderConfiguration",
+            "accelerate.DataLoaderConfiguration",
+            ("ddp", "fsdp2", "zero2"),
+        ),
+        Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
+        Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
+        Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
+        Source("prepare", "accelerate.Accelerator.prepare", ("ddp", "fsdp2", "zero2")),
+        Source("save_state", "accelerate.Accelerator.save_state", ("ddp", "fsdp2", "zero2")),
+        Source("save_model", "accelerate.Accelerator.save_model", ("ddp", "fsdp2", "zero3")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
+        Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp2", "zero2")),
+        Source("SGD", "torch.optim.SGD", ("ddp", "fsdp2", "zero2")),
+        Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
+        Source("Muon", "torch.optim.Muon", ("ddp", "fsdp2")),
+        Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
+        Source("Accelerator", "accelerate.Accelerator", ("ddp", "zero2"), "environment"),
+        Source(
+            "FullyShardedDataParallelPlugin",
+            "accelerate.FullyShardedDataParallelPlugin",
+            ("fsdp2",),
+            "environment",
+        ),
+        Source("DeepSpeedPlugin", "accelerate.DeepSpeedPlugin", ("zero2",), "environment"),
+        Source(
+            "TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("fsdp2",), "environment"
+        ),
+    )
+    libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")
+    reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
+    portable: ClassVar[Mapping[str, str]] = {
+        "fsdp1": "fsdp2",
+        "zero1": "fsdp2",
+        "zero2": "fsdp2",
+        "zero3": "fsdp2",
+    }
+    order: ClassVar[int] = 1
+    live_calls: ClassVar[type[Calls]] = AccelerateCalls
+    loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
+
+    accelerator: Any = None
+    _stream: Iterator[Batch] | None = None
+
+    @classmethod
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
+        """Return why the cell cannot run: accelerate lacks the strategy or an option, or crashes on this device."""
+        strategy = STRATEGIES.get(cell.strategy)
+        autotp = cell.tp > 1 and strategy.zero_stage is not None
+        reason = first_reason(
+            (
+                strategy.accelerate is None,
+                f"accelerate has no {cell.strategy}",
+            ),
+            (
+                bool(cell.option("conflict"))
+                and PRECISIONS.get(cell.precision).compute == "float32",
+                "accelerate sets no precision for fp32, so the JSON cannot contradict it",
+            ),
+        )
+        if reason is None and not autotp:
+            reason = _no_parallelism(cell) or _options.unsupported_by_accelerate(cell, device)
+        if reason is None:
+            reason = super().unsupported_reason(cell, device)
+        if reason is None and autotp:
+            reason = _options.AUTOTP
+        return reason
+
+    def build(self, model: Module) -> None:
+        """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
+        from accelerate import Accelerator
+        from accelerate.utils import ProjectConfiguration, set_seed
+        from torch.utils.data import DataLoader
+
+        assert self.strategy.accelerate is not None
+        settings = dict(self.strategy.accelerate(self.precision, self.cell, self.wrap_spec))
+        settings["mixed_precision"] = self._mixed_precision()
+        settings["gradient_accumulation_steps"] = self.accumulate
+        settings |= self._compilation()
+        if self.world.own_disks:
+            settings["project_config"] = ProjectConfiguration(save_on_each_node=True)
+        handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
+        if self.world.device == "cpu":
+            settings |= on_cpu(settings)
+        settings.setdefault("kwargs_handlers", []).extend(handlers)
+        self.accelerator = Accelerator(
+            **self.cell.with_settings("Accelerator", self._with_objects(settings))
+        )
+        # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
+        model = self.own_model(model)
+        if self.cell.option("compile") == "partial":
+            _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
+        self._recompute(model)
+        if self.cell.tp > 1:
+            # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
+            mesh = self.accelerator.torch_device_mesh["tp"]
+            spec = self.wrap_spec
+            tensor_parallel.parallelize(model, mesh, spec.tp_plan, spec.experts, sequence=False)
+        optimizers = listed(self.make_optimizer(model))
+        if len(optimizers) > 1 and self.cell.strategy != "ddp":
+            from pytest_distcompat.ext.upstream.drivers._joined import Joined
+
+            # It prepares several, and cannot save them (docs/upstream/accelerate_two_optimizers.py).
+            optimizers = [Joined(self.groups(model), self.muon_and_adamw)]
+        # accelerate's scheduler takes a step for each rank: https://huggingface.co/docs/accelerate/concept_guides/performance
+        schedulers = self.make_scheduler(optimizers, every=self.world.size)
+        data = self.dataset(self.cell.dp_size)
+        rows = len(data) // (self.epoch * self.cell.dp_size)
+        loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
+        objects = (loader, model, *optimizers, *schedulers)
+        self.loader, self.model, *prepared = self.accelerator.prepare(
+            *objects, **self.cell.settings("prepare")
+        )
+        count = len(optimizers)
+        if count > 1:
+            self.optimizer = prepared[:count]
+            self.scheduler = prepared[count:]
+        else:
+            self.optimizer, self.scheduler = prepared
+        self.scaler = self.accelerator.scaler
+        set_seed(1, device_specific=True)
+
+    def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of Accelerator with the objects whose fields the cell sets."""
+        from accelerate import DataLoaderConfiguration, utils
+
+        cell = self.cell
+        accumulation = cell.settings("GradientAccumulationPlugin")
+        if accumulation:
+            steps = {"num_steps": settings.pop("gradient_accumulation_steps")}
+            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(
+                **steps | accumulation
+            )
+        loading = cell.settings("DataLoaderConfiguration")
+        if loading:
+            settings["dataloader_config"] = DataLoaderConfiguration(**loading)
+        handlers = {type(handler).__name__: handler for handler in settings["kwargs_handlers"]}
+        # Some plugins are handlers too, and have an argument of their own.
+        plugins = {source.name for source in self.sources}
+        for handler_class in utils.dataclasses.KwargsHandler.__subclasses__():
+            name = handler_class.__name__
+            fields = {} if name in plugins else cell.settings(name)
+            if fields:
+                previous = vars(handlers[name]) if name in handlers else {}
+                handlers[name] = handler_class(**previous | fields)
+        return settings | {"kwargs_handlers": list(handlers.values())}
+
+    def _mixed_precision(self) -> str:
+        """Return accelerate's name of the precision; it calls DeepSpeed's low-precision mode mixed precision too."""
+        if self.precision.float8:
+            return "fp8"
+        if self.precision.mixed or self.strategy.zero_stage is not None:
+            return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[self.precision.compute]
+        return "no"
+
+    def _compilation(self) -> dict[str, Any]:
+        from accelerate.utils import TorchDynamoPlugin
+
+        mode = self.cell.option("compile")
+        if mode in {False, "partial"}:
+            return {}
+        settings: dict[str, Any] = {"backend": "inductor" if mode is True else "aot_eager"}
+        if mode == "regional":
+            settings["use_regional_compilation"] = True
+        return {
+            "dynamo_plugin": TorchDynamoPlugin(
+                **self.cell.with_settings("TorchDynamoPlugin", settings)
+            )
+        }
+
+    def _recompute(self, model: Any) -> None:
+        """Turn on activation checkpointing in the model; for FSDP accelerate does it, but re-entrantly."""
+        mode = self.cell.option("activation_checkpointing")
+        if not mode or ("fsdp" in self.cell.strategy and mode != "reentrant"):
+            return
+        _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
+
+    def _recipe(self) -> list[Any]:
+        """Return the recipe for 8 bits; without all-gather in 8 bits, which DeepSpeed cannot do."""
+        if not self.precision.float8:
+            return []
+        if self.cell.option("fp8_backend") == "te":
+            from accelerate.utils import TERecipeKwargs
+
+            return [TERecipeKwargs(fp8_format="HYBRID")]
+        from accelerate.utils import AORecipeKwargs
+        from torchao.float8 import Float8LinearConfig
+
+        return [
+            AORecipeKwargs(
+                config=Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True)
+            )
+        ]
+
+    def micro_loss(self, batch: Batch) -> Any:
+        """Return the loss of a micro-batch, of which the loader of a sequence's ranks has given a part."""
+        if self.cell.cp > 1:
+            return context_parallel.ulysses_part_loss(self.model, batch)
+        return self.tiny.loss(self.model, batch)
+
+    def next_batch(self, done: int) -> Batch:
+        """Return the next batch of the prepared loader, epoch after epoch; the first time, skip so many batches of the epoch."""
+        if self._stream is None:
+            self._stream = self._batches(done % self.epoch)
+        return next(self._stream)
+
+    def forget_stream(self) -> None:
+        """Iterate over the loader anew at the next batch."""
+        self._stream = None
+
+    def _batches(self, done: int) -> Iterator[Batch]:
+        if done:
+            yield from self.accelerator.skip_first_batches(self.loader, done)
+        while True:
+            yield from self.loader
+
+    def step(self, number: int) -> float:
+        """Run forward, backward, optimizer and scheduler step as in accelerate's documentation, and return the loss."""
+        total = 0.0
+        self.tokens = 0
+        for _ in self.micros(number):
+            batch = self.next_batch(self.micros(number)[0])
+            self.tokens += self._count(batch)
+            with self.accelerator.accumulate(self.model):
+                loss = self.micro_loss(batch)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                    if hasattr(norm, "full_tensor"):
+                        norm = norm.full_tensor()
+                    self.grad_norm = None if norm is None else float(norm)
+                for optimizer in listed(self.optimizer):
+                    optimizer.step()
+                for scheduler in listed(self.scheduler):
+                    scheduler.step()
+                for optimizer in listed(self.optimizer):
+                    optimizer.zero_grad()
+            total += float(loss.detach()) / self.accumulate
+        return total
+
+    def _count(self, batch: Batch) -> int:
+        """Return how many tokens or samples of a batch are trained on."""
+        if self.cell.cp > 1:
+            # Ulysses has shifted the labels already.
+            return int((batch["shift_labels"] != -100).sum())
+        return self.tiny.count(batch)
+
+    def save(self, directory: Path) -> None:
+        """Save a checkpoint by ``save_state``."""
+        self.accelerator.save_state(str(directory), **self.cell.settings("save_state"))
+
+    def load(self, directory: Path) -> None:
+        """Load a checkpoint by ``load_state``."""
+        self.accelerator.load_state(str(directory))
+
+    def export(self, directory: Path) -> None:
+        """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
+        lora = bool(self.cell.option("lora"))
+        if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
+            _options.merge_shards(self.accelerator, self.model, directory, lora=lora)
+            return
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        main = self.accelerator.is_main_process
+        if lora:
+            state = self.accelerator.get_state_dict(self.model)
+            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
+            return
+        configured = hasattr(unwrapped, "config")
+        # In several files, as large models are, where ``from_pretrained`` reads them.
+        arguments = {"max_shard_size": "20KB"} if configured else {}
+        arguments = self.cell.with_settings("save_model", arguments)
+        self.accelerator.save_model(self.model, str(directory), **arguments)
+        if main and configured:
+            unwrapped.config.save_pretrained(directory)
+
+    def rows(
+        self, loader: str, count: int, start: tuple[int, int], directory: Path
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the rows that a prepared loader gives."""
+        return _rows.accelerate_rows(
+            loader,
+            count,
+            start,
+            directory,
+            device=self.world.device,
+            parallel=self._mesh_settings(),
+        )
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        """Evaluate with ``gather_for_metrics``."""
+        return _rows.accelerate_metrics(count, self.world.device, self._mesh_settings())
+
+    def _mesh_settings(self) -> Mapping[str, Any]:
+        """Return the arguments of Accelerator for the mesh of the cell; none where it has one dimension."""
+        if self.cell.strategy != "fsdp2":
+            return {}
+        assert self.strategy.accelerate is not None
+        settings = dict(self.strategy.accelerate(self.precision, self.cell, self.wrap_spec))
+        if "parallelism_config" not in settings:
+            return {}
+        if self.world.device == "cpu":
+            settings |= on_cpu(settings)
+        return settings
+
+    @classmethod
+    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
+        """Return all loaders; none for DeepSpeed's parallelism, which changes them when a model is prepared."""
+        if cell.strategy != "fsdp2" and cell.tp * cell.cp * cell.ep > 1:
+            return {}
+        return cls.loaders
+
+    def trainer_world_size(self) -> int | None:
+        """Return accelerate's number of processes."""
+        return int(self.accelerator.num_processes)
+
+
+def _no_parallelism(cell: Cell) -> str | None:
+    """Return why accelerate cannot shard sequences or layers as the cell asks; None if it can."""
+    other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
+    return first_reason(
+        (
+            cell.cp > 1 and cell.strategy == "fsdp2",
+            _options.TORCH_CP,
+        ),
+        (
+            cell.tp > 1 and cell.dp_size == int(cell.option("dp_replicate")),
+            "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism",
+        ),
+        (
+            cell.tp > 1 and (cell.precision, *other_options) not in TRIED_TP,
+            "accelerate cannot prepare tensor parallelism beside FSDP2 at all (docs/upstream.md), so nothing more is tried",
+        ),
+    )
+
+
+def json_of(plugin: Any) -> Mapping[str, Any]:
+    """Return the JSON that a ``DeepSpeedPlugin`` has made of its arguments."""
+    config: Mapping[str, Any] = plugin.deepspeed_config
+    return config

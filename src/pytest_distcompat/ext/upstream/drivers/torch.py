@@ -1,0 +1,655 @@
+"""Driver for plain torch: DDP, FSDP1 and FSDP2 by their own API, checkpoints by torch.distributed.checkpoint.
+
+https://pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from pytest_distcompat.calls import observer
+from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers.tiny import HELD_OUT_BATCH, TinyDriver, listed
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.live_calls import Calls
+from pytest_distcompat.parallel import context_parallel, pipeline_parallel
+from pytest_distcompat.parallel.reasons import first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
+from pytest_distcompat.trace import Loader
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import Batch
+
+
+#: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat tensor.
+_FIXED = "DDP reduces what was trainable when it wrapped the model: DistributedDataParallel's documentation warns of changes"
+_NO_FSDP1 = "FSDP1 flattens what was trainable when it wrapped the model"
+
+
+_BUILT = """
+    return trainer_of(model, *optimizer_of(model))
+"""
+
+
+_DCP = "torch.distributed.checkpoint"
+
+
+class TorchCalls(Calls):
+    """Calls on a model that DDP or FSDP wraps."""
+
+    script: ClassVar[Mapping[str, str]] = {
+        "ddp": """
+    model = nn.parallel.DistributedDataParallel(model)
+"""
+        + _BUILT,
+        "fsdp1": """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    policy = ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+"""
+        + _BUILT,
+        "fsdp2": """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+"""
+        + _BUILT,
+    }
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "ddp": {
+            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), _FIXED),
+            "gather*": "DDP shards nothing",
+        },
+        "fsdp1": {
+            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), _NO_FSDP1),
+            "gather(how='uns*": "FSDP2's method",
+            "gather(how='full*": "FSDP1 has no DTensors",
+            "state_dict(how='cpu_offload')": "a segmentation fault: https://github.com/pytorch/pytorch/issues/188989",
+            "unwrap*": "FSDP1's wrapper is not taken off",
+        },
+        "fsdp2": {"gather()": "FSDP1's method", "unwrap*": "FSDP2 wraps nothing"},
+    }
+
+    def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return ``no_sync`` for all but the last pass; FSDP2 has a switch instead."""
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+    def clip_norm(self) -> Any:
+        """Clip by FSDP1's own method, else by torch's function."""
+        own = getattr(self.model, "clip_grad_norm_", None)
+        if own is not None:
+            return own(MAX_NORM)
+        return super().clip_norm()
+
+    def _state(self, optimizer: bool = True, scheduler: bool = True) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import (
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if optimizer:
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.trainer.optimizer)
+        if scheduler:
+            state["scheduler"] = self.trainer.scheduler.state_dict()
+        return state
+
+    @observer
+    def save(self) -> None:
+        """Save by ``torch.distributed.checkpoint``."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self._state(), checkpoint_id=self.directory)
+
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+        """Load in place what is wanted of the checkpoint, then set it."""
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state = self._state(optimizer, scheduler)
+        load(state, checkpoint_id=self.directory)
+        set_model_state_dict(self.model, state["model"])
+        if optimizer:
+            set_optimizer_state_dict(self.model, self.trainer.optimizer, state["optimizer"])
+        if scheduler:
+            self.trainer.scheduler.load_state_dict(state["scheduler"])
+
+    @observer
+    def unwrap(self) -> Any:
+        """Take the wrapper off."""
+        return self.model.module
+
+    @observer
+    def state_dict(
+        self, how: Literal["full_state_dict", "cpu_offload", "ignore_frozen_params", "own"] = "own"
+    ) -> Any:
+        """Take the model's state dict: its own, or by ``get_model_state_dict`` with an option."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        if how == "own":
+            return self.model.state_dict()
+        settings: dict[str, Any] = {"full_state_dict": True, how: True}
+        state = get_model_state_dict(self.model, options=StateDictOptions(**settings))
+        if how != "ignore_frozen_params":
+            return state
+        return {name: tensor for name, tensor in state.items() if "frozen" not in name}
+
+    @observer
+    def optimizer_state(
+        self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own"
+    ) -> Any:
+        """Take the optimizer's state dict: its own, or by ``get_optimizer_state_dict`` with an option."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+        )
+
+        if how == "own":
+            self.trainer.optimizer.state_dict()
+            return None
+        settings: dict[str, Any] = {how: True}
+        options = StateDictOptions(**settings)
+        state_dict: Any = get_optimizer_state_dict(
+            self.model, self.trainer.optimizer, options=options
+        )
+        moments: dict[str, Any] = {}
+        if how == "full_state_dict":
+            for name, state in state_dict.get("state", {}).items():
+                if "exp_avg" in state:
+                    moments[name] = state["exp_avg"]
+            return moments
+        for key, value in state_dict.items():
+            # FSDP1's are ShardedTensors, which cannot be added up.
+            if key.endswith(".exp_avg") and not hasattr(value, "local_shards"):
+                moments[key.removeprefix("state.").removesuffix(".exp_avg")] = value
+        return moments
+
+    @observer
+    def gather(
+        self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params"
+    ) -> Any:
+        """Look at whole parameters."""
+        import torch
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if how == "full_tensor":
+            with torch.no_grad():
+                return {
+                    name: parameter.full_tensor()
+                    for name, parameter in self.model.named_parameters()
+                }
+        if how == "unshard":
+            units = [module for module in self.model.modules() if hasattr(module, "unshard")]
+            for unit in units:
+                unit.unshard()
+            parameters = {
+                name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters()
+            }
+            for unit in units:
+                unit.reshard()
+            return parameters
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            parameters = {}
+            for name, parameter in self.model.named_parameters():
+                parameters[name.replace("_fsdp_wrapped_module.", "")] = parameter.detach().clone()
+            return parameters
+
+
+class TorchDriver(TinyDriver):
+    """Training loop as in torch's tutorials."""
+
+    name: ClassVar[str] = "torch"
+    preload: ClassVar[tuple[str, ...]] = _preload.TORCH
+    options: ClassVar[tuple[str, ...]] = (
+        *_options.OF_ALL,
+        *_options.OF_FSDP,
+        "sp",
+        "ep",
+        "pp",
+        "pp_schedule",
+        "meta_init",
+        "ignored_modules",
+        "param_groups",
+        "save_only_model",
+        "async_save",
+    )
+    sources: ClassVar[tuple[Source, ...]] = (
+        Source("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", ("ddp",)),
+        Source(
+            "FullyShardedDataParallel",
+            "torch.distributed.fsdp.FullyShardedDataParallel",
+            ("fsdp1",),
+        ),
+        Source(
+            "MixedPrecision",
+            "torch.distributed.fsdp.MixedPrecision",
+            ("fsdp1",),
+            precision="bf16_upcast",
+        ),
+        Source("fully_shard", "torch.distributed.fsdp.fully_shard", ("fsdp2",)),
+        Source(
+            "MixedPrecisionPolicy",
+            "torch.distributed.fsdp.MixedPrecisionPolicy",
+            ("fsdp2",),
+            precision="bf16_upcast",
+        ),
+        Source("prefetch", "pytest_distcompat.strategies.fsdp2.Prefetch", ("fsdp2",)),
+        Source("CPUOffloadPolicy", "torch.distributed.fsdp.CPUOffloadPolicy", ("fsdp2",)),
+        Source(
+            "StateDictOptions",
+            "torch.distributed.checkpoint.state_dict.StateDictOptions",
+            ("ddp", "fsdp1", "fsdp2"),
+        ),
+        Source("DefaultSavePlanner", f"{_DCP}.DefaultSavePlanner", ("ddp", "fsdp1", "fsdp2")),
+        Source("DefaultLoadPlanner", f"{_DCP}.DefaultLoadPlanner", ("ddp", "fsdp1", "fsdp2")),
+        Source("FileSystemWriter", f"{_DCP}.FileSystemWriter", ("ddp", "fsdp2")),
+        Source("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_", ("ddp", "fsdp2")),
+        Source("compile", "torch.compile", ("ddp", "fsdp2")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "fsdp1", "fsdp2")),
+        Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp1", "fsdp2")),
+        Source("SGD", "torch.optim.SGD", ("ddp", "fsdp1", "fsdp2")),
+        Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
+        Source("Muon", "torch.optim.Muon", ("ddp", "fsdp2")),
+        Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
+    )
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
+    # The llama has too few heads.
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **TinyDriver.needs_options,
+        "tp_4": {"model": "mlp"},
+    }
+    reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
+    portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
+    order: ClassVar[int] = 0
+    live_calls: ClassVar[type[Calls]] = TorchCalls
+    loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
+
+    #: What writes a checkpoint while training goes on; it is waited for after the next step.
+    saving: Any = None
+    #: The process group for it: on the group of the training, its collectives would pair with those of steps.
+    saving_group: Any = None
+    #: The model inside torch.compile's wrapper, with the methods of its strategy.
+    wrapped: Any = None
+    #: The ranks that hold the parts of each sequence; None without context parallelism.
+    context: Any = None
+    #: This rank's stage; None without pipeline parallelism.
+    pipeline: Any = None
+    #: Whether a checkpoint has the optimizer's state by the name of each parameter alone, so that each stage has its own.
+    flat: bool = False
+
+    @classmethod
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
+        """Return why the cell cannot run: plain torch lacks the strategy or option."""
+        hybrid_fsdp1 = cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1
+        one_file = cell.option("state_dict") == "full"
+        reason = first_reason(
+            (
+                STRATEGIES.get(cell.strategy).torch is None,
+                f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed",
+            ),
+            (
+                cell.precision == "fp8" and cell.option("fp8_backend") == "te",
+                "Transformer Engine is driven through accelerate",
+            ),
+            (
+                hybrid_fsdp1 and not cell.option("reshard_after_forward"),
+                "FSDP1's hybrid sharding without resharding after forward has a private name only",
+            ),
+            (
+                bool(cell.option("async_save")) and (device != "cpu" or one_file or cell.own_disks),
+                "async_save is for sharded checkpoints, and needs gloo",
+            ),
+            (
+                cell.own_disks and "fsdp" in cell.strategy and not one_file,
+                (
+                    "torch.distributed.checkpoint writes the metadata of shards on rank 0 alone (its use_collectives=False is "
+                    "experimental, and not driven); state_dict='full' is one file"
+                ),
+            ),
+        )
+        if reason is not None:
+            return reason
+        return super().unsupported_reason(cell, device)
+
+    def build(self, model: Module) -> None:
+        """Create process group, wrapper and optimizer, in the order of torch's documentation."""
+        import torch
+        from torch import distributed
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = torch.device(self.world.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not distributed.is_initialized():
+            distributed.init_process_group(self.world.backend)
+        if self.cell.option("async_save"):
+            self.saving_group = distributed.new_group(backend="gloo")
+        if self.cell.cp > 1:
+            sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
+            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))[
+                "cp"
+            ]
+        self.raw = model
+        if self.cell.pp > 1:
+            self._build_stages(model, device)
+        else:
+            self.model = self._wrap(model, device)
+        self.optimizer = self.make_optimizer(self.model)
+        self.scheduler = self.make_scheduler(self.optimizer)
+        self.scaler = self._scaler(device.type) if self.precision.scaled else None
+        self.seed_rank()
+
+    def _build_stages(self, model: Module, device: torch.device) -> None:
+        """Keep this rank's stages of the model, wrap each and connect them to the others."""
+        assert self.tiny.stages is not None
+        self.flat = True
+        self.pipeline = pipeline_parallel.Pipeline(self.tiny.stages, self.cell, device)
+        self.pp_group = self.pipeline.group
+        modules = {
+            number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()
+        }
+        if len(modules) == 1:
+            (self.model,) = modules.values()
+        else:
+            # Wrapped in place: the model has the parameters of all stages.
+            self.model = model
+        # DDP does not survive that torch finds out shapes by a backward pass (docs/upstream.md).
+        row = None
+        if self.strategy.wrapper == "DDP":
+            row = _rows_of([self.batch_of(0, 0)])[0]
+        self.pipeline.connect(modules, row)
+
+    def _wrap(self, model: Module, device: torch.device) -> Module:
+        """Return the model as the strategy and the cell's options wrap it."""
+        assert self.strategy.torch is not None
+        mode = self.cell.option("compile")
+        by_block = mode in {"regional", "partial"}
+        if self.precision.float8:
+            model = _options.in_8_bits(model, device.type)
+
+        def prepare(model: Module) -> None:
+            blocks = self.wrap_spec.block_modules(model)
+            if self.cell.option("activation_checkpointing"):
+                _options.recompute(model, blocks, self.cell)
+            if by_block:
+                _options.compile_blocks(mode, blocks)
+
+        wrap = dataclasses.replace(self.wrap_spec, prepare=prepare)
+        self.wrapped = self.strategy.torch(model, self.precision, self.cell, device, wrap)
+        if mode and not by_block:
+            return cast("Module", _options.compiled(self.wrapped, self.cell))
+        return cast("Module", self.wrapped)
+
+    def _scaler(self, device: str) -> Any:
+        import torch
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        # All ranks that hold shards must know about an overflow on one of them.
+        scaler: Any = ShardedGradScaler if self.cell.strategy == "fsdp1" else torch.amp.GradScaler
+        return scaler(device, init_scale=2.0**10)
+
+    def step(self, number: int) -> float:
+        """Run each micro-batch, reduce gradients in the last one, and step optimizer and scheduler."""
+        for optimizer in listed(self.optimizer):
+            optimizer.zero_grad()
+        if self.pipeline:
+            return self._pipelined(number)
+        total = 0.0
+        for batch, last in self.batches(number):
+            with (
+                self._synchronised(last),
+                self._autocast(),
+                context_parallel.attending(self.model, self.context),
+            ):
+                loss = self.micro_loss(batch) / self.accumulate
+                scaled: Any = loss
+                if self.scaler:
+                    scaled = self.scaler.scale(loss)
+                scaled.backward()
+            total += float(loss.detach())
+        self.update()
+        return total
+
+    def _pipelined(self, number: int) -> float:
+        """Take the step on the rows of all micro-batches, one after the other, through the pipeline."""
+        import torch
+
+        batches = [batch for batch, _ in self.batches(number)]
+        self.fed = _rows_of(batches)
+        rows: Batch = {}
+        for name in self.fed[0]:
+            rows[name] = torch.cat([row[name] for row in self.fed])
+        with self._autocast():
+            total: float = self.pipeline.step(rows, self.accumulate * len(self.fed) // len(batches))
+        self.update()
+        return total
+
+    def micro_loss(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a micro-batch, under context parallelism of this rank's part of it."""
+        if self.context:
+            return context_parallel.loss_of(self.model, self.context, batch)
+        return self.tiny.loss(self.model, batch)
+
+    def update(self) -> None:
+        """Clip gradients, then step optimizer and scheduler."""
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        self.grad_norm = self._clip()
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            for optimizer in listed(self.optimizer):
+                optimizer.step()
+        for scheduler in listed(self.scheduler):
+            scheduler.step()
+        if self.saving:
+            self.saving.result()
+            self.saving = None
+
+    def _clip(self) -> float:
+        from torch.nn.utils import clip_grad_norm_
+
+        if self.strategy.wrapper == "FSDP1":
+            return float(self.wrapped.clip_grad_norm_(MAX_NORM))
+        if self.cell.tp * self.cell.ep * self.cell.pp > 1:
+            return _options.clip_on_meshes(self.model.parameters(), MAX_NORM, self.pp_group)
+        settings = self.cell.with_settings("clip_grad_norm_", {"max_norm": MAX_NORM})
+        norm: Any = clip_grad_norm_(self.model.parameters(), **settings)
+        if hasattr(norm, "full_tensor"):
+            # The norm of DTensors is a DTensor too, of which each rank has a part.
+            norm = norm.full_tensor()
+        return float(norm)
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which gradients are reduced in the last micro-batch only."""
+        if self.strategy.wrapper == "FSDP2":
+            self.wrapped.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+        if last:
+            return contextlib.nullcontext()
+        skipping: contextlib.AbstractContextManager[Any] = self.wrapped.no_sync()
+        return skipping
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return autocast for DDP, which has no mixed precision of its own; no context for other strategies."""
+        import torch
+
+        if self.strategy.wrapper != "DDP" or not self.precision.mixed:
+            return contextlib.nullcontext()
+        return torch.autocast(
+            torch.device(self.world.device).type, dtype=getattr(torch, self.precision.compute)
+        )
+
+    def _options(self) -> Any:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+        # No cpu_offload: on CPU ranks FSDP1's crashes (https://github.com/pytorch/pytorch/issues/188989).
+        settings = {
+            "full_state_dict": self.cell.option("state_dict") == "full",
+            "flatten_optimizer_state_dict": self.flat,
+        }
+        return StateDictOptions(**self.cell.with_settings("StateDictOptions", settings))
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
+        if self.cell.option("save_only_model"):
+            return {"model": get_model_state_dict(self.model, options=self._options())}
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
+        state = {"model": model, "optimizer": optimizer, "ranks": self.world.size}
+        state["scheduler"] = [scheduler.state_dict() for scheduler in listed(self.scheduler)]
+        if self.scaler:
+            state["scaler"] = self.scaler.state_dict()
+        return state
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether a checkpoint is one file."""
+        return self.cell.option("state_dict") == "full" or self.world.own_disks
+
+    def save(self, directory: Path) -> None:
+        """Write one DCP checkpoint, or one file by rank 0; on each node that has its own, its first rank writes that file."""
+        import torch
+        from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+        state = self._state()
+        if not self.cell.option("save_only_model"):
+            self.save_random(directory)
+        if self.whole:
+            if self.world.writes_first:
+                torch.save(state, directory / "checkpoint.pt")
+            return
+        if self.cell.option("async_save"):
+            self.saving = async_save(
+                state, checkpoint_id=directory, process_group=self.saving_group
+            )
+        else:
+            save(state, storage_writer=self._writer(directory), planner=self._save_planner())
+
+    def _writer(self, directory: Path) -> Any:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        return FileSystemWriter(directory, **self.cell.settings("FileSystemWriter"))
+
+    def _save_planner(self) -> Any:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        return DefaultSavePlanner(**self.cell.settings("DefaultSavePlanner"))
+
+    def _load_planner(self) -> Any:
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+        return DefaultLoadPlanner(**self.cell.settings("DefaultLoadPlanner"))
+
+    def load(self, directory: Path) -> None:
+        """Load the state, in place by DCP, then set it by ``set_state_dict``."""
+        import torch
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+            set_state_dict,
+        )
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        if self.whole:
+            state = torch.load(directory / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if self._options().broadcast_from_rank0 and self.world.rank:
+                # The others get it from rank 0.
+                state |= {"model": {}, "optimizer": {}}
+        else:
+            # What it saves keeps the form of what it loaded, so that stages can load it again. By names there are no lists.
+            keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+            self.flat |= (
+                not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
+            )
+            state = self._state()
+            load(state, checkpoint_id=directory, planner=self._load_planner())
+        if self.cell.option("save_only_model"):
+            set_model_state_dict(self.model, state["model"], options=self._options())
+            return
+        # Not by one call: set_state_dict hangs where other ranks have nothing (docs/upstream.md).
+        if self._options().broadcast_from_rank0:
+            set_model_state_dict(self.model, state["model"], options=self._options())
+            set_optimizer_state_dict(
+                self.model, self.optimizer, state["optimizer"], options=self._options()
+            )
+        else:
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=self._options(),
+            )
+        for scheduler, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
+            scheduler.load_state_dict(saved)
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"])
+        self.load_random(directory, required=state["ranks"] == self.world.size)
+
+    def rows(
+        self,
+        loader: str,
+        count: int,
+        start: tuple[int, int],
+        directory: Path,  # noqa: ARG002 - nothing is saved
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the rows that torch's loader gives."""
+        rank = self.cell.dp_rank(self.world.rank)
+        return _rows.torch_rows(loader, count, start, rank, self.cell.dp_size)
+
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Return the logits without gradients left: recompiled for evaluation, FSDP1 fails on a step's sharded ones."""
+        for optimizer in listed(self.optimizer):
+            if optimizer:
+                optimizer.zero_grad()
+        if not self.cell.option("float32_norms"):
+            return super().evaluate(model)
+        # A model of two dtypes runs under autocast only.
+        with self._autocast():
+            return super().evaluate(model)
+
+    def outputs(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on, on all stages of a pipeline."""
+        if model is not self.model or not self.pipeline:
+            return super().outputs(model)
+        tokens = self.batch_of(HELD_OUT_BATCH, 0)["input_ids"]
+        logits: torch.Tensor = self.pipeline.outputs(tokens)
+        return logits
+
+    def export(self, directory: Path) -> None:
+        """Write the full state dict on rank 0, in the format that the model's own library loads."""
+        state = _options.whole_state(self.model)
+        if self.pipeline:
+            state = self.pipeline.gathered(state)
+        if self.world.rank == 0:
+            _options.write_whole(self.raw, state, directory)
+
+
+def _rows_of(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the rows of some batches, each as a batch of its own."""
+    rows = []
+    for batch in batches:
+        for row in range(len(batch["labels"])):
+            rows.append({name: value[row : row + 1] for name, value in batch.items()})
+    return rows

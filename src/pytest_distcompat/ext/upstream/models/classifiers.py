@@ -1,0 +1,162 @@
+"""Classifiers of rows of numbers, the models that are no transformers: their data and files, and what is special of each."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.models import TinyModel
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.models import Batch
+
+FEATURES, WIDTH, CLASSES = 7, 13, 5
+
+
+def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -> TinyModel:
+    """Return the model of a class of ``modules``, with further fields of TinyModel."""
+    common: dict[str, Any] = {
+        "make": functools.partial(_make, class_name, width),
+        "batch": _batch,
+        "loss": _loss,
+        "count": _count,
+        "outputs": _outputs,
+        "reload": functools.partial(_reload, class_name, width),
+        "blocks": ("Block",),
+        "frozen_modules": ("inlet",),
+        "unit_size": 200,
+        "in_8_bits": False,
+        "preload": ("pytest_distcompat.ext.upstream.models.modules", "safetensors.torch"),
+        # 1.3e-3 measured in bf16_upcast (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
+        "spread": 1.7,
+        # 2.2e-3 measured on an H100 in bf16_upcast (accelerate, DeepSpeed), where products are added up in another order.
+        "gpu_spread": 3.0,
+    }
+    return TinyModel(name, **{**common, **fields})
+
+
+def _make(class_name: str, width: int) -> Module:
+    from pytest_distcompat.ext.upstream.models import modules
+
+    model: Module = getattr(modules, class_name)(FEATURES, width, CLASSES)
+    return model
+
+
+def _batch(step: int, rank: int) -> Batch:
+    """Return four rows, the same for the same numbers in every process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {
+        "features": torch.randn(4, FEATURES, generator=generator),
+        "labels": torch.randint(0, CLASSES, (4,), generator=generator),
+    }
+
+
+def _batch_of_branch(step: int, rank: int) -> Batch:
+    """Return rows that all need the branch (their first feature is positive), or of which none does."""
+    batch = _batch(step, rank)
+    sign = 1 if (step + rank) % 2 else -1
+    batch["features"][:, 0] = sign * batch["features"][:, 0].abs()
+    return batch
+
+
+def _loss(model: Module, batch: Batch) -> torch.Tensor:
+    from torch.nn import functional
+
+    logits = model(batch["features"])
+    return functional.cross_entropy(logits.float(), batch["labels"])
+
+
+def _count(batch: Batch) -> int:
+    return len(batch["labels"])
+
+
+def _outputs(model: Module, batch: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(batch["features"])
+    return logits
+
+
+def _reload(class_name: str, width: int, directory: Path) -> Module:
+    """Load an exported state dict, key by key: an nn.Module has no loader of its own."""
+    from safetensors.torch import load_file
+
+    model = _make(class_name, width)
+    saved = load_file(directory / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        # load_state_dict copies into the parameters, which would round or widen what was saved.
+        if name in saved:
+            parameter.data = parameter.data.to(saved[name].dtype)
+    model.load_state_dict(saved)
+    return model
+
+
+def _tp_plan(*layers: str) -> dict[str, str]:
+    """Return a plan for ``parallel/tensor_parallel.py``: each rank has full activations between the layers."""
+    return {**dict.fromkeys(("inlet", *layers), "colwise_gather"), "outlet": "rowwise_split"}
+
+
+#: MLP as nn.Module: odd sizes (uneven shards, of thirteen features), a persistent and a non-persistent buffer, a frozen layer.
+MLP_MODEL = _classifier(
+    "mlp", "MLP", ignored_module="frozen", tp_plan=_tp_plan("blocks.*.linear"), order=2
+)
+#: One block that each forward uses two times, and a layer whose weight is used outside its own forward. The parameters are
+#: views of one storage, and attributes are handed on to the block.
+TWICE = _classifier("twice", "Twice", order=3)
+#: Parameters and buffers as no library's own model has them: empty, smaller than the ranks, of many dtypes.
+ODD = _classifier("odd", "Odd", order=4)
+#: A parameter of no dimension, as a learned temperature is.
+SCALAR = _classifier("scalar", "Scalar", order=5)
+#: A parameter that is not contiguous, as a weight that was loaded transposed.
+TRANSPOSED = _classifier("transposed", "Transposed", order=6)
+#: A layer that half of the ranks leave out in each step, as a model for several tasks does.
+BRANCH = _classifier("branch", "Branch", batch=_batch_of_branch, unused=True, order=7)
+#: Dropout in each block: every forward draws random numbers.
+DROPOUT = _classifier("dropout", "Dropout", tp_plan=_tp_plan("block.linear"), random=True, order=7)
+#: Modules with the names of wrappers, which trainers take out of names.
+WRAPPER_NAMES = _classifier("wrapper_names", "WrapperNames", order=7)
+#: BatchNorm, whose buffers each rank fills from its own data.
+BATCHNORM = _classifier("batchnorm", "BatchNorm", only_float32=True, order=9)
+#: SyncBatchNorm, whose statistics are those of the rows of all ranks. Measured with torch 2.13, whose DDP says of the module:
+#: "SyncBatchNorm layers only work with GPU modules".
+SYNCBATCHNORM = _classifier(
+    "syncbatchnorm",
+    "SyncBatchNorm",
+    only_float32=True,
+    one_batch=True,
+    not_on_cpu="torch's SyncBatchNorm refuses CPU tensors: 'SyncBatchNorm expected input tensor to be on GPU or XPU'",
+    order=9,
+)
+#: Mixture of experts: each row goes to one of them, and an expert may get none on a rank. 1.7e-3 measured in bf16_upcast
+#: (torch).
+MOE = _classifier("moe", "MixtureOfExperts", spread=2.5, order=10)
+#: Mixture of experts whose weights are one tensor, which expert parallelism can shard. As torchtitan has it: the router is
+#: replicated, experts are sharded by the driver (``parallel/expert_parallel.py``).
+MOE_FUSED = _classifier(
+    "moe_fused",
+    "FusedMixture",
+    blocks=("Block", "Experts"),
+    experts="experts",
+    tp_plan=_tp_plan("block.linear"),
+    spread=2.5,
+    order=11,
+)
+#: Mixture of experts by DeepSpeed's own layer, whose experts its engine can spread over ranks.
+MOE_DEEPSPEED = _classifier(
+    "moe_deepspeed",
+    "DeepSpeedMixture",
+    frozen_modules=(),
+    experts="moe",
+    driver="deepspeed",
+    spread=2.5,
+    order=12,
+)
+#: MLP whose layers are wide enough for quantized optimizer state, on each of four ranks that shard it. 2.1e-3 measured in
+#: bf16_upcast, with optimizer state in 8 bits up to 6.8e-3.
+WIDE = _classifier(
+    "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=13
+)

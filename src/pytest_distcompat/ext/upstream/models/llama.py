@@ -1,0 +1,180 @@
+"""LlamaForCausalLM of about 25 thousand parameters, with untied and with tied output embeddings, and with dropout."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_distcompat.models import Stages, TinyModel, prompt_length
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.models import Batch
+
+VOCABULARY, HIDDEN = 128, 32
+#: Rows of a batch, and tokens of a row.
+ROWS, TOKENS = 2, 16
+
+
+def _make(*, tied: bool, dropout: float) -> Module:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    model: Any = LlamaForCausalLM(config).float()
+    if dropout:
+        for layer in model.model.layers:
+            layer.mlp.dropout = torch.nn.Dropout(dropout)
+            layer.mlp.register_forward_hook(_drop)
+    return cast("Module", model)
+
+
+def _drop(module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Drop some of what a layer adds to the residual stream: a Llama has dropout in its attention alone."""
+    dropped: torch.Tensor = module.dropout(output)
+    return dropped
+
+
+def _batch(step: int, rank: int) -> Batch:
+    """Return two rows of 16 tokens; how many of them are trained on differs between ranks and between batches."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
+    labels = tokens.clone()
+    labels[:, : prompt_length(step, rank)] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _count(batch: Batch) -> int:
+    """Return how many tokens are trained on; a causal model predicts the next token, so the first label is not used."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def _outputs(model: Module, batch: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=batch["input_ids"]).logits
+    return logits
+
+
+def _reload(directory: Path) -> Module:
+    from transformers import AutoModelForCausalLM
+
+    model: Module = AutoModelForCausalLM.from_pretrained(directory)
+    return model
+
+
+def _loss(model: Module, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+_PRELOAD = (
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "pytest_distcompat.ext.upstream.models._checkpoint_names",
+)
+
+
+#: As transformers has it (``LlamaConfig.base_model_tp_plan``), with the embeddings, and what sequence parallelism needs;
+#: ``parallel/tensor_parallel.py`` says what each style means.
+_TP_PLAN = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.layers.0": "sequence",
+    "model.layers.*.input_layernorm": "norm",
+    "model.layers.*.post_attention_layernorm": "norm",
+    "model.norm": "norm",
+    "model.layers.*.self_attn": "gather:hidden_states",
+    "model.layers.*.mlp": "gather",
+}
+#: Without those that are tied: torch would make two parameters of one.
+_EMBEDDINGS = {"model.embed_tokens": "rowwise_split", "lm_head": "colwise_gather"}
+
+
+def _forward(model: Any, received: torch.Tensor, *, first: bool, last: bool) -> torch.Tensor:
+    """Return what a stage of the pipeline sends on: hidden states (rows, tokens, hidden size), the last one logits."""
+    inputs = {"input_ids" if first else "inputs_embeds": received}
+    if last:
+        # The stage's own ``forward`` is this function.
+        logits: torch.Tensor = type(model).forward(model, **inputs).logits
+        return logits
+    hidden: torch.Tensor = model.model(**inputs).last_hidden_state
+    return hidden
+
+
+def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss: torch.Tensor = ForCausalLMLoss(logits, labels, VOCABULARY)
+    return loss
+
+
+def _shapes(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tensors like the tokens, the hidden states and the logits of a batch."""
+    tokens = batch["input_ids"]
+    dtype = next(model.parameters()).dtype
+    hidden = tokens.new_empty(*tokens.shape, HIDDEN, dtype=dtype)
+    logits = tokens.new_empty(*tokens.shape, VOCABULARY, dtype=dtype)
+    return tokens, hidden.requires_grad_(), logits.requires_grad_()
+
+
+#: As torchtitan cuts it: embeddings go with the first layers, norm and head with the last.
+_STAGES = Stages(
+    (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head")),
+    _forward,
+    _loss_of,
+    _shapes,
+)
+
+
+def _llama(name: str, order: int, *, tied: bool = False, dropout: float = 0.0) -> TinyModel:
+    """Return a tiny Llama.
+
+    Args:
+        name: The value of option ``model``.
+        order: Where the model stands in lists.
+        tied: Whether input and output embeddings are one parameter.
+        dropout: Probability with which elements of each MLP's output are dropped.
+    """
+    return TinyModel(
+        name,
+        ("LlamaDecoderLayer",),
+        functools.partial(_make, tied=tied, dropout=dropout),
+        _batch,
+        _loss,
+        _count,
+        _outputs,
+        _reload,
+        frozen_modules=("model.embed_tokens", "model.layers.0"),
+        lora_targets=("q_proj", "v_proj"),
+        unit_size=5000,
+        tp_plan=_TP_PLAN if tied else {**_TP_PLAN, **_EMBEDDINGS},
+        # Tied ones are in the first stage and in the last.
+        stages=None if tied else _STAGES,
+        random=dropout > 0,
+        preload=_PRELOAD,
+        order=order,
+    )
+
+
+LLAMA = _llama("llama", 0)
+LLAMA_TIED = _llama("llama_tied", 1, tied=True)
+LLAMA_DROPOUT = _llama("llama_dropout", 8, dropout=0.25)

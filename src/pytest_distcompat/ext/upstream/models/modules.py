@@ -1,0 +1,389 @@
+"""Module classes of the classifiers, in a module of their own because defining them imports torch."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """Residual block; FSDP wraps each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, width) to the same shape, in the dtype of the parameters."""
+        y: torch.Tensor = self.linear(torch.relu(self.norm(x)))
+        return x + y
+
+
+class MLP(nn.Module):
+    """Classifier with uneven sizes, buffers and a frozen layer: (batch, features) -> (batch, classes).
+
+    It calls no function of this module: a script for a bug report (``ext/walk/script.py``) has its source and Block's alone.
+    Buffers are cast where they are used, because neither FSDP2 nor DeepSpeed casts them: a bfloat16 activation times a
+    float32 buffer is float32, which the next layer's bfloat16 weights do not accept.
+    """
+
+    scale: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.outlet = nn.Linear(width, classes)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        self.register_buffer("offset", torch.zeros(width), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.inlet(x.to(self.inlet.weight.dtype))
+        x = x + self.frozen(x) * self.scale.to(x.dtype) + self.offset.to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.outlet(x)
+        return logits
+
+
+def _enter(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return the output of a model's first layer for float32 features, in the dtype of the layer's weight."""
+    hidden: torch.Tensor = layer(x.to(layer.weight.dtype))
+    return hidden
+
+
+def _balance(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the auxiliary loss of a mixture of experts (https://arxiv.org/abs/2101.03961, equation 4), a scalar.
+
+    Args:
+        chosen: One-hot (rows, experts): the expert of each row.
+        scores: Probabilities (rows, experts), in float32.
+    """
+    return scores.shape[1] * (chosen.float().mean(0) * scores.mean(0)).sum()
+
+
+class OneBlock(nn.Module):
+    """The layers of a classifier with one block; a subclass says how they are used."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.block = Block(width)
+        self.outlet = nn.Linear(width, classes)
+
+
+class Twice(OneBlock):
+    """Classifier that runs one block two times, and uses a weight by ``functional.linear``.
+
+    Its parameters are views of one storage. It hands attributes that it lacks on to its block, and uses one of them.
+    """
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        parameters = list(self.parameters())
+        storage = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        pieces = torch.split(storage, [parameter.numel() for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.data = piece.view_as(parameter)
+        self.block.gain = 1.0  # type: ignore[assignment]  # a number, no module
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or module, or the block's attribute, as PEFT's models do of what they wrap."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = _enter(self.inlet, x)
+        x = self.block(x)
+        x = self.block(x)
+        x = x * self.gain
+        return functional.linear(x, self.outlet.weight, self.outlet.bias)
+
+
+class Dropout(OneBlock):
+    """Classifier with dropout around its block."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = _enter(self.inlet, x)
+        x = self.dropout(x)
+        x = self.block(x)
+        x = self.dropout(x)
+        logits: torch.Tensor = self.outlet(x)
+        return logits
+
+
+class BatchNorm(OneBlock):
+    """Classifier that normalizes over the rows of a batch, with statistics for evaluation in buffers."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.norm: nn.Module = nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = _enter(self.inlet, x)
+        # A bias right before the norm would have no gradient but rounding.
+        x = torch.tanh(x)
+        x = self.norm(x)
+        logits: torch.Tensor = self.outlet(self.block(x))
+        return logits
+
+
+class SyncBatchNorm(BatchNorm):
+    """Classifier that normalizes over the rows of all ranks; in one process it is ``BatchNorm``."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.norm = nn.SyncBatchNorm(width)
+
+
+class MixtureOfExperts(OneBlock):
+    """Classifier that sends each row to one of four experts, and learns to rate all of them alike.
+
+    A row's largest feature chooses the expert, as in https://arxiv.org/abs/2106.04426: rounding could decide a choice by scores.
+    """
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.router = nn.Linear(width, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        expert_of_row = x[:, :4].argmax(-1)
+        x = self.block(_enter(self.inlet, x))
+        scores = torch.softmax(self.router(x).float(), dim=-1)
+        output = x
+        # An expert computes on no rows too: all ranks call the same modules, and each parameter has a gradient.
+        for number, expert in enumerate(self.experts):
+            rows = (expert_of_row == number).nonzero().flatten()
+            computed = expert(x[rows])
+            weights = scores[rows, number, None].to(x.dtype)
+            weighted = (computed * weights).to(x.dtype)
+            output = output.index_add(0, rows, weighted)
+        # In the logits: a trainer that takes the loss from logits alone learns from the auxiliary loss too.
+        balance = _balance(functional.one_hot(expert_of_row, 4), scores)
+        logits: torch.Tensor = self.outlet(output) / (1 + 0.1 * balance).to(output.dtype)
+        return logits
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor that expert parallelism has sharded; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Experts(nn.Module):
+    """Linear layers with their weights in one tensor: (experts, width, width), and biases (experts, width).
+
+    Under expert parallelism the tensors are sharded on their first dimension, and a rank computes its own experts.
+    """
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, width, width) / width**0.5)
+        self.bias = nn.Parameter(torch.zeros(count, width))
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return (rows, width) for rows of the same shape.
+
+        Args:
+            rows: Rows in the order of their experts.
+            counts: How many rows each expert has.
+        """
+        weights = _local(self.weight)
+        biases = _local(self.bias)
+        rows_by_expert = torch.split(rows, counts.tolist())
+        outputs = []
+        for rows_of_expert, weight, bias in zip(rows_by_expert, weights, biases, strict=True):
+            outputs.append(functional.linear(rows_of_expert, weight, bias))
+        return torch.cat(outputs)
+
+
+class FusedMixture(OneBlock):
+    """``MixtureOfExperts`` with the experts' weights in one tensor."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.router = nn.Linear(width, 4, bias=False)
+        self.experts = Experts(4, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        expert_of_row = x[:, :4].argmax(-1)
+        x = self.block(_enter(self.inlet, x))
+        scores = torch.softmax(self.router(x).float(), dim=-1)
+        order = expert_of_row.argsort(stable=True)
+        counts = torch.bincount(expert_of_row, minlength=4)
+        computed = self.experts(x[order], counts)[order.argsort()]
+        weights = scores.gather(1, expert_of_row[:, None]).to(x.dtype)
+        x = x + (computed * weights).to(x.dtype)
+        balance = _balance(functional.one_hot(expert_of_row, 4), scores)
+        logits: torch.Tensor = self.outlet(x) / (1 + 0.1 * balance).to(x.dtype)
+        return logits
+
+
+class DeepSpeedMixture(nn.Module):
+    """Classifier with DeepSpeed's mixture of experts (https://deepspeed.readthedocs.io/en/latest/moe.html).
+
+    A row's largest feature, which is among the inputs of the gate, chooses the expert: the gate learns how much of it to take.
+    """
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.inlet = nn.Linear(features, width)
+        self.block = Block(width)
+        # Nothing is dropped or drawn, so that it does not matter how many ranks rows are spread over.
+        settings = {"num_experts": 4, "min_capacity": 0, "drop_tokens": False, "use_rts": False}
+        self.make_moe = functools.partial(MoE, width + 4, **settings)
+        self.moe: Any = self.make_moe(nn.Linear(width + 4, width + 4))
+        self.outlet = nn.Linear(width + 4, classes)
+        for expert in self.moe.deepspeed_moe.experts.deepspeed_experts:
+            expert.reset_parameters()
+        with torch.no_grad():
+            self.moe.deepspeed_moe.gate.wg.weight[:, width:] = 2 * torch.eye(4)
+            # Gradients are clipped in each step, however many ranks average them.
+            self.outlet.weight.mul_(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        chosen = functional.one_hot(x[:, :4].argmax(-1), 4)
+        x = self.block(_enter(self.inlet, x))
+        x = torch.cat([x, chosen.to(x.dtype)], dim=1)
+        # Only an engine connects the layer; the reference is plain torch on the same parameters.
+        if self.moe.deepspeed_moe.ep_group is None:
+            computed, balance = self._in_one_process(x)
+        else:
+            computed, balance = self.moe(x)[:2]
+        logits: torch.Tensor = self.outlet(x + computed) / (1 + 0.1 * balance).to(x.dtype)
+        return logits
+
+    def _in_one_process(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the experts compute, and the auxiliary loss."""
+        layer = self.moe.deepspeed_moe
+        output = torch.zeros_like(x)
+        scores = torch.softmax(functional.linear(x.float(), layer.gate.wg.weight.float()), dim=-1)
+        chosen = functional.one_hot(scores.argmax(-1), scores.shape[1])
+        for number, expert in enumerate(layer.experts.deepspeed_experts):
+            computed = expert(x)
+            weights = (scores * chosen)[:, number, None]
+            output = output + (computed * weights).to(x.dtype)
+        return output, _balance(chosen, scores)
+
+
+class Odd(nn.Module):
+    """Classifier with an empty parameter, one of a single number, and buffers of many dtypes.
+
+    A child is named ``module``, as wrappers name what they wrap.
+    """
+
+    counts: torch.Tensor
+    mask: torch.Tensor
+    phase: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.module = nn.ModuleDict({"module": Block(width)})
+        self.nothing = nn.Parameter(torch.zeros(0, width))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.outlet = nn.Linear(width, classes)
+        self.register_buffer("counts", torch.arange(width))
+        self.register_buffer("mask", torch.arange(width) % 2 == 0)
+        self.register_buffer("phase", torch.exp(1j * torch.arange(3)))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = _enter(self.inlet, x)
+        scaled = x * self.counts.to(x.dtype) / len(self.counts)
+        x = torch.where(self.mask, x, scaled)
+        x = self.module["module"](x)
+        x = x * self.phase.real[0].to(x.dtype)
+        logits: torch.Tensor = self.outlet(x) * self.gain + self.nothing.sum()
+        return logits
+
+
+class Scalar(OneBlock):
+    """Classifier whose logits a parameter of no dimension scales."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.block(_enter(self.inlet, x))
+        logits: torch.Tensor = self.outlet(x)
+        return logits / self.temperature
+
+
+class Transposed(nn.Module):
+    """Classifier whose last weight is stored column by column."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.block = Block(width)
+        self.weight = nn.Parameter(torch.randn(width, classes).t() / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.block(_enter(self.inlet, x))
+        return functional.linear(x, self.weight)
+
+
+class WrapperNames(nn.Module):
+    """Classifier whose modules have the names under which torch's wrappers keep what they wrap."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        inner = nn.Sequential(OrderedDict(_checkpoint_wrapped_module=Block(width)))
+        # The names of torch.compile and of FSDP1; the innermost is that of activation checkpointing.
+        self._orig_mod = nn.Sequential(OrderedDict(_fsdp_wrapped_module=inner))
+        self.outlet = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self._orig_mod(_enter(self.inlet, x))
+        logits: torch.Tensor = self.outlet(x)
+        return logits
+
+
+class Branch(OneBlock):
+    """Classifier with a layer that is skipped where no row of a batch needs it."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.branch = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        needed = x[:, :1] > 0
+        x = self.block(_enter(self.inlet, x))
+        if needed.any():
+            x = x + self.branch(x) * needed
+        logits: torch.Tensor = self.outlet(x)
+        return logits

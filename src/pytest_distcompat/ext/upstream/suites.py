@@ -1,0 +1,215 @@
+"""The built-in suites: four common libraries with tiny models. ``suite`` has them for ``pytest --pyargs``."""
+
+from __future__ import annotations
+
+from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.compat_suite import CompatSuite
+from pytest_distcompat.ext.upstream.sweep.slice import SLICE
+
+
+class TestTorch(CompatSuite):
+    """Suite of plain torch, by its documented API."""
+
+    driver = "torch"
+    matrix = Matrix(
+        ("ddp", "fsdp1", "fsdp2"),
+        ("fp32", "bf16_upcast"),
+        extra=(
+            Matrix(("fsdp2",), ("bf16_pure", "fp16_mixed", "fp8")),
+            # Each model under each strategy once, and once with each driver.
+            Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "mlp"},)),
+            Matrix(("fsdp2",), ("bf16_upcast",), options=({"model": "llama_tied"},)),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                options=(
+                    {"state_dict": "full"},
+                    # By inductor; accelerate's suite compiles blocks. To compile a Llama takes every rank many seconds.
+                    {"compile": True, "model": "mlp"},
+                    {"activation_checkpointing": True},
+                    {"cpu_offload": True},
+                    {"meta_init": True},
+                    {"save_only_model": True},
+                    {"async_save": True, "model": "dropout"},
+                    {"model": "moe"},
+                ),
+            ),
+            Matrix(
+                ("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})
+            ),
+            Matrix(
+                ("fsdp1",),
+                ("fp32",),
+                world_sizes=(4,),
+                options=({"dp_replicate": 2, "model": "mlp"},),
+            ),
+            Matrix(("fsdp2",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=({"pp": 2}, {"model": "dropout", "tp": 2}),
+            ),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=({"cp": 2}, {"model": "moe_fused", "ep": 2}),
+            ),
+        ),
+    )
+
+
+class TestAccelerate(CompatSuite):
+    """Suite of accelerate, with every strategy."""
+
+    driver = "accelerate"
+    matrix = Matrix(
+        precisions=("fp32", "bf16_upcast"),
+        extra=(
+            *map(Cell.parse, SLICE["accelerate"]),
+            Matrix(("fsdp2", "zero2"), ("bf16_pure", "fp16_mixed", "fp8")),
+            Matrix(
+                ("fsdp2",),
+                ("bf16_upcast",),
+                options=(
+                    {"model": "mlp"},
+                    {"float32_norms": True},
+                    {"reduce_dtype": "fp32", "model": "mlp"},
+                ),
+            ),
+            Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "llama_tied"},)),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                options=(
+                    {"compile": "aot_eager", "model": "mlp"},
+                    {"compile": "regional", "model": "mlp"},
+                    {"activation_checkpointing": True},
+                    {"grad_accum": 2},
+                    {"reshard_after_forward": False},
+                    {"cpu_ram_efficient_loading": True},
+                    {"wrap_policy": "size"},
+                    {"frozen": True},
+                    {"lora": True},
+                    {"param_groups": True},
+                    {"ignored_modules": True, "model": "mlp"},
+                ),
+            ),
+            Matrix(
+                ("fsdp1",),
+                ("fp32",),
+                options=({"activation_checkpointing": True}, {"use_orig_params": False}),
+            ),
+            Matrix(
+                ("fsdp2",),
+                ("bf16_upcast",),
+                world_sizes=(4,),
+                options=({"dp_replicate": 2, "model": "mlp"},),
+            ),
+            Matrix(
+                ("ddp",),
+                ("fp32",),
+                options=(
+                    {"grad_accum": 2},
+                    {"compile": "aot_eager", "model": "mlp"},
+                    {"model": "dropout"},
+                ),
+            ),
+            Matrix(
+                ("zero2",),
+                ("fp32",),
+                options=({"grad_accum": 2}, {"activation_checkpointing": True}),
+            ),
+            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
+            Matrix(
+                ("zero3",),
+                ("bf16_upcast",),
+                options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2}),
+            ),
+        ),
+    )
+
+
+class TestTrainer(CompatSuite):
+    """Suite of transformers.Trainer."""
+
+    driver = "trainer"
+    matrix = Matrix(
+        ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+        ("fp32", "bf16_upcast"),
+        extra=(
+            *map(Cell.parse, SLICE["trainer"]),
+            Matrix(
+                ("ddp",),
+                ("fp32",),
+                options=({"grad_accum": 2}, {"model": "dropout"}, {"packed": True}),
+            ),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                options=(
+                    {"state_dict": "full"},
+                    {"compile": "aot_eager", "model": "mlp"},
+                    {"lora": True},
+                    {"save_only_model": True},
+                    {"save_only_model": True, "state_dict": "full"},
+                ),
+            ),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=(
+                    {"save_only_model": True, "tp": 2},
+                    {"save_only_model": True, "ep": 2, "model": "hf:gpt_oss"},
+                ),
+            ),
+            Matrix(("fsdp2",), ("fp16_mixed",)),
+            Matrix(("zero2",), ("bf16_upcast",), options=({"grad_accum": 2}, {"conflict": True})),
+            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
+        ),
+    )
+
+
+class TestDeepSpeed(CompatSuite):
+    """Suite of DeepSpeed, by its own engine."""
+
+    driver = "deepspeed"
+    matrix = Matrix(
+        ("zero0", "zero1", "zero2", "zero3"),
+        ("fp32", "bf16_upcast"),
+        extra=(
+            *map(Cell.parse, SLICE["deepspeed"]),
+            Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
+            # An overflow stays on one rank where the optimizer is partitioned and the gradients are not.
+            Matrix(("zero1",), ("fp16_mixed",)),
+            Matrix(
+                ("zero3",),
+                ("bf16_upcast",),
+                options=({"model": "mlp"}, {"model": "llama_tied"}),
+            ),
+            Matrix(
+                ("zero2",),
+                ("fp32",),
+                options=(
+                    {"compile": "aot_eager", "model": "mlp"},
+                    {"lora": True},
+                ),
+            ),
+            Matrix(
+                ("zero1",),
+                ("bf16_upcast",),
+                options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"}),
+            ),
+            Matrix(("zero0",), ("bf16_upcast",), options=({"frozen": True}, {"grad_accum": 2})),
+            Matrix(("zero1",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
+            Matrix(("zero2",), ("fp32",), world_sizes=(4,), options=({"cp": 2},)),
+            Matrix(
+                ("zero2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=({"model": "moe_deepspeed", "ep": 2},),
+            ),
+        ),
+    )

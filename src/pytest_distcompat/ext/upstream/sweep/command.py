@@ -1,0 +1,272 @@
+"""``settings``: lists the settings that the profile ``sweep`` tries, and tries pairs of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import functools
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat import clock
+from pytest_distcompat.cli.output import WRITTEN, columns, fitted, report_file, table, write_reports
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report.document import Report
+
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.expect import Expectation
+    from pytest_distcompat.ext.upstream.sweep.rules import Setting
+    from pytest_distcompat.runner import Runner
+    from pytest_distcompat.status import Verdict
+
+#: The states of a setting: swept by its type, by rules, left out, or neither values nor a rule.
+STATES = ("swept", "hinted", "excluded", "unknown")
+#: Lines below the name of a setting. Values are long words, to be copied.
+_INDENTED: dict[str, Any] = {
+    "initial_indent": "    ",
+    "subsequent_indent": "    ",
+    "break_on_hyphens": False,
+    "break_long_words": False,
+}
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    parser = commands.add_parser(
+        "settings",
+        help="the settings of the installed libraries that the profile sweep tries",
+        description="List the settings of the installed libraries, or try pairs of them. Exit code 1: a field has neither values "
+        "to try nor a rule, or a pair fails.",
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="only settings with this part in their name, or as this pattern has it (ds_config.*offload*); shown in full",
+    )
+    parser.add_argument(
+        "--state",
+        choices=STATES,
+        help="only settings in this state: with values of their type, of rules, left out, or neither",
+    )
+    parser.add_argument(
+        "--driver",
+        action="append",
+        metavar="NAME",
+        help="only of this driver (default: all built-in ones)",
+    )
+    parser.add_argument(
+        "--pairs", metavar="STRATEGY", help="try all pairs of values under this strategy"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="pair only what passed alone in this report of the profile sweep",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=report_file,
+        default=[],
+        action="append",
+        metavar="FILE",
+        help=f"of the pairs, {WRITTEN}",
+    )
+    parser.set_defaults(call=_settings, finds_drivers=True)
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from pytest_distcompat.drivers import DRIVERS
+
+    names = options.driver or DRIVERS.names()
+    if not options.pairs:
+        if options.output:
+            raise UsageProblem("--output is for --pairs")
+        chosen = {name: _chosen(name, options) for name in names}
+        if options.names and not any(chosen.values()):
+            raise UsageProblem(
+                f"no setting of {', '.join(names)} is named {' or '.join(options.names)}"
+            )
+        return max(_list(name, settings, options) for name, settings in chosen.items())
+    began = clock.wall()
+    verdicts: list[Verdict] = []
+    for name in names:
+        verdicts += _pairs(name, options)
+    write_reports(options.output, _report(verdicts, began))
+    return int(any(verdict.red for verdict in verdicts))
+
+
+def _report(verdicts: list[Verdict], began: float) -> Report:
+    """Return the report of the smallest sets of settings that fail."""
+    from pytest_distcompat.installed import versions
+
+    session = {
+        "versions": versions(),
+        "device": "cpu",
+        "world_size": 2,
+        "began": clock.utc(began),
+        "seconds": round(clock.wall() - began, 1),
+        "runs": 0,
+        "ending": "finished",
+        "settings": {},
+        "timeline": [],
+    }
+    return Report(session, verdicts)
+
+
+def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
+    """Return the settings of a driver that the command is about."""
+    from pytest_distcompat.drivers import find_driver
+    from pytest_distcompat.ext.upstream.sweep.rules import settings_of, sources_of
+
+    patterns = [_pattern(name) for name in options.names]
+
+    def is_chosen(setting: Setting) -> bool:
+        if options.state not in {None, setting.state}:
+            return False
+        name = setting.name.lower()
+        return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return [
+        setting for setting in settings_of(sources_of(find_driver(driver))) if is_chosen(setting)
+    ]
+
+
+def _pattern(name: str) -> str:
+    """Return the lower-case pattern of a name that the user gave: one without signs may be any part of a setting's name."""
+    if any(sign in name for sign in "*?["):
+        return name.lower()
+    return f"*{name.lower()}*"
+
+
+def _texts(setting: Setting) -> list[str]:
+    """Return the values of a setting and its reason, without those that are empty."""
+    values = " ".join([*setting.values, *setting.twice])
+    return [text for text in (values, setting.reason) if text]
+
+
+def _list(driver: str, settings: list[Setting], options: argparse.Namespace) -> int:
+    """Print the settings of a driver, in full if some are named; return 1 if one has neither values nor a rule."""
+    width = columns()
+    if options.names:
+        for setting in settings:
+            print(f"{setting.name}: {setting.state}")
+            for text in _texts(setting):
+                print(*textwrap.wrap(text, width or len(text) + 4, **_INDENTED), sep="\n")
+    else:
+        # Some values are long, so that what follows them is no column of its own.
+        rows = [(setting.name, setting.state, "; ".join(_texts(setting))) for setting in settings]
+        for line in table(("setting", "state", "values; reason"), rows):
+            print(fitted(line, width))
+    count_by_state = Counter(setting.state for setting in settings)
+    counted = ", ".join(f"{count_by_state[state]} {state}" for state in STATES)
+    cell_count = sum(len(setting.cells) * len(setting.strategies) for setting in settings)
+    print(f"{driver}: {len(settings)} settings, {counted}; {cell_count} cells")
+    return int(count_by_state["unknown"] > 0)
+
+
+def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
+    """Run a covering array of the settings, reduce each row that fails, print what is left of it, and return the verdicts."""
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.drivers import find_driver
+    from pytest_distcompat.engine import local_runner
+    from pytest_distcompat.ext.upstream.sweep.pairs import covering_rows, reduced_failures
+    from pytest_distcompat.ext.upstream.sweep.profile import with_set
+    from pytest_distcompat.known import applying, concerned, shipped
+
+    strategy = options.pairs
+    kind = find_driver(driver)
+
+    def cell_of(row: tuple[str, ...]) -> Cell:
+        return with_set(kind, Cell(strategy, "fp32", 2), "+".join(row))
+
+    values = _values_to_pair(driver, options, cell_of)
+    rows = covering_rows(values)
+    print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")
+    failing_parts: list[tuple[str, ...]] = []
+    verdict_by_row: dict[tuple[str, ...], Verdict] = {}
+    verdicts: list[Verdict] = []
+    known = applying(shipped(), concerned(kind), "cpu")
+    with local_runner(kind, [cell_of(row) for row in rows], device="cpu") as runner:
+
+        @functools.cache
+        def outcome(row: tuple[str, ...]) -> str:
+            verdict = _first_failure(runner, driver, cell_of(row), known)
+            if verdict is None:
+                return ""
+            verdict_by_row[row] = verdict
+            first_line = (verdict.message or verdict.reason).splitlines()[0]
+            return f"{verdict.check}: {verdict.status}: {first_line[:200]}"
+
+        for row in rows:
+            for part, how in reduced_failures(row, outcome, tuple(failing_parts)):
+                failing_parts.append(part)
+                print(f"{' + '.join(part)}\n    {how}")
+                verdict = verdict_by_row[part]
+                command = (
+                    f"distcompat trace {driver} {shlex.quote(verdict.cell)} --check {verdict.check}"
+                )
+                print(f"    {command}", flush=True)
+                verdicts.append(_of_pairs(verdict, driver, strategy, len(row), command))
+    return verdicts
+
+
+def _values_to_pair(
+    driver: str, options: argparse.Namespace, cell_of: Callable[[tuple[str, ...]], Cell]
+) -> dict[str, list[str]]:
+    """Return the values of each setting that are tried in pairs; with a report only those that passed alone in it."""
+    passed: dict[str, bool] = {}
+    if options.report:
+        for result in Report.read(options.report).results:
+            passed[result.cell] = passed.get(result.cell, True) and result.status == "passed"
+    values_by_name: dict[str, list[str]] = {}
+    for setting in _chosen(driver, options):
+        if options.pairs not in setting.strategies:
+            continue
+        if setting.precision != "fp32" or setting.options or setting.without:
+            # Settings that need another precision or option, or change the training on purpose, are tried alone.
+            continue
+        values = list(setting.values)
+        if options.report:
+            values = [
+                value for value in values if passed.get(cell_of((f"{setting.name}={value}",)).id)
+            ]
+        if values:
+            values_by_name[setting.name] = values
+    return values_by_name
+
+
+def _first_failure(
+    runner: Runner, driver: str, cell: Cell, known: Sequence[Expectation]
+) -> Verdict | None:
+    """Return the verdict of the first check of a sweep that fails or is refused in the cell; None if all pass."""
+    from pytest_distcompat.checks import CHECKS
+    from pytest_distcompat.drivers import find_driver
+    from pytest_distcompat.engine import not_applicable, run_check
+    from pytest_distcompat.ext.upstream.sweep.slice import SWEEP_CHECKS
+
+    for name in SWEEP_CHECKS:
+        check = CHECKS.get(name)
+        if not_applicable(check, cell, find_driver(driver), {}):
+            continue
+        verdict = run_check(runner, driver, cell, check, known)[0]
+        if verdict.status.red or verdict.status == "refused":
+            return verdict
+    return None
+
+
+def _of_pairs(verdict: Verdict, driver: str, strategy: str, size: int, command: str) -> Verdict:
+    """Return the verdict of a smallest part as a report has it."""
+    suite = f"pairs under {strategy}"
+    text = f"{verdict.message}\n\nthe smallest part that fails of a row of {size} settings"
+    nodeid = f"{suite} of {driver}::test[{verdict.cell}:{verdict.check}]"
+    return dataclasses.replace(
+        verdict, message=text, reproduce=command, suite=suite, driver=driver, nodeid=nodeid
+    )

@@ -1,0 +1,43 @@
+"""The profile ``sweep``: every setting of the installed libraries, one at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell, OptionValue
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.ext.upstream.sweep import rules
+from pytest_distcompat.profiles import AddedProfile, Selection
+
+
+def _cells(selection: Selection) -> Iterator[Cell]:
+    """Yield a cell for each value of each setting, under each strategy that has it and can run it here."""
+    driver = selection.driver
+    shared = None if selection.shared is None else selection.shared()
+    for setting in rules.settings_of(rules.sources_of(driver), shared):
+        for strategy, text in itertools.product(setting.strategies, setting.cells):
+            if strategy not in selection.strategies:
+                continue
+            cell = Cell(strategy, setting.precision, selection.world_size)
+            cell = with_set(driver, cell, text, **setting.options)
+            if selection.supported(cell):
+                yield cell
+
+
+def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue) -> Cell:
+    """Return the cell with settings and options, of a small model if the driver has several."""
+    if "model" in driver.options:
+        options.setdefault("model", "mlp")
+    if "optimizer" not in driver.options:
+        # It makes the one that its sources name.
+        options.pop("optimizer", None)
+    options["set"] = text
+    return Cell.of(cell.strategy, cell.precision, cell.world_size, **options)
+
+
+PROFILE = AddedProfile(
+    "sweep",
+    "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
+    _cells,
+)

@@ -1,0 +1,56 @@
+"""Arguments by which accelerate runs every strategy on CPU ranks, which it has no option for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: The releases of accelerate on which ``on_cpu`` was tested: from the first, up to but without the second.
+TESTED_RELEASES = ("1.6", "2")
+
+
+def check_version(version: str) -> None:
+    """Raise RuntimeError for an accelerate too old for ``on_cpu``; warn about a major version that was not tested."""
+    import warnings
+
+    from packaging.version import Version
+
+    first, after = TESTED_RELEASES
+    if Version(version) < Version(first):
+        raise RuntimeError(
+            f"accelerate {version} cannot run FSDP2 on CPU ranks; {first} or newer is needed"
+        )
+    if Version(version) >= Version(after):
+        problem = (
+            f"accelerate {version}: running FSDP and DeepSpeed on CPU was tested below {after} only"
+        )
+        warnings.warn(f"{problem}; believe the check 'active'", stacklevel=2)
+
+
+def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that make ``Accelerator(**settings)`` run the requested strategy on CPU.
+
+    Without them accelerate silently turns an FSDP plugin with ``cpu=True`` into plain DDP, one without it into a bare
+    model without gradient sync, and a DeepSpeed plugin into plain DDP (``AcceleratorState.__init__``). For FSDP the
+    shared state is set beforehand to a multi-device run on "cpu"; setting ``distributed_type`` is not documented.
+    Tested with accelerate 1.6 to 1.15. The version is checked (RuntimeError), and the check ``active`` fails if it
+    stops working.
+    """
+    import os
+    from datetime import timedelta
+
+    import accelerate
+    from accelerate import DistributedType, InitProcessGroupKwargs, PartialState
+
+    check_version(accelerate.__version__)
+    if "fsdp_plugin" in settings:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        PartialState(cpu=True)
+        PartialState().distributed_type = DistributedType.MULTI_GPU
+        return {}
+    if "deepspeed_plugin" in settings:
+        return {
+            "kwargs_handlers": [
+                InitProcessGroupKwargs(backend="gloo", timeout=timedelta(minutes=10))
+            ]
+        }
+    return {"cpu": True}

@@ -1,0 +1,284 @@
+"""Calls of a live trainer in one process, in plain torch: the reference of walks, and what drivers derive theirs from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pytest_distcompat.calls import Call, observer, training
+from pytest_distcompat.strategies import MAX_NORM
+
+#: The value to which calls clip gradients.
+CLIP_VALUE = 0.01
+#: What ``slower`` multiplies learning rates by.
+SLOWER = 0.5
+
+
+class Calls:
+    """Calls in one process, without a strategy: the model of a walk, and what drivers derive theirs from.
+
+    Arguments have annotations ``bool`` or ``Literal``, whose values are drawn. A driver that has fewer values overrides the
+    method, and lists in ``refused`` what it does not have: strategy (``*`` for all) -> pattern of calls -> reason.
+
+    Args:
+        trainer: Has ``model``, ``optimizer``, ``scheduler``, ``epoch``, ``loss(model, number, rank)``, ``outputs(model)``.
+        directory: Where calls may write; all ranks share it.
+        ranks: The ranks whose batches this process trains on.
+        position: The number of the next batch.
+    """
+
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The reference has none of them:
+    #: with such an argument a call does what it does without.
+    passes_on: ClassVar[Mapping[str, str]] = {}
+    #: The calls that the trainer does itself, as actions of its plan.
+    own: ClassVar[tuple[str, ...]] = ()
+    #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk without this plugin.
+    script: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(
+        self, trainer: Any, directory: Path, ranks: Sequence[int], position: int = 0
+    ) -> None:
+        self.trainer = trainer
+        self.directory = directory
+        self.ranks = ranks
+        self.position = position
+        self.saved: Any = None
+
+    @property
+    def model(self) -> Any:
+        """Return the model as the trainer has it."""
+        return self.trainer.model
+
+    def perform(self, text: str) -> Any:
+        """Do a call and return its result; one that this class lacks does nothing: the reference has no observers."""
+        call = Call.parse(text)
+        method = getattr(self, call.name, None)
+        if method is None:
+            return None
+        return method(**_accepted(method, dict(call.arguments)))
+
+    def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002 - for those who override it
+        """Return the context of a forward and backward pass, in which gradients are reduced if it is the last one."""
+        return contextlib.nullcontext()
+
+    def backward(self, last: bool) -> float:
+        """Run forward and backward of the next batch and return the loss."""
+        total = 0.0
+        for rank in self.ranks:
+            with self.sync(last):
+                loss = self.trainer.loss(self.model, self.position, rank) / len(self.ranks)
+                loss.backward()
+            total += float(loss.detach())
+        self.position += 1
+        return total
+
+    def clip_norm(self) -> Any:
+        """Clip gradients by their norm and return it."""
+        from torch.nn.utils import clip_grad_norm_
+
+        return clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+    def clip_value(self) -> None:
+        """Clip gradients by value."""
+        from torch.nn.utils import clip_grad_value_
+
+        clip_grad_value_(self.model.parameters(), CLIP_VALUE)
+
+    @training
+    def step(
+        self,
+        clip: Literal["norm", "value", "no"] = "norm",
+        zero: Literal["none", "zeros", "keep"] = "none",
+    ) -> float:
+        """Train on a batch: forward, backward, clip, step optimizer and scheduler, zero gradients or keep them."""
+        loss = self.backward(last=True)
+        self.update(clip, zero)
+        return loss
+
+    def update(self, clip: str, zero: str) -> None:
+        """Do all of a step that follows the backward pass."""
+        if clip == "norm":
+            norm = self.clip_norm()
+            if hasattr(norm, "full_tensor"):
+                # The norm of DTensors is a DTensor too, of which each rank has a part.
+                norm = norm.full_tensor()
+            self.trainer.grad_norm = None if norm is None else float(norm)
+        elif clip == "value":
+            self.clip_value()
+        self.trainer.optimizer.step()
+        self.trainer.scheduler.step()
+        if zero != "keep":
+            self.zero_grad(set_to_none=zero == "none")
+
+    @training
+    def micro(self) -> float:
+        """Add the gradients of a batch up, without reducing them."""
+        return self.backward(last=False)
+
+    @training
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients."""
+        self.trainer.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @training
+    def slower(self) -> None:
+        """Lower the learning rate by hand."""
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] *= SLOWER
+
+    def part(self, name: str) -> Iterator[Any]:
+        """Yield the parameters of a module of the unwrapped model, wherever wrappers have put it."""
+        for live, parameter in self.model.named_parameters():
+            if f".{name}." in f".{live.replace('_fsdp_wrapped_module.', '')}":
+                yield parameter
+
+    @training
+    def add_group(self) -> None:
+        """Unfreeze the layer that was frozen from the beginning, and give it to the optimizer as a group of its own."""
+        added = list(self.part("frozen"))
+        for parameter in added:
+            parameter.requires_grad_(requires_grad=True)
+        self.trainer.optimizer.add_param_group({"params": added, "lr": 1e-3})
+
+    @training
+    def freeze(self, part: Literal["inlet", "blocks.1"] = "inlet") -> None:
+        """Freeze a part of the model between two steps."""
+        for parameter in self.part(part):
+            parameter.requires_grad_(requires_grad=False)
+
+    @training
+    def unfreeze(self, part: Literal["inlet", "blocks.1"] = "inlet") -> None:
+        """Train a part again that was frozen."""
+        for parameter in self.part(part):
+            parameter.requires_grad_(requires_grad=True)
+
+    @training
+    def mode(self, train: bool = True) -> None:
+        """Switch to training mode or evaluation mode."""
+        self.model.train(train)
+
+    @training
+    def skip(self) -> None:
+        """Skip a batch."""
+        self.position += 1
+
+    @training
+    def new_epoch(self) -> None:
+        """Begin the next epoch before this one is at its end."""
+        self.position += self.trainer.epoch - self.position % self.trainer.epoch
+
+    @training
+    def resume(self) -> None:
+        """Save, and go on in a new process group; the walk does that. What is not saved is lost."""
+        self.zero_grad()
+        self.model.train()
+
+    @observer
+    def save(self) -> None:
+        """Save a checkpoint."""
+        states = [stateful.state_dict() for stateful in (self.model, *self._stateful())]
+        self.saved = copy.deepcopy(states)
+
+    @training
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+        """Load the last checkpoint in the same process group, with or without the state of optimizer and scheduler."""
+        states = copy.deepcopy(self.saved)
+        loaded = (True, optimizer, scheduler)
+        for stateful, state, is_loaded in zip(
+            (self.model, *self._stateful()), states, loaded, strict=True
+        ):
+            if is_loaded:
+                stateful.load_state_dict(state)
+
+    @training
+    def load_weights(self) -> None:
+        """Load nothing but the weights of the last checkpoint."""
+        self.load(optimizer=False, scheduler=False)
+
+    def _stateful(self) -> tuple[Any, Any]:
+        return self.trainer.optimizer, self.trainer.scheduler
+
+    @observer
+    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
+        """Evaluate without gradients and go back to training."""
+        return self.outputs(context)
+
+    def accessors(self, of: Any = "fp32_param") -> Any:
+        """Return what reads of parameters, gradients and Adam's first moments are compared with, of those that there are."""
+        state = self.trainer.optimizer.state
+        tensors: dict[str, Any] = {}
+        for name, parameter in self.model.named_parameters():
+            if of == "fp32_param":
+                tensors[name] = parameter
+            elif of == "grad" and parameter.grad is not None:
+                tensors[name] = parameter.grad
+            elif (
+                of == "optimizer_state"
+                and parameter in state
+                and state[parameter].get("exp_avg") is not None
+            ):
+                tensors[name] = state[parameter]["exp_avg"]
+        return tensors
+
+    def optimizer_state(self, how: Any = "own") -> Any:
+        """Return what the optimizer's state is compared with, as ``accessors`` does."""
+        if how == "own":
+            return None
+        return self.accessors("optimizer_state")
+
+    @property
+    def exports(self) -> Path:
+        """Return where weights are exported to: beside checkpoints, which may have files of the same names."""
+        return self.directory / "exported"
+
+    def written(self, name: str) -> Any:
+        """Return the weights in a file that rank 0 has exported, or in its parts, and remove these files.
+
+        Returns:
+            The weights by name on rank 0, None on others.
+        """
+        import torch
+        from safetensors.torch import load_file
+
+        if self.ranks[0]:
+            return None
+        path = self.exports / name
+        paths = sorted(self.exports.glob(f"{path.stem}-*-of-*{path.suffix}"))
+        if not paths:
+            # It is in one file.
+            paths = [path]
+        weights: dict[str, Any] = {}
+        for part in paths:
+            if part.suffix == ".safetensors":
+                weights |= load_file(part)
+            else:
+                weights |= torch.load(part, weights_only=True)
+            part.unlink()
+        return weights
+
+    def outputs(self, context: str = "no_grad") -> Any:
+        """Return what the model computes in evaluation mode, and leave it in the mode that it was in."""
+        import torch
+
+        was_training = self.model.training
+        self.model.eval()
+        with getattr(torch, context)():
+            outputs = self.trainer.outputs(self.model)
+        if hasattr(self.model, "reshard"):
+            # FSDP2 expects a backward pass, for which it keeps the root's parameters whole.
+            self.model.reshard()
+        self.model.train(was_training)
+        return outputs
+
+
+def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a method has, all of them if it passes further ones on."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}

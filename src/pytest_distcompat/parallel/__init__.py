@@ -1,0 +1,1 @@
+"""Parallelism within a model: of layers (``tp``), sequences (``cp``), experts (``ep``) and stages (``pp``)."""

@@ -1,0 +1,206 @@
+"""Expert parallelism (``ep``): each rank holds some of the experts, and sends its rows to the ranks that hold theirs.
+
+Of n experts, rank r of the ep ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks have other rows each, so that
+they are data-parallel ranks for the layers around the experts.
+
+Under FSDP2 as in torchtitan, whose ``ExpertTensorParallel`` cuts each expert too; under ZeRO by DeepSpeed's own layer:
+https://www.deepspeed.ai/tutorials/mixture-of-experts/.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.parallel.reasons import first_reason, untried_option_reason
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import TinyModel
+
+#: Options that were tried beside DeepSpeed's own expert parallelism, and beside that of FSDP2.
+BESIDE_DEEPSPEED = frozenset({"model", "ep", "grad_accum", "set"})
+BESIDE_TP = BESIDE_DEEPSPEED | {
+    "tp",
+    "state_dict",
+    "save_only_model",
+    "param_groups",
+    "reshard_after_forward",
+}
+BESIDE = BESIDE_TP | {"compile", "activation_checkpointing", "dp_replicate"}
+
+
+def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
+    """Return why the ``experts`` of a model cannot be spread over ranks, or sharded, as the cell asks; None if they can."""
+    by_deepspeed = cell.strategy != "fsdp2"
+    layer = "of a DeepSpeed layer" if by_deepspeed else "in one tensor"
+    driver = "deepspeed" if by_deepspeed else ""
+    expert_parallel = cell.ep > 1 or bool(tiny.driver)
+    feature = "expert parallelism" if expert_parallel else "tensor parallelism of experts"
+    reason = first_reason(
+        (
+            cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"},
+            "expert parallelism is driven under FSDP2, and under ZeRO by DeepSpeed's own layer, alone",
+        ),
+        (
+            cell.strategy == "zero3",
+            "Native DeepSpeed MoE is not supported with ZeRO Stage 3, says DeepSpeed",
+        ),
+        (
+            not experts or tiny.driver != driver,
+            f"the model {tiny.name} has no experts {layer}",
+        ),
+        (
+            cell.precision not in {"fp32", "bf16_upcast"},
+            f"{feature} is not driven in {cell.precision} yet",
+        ),
+    )
+    if reason is not None:
+        return reason
+    if by_deepspeed:
+        tried = BESIDE_DEEPSPEED
+    elif cell.tp > 1:
+        tried = BESIDE_TP
+    else:
+        tried = BESIDE
+    return untried_option_reason(feature, cell, tried)
+
+
+def spread(experts: Module, mesh: DeviceMesh) -> None:
+    """Shard the experts' parameters in place, by expert along ``ep`` and by column along ``tp``.
+
+    Rows are sent to the ranks of their experts, and each of those computes its columns.
+
+    Args:
+        experts: Module whose parameters are (experts, outputs, ...), and whose forward takes rows in the order of their experts
+            and how many each has.
+        mesh: Dimensions ``ep``, ``tp`` or both.
+    """
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    from torch.nn import Parameter
+
+    dimensions = mesh.mesh_dim_names or ()
+    # Dimension 0 of a parameter is the expert, dimension 1 the output.
+    placements = [Shard(0) if dimension == "ep" else Shard(1) for dimension in dimensions]
+
+    def shard(_: str, module: Module, mesh: DeviceMesh) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, Parameter(distribute_tensor(parameter, mesh, placements)))
+
+    expert_mesh = mesh["ep"] if "ep" in dimensions else None
+    column_mesh = mesh["tp"] if "tp" in dimensions else None
+    exchange: Any = Exchange(expert_mesh, column_mesh)
+    distribute_module(experts, mesh, shard, exchange.send, exchange.back)
+
+
+class Exchange:
+    """Exchange of rows between the ranks of expert parallelism, for one forward at a time, and of their columns.
+
+    Attributes:
+        mesh: The ranks of ``ep``; None without expert parallelism.
+        columns: The ranks of ``tp``, which compute the columns of an expert; None without tensor parallelism.
+        width: Columns of a row.
+        sent: How many rows this rank sends to each rank.
+        received: How many rows this rank receives from each rank.
+        order: Indices that sort the received rows by expert.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, columns: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.columns = columns
+        self.width = 0
+        self.sent: list[int] = []
+        self.received: list[int] = []
+        self.order: Any = None
+
+    def send(self, _: Module, inputs: Any, __: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of all ranks for this rank's experts, ordered by expert, and how many each gets."""
+        import torch
+        from torch import distributed
+
+        rows, counts = inputs
+        self.width = rows.shape[1]
+        if self.mesh is None:
+            return self._whole(rows), counts
+        ranks = self.mesh.size()
+        own_experts = len(counts) // ranks
+        # For each rank, how many of its rows are for each of this rank's experts.
+        received_counts = torch.empty_like(counts)
+        distributed.all_to_all_single(received_counts, counts, group=self.mesh.get_group())
+        self.sent = counts.view(ranks, -1).sum(1).tolist()
+        self.received = received_counts.view(ranks, -1).sum(1).tolist()
+        # Rows arrive ordered by sending rank, and of each rank by expert.
+        experts = torch.arange(own_experts, device=counts.device).repeat(ranks)
+        self.order = experts.repeat_interleave(received_counts).argsort(stable=True)
+        received_rows = self._exchanged(rows, self.sent, self.received)
+        return self._whole(received_rows[self.order]), received_counts.view(ranks, -1).sum(0)
+
+    def back(self, _: Module, rows: Any, __: DeviceMesh) -> torch.Tensor:
+        """Return what the experts of all ranks computed for this rank's rows, in their order."""
+        outputs = self._gathered(rows)
+        if self.mesh is None:
+            return outputs
+        as_received = outputs[self.order.argsort()]
+        return self._exchanged(as_received, self.received, self.sent)
+
+    def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows that all ranks of tensor parallelism have; in the backward pass their gradients are summed."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if self.columns is None:
+            return rows
+        replicated: Any = DTensor.from_local(rows, self.columns, [Replicate()], run_check=False)
+        local: torch.Tensor = replicated.to_local(grad_placements=[Partial()])
+        return local
+
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the columns of all ranks of tensor parallelism."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if self.columns is None:
+            return rows
+        # torch takes columns for evenly sharded unless it gets the shape.
+        full = rows.new_empty(len(rows), self.width, device="meta")
+        sharded: Any = DTensor.from_local(
+            rows, self.columns, [Shard(1)], run_check=False, shape=full.shape, stride=full.stride()
+        )
+        gathered: torch.Tensor = sharded.redistribute(placements=[Replicate()]).to_local()
+        # Copied: FSDP2 warns of a unit that returns a view.
+        return gathered.clone()
+
+    def _exchanged(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Return the rows that all ranks of ``ep`` send to this one, ordered by sending rank.
+
+        Args:
+            rows: This rank's rows, ordered by receiving rank.
+            sent: How many of them go to each rank.
+            received: How many rows come from each rank.
+        """
+        from torch.distributed.nn.functional import all_to_all_single
+
+        assert self.mesh is not None
+
+        all_to_all: Any = all_to_all_single
+        output = rows.new_empty(sum(received), math.prod(rows.shape[1:]))
+        exchanged: torch.Tensor = all_to_all(
+            output, rows.contiguous(), received, sent, group=self.mesh.get_group()
+        )
+        return exchanged
+
+
+def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
+    """Replace the model's layer with all experts by one with this rank's alone, before the engine is made."""
+    full_layer = model.moe.deepspeed_moe
+    all_experts = full_layer.experts.deepspeed_experts
+    model.moe = model.make_moe(all_experts[0], ep_size=size)
+    model.moe.deepspeed_moe.gate.wg = full_layer.gate.wg
+    own_experts = model.moe.deepspeed_moe.experts.deepspeed_experts
+    # Neighbours hold the experts together: deepspeed/utils/groups.py, _create_expert_and_data_parallel.
+    first = rank % size * len(own_experts)
+    originals = all_experts[first : first + len(own_experts)]
+    for expert, original in zip(own_experts, originals, strict=True):
+        expert.load_state_dict(original.state_dict())

@@ -1,0 +1,236 @@
+"""Pipeline parallelism (``pp``) by ``torch.distributed.pipelining``: each rank keeps the layers of its stages, as in torchtitan.
+
+A stage is a run of the model's layers. It receives hidden states from the stage before it and sends its own to the next one; the
+first receives tokens, the last computes logits and loss. With one stage a rank, rank r holds stage r. Interleaved schedules have
+two a rank: rank r holds stages r and r + pp. A batch passes the stages row by row, in micro-batches.
+
+https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.parallel.reasons import first_reason, untried_option_reason
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import Batch, Stages
+
+#: Options that were tried beside pipeline parallelism.
+BESIDE = frozenset(
+    (
+        "model",
+        "pp",
+        "pp_schedule",
+        "dp_replicate",
+        "tp",
+        "compile",
+        "grad_accum",
+        "activation_checkpointing",
+        "param_groups",
+        "set",
+    )
+)
+
+
+def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:
+    """Return why a model cannot be cut into stages as the cell asks; None if it can."""
+    if cell.strategy not in {"ddp", "fsdp2"}:
+        return "pipeline parallelism is driven under DDP and FSDP2 alone"
+    if stages is None:
+        return f"the model {cell.option('model')} has no stages to be cut into"
+    schedule = cell.option("pp_schedule")
+    reason = first_reason(
+        (
+            cell.precision not in {"fp32", "bf16_upcast"},
+            f"pipeline parallelism is not driven in {cell.precision} yet",
+        ),
+        (
+            cell.pp > 2 and schedule == "1F1B",
+            "1F1B needs as many micro-batches as stages, and a batch has two rows",
+        ),
+        (
+            cell.stages > cell.pp and cell.strategy != "fsdp2",
+            f"{schedule} has several stages on a rank, each of which DDP would wrap alone",
+        ),
+        (
+            cell.stages > len(stages.parts),
+            f"{schedule} needs {cell.stages} stages, and the model {cell.option('model')} has {len(stages.parts)} parts",
+        ),
+        (
+            bool(cell.option("sp")),
+            "the model takes positions and masks from what a stage receives, of which sequence parallelism sends a part",
+        ),
+    )
+    if reason is not None:
+        return reason
+    return untried_option_reason("pipeline parallelism", cell, BESIDE)
+
+
+class Pipeline:
+    """This rank's stages, and the schedules that run micro-batches through them.
+
+    Attributes:
+        stages: How the model is cut into stages.
+        group: The process group of the ranks with the stages of one copy of the model.
+        index: This rank's number in the group, and the number of its first stage.
+        first: Whether this rank has the first stage.
+        last: Whether this rank has the last stage.
+        modules: Number of a stage of this rank -> its module.
+        shapes: Example tensors that the stage receives and sends; empty if torch is to find out their shapes.
+        schedules: Number of micro-batches -> the schedule for it.
+    """
+
+    def __init__(self, stages: Stages, cell: Cell, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.stages = stages
+        self.cell = cell
+        self.device = device
+        # Neighbours hold the same stages; "each" are the ranks of a stage.
+        sizes = (cell.pp, cell.world_size // cell.pp)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "each"))
+        self.group: Any = mesh["pp"].get_group()
+        self.index: int = self.group.rank()
+        self.first = self.index == 0
+        self.last = self.index == cell.pp - 1
+        self.modules: dict[int, Any] = {}
+        self.shapes: dict[str, Any] = {}
+        self.schedules: dict[int, Any] = {}
+
+    def keep(self, model: Any) -> dict[int, Module]:
+        """Remove the layers of other ranks from the model, in place, and return the module of each stage of this rank.
+
+        With several stages on a rank each module is a copy of the model that shares the layers of its stage.
+        """
+        from pytest_distcompat.parallel.placeholder import Elsewhere
+
+        stage_by_name = self._stage_by_name()
+        layers = {name: model.get_submodule(name) for name in stage_by_name}
+        for name, stage in stage_by_name.items():
+            if stage % self.cell.pp != self.index:
+                model.set_submodule(name, Elsewhere())
+        modules: dict[int, Module] = {}
+        for number in range(self.index, self.cell.stages, self.cell.pp):
+            module = model
+            if self.cell.stages > self.cell.pp:
+                # What the memo of a deep copy has for an object stands in the object's place: layers of the stage are shared.
+                memo = {}
+                for name, layer in layers.items():
+                    memo[id(layer)] = layer if stage_by_name[name] == number else Elsewhere()
+                module = copy.deepcopy(model, memo)
+            first = number == 0
+            last = number == self.cell.stages - 1
+            module.forward = functools.partial(self.stages.forward, module, first=first, last=last)
+            modules[number] = module
+        return modules
+
+    def _stage_by_name(self) -> dict[str, int]:
+        """Return the number of the stage that each layer is in, by the layer's name."""
+        parts_of_stage = len(self.stages.parts) // self.cell.stages
+        stage_by_name = {}
+        for index, part in enumerate(self.stages.parts):
+            for name in part:
+                stage_by_name[name] = index // parts_of_stage
+        return stage_by_name
+
+    def connect(self, modules: Mapping[int, Module], example: Batch | None) -> None:
+        """Take the modules of the stages, as the strategy has wrapped them.
+
+        Args:
+            modules: Number of a stage of this rank -> its module.
+            example: A batch of one row, for the shapes that the only stage of this rank receives and sends; None if torch is to
+                find them out.
+        """
+        self.modules = dict(modules)
+        if example is None:
+            return
+        (module,) = modules.values()
+        tokens, hidden, logits = self.stages.shapes(module, example)
+        self.shapes = {
+            "input_args": tokens if self.first else hidden,
+            "output_args": logits if self.last else hidden,
+        }
+
+    def step(self, rows: Batch, divisor: int) -> float:
+        """Run forward and backward of each row, and return the sum of their losses, which the last stage broadcasts.
+
+        Args:
+            rows: Micro-batches of one row each.
+            divisor: What the loss of each is divided by.
+        """
+        import torch
+
+        inputs = (rows["input_ids"],) if self.first else ()
+        losses: list[torch.Tensor] = []
+        target: dict[str, Any] = {"target": rows["labels"], "losses": losses} if self.last else {}
+        schedule = self.schedule(len(rows["labels"]), divisor)
+        schedule.step(*inputs, **target, return_outputs=False)
+        total = torch.zeros((), device=self.device)
+        if losses:
+            total = torch.stack(losses).sum().detach().float()
+        torch.distributed.broadcast(total, group=self.group, group_src=self.cell.pp - 1)
+        return float(total)
+
+    def schedule(self, count: int, divisor: int) -> Any:
+        """Return the schedule of ``count`` micro-batches; the loss of each is divided by the ``divisor``."""
+        if count not in self.schedules:
+            self.schedules[count] = self._make_schedule(count, divisor)
+        return self.schedules[count]
+
+    def _make_schedule(self, count: int, divisor: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        # Each schedule has its own: a stage keeps the number of micro-batches of the last one that was made ready in it.
+        stages = [
+            PipelineStage(
+                module, number, self.cell.stages, self.device, group=self.group, **self.shapes
+            )
+            for number, module in self.modules.items()
+        ]
+        schedule_class: Any = get_schedule_class(str(self.cell.option("pp_schedule")))
+        several_per_rank = self.cell.stages > self.cell.pp
+        return schedule_class(
+            stages if several_per_rank else stages[0],
+            n_microbatches=count,
+            loss_fn=lambda logits, labels: self.stages.loss(logits, labels) / divisor,
+            # It would divide once more in each call: https://github.com/pytorch/torchtitan/issues/1733
+            scale_grads=False,
+        )
+
+    def outputs(self, received: Any) -> Any:
+        """Return the logits of the last stage, on all stages, for the tokens of a batch."""
+        from torch import distributed
+
+        for number in range(self.cell.stages):
+            sent = None
+            if number in self.modules:
+                # The copy waits for a sum over parts of layers; pickle takes what is there.
+                sent = self.modules[number](received).clone()
+            message = [sent]
+            distributed.broadcast_object_list(
+                message, group=self.group, group_src=number % self.cell.pp
+            )
+            received = message[0]
+        return received
+
+    def gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of all stages together, on the rank of the first one; elsewhere this rank's."""
+        from torch import distributed
+
+        states: Any = [None] * self.cell.pp if self.first else None
+        distributed.gather_object(dict(state), states, group=self.group, group_dst=0)
+        if states is None:
+            return dict(state)
+        merged: dict[str, Any] = {}
+        for state_of_rank in states:
+            merged |= state_of_rank
+        return merged

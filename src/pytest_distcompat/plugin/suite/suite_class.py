@@ -1,0 +1,91 @@
+"""Whether the class of a suite is right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.compat_suite import CompatSuite
+from pytest_distcompat.drivers import DRIVERS, find_driver
+from pytest_distcompat.expect import Expectation
+from pytest_distcompat.failures import (
+    UsageProblem,
+)
+from pytest_distcompat.plugin.suite.declared_names import check_names
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+
+def is_base(suite: type[CompatSuite]) -> bool:
+    """Tell whether a class is only a base of suites: it has no driver, and it has subclasses."""
+    return suite is CompatSuite or (not suite.driver and bool(suite.__subclasses__()))
+
+
+def validate(suite: type[CompatSuite], world_size: int) -> None:
+    """Raise UsageProblem for an override, an unknown name, or an expectation without a cell."""
+    _check_overrides(suite)
+    _check_kinds(suite)
+    driver = find_driver(suite.driver)
+    for expectation in suite.expect:
+        if not isinstance(expectation, Expectation):
+            raise UsageProblem(
+                f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)"
+            )
+        check_names(expectation)
+    cells = list(all_cells(suite, world_size))
+    for cell in cells:
+        STRATEGIES.get(cell.strategy)
+        PRECISIONS.get(cell.precision)
+    for expectation in suite.expect:
+        if not _covers_any(suite, expectation, cells):
+            raise UsageProblem(
+                f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})"
+            )
+
+
+def _check_overrides(suite: type[CompatSuite]) -> None:
+    for name in vars(CompatSuite):
+        if name.startswith("test") and getattr(suite, name, None) is not getattr(CompatSuite, name):
+            raise UsageProblem(
+                f"{suite.__name__} overrides {name!r}. A standard test is not overridden: say what does not hold with "
+                "expect = (fails(...), refuses(...))"
+            )
+
+
+def _check_kinds(suite: type[CompatSuite]) -> None:
+    """Check the types of the class's attributes, and that it has a driver."""
+    for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
+        if not isinstance(getattr(suite, name), kind):
+            raise UsageProblem(
+                f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}"
+            )
+    if not suite.driver:
+        raise UsageProblem(
+            f"{suite.__name__} has no driver (driver = {suite.driver!r}): expected module:attribute, or one of "
+            f"{', '.join(DRIVERS.names())}"
+        )
+
+
+def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Iterable[Cell]) -> bool:
+    """Tell whether an expectation covers a check in any of these cells.
+
+    Counts of ranks and machines are ignored if the suite's matrix does not set them. They come from
+    options then, so the expectation may cover cells of another session.
+    """
+    ignored = suite.matrix.counts_of_session()
+    facets = []
+    for name, wanted in expectation.facets:
+        if name not in ignored:
+            facets.append((name, wanted))
+    applicable = dataclasses.replace(expectation, facets=tuple(facets))
+    for cell in cells:
+        if any(applicable.covers(cell, check) for check in CHECKS.names()):
+            return True
+    return False
+
+
+def all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
+    """Yield the cells of a suite's matrix; the session's world size is for a matrix without one."""
+    return suite.matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size)

@@ -1,0 +1,57 @@
+"""Why a case, a cell or a check of a suite has no verdict here."""
+
+from __future__ import annotations
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import Check
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import find_driver, unsupported_reason
+from pytest_distcompat.engine import not_applicable
+from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.plugin.suite.case import Case
+from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
+from pytest_distcompat.strategies import STRATEGIES
+
+#: See docs/upstream/deepspeed_visible_uuid.py.
+NO_MIG = "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: it is named by its UUID"
+
+
+def why_not_run(case: Case, session: DistcompatSession) -> str | None:
+    """Return why the driver or the machine cannot run the case; None if they can."""
+    if case.unsupported:
+        return case.unsupported
+    driver = find_driver(case.suite.driver)
+    # The most ranks on one machine. All machines are assumed to have as many GPUs as this one.
+    largest = 0
+    for run in case.check.runs(case.cell, driver).runs:
+        cell = run.cell(case.cell)
+        largest = max(largest, cell.spread.local_size)
+    return session.too_large(largest) or None
+
+
+def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
+    """Return why the driver or this session cannot run the cell; None if they can."""
+    if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
+        return NO_MIG
+    reason = cell.spread.uneven or unsupported_reason(driver, cell, session.device)
+    if not reason and session.substitute is not None:
+        reason = session.substitute.why_not_supported(driver, cell)
+    if not reason and session.shares_through_gloo(cell.world_size):
+        reason = why_not_through_gloo(cell)
+    return reason or None
+
+
+def why_not_checked(
+    check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession
+) -> str | None:
+    """Return why a check has no verdict in a cell; None if it has one."""
+    if session.substitute is not None:
+        reason = session.substitute.why_not_checked(check.name)
+        if reason:
+            return reason
+    # A reason against the whole cell gives one skipped item, rather than one for each check.
+    if session.shares_through_gloo(cell.world_size) and not why_not_through_gloo(cell):
+        reason = why_not_through_gloo(cell, check.name)
+        if reason:
+            return reason
+    return not_applicable(check, cell, driver, session.limits)

@@ -1,0 +1,28 @@
+"""How findings name ranks, and say that there are more of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def named_ranks(ranks: Sequence[int], world_size: int) -> str:
+    """Return the words for some ranks in a finding: "all ranks", "rank 1" or "ranks 0, 2"."""
+    if len(ranks) == world_size:
+        return "all ranks"
+    return listed_ranks(ranks)
+
+
+def listed_ranks(ranks: Sequence[int | str]) -> str:
+    """Return the ranks as in ``ranks 0, 2``."""
+    numbers = ", ".join(str(rank) for rank in ranks)
+    if len(ranks) > 1:
+        return f"ranks {numbers}"
+    return f"rank {numbers}"
+
+
+def and_others(names: Iterable[str]) -> str:
+    """Return the words for some names in a finding: the first in their order, and how many there are besides."""
+    first, *others = sorted(names)
+    if not others:
+        return repr(first)
+    return f"{first!r} and {len(others)} others"
