@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.sweep.rules import settings_of
 from pytest_distcompat.scenario import FOLLOWED
-from pytest_distcompat.settings.rules import settings_of
 
 if TYPE_CHECKING:
-    from pytest_distcompat.settings.rules import Setting
+    from pytest_distcompat.ext.upstream.sweep.rules import Setting
 
 pytest.importorskip("torch")
 
