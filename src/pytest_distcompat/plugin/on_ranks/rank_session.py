@@ -1,4 +1,4 @@
-"""pytest's session on a rank of a marked test: collected in the fork server, one item run on every rank."""
+"""pytest's session on a rank: collected in the fork server, then one item is run on all ranks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ RUN = f"{__name__}:run"
 #: The variable with the directory in which pytest makes its temporary directories.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"
 
-#: Seconds that a rank which skipped or xfailed waits for the others in a run started by hand, which no parent supervises.
+#: Seconds that a rank which skipped or xfailed waits for the others in a run started by hand, which
+#: no parent supervises.
 WAIT_BY_HAND_S = 5.0
 
-#: Values of options that print through the terminal plugin or write files, for ranks that do not report.
+#: Values of options that print through the terminal plugin or write files, for ranks that do not
+#: report.
 OF_RANK_ZERO: dict[str, Any] = {
     **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
     # Report files that pytest and well-known plugins open, some already when they are configured.
@@ -50,8 +52,9 @@ OF_RANK_ZERO: dict[str, Any] = {
     "log_file": os.devnull,  # None would leave the ini key in force
 }
 
-#: Values of options that only the parent applies: they select by earlier sessions, distribute, debug or write files. Only those
-#: whose plugin is there are set. -m and -k stay: a conftest may read them to decide what to skip.
+#: Values of options that only the parent applies: they select by earlier sessions, distribute,
+#: debug or write files. Only those whose plugin is there are set. -m and -k stay: a conftest may
+#: read them to decide what to skip.
 _OPTIONS_ON_RANKS: dict[str, Any] = {
     **OF_RANK_ZERO,
     **dict.fromkeys(
@@ -69,9 +72,10 @@ _OPTIONS_ON_RANKS: dict[str, Any] = {
     "no_cov": True,
 }
 
-#: Registered names of plugins that only the parent runs: they repeat tests, or decide by tests that ran before. A rank that
-#: repeats a test alone has lost its peers, and no other test has run on its ranks. Under xdist pytest-rerunfailures starts a
-#: thread when it is configured, after which the process cannot be forked from.
+#: Registered names of plugins that only the parent runs: they repeat tests, or decide by tests that
+#: ran before. A rank that repeats a test alone has lost its peers, and no other test has run on its
+#: ranks. Under xdist pytest-rerunfailures starts a thread when it is configured, after which the
+#: process cannot be forked from.
 _PLUGINS_OF_THE_PARENT = ("rerunfailures", "flaky", "pytest-retry", "dependency")
 
 
@@ -81,6 +85,7 @@ def describe(config: pytest.Config) -> dict[str, Any]:
     Raises:
         pytest.UsageError: An option has a value that cannot be handed to another process.
     """
+    # Values of built-in types, and pickled ones of any other type, which a conftest.py may define.
     values, objects = {}, {}
     for name, value in vars(config.option).items():
         if _is_builtin(value):
@@ -94,11 +99,8 @@ def describe(config: pytest.Config) -> dict[str, Any]:
                     f"the option {name!r} has a value that cannot be handed to ranks: {value!r:.200} "
                     f"({type(error).__name__}: {error}); expected one that can be pickled"
                 ) from None
-    worker = {
-        name: value
-        for name, value in getattr(config, "workerinput", {}).items()
-        if isinstance(value, (str, int))
-    }
+    workerinput = getattr(config, "workerinput", {})
+    worker = {name: value for name, value in workerinput.items() if isinstance(value, (str, int))}
     return {
         "options": base64.b64encode(pickle.dumps(values)).decode(),
         "objects": objects,
@@ -113,7 +115,7 @@ def describe(config: pytest.Config) -> dict[str, Any]:
 
 
 def _is_builtin(value: object) -> bool:
-    """Tell whether a value consists of built-in types only, so that unpickling it imports no module of the user."""
+    """Tell whether a value consists of built-in types: unpickling it imports nothing."""
     if isinstance(value, (list, tuple, set)):
         return type(value) in {list, tuple, set} and all(map(_is_builtin, value))
     if isinstance(value, dict):
@@ -124,7 +126,7 @@ def _is_builtin(value: object) -> bool:
 
 
 def _is_default(config: pytest.Config, name: str, value: object) -> bool:
-    """Tell whether an option has its default, which it then has on ranks too: it was not given, and no hook set it.
+    """Tell whether an option has its default, which it then has on ranks too.
 
     argparse converts a default that is a string anew each time, so that identity does not tell.
     ``Config._parser`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
@@ -140,7 +142,10 @@ def _is_default(config: pytest.Config, name: str, value: object) -> bool:
 
 
 def own_files(config: pytest.Config) -> tuple[str, ...]:
-    """Return the installed files of the project under test (``pip install .``): they count as the user's own code."""
+    """Return the installed files of the project under test (``pip install .``).
+
+    They count as the user's own code.
+    """
     import importlib.metadata
 
     if sys.version_info >= (3, 11):
@@ -160,13 +165,15 @@ def own_files(config: pytest.Config) -> tuple[str, ...]:
 def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Session:
     """Collect the whole session, so that single items can run after a fork.
 
-    Options are set as values, not by a command line (``Config.fromdictargs``, made for subprocesses). To other plugins a rank
-    of an xdist worker looks like that worker; any other rank looks like pytest without a terminal. If it posed as a worker,
-    plugins would break that expect data from their half in the controller (pytest-randomly, pytest-cov).
+    Options are set as values, not by a command line (``Config.fromdictargs``, made for
+    subprocesses). To other plugins a rank of an xdist worker looks like that worker; any other rank
+    looks like pytest without a terminal. If it posed as a worker, plugins would break that expect
+    data from their half in the controller (pytest-randomly, pytest-cov).
 
     Args:
         payload: The return value of ``describe``.
-        by_hand: Whether a user runs the ranks from a terminal, perhaps with a debugger; then no output is captured.
+        by_hand: Whether a user runs the ranks from a terminal, perhaps with a debugger; then no
+            output is captured.
     """
     os.chdir(payload["cwd"])
     sys.argv[:] = payload["argv"]
@@ -174,9 +181,11 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     options |= {name: value for name, value in _OPTIONS_ON_RANKS.items() if name in options}
     if by_hand:
         options["capture"] = "no"
-    # Positional arguments are passed separately below; argparse warns of those that are set as values.
+    # Positional arguments are passed separately below; argparse warns of those that are set as
+    # values.
     options.pop("file_or_dir", None)
-    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them (anyio).
+    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them
+    # (anyio).
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     from _pytest.assertion.rewrite import AssertionRewritingHook
 
@@ -187,7 +196,8 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     if watch is None:
         config = pytest.Config.fromdictargs(options, arguments)
     else:
-        # Hooks may run in here already, and hook calls can be monitored only once there is a configuration.
+        # Hooks may run in here already, and hook calls can be monitored only once there is a
+        # configuration.
         with watch.hook("a conftest.py"):
             watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
             config = pytest.Config.fromdictargs(options, arguments)
@@ -197,7 +207,8 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
         config.invocation_params, args=tuple(payload["given"])
     )
     for name, value in payload["objects"].items():
-        # Only now: its type may be from a conftest.py, which pytest has imported above in its own way.
+        # Only now: its type may be from a conftest.py, which pytest has imported above in its own
+        # way.
         try:
             setattr(config.option, name, pickle.loads(base64.b64decode(value)))
         except Exception as error:
@@ -229,7 +240,7 @@ _ONCE = frozenset(
 
 
 def _is_lazy(mark: pytest.Mark) -> bool:
-    """Tell whether a mark has values or ids of parameters that are made only while tests are collected."""
+    """Tell whether a mark makes values or ids of parameters only while tests are collected."""
     if mark.name != "parametrize":
         return False
     values = (*mark.args[1:2], mark.kwargs.get("argvalues"), mark.kwargs.get("ids"))
@@ -254,18 +265,18 @@ class _WatchedHooks:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        #: Of the hook calls that run, the innermost last.
+        #: What is undone when each hook call that runs has ended; that of the innermost call is
+        #: last.
         self._running: list[contextlib.ExitStack] = []
 
     def before(
         self, name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]
     ) -> None:
         """Begin a hook call: the first half of ``add_hookcall_monitoring``."""
-        own = [
-            implementation
-            for implementation in implementations
-            if self._is_own(implementation.function)
-        ]
+        own = []
+        for implementation in implementations:
+            if self._is_own(implementation.function):
+                own.append(implementation)
         call = contextlib.ExitStack()
         if own or self._calls_own(name, arguments):
             call.enter_context(self._watch.hook(name))
@@ -291,7 +302,7 @@ class _WatchedHooks:
         )
 
     def _watch_alone(self, name: str, implementation: Any, call: contextlib.ExitStack) -> None:
-        """Watch one implementation by itself until the hook call ends; a wrapper runs around others."""
+        """Watch one implementation by itself until the hook call ends, unless it wraps others."""
         if implementation.wrapper or implementation.hookwrapper:
             return
         function = implementation.function
@@ -307,9 +318,9 @@ class _WatchedHooks:
 def _collected(config: pytest.Config) -> pytest.Session:
     """Configure and collect, as ``pytest.main`` does before it runs tests.
 
-    The global capture is stopped: forked ranks would share its temporary file. ``Config._do_configure``,
-    ``_ensure_unconfigure`` and the class of the capture manager are private; ``tests/plugin/test_private_names.py`` fails when
-    they change.
+    The global capture is stopped: forked ranks would share its temporary file.
+    ``Config._do_configure``, ``_ensure_unconfigure`` and the class of the capture manager are
+    private; ``tests/plugin/test_private_names.py`` fails when they change.
     """
     from pytest_distcompat.launch import preload
 
@@ -328,7 +339,7 @@ def _collected(config: pytest.Config) -> pytest.Session:
 
 
 class CollectionErrors:
-    """Plugin of a rank's session that remembers what could not be collected: no terminal shows it."""
+    """Plugin that remembers what a rank could not collect, which no terminal shows."""
 
     def __init__(self) -> None:
         #: By node id, pytest's own words for the error.
@@ -357,7 +368,8 @@ class ItemPayload:
     Attributes:
         device: ``cpu`` or ``cuda``.
         session: A file with the return value of ``describe``.
-        shared: On several machines the directory that has what they share; empty where ``directory`` has it.
+        shared: On several machines the directory that has what they share; empty where
+            ``directory`` has it.
         plain: Whether the item must not see the variable with this rank's temporary directory.
     """
 
@@ -374,22 +386,25 @@ decode.prepare(ItemPayload)
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Run one item on this rank; the payload is an ``ItemPayload`` as plain data, and the log gets the item's phases."""
-    asked = decode.decode(ItemPayload, payload)
-    item = find_item(collected_session(asked, log), asked.nodeid)
-    with reporting(item, asked, log, Path(asked.directory)):
+    """Run one item on this rank, and write its phases to the log.
+
+    The payload is an ``ItemPayload`` as plain data.
+    """
+    item_payload = decode.decode(ItemPayload, payload)
+    item = find_item(collected_session(item_payload, log), item_payload.nodeid)
+    with reporting(item, item_payload, log, Path(item_payload.directory)):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
         # An error of a plugin in it fails the test.
         item.config._ensure_unconfigure()  # noqa: SLF001 - see _collected
 
 
-def collected_session(asked: ItemPayload, log: RankLog) -> pytest.Session:
+def collected_session(payload: ItemPayload, log: RankLog) -> pytest.Session:
     """Return the session of this rank, which it collects now unless it was forked with one."""
     from pytest_distcompat.launch import preload
 
     if preload.collected is None:
         preload.collected = collect(
-            json.loads(Path(asked.session).read_text(encoding="utf-8")), by_hand=log.by_hand
+            json.loads(Path(payload.session).read_text(encoding="utf-8")), by_hand=log.by_hand
         )
     session: pytest.Session = preload.collected
     return session
@@ -397,20 +412,20 @@ def collected_session(asked: ItemPayload, log: RankLog) -> pytest.Session:
 
 @contextlib.contextmanager
 def reporting(
-    item: pytest.Item, asked: ItemPayload, log: RankLog, process_directory: Path
+    item: pytest.Item, payload: ItemPayload, log: RankLog, process_directory: Path
 ) -> Iterator[None]:
     """Have what pytest runs in the block reported to the log, as that item.
 
     Args:
         item: The item.
-        asked: The payload of the request.
+        payload: The payload of the request.
         log: The log of this rank.
         process_directory: Where this process captures output and has temporary directories. pytest
             makes its base temporary directory once in a process.
     """
-    directory = Path(asked.directory)
+    directory = Path(payload.directory)
     config = item.config
-    world = config.stash[WORLD] = World.from_environment(asked.device)
+    world = config.stash[WORLD] = World.from_environment(payload.device)
     if world.divides_memory:
         import torch
 
@@ -418,11 +433,11 @@ def reporting(
         world.divide_memory_once_used(torch)
     # A run by hand repeats an earlier one, whose files may still be in the directory.
     shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared"
-    config.stash[SHARED] = Path(asked.shared or directory, shared)
-    _Reporter.of(config).begin(log, asked.world_size, directory)
+    config.stash[SHARED] = Path(payload.shared or directory, shared)
+    _Reporter.of(config).begin(log, payload.world_size, directory)
     fault_handler(config)
     root = process_directory / f"tmp-{log.rank}"
-    own_directory = _made_in(root, config) if asked.plain else _own_temporary_directory(root)
+    own_directory = _made_in(root, config) if payload.plain else _own_temporary_directory(root)
     with own_directory, capturing(config, process_directory, log.rank):
         yield
 
@@ -454,7 +469,7 @@ def find_item(session: pytest.Session, nodeid: str) -> pytest.Item:
 
 @contextlib.contextmanager
 def _own_temporary_directory(root: Path) -> Iterator[None]:
-    """Have pytest make this rank's ``tmp_path`` in the run's directory: ranks must not remove each other's.
+    """Have pytest make ``tmp_path`` in that directory: ranks must not remove each other's.
 
     https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
     """
@@ -484,7 +499,8 @@ def _made_in(root: Path, config: pytest.Config) -> Iterator[None]:
 class _Reporter:
     """Writes the phases of the item to the rank's log, and ends the rank at the first failure.
 
-    A rank that failed runs no teardown: fixtures of distributed tests would wait there for peers that are not in a teardown.
+    A rank that failed runs no teardown: fixtures of distributed tests would wait there for peers
+    that are not in a teardown.
     """
 
     _NAME = "distcompat-rank"
@@ -493,7 +509,7 @@ class _Reporter:
 
     @classmethod
     def of(cls, config: pytest.Config) -> _Reporter:
-        """Return the reporter of this process. It is registered once, since that takes pytest a while."""
+        """Return the reporter of this process, which is registered once: that takes a while."""
         manager = config.pluginmanager
         if not manager.has_plugin(cls._NAME):
             manager.register(cls(), cls._NAME)
@@ -535,10 +551,10 @@ class _Reporter:
             self._rank.leave_failed(self.directory, self.world_size)
 
     def _wait_for_others(self, kind: str, message: str, phase: Phase) -> bool:
-        """Wait for the outcomes of the other ranks; return whether all ranks go on to their teardowns.
+        """Wait for the other ranks' outcomes; return whether all ranks go on to their teardowns.
 
-        This rank has skipped or xfailed. The others may do so too, or pass, or fail, within the time limit of the test. The
-        parent ends the ranks when the others only wait for this one.
+        This rank has skipped or xfailed. The others may do so too, or pass, or fail, within the
+        time limit of the test. The parent ends the ranks when the others only wait for this one.
         """
         self.log.write(Excused(kind, message, phase.text))
         # In a run by hand there is no parent that ends the ranks.
@@ -551,9 +567,8 @@ class _Reporter:
             if "failed" in outcomes or (own_outcome == "skipped" and "passed" in outcomes):
                 return False
             if "" not in outcomes:
-                goes_on = outcomes <= (
-                    {"skipped"} if own_outcome == "skipped" else {"xfailed", "passed"}
-                )
+                compatible = {"skipped"} if own_outcome == "skipped" else {"xfailed", "passed"}
+                goes_on = outcomes <= compatible
                 if goes_on:
                     self.log.write(Resumed())
                 return goes_on
@@ -562,9 +577,10 @@ class _Reporter:
 
     @staticmethod
     def _outcome_of(events: Sequence[Event], when: str) -> str:
-        """Return the outcome of another rank by its events; empty while the outcome may still change.
+        """Return another rank's outcome by its events; empty while the outcome may still change.
 
-        A rank has passed once only its teardown is left, or nothing if this rank is in its teardown.
+        A rank has passed once only its teardown is left, or nothing if this rank is in its
+        teardown.
         """
         phases = {
             phase.when: phase.outcome for phase in of_kind(Phase, events) if not phase.subtest
@@ -574,8 +590,7 @@ class _Reporter:
             return excused[0]
         if of_kind(Error, events):
             return "failed"
-        return (
-            "passed"
-            if of_kind(Done, events) or ("teardown" if when == "teardown" else "call") in phases
-            else ""
-        )
+        last_phase = "teardown" if when == "teardown" else "call"
+        if of_kind(Done, events) or last_phase in phases:
+            return "passed"
+        return ""

@@ -1,6 +1,7 @@
-"""Driver for accelerate: all strategies by ``Accelerator.prepare``, checkpoints by ``save_state`` and ``load_state``.
+"""Driver for accelerate: ``Accelerator.prepare``, ``save_state`` and ``load_state``.
 
-https://huggingface.co/docs/accelerate/usage_guides/fsdp, https://huggingface.co/docs/accelerate/usage_guides/deepspeed
+https://huggingface.co/docs/accelerate/usage_guides/fsdp,
+https://huggingface.co/docs/accelerate/usage_guides/deepspeed
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.models import Batch
 
 
-#: What ``accelerator.backward`` does alone under DeepSpeed.
+#: Calls that are refused under DeepSpeed, where ``accelerator.backward`` does the work of several.
 _ENGINE = {
     **dict.fromkeys(
         ("step(clip*", "step(zero*", "zero_grad*"),
@@ -142,7 +143,7 @@ class AccelerateCalls(Calls):
         return float(loss.detach())
 
     def clip_norm(self) -> Any:
-        """Clip by the Accelerator; under DeepSpeed that returns the engine's norm, before accelerate 1.8 nothing."""
+        """Clip by the Accelerator. Under DeepSpeed the norm is the engine's, or None before 1.8."""
         return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def clip_value(self) -> None:
@@ -206,7 +207,7 @@ class AccelerateCalls(Calls):
         return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
-#: Precisions, each without further options, in which ``prepare`` is tried on layers that are cut.
+#: The cells with tensor parallelism that are tried: a precision, and no further options.
 TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
 
 
@@ -291,7 +292,7 @@ class AccelerateDriver(TinyDriver):
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """Return why the cell cannot run: accelerate lacks the strategy or an option, or crashes on this device."""
+        """Return why accelerate cannot run the cell on that kind of device; None if it can."""
         strategy = STRATEGIES.get(cell.strategy)
         autotp = cell.tp > 1 and strategy.zero_stage is not None
         reason = first_reason(
@@ -315,9 +316,18 @@ class AccelerateDriver(TinyDriver):
 
     def build(self, model: Module) -> None:
         """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
+        from accelerate.utils import set_seed
+
+        self.accelerator = self._make_accelerator()
+        # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
+        self._prepare(self._changed_in_place(self.own_model(model)))
+        self.scaler = self.accelerator.scaler
+        set_seed(1, device_specific=True)
+
+    def _make_accelerator(self) -> Any:
+        """Return the Accelerator that the strategy and the cell's options ask for."""
         from accelerate import Accelerator
-        from accelerate.utils import ProjectConfiguration, set_seed
-        from torch.utils.data import DataLoader
+        from accelerate.utils import ProjectConfiguration
 
         assert self.strategy.accelerate is not None
         settings = dict(self.strategy.accelerate(self.precision, self.cell, self.wrap_spec))
@@ -330,30 +340,39 @@ class AccelerateDriver(TinyDriver):
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
         settings.setdefault("kwargs_handlers", []).extend(handlers)
-        self.accelerator = Accelerator(
-            **self.cell.with_settings("Accelerator", self._with_objects(settings))
-        )
-        # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
-        model = self.own_model(model)
+        return Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
+
+    def _changed_in_place(self, model: Module) -> Module:
+        """Compile, recompute and cut layers of the model where accelerate leaves it to the user."""
         if self.cell.option("compile") == "partial":
             _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
         self._recompute(model)
         if self.cell.tp > 1:
-            # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
+            # accelerate wants a model that is cut already:
+            # https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
             mesh = self.accelerator.torch_device_mesh["tp"]
             spec = self.wrap_spec
             tensor_parallel.parallelize(model, mesh, spec.tp_plan, spec.experts, sequence=False)
+        return model
+
+    def _prepare(self, model: Module) -> None:
+        """Make data, optimizer and scheduler for the model, and prepare all of them."""
+        from torch.utils.data import DataLoader
+
         optimizers = listed(self.make_optimizer(model))
         if len(optimizers) > 1 and self.cell.strategy != "ddp":
             from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
-            # It prepares several, and cannot save them (docs/upstream/accelerate_two_optimizers.py).
+            # accelerate prepares several, and cannot save them:
+            # docs/upstream/accelerate_two_optimizers.py.
             optimizers = [Joined(self.groups(model), self.muon_and_adamw)]
-        # accelerate's scheduler takes a step for each rank: https://huggingface.co/docs/accelerate/concept_guides/performance
+        # accelerate's scheduler takes a step for each rank:
+        # https://huggingface.co/docs/accelerate/concept_guides/performance
         schedulers = self.make_scheduler(optimizers, every=self.world.size)
         data = self.dataset(self.cell.dp_size)
         rows = len(data) // (self.epoch * self.cell.dp_size)
-        loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
+        # A list is a data set too.
+        loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]
         objects = (loader, model, *optimizers, *schedulers)
         self.loader, self.model, *prepared = self.accelerator.prepare(
             *objects, **self.cell.settings("prepare")
@@ -364,8 +383,6 @@ class AccelerateDriver(TinyDriver):
             self.scheduler = prepared[count:]
         else:
             self.optimizer, self.scheduler = prepared
-        self.scaler = self.accelerator.scaler
-        set_seed(1, device_specific=True)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of Accelerator with the objects whose fields the cell sets."""
@@ -393,7 +410,10 @@ class AccelerateDriver(TinyDriver):
         return settings | {"kwargs_handlers": list(handlers.values())}
 
     def _mixed_precision(self) -> str:
-        """Return accelerate's name of the precision; it calls DeepSpeed's low-precision mode mixed precision too."""
+        """Return accelerate's name of the precision.
+
+        It calls DeepSpeed's low-precision mode mixed precision too.
+        """
         if self.precision.float8:
             return "fp8"
         if self.precision.mixed or self.strategy.zero_stage is not None:
@@ -416,14 +436,17 @@ class AccelerateDriver(TinyDriver):
         }
 
     def _recompute(self, model: Any) -> None:
-        """Turn on activation checkpointing in the model; for FSDP accelerate does it, but re-entrantly."""
+        """Turn on activation checkpointing in the model, unless accelerate does so: for FSDP."""
         mode = self.cell.option("activation_checkpointing")
         if not mode or ("fsdp" in self.cell.strategy and mode != "reentrant"):
             return
         _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
 
     def _recipe(self) -> list[Any]:
-        """Return the recipe for 8 bits; without all-gather in 8 bits, which DeepSpeed cannot do."""
+        """Return the handler for fp8, if the precision is that; without all-gather in 8 bits.
+
+        DeepSpeed could not do the latter.
+        """
         if not self.precision.float8:
             return []
         if self.cell.option("fp8_backend") == "te":
@@ -440,13 +463,16 @@ class AccelerateDriver(TinyDriver):
         ]
 
     def micro_loss(self, batch: Batch) -> Any:
-        """Return the loss of a micro-batch, of which the loader of a sequence's ranks has given a part."""
+        """Return the loss of a micro-batch; under context parallelism of this rank's part of it."""
         if self.cell.cp > 1:
             return context_parallel.ulysses_part_loss(self.model, batch)
         return self.tiny.loss(self.model, batch)
 
     def next_batch(self, done: int) -> Batch:
-        """Return the next batch of the prepared loader, epoch after epoch; the first time, skip so many batches of the epoch."""
+        """Return the next batch of the prepared loader, epoch after epoch.
+
+        The first time it skips the batches that the epoch has had, out of ``done`` in all.
+        """
         if self._stream is None:
             self._stream = self._batches(done % self.epoch)
         return next(self._stream)
@@ -462,7 +488,7 @@ class AccelerateDriver(TinyDriver):
             yield from self.loader
 
     def step(self, number: int) -> float:
-        """Run forward, backward, optimizer and scheduler step as in accelerate's documentation, and return the loss."""
+        """Take a step as in accelerate's documentation, and return the loss."""
         total = 0.0
         self.tokens = 0
         for _ in self.micros(number):
@@ -538,7 +564,7 @@ class AccelerateDriver(TinyDriver):
         return _rows.accelerate_metrics(count, self.world.device, self._mesh_settings())
 
     def _mesh_settings(self) -> Mapping[str, Any]:
-        """Return the arguments of Accelerator for the mesh of the cell; none where it has one dimension."""
+        """Return the arguments of Accelerator for the cell's mesh, if it has several dimensions."""
         if self.cell.strategy != "fsdp2":
             return {}
         assert self.strategy.accelerate is not None
@@ -551,7 +577,11 @@ class AccelerateDriver(TinyDriver):
 
     @classmethod
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
-        """Return all loaders; none for DeepSpeed's parallelism, which changes them when a model is prepared."""
+        """Return the loaders that can be tested in the cell.
+
+        Under DeepSpeed's parallelism there are none, as a loader is changed when a model is
+        prepared.
+        """
         if cell.strategy != "fsdp2" and cell.tp * cell.cp * cell.ep > 1:
             return {}
         return cls.loaders
@@ -562,7 +592,7 @@ class AccelerateDriver(TinyDriver):
 
 
 def _no_parallelism(cell: Cell) -> str | None:
-    """Return why accelerate cannot shard sequences or layers as the cell asks; None if it can."""
+    """Return why accelerate cannot run the cell's context or tensor parallelism; None if it can."""
     other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
     return first_reason(
         (
