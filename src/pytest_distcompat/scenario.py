@@ -166,6 +166,7 @@ THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after=
 #: The settings that the reference keeps, by object or field: they change the training, and apply to
 #: a training in one process too.
 FOLLOWED = (
+    "clip_grad_norm_",
     "resize_token_embeddings",
     "from_pretrained.ignore_mismatched_sizes",
     "AdamW",

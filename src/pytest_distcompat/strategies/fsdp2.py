@@ -110,6 +110,15 @@ def _shard_experts(
     unit.set_force_sum_reduction_for_comms(enable=data_sizes["dp_shard"] > 1)
 
 
+def on_last_dimension(parameter: torch.nn.Parameter) -> Any:
+    """Return the placement on a parameter's last dimension if that divides by 4 ranks; a ``shard_placement_fn``."""
+    from torch.distributed.tensor import Shard
+
+    if parameter.dim() < 2 or parameter.shape[-1] % 4:
+        return None
+    return Shard(parameter.dim() - 1)
+
+
 @dataclass(frozen=True)
 class Prefetch:
     """How many blocks each block has gathered early.

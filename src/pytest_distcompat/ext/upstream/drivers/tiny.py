@@ -541,7 +541,9 @@ class TinyDriver(Driver):
             total += losses[-1] * weight
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
-        self.grad_norm = float(clip_grad_norm_(model.parameters(), self.max_norm or math.inf))
+        settings: dict[str, Any] = {"max_norm": self.max_norm or math.inf}
+        settings = self.cell.with_settings("clip_grad_norm_", settings)
+        self.grad_norm = float(clip_grad_norm_(model.parameters(), **settings))
         for optimizer in listed(self.optimizer):
             optimizer.step()
         for scheduler in listed(self.scheduler):

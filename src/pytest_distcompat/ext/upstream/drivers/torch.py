@@ -39,6 +39,9 @@ _BUILT = """
 """
 
 
+_DCP = "torch.distributed.checkpoint"
+
+
 class TorchCalls(Calls):
     """Calls on a model that DDP or FSDP wraps."""
 
@@ -255,6 +258,10 @@ class TorchDriver(TinyDriver):
             "torch.distributed.checkpoint.state_dict.StateDictOptions",
             ("ddp", "fsdp1", "fsdp2"),
         ),
+        Source("DefaultSavePlanner", f"{_DCP}.DefaultSavePlanner", ("ddp", "fsdp1", "fsdp2")),
+        Source("DefaultLoadPlanner", f"{_DCP}.DefaultLoadPlanner", ("ddp", "fsdp1", "fsdp2")),
+        Source("FileSystemWriter", f"{_DCP}.FileSystemWriter", ("ddp", "fsdp2")),
+        Source("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_", ("ddp", "fsdp2")),
         Source("compile", "torch.compile", ("ddp", "fsdp2")),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "fsdp1", "fsdp2")),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp1", "fsdp2")),
@@ -465,7 +472,8 @@ class TorchDriver(TinyDriver):
             return float(self.wrapped.clip_grad_norm_(MAX_NORM))
         if self.cell.tp * self.cell.ep * self.cell.pp > 1:
             return _options.clip_on_meshes(self.model.parameters(), MAX_NORM, self.pp_group)
-        norm: Any = clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        settings = self.cell.with_settings("clip_grad_norm_", {"max_norm": MAX_NORM})
+        norm: Any = clip_grad_norm_(self.model.parameters(), **settings)
         if hasattr(norm, "full_tensor"):
             # The norm of DTensors is a DTensor too, of which each rank has a part.
             norm = norm.full_tensor()
@@ -535,17 +543,39 @@ class TorchDriver(TinyDriver):
                 state, checkpoint_id=directory, process_group=self.saving_group
             )
         else:
-            save(state, checkpoint_id=directory)
+            save(state, storage_writer=self._writer(directory), planner=self._save_planner())
+
+    def _writer(self, directory: Path) -> Any:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        return FileSystemWriter(directory, **self.cell.settings("FileSystemWriter"))
+
+    def _save_planner(self) -> Any:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        return DefaultSavePlanner(**self.cell.settings("DefaultSavePlanner"))
+
+    def _load_planner(self) -> Any:
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+        return DefaultLoadPlanner(**self.cell.settings("DefaultLoadPlanner"))
 
     def load(self, directory: Path) -> None:
         """Load the state, in place by DCP, then set it by ``set_state_dict``."""
         import torch
         from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+            set_state_dict,
+        )
         from torch.distributed.checkpoint.state_dict_loader import load
 
         if self.whole:
             state = torch.load(directory / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if self._options().broadcast_from_rank0 and self.world.rank:
+                # The others get it from rank 0.
+                state |= {"model": {}, "optimizer": {}}
         else:
             # What it saves keeps the form of what it loaded, so that stages can load it again. By names there are no lists.
             keys = FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -553,17 +583,24 @@ class TorchDriver(TinyDriver):
                 not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
             )
             state = self._state()
-            load(state, checkpoint_id=directory)
+            load(state, checkpoint_id=directory, planner=self._load_planner())
         if self.cell.option("save_only_model"):
             set_model_state_dict(self.model, state["model"], options=self._options())
             return
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=self._options(),
-        )
+        # Not by one call: set_state_dict hangs where other ranks have nothing (docs/upstream.md).
+        if self._options().broadcast_from_rank0:
+            set_model_state_dict(self.model, state["model"], options=self._options())
+            set_optimizer_state_dict(
+                self.model, self.optimizer, state["optimizer"], options=self._options()
+            )
+        else:
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=self._options(),
+            )
         for scheduler, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
             scheduler.load_state_dict(saved)
         if self.scaler:
