@@ -1,4 +1,4 @@
-"""The surroundings of every pytest that a test runs as a process of its own."""
+"""Environment and signal handling of every pytest that a test starts as a process of its own."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported out of garbage collections: each pytest that a test runs in this process ends with one."""
+    """Exclude what is imported from garbage collection: each pytest that a test runs in this process ends with one."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """Draw the same in each run: a model made of other numbers each time meets by chance what a test says it does not."""
+    """Seed torch before each test: with other random weights a model may by chance fulfil what a test says it does not."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For processes: our commands on the path, no GPU, no waiting for name servers, nothing of the outer pytest's.
+    """Return the environment for processes that a test starts.
 
-    ``PYTHONPATH`` is a directory that has of this tree only what is copied there, below the same names.
+    It has our commands on the path, no GPU, no waiting for name servers, and nothing of the outer pytest's. ``PYTHONPATH``
+    has a copy of the recorder, and nothing else of this tree.
     """
     copies = tmp_path_factory.mktemp("importable")
     (copies / "tests").mkdir()
     shutil.copy(HERE / "pytest_recorder.py", copies / "tests")
-    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    theirs.pop("GITHUB_STEP_SUMMARY", None)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    inherited.pop("GITHUB_STEP_SUMMARY", None)
+    commands = str(Path(sys.executable).parent)
     return {
-        **theirs,
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
+        **inherited,
+        "PATH": os.pathsep.join((commands, os.environ.get("PATH", ""))),
         "PYTHONPATH": str(copies),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -62,7 +64,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Whoever runs these tests in the background ignores SIGINT, which processes inherit."""
+    """Handle SIGINT, for processes that inherit it: tests that run in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Base of test launchers that start no process: ready at once, with nothing to end."""
+"""A base class for test launchers that start no process: they are ready at once and have nothing to end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pytest_distcompat.launch.request import Request
 
 
 class WithoutProcesses:
-    """All that a launcher must be able to do, but for ``run``."""
+    """Every method that a launcher needs, except ``run``."""
 
     can_open = False
 
     def warm_up(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def get_warm(self) -> str:
-        """It is."""
+        """Return an empty reason: the launcher is warm."""
         return ""
 
     def open(self, request: Request, target: str) -> OpenRun:
@@ -23,4 +23,4 @@ class WithoutProcesses:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,4 +1,7 @@
-"""A plugin for a pytest of its own: writes at once, for that process may be killed, how tests end and what they leave running."""
+"""A plugin for a pytest that a test starts: it records how tests end and which processes they leave running.
+
+It writes each record at once, since that pytest may be killed.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from typing import Any
 import pytest
 
 
-def note(**found: Any) -> None:
-    # The command that runs a test again has this plugin too, and nobody reads what it finds there.
+def note(**record: Any) -> None:
+    """Append a record, if the environment names a file: the command that repeats a test has this plugin too."""
     with Path(os.environ.get("RECORDED_REPORTS", os.devnull)).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(found) + "\n")
+        file.write(json.dumps(record) + "\n")
 
 
 def below() -> Iterator[tuple[int, str]]:
-    """The processes that this one and its children started."""
-    import psutil  # not where nobody asks: it is seen there who imports what
+    """Yield (process id, command line) of the processes that this one and its children started."""
+    import psutil  # only if it is needed: tests look at what a pytest imports
 
     for process in psutil.Process().children(recursive=True):
         try:
@@ -30,7 +33,7 @@ def below() -> Iterator[tuple[int, str]]:
 
 
 class OfReports:
-    """Where the reports come together: the only process, or the one that has the workers of xdist."""
+    """Record reports, in the only process or in xdist's controller."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         note(
@@ -47,7 +50,7 @@ class OfReports:
 
 
 class OfProcesses:
-    """Where the tests run: after each one, the processes that were not there before it."""
+    """Record, in the process that runs the tests, which processes each test leaves behind."""
 
     def __init__(self) -> None:
         self.before: dict[int, str] = {}
@@ -58,15 +61,17 @@ class OfProcesses:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if "RANK" in os.environ:
             return  # a rank of a worker
-        left = [f"{pid} {line}" for pid, line in below() if pid not in self.before]
-        note(nodeid=nodeid, left=left, process=os.getpid())
+        new = [f"{pid} {line}" for pid, line in below() if pid not in self.before]
+        note(nodeid=nodeid, left=new, process=os.getpid())
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("terminal") and not hasattr(config, "workerinput"):
         return  # a rank
-    worker, controller = hasattr(config, "workerinput"), getattr(config.option, "dist", "no") != "no"
-    if not worker:
+    is_worker = hasattr(config, "workerinput")
+    has_workers = getattr(config.option, "dist", "no") != "no"
+    if not is_worker:
         config.pluginmanager.register(OfReports())
-    if "RECORDED_PROCESSES" in os.environ and (worker or not controller):
+    runs_tests = is_worker or not has_workers
+    if runs_tests and "RECORDED_PROCESSES" in os.environ:
         config.pluginmanager.register(OfProcesses())

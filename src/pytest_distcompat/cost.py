@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from pytest_distcompat.trace import MeshDim, RunTrace, Snapshot, StateInfo, Trace, UnwrappedInfo
+from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace, UnwrappedInfo
 
 #: Steps at the start that are not measured: allocators, compilers and bucket sizes settle in them.
 WARM_UP = 8
@@ -112,11 +110,11 @@ def state_bytes(run: RunTrace, nth: int = 2) -> float:
     size = 0
     for snapshot in run.at("step", nth):
         for (_key, dtype), numel in state_elements(snapshot).items():
-            size += _nbytes(numel, dtype)
+            size += nbytes(numel, dtype)
     return size / trained
 
 
-def _nbytes(numel: int, dtype: str) -> int:
+def nbytes(numel: int, dtype: str) -> int:
     """Return the bytes of so many elements; a dtype that ``BYTES`` does not list counts as float32."""
     return numel * BYTES.get(dtype, 4)
 
@@ -142,7 +140,7 @@ def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
     """
     bytes_by_rank: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
     for snapshot in run.trained:
-        parameters = sum(_nbytes(info.local_numel, info.dtype) for info in snapshot.parameters)
+        parameters = sum(nbytes(info.local_numel, info.dtype) for info in snapshot.parameters)
         gradients = _gradient_bytes(snapshot)
         optimizer = _optimizer_bytes(snapshot)
         for rank in snapshot.ranks:
@@ -175,7 +173,7 @@ def _gradient_bytes(snapshot: Snapshot) -> int:
     element_size = 0
     for step in snapshot.steps:
         for dtype in step.gradient:
-            element_size = max(element_size, _nbytes(1, dtype))
+            element_size = max(element_size, nbytes(1, dtype))
     return numel * element_size
 
 
@@ -185,82 +183,8 @@ def _optimizer_bytes(snapshot: Snapshot) -> int:
     size = 0
     for (key, dtype), numel in state_elements(snapshot).items():
         if flat or key != "master":
-            size += _nbytes(numel, dtype)
+            size += nbytes(numel, dtype)
     return size
-
-
-#: Kinds of collectives, by how their operators begin; each with the part of its input that a rank of n sends in a ring.
-_KINDS: dict[str, Callable[[int], float]] = {
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-}
-
-
-@dataclass(frozen=True)
-class _Traffic:
-    """Collectives that are counted together: the kind, the mesh dimensions it runs along, and the size of its group."""
-
-    collective: str
-    mesh: str
-    ranks: int
-
-
-def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
-    """Return what rank 0 sends in the recorded step of a run without values, by kind of collective and mesh dimension."""
-    if run.has_values or not run.trained:
-        return []
-    snapshot = run.trained[0]
-    dims = _largest_mesh(snapshot)
-    calls = Counter[_Traffic]()
-    sent = Counter[_Traffic]()
-    for info in snapshot.collectives:
-        if not info.ranks:
-            # An operator without ranks, such as ``wait_tensor``, sends nothing.
-            continue
-        collective = _collective_kind(info.op)
-        traffic = _Traffic(collective, _along(dims, info.ranks), len(info.ranks))
-        part_sent = 1.0
-        if collective in _KINDS:
-            part_sent = _KINDS[collective](len(info.ranks))
-        calls[traffic] += info.calls
-        sent[traffic] += round(_nbytes(info.total, info.dtype) * part_sent)
-    rows: list[dict[str, Any]] = []
-    for traffic in calls:
-        rows.append(
-            {**dataclasses.asdict(traffic), "calls": calls[traffic], "bytes": sent[traffic]}
-        )
-    return rows
-
-
-def _largest_mesh(snapshot: Snapshot) -> tuple[MeshDim, ...]:
-    """Return the dimensions of the mesh with the most of them on which a parameter lies; none where none lies on one."""
-    largest: tuple[MeshDim, ...] = ()
-    for info in snapshot.parameters:
-        if len(info.layout.dims) > len(largest):
-            largest = info.layout.dims
-    return largest
-
-
-def _collective_kind(op: str) -> str:
-    """Return the kind of a collective by its operator (``allgather_base_`` is ``all_gather``); an unknown one itself."""
-    for kind in _KINDS:
-        if op.replace("_", "").startswith(kind.replace("_", "")):
-            return kind
-    return op
-
-
-def _along(dims: Sequence[MeshDim], ranks: tuple[int, ...]) -> str:
-    """Return the names of the mesh dimensions along which these ranks differ, the outermost first."""
-    names: list[str] = []
-    # Ranks are numbered along the innermost dimension first.
-    for dim in reversed(dims):
-        coordinates = {rank % dim.size for rank in ranks}
-        if len(coordinates) > 1:
-            names.insert(0, dim.name)
-        ranks = tuple(rank // dim.size for rank in ranks)
-    return " x ".join(names)
 
 
 def trained_elements(unwrapped: UnwrappedInfo | None) -> int:

@@ -1,4 +1,9 @@
-"""Laws: what is asked of a cell. Cells are judged by the plain law, unless an extension has one of its own for them.
+"""``Law``: how checks judge a cell. An extension may judge some cells in another way than the rest.
+
+A law says which cells a driver can run, which runs a check reads, what its findings are, and which
+failures are expected. Nearly all cells are judged by ``PLAIN``. For cells with settings, for
+example, an extension has a law of its own: where two settings contradict each other, it allows
+either to win.
 
 An entry point in the group ``pytest_distcompat.laws`` names an instance of ``Law``.
 """
@@ -19,55 +24,60 @@ if TYPE_CHECKING:
 
 
 class CheckLike(Protocol):
-    """A check, as laws know it: ``checks.Check``."""
+    """The part of ``checks.Check`` that laws use."""
 
     @property
     def name(self) -> str:
-        """Return its name."""
+        """Return the name of the check."""
 
     @property
     def costly(self) -> bool:
         """Tell whether it takes several runs that no other check reads."""
 
     def runs(self, cell: Cell, driver: Any) -> Scenario:
-        """Return the runs that it reads."""
+        """Return the runs that the check reads in a cell."""
 
     def findings(self, cell: Cell, trace: Trace) -> list[str]:
-        """Return what it finds; nothing if it holds."""
+        """Return the findings, each once; none if the claim holds."""
 
     def claim(self, cell: Cell, trace: Trace) -> Iterable[str]:
-        """Yield what it finds, as it comes."""
+        """Yield the findings as they come."""
 
 
 class Law:
-    """The plain law: a check's own runs and findings, and what is expected of them.
+    """The plain law: a check has its own runs and findings, and what is declared is expected.
 
     An extension inherits it and overrides what differs for the cells that it covers.
     """
 
     name = "plain"
-    #: Laws are asked in this order whether they cover a cell.
+    #: Of several laws that cover a cell, the one with the lowest order is its law.
     order = 0
 
     def covers(self, cell: Cell) -> bool:  # noqa: ARG002 - for those who override it
-        """Tell whether it is the law of that cell."""
+        """Tell whether this is the law of that cell."""
         return True
 
     def unsupported_reason(self, driver: Any, cell: Cell) -> str | None:
-        """Return why a driver, a subclass of ``Driver``, cannot run the cell, though it has all options; None if it can."""
-        for setting in cell.set:
-            owner, _, _ = setting.partition(".")
-            return (
-                f"the {driver.name or driver.__name__} driver has no {owner} under {cell.strategy}"
-            )
-        return None
+        """Return why a driver that supports the cell's options cannot run it; None if it can.
+
+        The plain law knows no settings, so a cell that has some cannot run.
+
+        Args:
+            driver: A subclass of ``Driver``.
+            cell: The cell.
+        """
+        if not cell.set:
+            return None
+        owner, _, _ = cell.set[0].partition(".")
+        return f"the {driver.name or driver.__name__} driver has no {owner} under {cell.strategy}"
 
     def runs(self, cell: Cell, scenario: Scenario) -> Scenario:  # noqa: ARG002
-        """Return the runs of a check that by itself reads those of ``scenario``."""
+        """Return the runs that a check reads in the cell, given those that it reads by itself."""
         return scenario
 
     def findings(self, check: CheckLike, cell: Cell, trace: Trace) -> list[str]:
-        """Return what a check finds; nothing if it holds."""
+        """Return the findings of a check in the cell; none if the claim holds."""
         return check.findings(cell, trace)
 
     def expectations(
@@ -75,11 +85,16 @@ class Law:
         expectations: Sequence[Expectation],
         failure: RunFailure | None,  # noqa: ARG002
     ) -> list[Expectation]:
-        """Return what is expected, given what is declared of the cell and how its first failed run ended (None: none did)."""
+        """Return which failures are expected in the cell.
+
+        Args:
+            expectations: The failures that are declared for it.
+            failure: How its first run that failed ended; None if none failed.
+        """
         return list(expectations)
 
     def read_at_checkpoints(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the options whose values matter only while a checkpoint is written or loaded."""
+        """Return the cell's options that matter only while a checkpoint is saved or loaded."""
         return ()
 
     def left_out(
@@ -88,7 +103,13 @@ class Law:
         checks: Mapping[str, CheckLike],  # noqa: ARG002
         profile: str,  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return the checks, of these that apply to the cell, that the profile leaves out of it, each with the reason."""
+        """Return the reasons why a profile does not run checks in the cell, by the checks' names.
+
+        Args:
+            cell: The cell.
+            checks: The checks that apply to it, by name.
+            profile: The name of the profile.
+        """
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Gives the tests their hand-made traces."""
+"""Fixtures with hand-made traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_distcompat.cell import Cell
 
 @pytest.fixture(scope="session")
 def sound() -> Sound:
-    """From a cell's id to its story, in which nothing is wrong."""
+    """Return the sound story of a cell, by the cell's id."""
 
     def story(cell_id: str) -> Story:
         cell = Cell.parse(cell_id)
@@ -26,10 +26,10 @@ def sound() -> Sound:
 
 @pytest.fixture(scope="session")
 def runs_of(sound: Sound) -> Callable[[str, str], Story]:
-    """From a cell's id and a check's name to a story with the runs of that check, in which nothing is wrong."""
+    """Return the sound story with the runs of a check, by the cell's id and the check's name."""
 
     def story(cell_id: str, check: str) -> Story:
-        found = sound(cell_id)
-        return replace(found, trace=more_runs.trace_of(found.cell, check))
+        base = sound(cell_id)
+        return replace(base, trace=more_runs.trace_of(base.cell, check))
 
     return story

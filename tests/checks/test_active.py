@@ -228,9 +228,9 @@ def test_sequence_parallelism_scatters_sums(sound: Sound) -> None:
     sent = (*uncut.trace.run().at("step", 2)[0].collectives, logits)
     uncut = replace(uncut, cell=story.cell).snapshot("step", {"collectives": sent}, nth=2, rank=0)
     assert uncut.findings("active") == [
-        f"rank {rank}: no sum of ranks {peers} was scattered in a step (collectives of activations: {found}); "
+        f"rank {rank}: no sum of ranks {peers} was scattered in a step (collectives of activations: {kinds}); "
         "expected sequence parallelism to cut what lies between layers along the sequence"
-        for rank, peers, found in (
+        for rank, peers, kinds in (
             (0, "0, 1", "all_gather_into_tensor, all_reduce"),
             (1, "0, 1", "all_reduce"),
             (2, "2, 3", "all_reduce"),
@@ -396,8 +396,8 @@ def test_findings_alike_are_one(sound: Sound) -> None:
     def double(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, rank=0, model=snapshot.model and replace(snapshot.model, zero_stage=1))
 
-    found = sound("ddp-fp32-w2").alter(double, action="build").findings("active")
-    assert found == ["rank 1: no report after build", "rank 0: ZeRO stage 1 is running; expected None"]
+    findings = sound("ddp-fp32-w2").alter(double, action="build").findings("active")
+    assert findings == ["rank 1: no report after build", "rank 0: ZeRO stage 1 is running; expected None"]
 
 
 def test_experts_are_cut_along_ep(sound: Sound) -> None:
@@ -443,8 +443,8 @@ def test_on_one_rank_fsdp1_does_not_shard(sound: Sound) -> None:
 
 def test_on_two_ranks_fsdp1_shards(sound: Sound) -> None:
     story = sound("fsdp1-fp32-w2").parameters(ONE_RANK_FSDP1, action="build", rank=1)
-    (found,) = story.findings("active")
-    assert found.startswith("rank 1: 3 of 3 parameters are not of kind FSDP1 shard")
+    (finding,) = story.findings("active")
+    assert finding.startswith("rank 1: 3 of 3 parameters are not of kind FSDP1 shard")
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,14 @@ def test_parts_are_added_up_in_each_copy_of_hybrid_shards(sound: Sound) -> None:
 def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -> None:
     story = sound(cell)
     square = story.trace.run().at("step", 0)[0].steps[0].square
-    found = story.stepped({"square": square * factor}, action="step", nth=19).findings("clipping")
-    assert found
-    assert all(finding.startswith("step 20: ") for finding in found)
+    findings = story.stepped({"square": square * factor}, action="step", nth=19).findings("clipping")
+    assert findings
+    assert all(finding.startswith("step 20: ") for finding in findings)
 
 
 def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
-    found = sound("ddp-fp32-w2").stepped({"square": 4.0}, action="step").findings("clipping")
-    assert [finding.partition(":")[0] for finding in found] == ["step 1", "step 1"]
+    findings = sound("ddp-fp32-w2").stepped({"square": 4.0}, action="step").findings("clipping")
+    assert [finding.partition(":")[0] for finding in findings] == ["step 1", "step 1"]
 
 
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:

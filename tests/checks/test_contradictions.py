@@ -24,9 +24,9 @@ CELL = Cell.of("ddp", "fp32", set="+".join(TWO))
 def changed(run: RunTrace, name: str, *, loss: float = 1.0, square: float = 1.0) -> RunTrace:
     """Return a reference in which losses, or the squares of what the optimizer gets, are larger by a factor."""
 
-    def change(one: Snapshot) -> Snapshot:
-        steps = tuple(replace(step, square=step.square * square) for step in one.steps)
-        return replace(one, loss=None if one.loss is None else one.loss * loss, steps=steps)
+    def change(snapshot: Snapshot) -> Snapshot:
+        steps = tuple(replace(step, square=step.square * square) for step in snapshot.steps)
+        return replace(snapshot, loss=None if snapshot.loss is None else snapshot.loss * loss, steps=steps)
 
     return replace(run, name=name, snapshots=tuple(map(change, run.snapshots)))
 
@@ -63,6 +63,6 @@ def test_a_setting_may_win_everywhere(trace: Trace, first_wins: bool) -> None:
 def test_a_check_that_holds_with_both_or_with_neither_is_part_of_no_mix(trace: Trace) -> None:
     run = trace.run("reference")
     neither = changed(run, "neither", loss=3.0)
-    found = with_references(trace, neither, changed(neither, OTHER_REFERENCE, square=4.0))
-    assert judge(CHECKS.get("parity"), CELL, found).message.count("the loss is") == 2
-    assert judge(CHECKS.get("clipping"), CELL, found).status == "passed"
+    findings = with_references(trace, neither, changed(neither, OTHER_REFERENCE, square=4.0))
+    assert judge(CHECKS.get("parity"), CELL, findings).message.count("the loss is") == 2
+    assert judge(CHECKS.get("clipping"), CELL, findings).status == "passed"

@@ -56,9 +56,9 @@ def trace(change: Mapping[tuple[str, str, int], Sequence[Epoch]] = {}) -> Trace:
                 if run == "moved_rows" and name in {"uneven", "drop_last"}:
                     continue
                 for epoch, done in starts:
-                    found = [batches(order_of(name, one), rank, ranks) for one in range(epoch, 2)]
-                    found[0] = found[0][done:]
-                    given = tuple(tuple(map(tuple, one)) for one in change.get((run, name, rank), found))
+                    epochs_of_rank = [batches(order_of(name, number), rank, ranks) for number in range(epoch, 2)]
+                    epochs_of_rank[0] = epochs_of_rank[0][done:]
+                    given = tuple(tuple(map(tuple, one)) for one in change.get((run, name, rank), epochs_of_rank))
                     infos.append(RowsInfo(name, epoch, done, LOADERS[name], given))
             snapshots.append(Snapshot(rank, run, run, 0, rows=tuple(infos)))
         made.append(RunTrace(run, ranks, tuple(snapshots)))
@@ -80,19 +80,19 @@ def test_all_rows_once() -> None:
 
 
 def test_both_ranks_are_given_the_same_rows() -> None:
-    found = findings({("rows", "in order", 1): epochs("in order", 0)})
-    assert "in order: epoch 1: 11 of 23 rows are given to no rank, first 2" in found
+    texts = findings({("rows", "in order", 1): epochs("in order", 0)})
+    assert "in order: epoch 1: 11 of 23 rows are given to no rank, first 2" in texts
     assert (
         "in order: epoch 1: 12 rows are given twice, first 0; expected less than 4, which fill the last batches"
-        in found
+        in texts
     )
 
 
 def test_a_row_again_that_no_batch_needs() -> None:
     wrong = epochs("uneven", 1)
     wrong[0][0] = (*wrong[0][0][:1], 0)
-    found = findings({("rows", "uneven", 1): wrong})
-    assert any("uneven: epoch 1: 1 rows are given twice, first 0; expected none" in text for text in found)
+    texts = findings({("rows", "uneven", 1): wrong})
+    assert any("uneven: epoch 1: 1 rows are given twice, first 0; expected none" in text for text in texts)
 
 
 def test_more_rows_are_dropped_than_fill_no_batch() -> None:
@@ -105,9 +105,9 @@ def test_more_rows_are_dropped_than_fill_no_batch() -> None:
 
 
 def test_a_rank_has_no_second_epoch() -> None:
-    found = findings({("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []})
-    assert "in order: epoch 2: 11 of 23 rows are given to no rank, first 2" in found
-    assert "in order: epoch 2: ranks are given 6, 0 batches; expected equally many" in found
+    texts = findings({("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []})
+    assert "in order: epoch 2: 11 of 23 rows are given to no rank, first 2" in texts
+    assert "in order: epoch 2: ranks are given 6, 0 batches; expected equally many" in texts
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_more_ranks_have_nothing_left() -> None:
     epochs_of = [((*batches(rows, rank, 8),),) * 2 for rank in range(8)]
     loader = Loader(shuffled=False)
     runs = [
-        ("rows", [RowsInfo("all", 0, 0, loader, found) for found in epochs_of]),
+        ("rows", [RowsInfo("all", 0, 0, loader, rows) for rows in epochs_of]),
         ("moved_rows", [RowsInfo("all", 1, 1, loader, ()) for _ in range(16)]),
     ]
     made = [
-        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(one,)) for rank, one in enumerate(infos)))
+        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(info,)) for rank, info in enumerate(infos)))
         for run, infos in runs
     ]
     assert CHECKS.get("coverage").findings(Cell("ddp", "fp32", 8), Trace.of("made", made)) == []

@@ -40,8 +40,8 @@ def test_loaded_all_the_same(runs_of: RunsOf, run: str, done: str) -> None:
         f"file 'checkpoint/shard_0.pt' is {done}: it was loaded without an error, and training went on"
     ]
     late = ending(story, run, RunFailure("raised", "rank 0 raised KeyError: 'step'", "all of it", "step", 4))
-    (found,) = late.findings("damage")
-    assert found.endswith("without an error, and training failed in 'step' only: rank 0 raised KeyError: 'step'")
+    (finding,) = late.findings("damage")
+    assert finding.endswith("without an error, and training failed in 'step' only: rank 0 raised KeyError: 'step'")
 
 
 def test_an_error_that_does_not_name_the_file(runs_of: RunsOf) -> None:

@@ -35,9 +35,9 @@ def test_a_complex_parameter_has_the_dtype_of_its_parts(sound: Sound) -> None:
     """complex64 is two float32, as a rotary embedding or a spectral layer has them."""
     story = sound("ddp-fp32-w2")
     for dtype, message in (("complex64", ""), ("complex128", "stored in complex128")):
-        found = story.parameters({"dtype": dtype}, only="outlet.weight", action="step", nth=2).findings("dtypes")
-        assert bool(found) == bool(message)
-        assert all(message in finding for finding in found)
+        findings = story.parameters({"dtype": dtype}, only="outlet.weight", action="step", nth=2).findings("dtypes")
+        assert bool(findings) == bool(message)
+        assert all(message in finding for finding in findings)
 
 
 @pytest.mark.parametrize(("only", "changes"), [("frozen.weight", {}), ("outlet.weight", {"local_numel": 0})])
@@ -230,7 +230,7 @@ def test_a_rank_is_silent(sound: Sound) -> None:
 
 @pytest.mark.parametrize("cell", ["fsdp2-fp32-w2-compile_aot_eager", "fsdp2-bf16_upcast-w2"])
 def test_float32_is_not_multiplied_in_tf32_since_the_build(sound: Sound, cell: str) -> None:
-    story = sound(cell).alter(lambda one: replace(one, products={"matmul": "tf32", "conv": "tf32"}))
+    story = sound(cell).alter(lambda snapshot: replace(snapshot, products={"matmul": "tf32", "conv": "tf32"}))
     # The user's own setting, which was there before.
     assert story.findings("dtypes") == []
     since = story.snapshot("build_model", {"products": {"matmul": "ieee", "conv": "tf32"}})

@@ -20,9 +20,9 @@ def trace(*ranks: Mapping[str, float], alone: Mapping[str, float]) -> Trace:
     runs = [("rows", ranks), ("alone", (alone,))]
     made = [
         RunTrace(
-            run, len(found), tuple(Snapshot(rank, run, "metrics", 0, metrics=one) for rank, one in enumerate(found))
+            run, len(infos), tuple(Snapshot(rank, run, "metrics", 0, metrics=info) for rank, info in enumerate(infos))
         )
-        for run, found in runs
+        for run, infos in runs
     ]
     return Trace.of("made", made)
 

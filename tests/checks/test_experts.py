@@ -21,32 +21,32 @@ EXPERTS = ("inlet.weight", "outlet.weight")
 def spread(story: Story) -> Story:
     """Leave each of two neighbours its expert."""
 
-    def change(one: Snapshot) -> Snapshot:
-        at = one.rank % 2
+    def change(snapshot: Snapshot) -> Snapshot:
+        at = snapshot.rank % 2
         gone, here = story.live(EXPERTS[1 - at]), story.live(EXPERTS[at])
-        holders = (one.rank - at, one.rank - at + 1)
-        dims = MeshDim("dp_replicate", 2, one.rank // 2, REPLICATE), MeshDim("ep", 2, at, STAGE)
+        holders = (snapshot.rank - at, snapshot.rank - at + 1)
+        dims = MeshDim("dp_replicate", 2, snapshot.rank // 2, REPLICATE), MeshDim("ep", 2, at, STAGE)
         own = {here: Layout(dims, holders)}
-        if (model := one.model) is not None:
+        if (model := snapshot.model) is not None:
             parameters = tuple(
                 replace(info, layout=own.get(info.name, info.layout)) for info in model.parameters if info.name != gone
             )
-            one = replace(one, model=replace(model, parameters=parameters))
-        if (optimizer := one.optimizer) is not None:
+            snapshot = replace(snapshot, model=replace(model, parameters=parameters))
+        if (optimizer := snapshot.optimizer) is not None:
             states = tuple(
                 replace(state, layout=own.get(state.owner, state.layout)) if state.key != "step" else state
                 for state in optimizer.states
                 if state.owner != gone
             )
-            one = replace(one, optimizer=replace(optimizer, states=states))
+            snapshot = replace(snapshot, optimizer=replace(optimizer, states=states))
         steps = []
-        for step in one.steps:
+        for step in snapshot.steps:
             gradients = tuple(
                 replace(info, layout=own.get(info.name, info.layout)) for info in step.gradients if info.name != gone
             )
             ranks, square = together((info.layout.holders, info.square) for info in gradients)
             steps.append(replace(step, gradients=gradients, square=square, holders=ranks))
-        return replace(one, steps=tuple(steps))
+        return replace(snapshot, steps=tuple(steps))
 
     story = replace(story, cell=replace(story.cell, options=(*story.cell.options, ("ep", 2))))
     for run in ("train", "resume"):
@@ -56,7 +56,7 @@ def spread(story: Story) -> Story:
 
 def test_experts_on_two_ranks_each(sound: Sound) -> None:
     story = spread(sound("ddp-fp32-w4"))
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_experts_spread_over_the_ranks_of_tensor_parallelism(sound: Sound) -> None:
@@ -69,17 +69,18 @@ def test_experts_spread_over_the_ranks_of_tensor_parallelism(sound: Sound) -> No
             layout, dims=tuple(replace(dim, name={"tp": "ep"}.get(dim.name, dim.name)) for dim in layout.dims)
         )
 
-    def change(one: Snapshot) -> Snapshot:
-        assert one.model
+    def change(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model
         parameters = tuple(
-            replace(info, layout=over_peers(info.layout)) if info.name == expert else info for info in one.parameters
+            replace(info, layout=over_peers(info.layout)) if info.name == expert else info
+            for info in snapshot.parameters
         )
-        return replace(one, model=replace(one.model, parameters=parameters))
+        return replace(snapshot, model=replace(snapshot.model, parameters=parameters))
 
     story = replace(story, cell=replace(story.cell, options=(*story.cell.options, ("ep", 2))))
     for run in ("train", "resume"):
-        story = story.alter(lambda one: change(one) if one.model else one, run=run)
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+        story = story.alter(lambda snapshot: change(snapshot) if snapshot.model else snapshot, run=run)
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_replicas_of_an_expert_are_compared_and_other_experts_are_not(sound: Sound) -> None:
@@ -93,19 +94,19 @@ def test_replicas_of_an_expert_are_compared_and_other_experts_are_not(sound: Sou
 def test_the_page_draws_experts_at_their_own_coordinates(sound: Sound) -> None:
     story = spread(sound("ddp-fp32-w4"))
 
-    def replicate(one: Snapshot) -> Snapshot:
-        dims = (MeshDim("dp_replicate", 4, one.rank, REPLICATE),)
+    def replicate(snapshot: Snapshot) -> Snapshot:
+        dims = (MeshDim("dp_replicate", 4, snapshot.rank, REPLICATE),)
         frozen = story.live("frozen.weight")
-        assert one.model
+        assert snapshot.model
         parameters = tuple(
-            replace(info, layout=Layout(dims)) if info.name == frozen else info for info in one.parameters
+            replace(info, layout=Layout(dims)) if info.name == frozen else info for info in snapshot.parameters
         )
-        return replace(one, model=replace(one.model, parameters=(*parameters[1:], parameters[0])))
+        return replace(snapshot, model=replace(snapshot.model, parameters=(*parameters[1:], parameters[0])))
 
-    found = mesh(story.cell, story.alter(replicate, action="build").trace.run())
-    assert found
-    assert found["dims"] == [{"name": "dp_replicate", "size": 2}, {"name": "ep", "size": 2}]
-    assert [one["at"] for one in found["ranks"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    parts = {layout["names"][0]: layout["parts"] for layout in found["layouts"]}
+    drawn = mesh(story.cell, story.alter(replicate, action="build").trace.run())
+    assert drawn
+    assert drawn["dims"] == [{"name": "dp_replicate", "size": 2}, {"name": "ep", "size": 2}]
+    assert [rank["at"] for rank in drawn["ranks"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    parts = {layout["names"][0]: layout["parts"] for layout in drawn["layouts"]}
     assert parts["inlet.weight"] == ["all", "none", "all", "none"]
     assert parts["frozen.weight"] == ["all"] * 4

@@ -81,8 +81,8 @@ def test_names_that_the_library_writes(runs_of: RunsOf) -> None:
     assert with_file(story, keys=(*names[:3], "scale")).findings("export") == [
         "1 of 5 names are in no exported file, first 'outlet.1.weight'"
     ]
-    (found,) = with_file(story, keys=(*names, "outlet.2.weight")).findings("export")
-    assert "key 'outlet.2.weight' is none of the model's own" in found
+    (finding,) = with_file(story, keys=(*names, "outlet.2.weight")).findings("export")
+    assert "key 'outlet.2.weight' is none of the model's own" in finding
 
 
 def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
@@ -116,7 +116,9 @@ def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
 def test_an_index_has_each_key_in_its_file(runs_of: RunsOf) -> None:
     story = runs_of("fsdp2-fp32-w2", "export")
     path = "export/model.safetensors.index.json"
-    keys = next(file.keys for one in story.trace.run("train").snapshots for file in one.files if file.path == FILE)
+    keys = next(
+        file.keys for snapshot in story.trace.run("train").snapshots for file in snapshot.files if file.path == FILE
+    )
 
     def found(files: dict[str, str]) -> list[str]:
         index = FileInfo(path, "index", "index", tuple(files), files=files)
@@ -233,14 +235,14 @@ def test_outputs(runs_of: RunsOf) -> None:
 
 def test_outputs_of_products_in_tf32(runs_of: RunsOf) -> None:
     story = runs_of("fsdp2-fp32-w2-model_mlp-compile_aot_eager", "export")
-    since = story.alter(lambda one: replace(one, products={"matmul": "tf32"}))
+    since = story.alter(lambda snapshot: replace(snapshot, products={"matmul": "tf32"}))
     since = since.snapshot("build_model", {"products": {"matmul": "ieee"}})
     # As measured on an H100: 4.8e-4 of 1.13.
     close = {"outputs": (0.25, -2.0, 1.5008)}
     assert story.snapshot("evaluate", close).findings("export") != []
     assert since.snapshot("evaluate", close).findings("export") == []
-    (found,) = since.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1).findings("export")
-    assert found.endswith("(1.0e-02 allowed, of 2); products of float32 are in TF32 since build")
+    (finding,) = since.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1).findings("export")
+    assert finding.endswith("(1.0e-02 allowed, of 2); products of float32 are in TF32 since build")
 
 
 def test_no_unwrapped_model(runs_of: RunsOf) -> None:
@@ -258,7 +260,7 @@ def test_a_rank_with_statistics_of_its_own_may_compute_something_else(runs_of: R
     """BatchNorm's buffers are filled by each rank from its own data; the file has those of one."""
     story = runs_of("ddp-fp32-w2", "export").buffers({"digest": "3:1"}, action="export", rank=1)
     assert story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=1).findings("export") == []
-    found = story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=0).findings("export")
-    assert found == [
+    findings = story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=0).findings("export")
+    assert findings == [
         "rank 0: outputs of the trained and of the reloaded model are up to 11 apart (4.0e-04 allowed, of 2)"
     ]

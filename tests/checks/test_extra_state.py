@@ -81,8 +81,8 @@ def test_ranks_have_other_values(sound: Sound, alike: bool) -> None:
     expected = ExtraState(alike=alike)
     story = story_of(sound, expected)
     changes = {"extra": state(2, expected, mean="of rank 1")}
-    found = story.snapshot("step", changes, nth=1, rank=1).findings("extra_state")
-    assert found == (["rank 1: ema.mean is another than on rank 0 after step 2"] if alike else [])
+    findings = story.snapshot("step", changes, nth=1, rank=1).findings("extra_state")
+    assert findings == (["rank 1: ema.mean is another than on rank 0 after step 2"] if alike else [])
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -57,10 +57,10 @@ def test_one_parameter_is_summed_over_the_ranks(sound: Sound, cell: str) -> None
 
 @pytest.mark.parametrize("cell", REPLICAS)
 def test_each_replica_is_compared(sound: Sound, cell: str) -> None:
-    found = scaled(sound(cell), {"outlet.weight": 0.5}, nth=2, rank=1).findings("gradients")
+    findings = scaled(sound(cell), {"outlet.weight": 0.5}, nth=2, rank=1).findings("gradients")
     values = "'outlet.weight' has norm 0.353553; 0.707107 in the reference (4e-04 allowed)"
     ratio = "0.5 times the reference's (= 1 / the number of ranks)"
-    assert found == [f"step 3: rank 1: the gradient of outlet.weight is {ratio}: {values}"]
+    assert findings == [f"step 3: rank 1: the gradient of outlet.weight is {ratio}: {values}"]
 
 
 def test_all_parameters_are_off_by_the_micro_batches(sound: Sound) -> None:
@@ -112,26 +112,26 @@ def test_a_gradient_of_nothing_but_rounding(sound: Sound) -> None:
 def test_names_that_differ_in_their_numbers(sound: Sound) -> None:
     norms = {f"layers.{n}.{kind}.weight": (1.0, 1.0) for n in range(3) for kind in ("router", "expert", "norm", "gate")}
     wrong = {name: (2.0, 1.0) for name in norms if "router" in name}
-    [found] = compared(sound("ddp-fp32-w2"), norms | wrong)
-    assert found.startswith(
+    [finding] = compared(sound("ddp-fp32-w2"), norms | wrong)
+    assert finding.startswith(
         "layers.*.router.weight is 2 times the reference's (= the number of ranks): 'layers.0.router.weight'"
     )
-    [found] = compared(sound("ddp-fp32-w2"), norms | {"layers.1.router.weight": (2.0, 1.0)})
-    assert found.startswith("layers.1.router.weight is 2 times")
+    [finding] = compared(sound("ddp-fp32-w2"), norms | {"layers.1.router.weight": (2.0, 1.0)})
+    assert finding.startswith("layers.1.router.weight is 2 times")
 
 
 def test_clipping_makes_the_others_smaller(sound: Sound) -> None:
     norms = {f"layers.{n}.weight": (0.9, 1.0) for n in range(6)} | {"final.weight": (1.8, 1.0)}
-    [found] = compared(sound("ddp-fp32-w2"), norms)
+    [finding] = compared(sound("ddp-fp32-w2"), norms)
     ratio = "1.8 times the reference's, 2 times as much as the others (= the number of ranks)"
-    assert found == f"final.weight is {ratio}: 'final.weight' has norm 1.8; 1 in the reference (4e-04 allowed)"
+    assert finding == f"final.weight is {ratio}: 'final.weight' has norm 1.8; 1 in the reference (4e-04 allowed)"
 
 
 def test_a_gradient_that_the_reference_has_not(sound: Sound) -> None:
-    [found] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "frozen.weight": (1.0, 0.0)})
-    assert found.startswith("frozen.weight is not finite, or has none in the reference: ")
-    [found] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "inlet.weight": (float("nan"), 1.0)})
-    assert found.startswith("inlet.weight is not finite")
+    [finding] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "frozen.weight": (1.0, 0.0)})
+    assert finding.startswith("frozen.weight is not finite, or has none in the reference: ")
+    [finding] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "inlet.weight": (float("nan"), 1.0)})
+    assert finding.startswith("inlet.weight is not finite")
 
 
 def test_most_parameters_are_frozen_in_the_reference(sound: Sound) -> None:
@@ -148,7 +148,9 @@ def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
     rounded = scaled(story, {"outlet.weight": 1.06}, nth=None, run="reference", action="reference").trace.run(
         "reference"
     )
-    snapshots = tuple(replace(one, action=one.action.replace("reference", "rounded")) for one in rounded.snapshots)
+    snapshots = tuple(
+        replace(snapshot, action=snapshot.action.replace("reference", "rounded")) for snapshot in rounded.snapshots
+    )
     runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", snapshots=snapshots)}
     assert len(story.findings("gradients")) == 1
     assert replace(story, trace=replace(story.trace, runs=runs)).findings("gradients") == []

@@ -47,8 +47,8 @@ def test_norms_count_once_what_several_ranks_hold(sound: Sound, cell: str) -> No
 
 def test_a_gradient_that_is_off_by_the_size_of_tp(sound: Sound) -> None:
     story = scaled(sound("fsdp2-fp32-w8-tp_2"), {"outlet.weight": 2.0})
-    [found] = story.findings("gradients")
-    assert found.startswith(
+    [finding] = story.findings("gradients")
+    assert finding.startswith(
         "step 1: all ranks: the gradient of outlet.weight is 2 times the reference's (= the size of tp)"
     )
     story = scaled(sound("fsdp2-fp32-w8-tp_2"), {"outlet.weight": 4.0})

@@ -232,10 +232,10 @@ def test_ranks_make_unlike_models(runs_of: Callable[[str, str], Story], cell: st
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=parameters))
 
     story = runs_of(cell, "export")
-    found = story.alter(drawn, action="build_model").findings("names")
+    findings = story.alter(drawn, action="build_model").findings("names")
     values_of = "build_model() gives each rank other values of 'frozen.weight' and 2 others, and build() not those of rank 0 to all"
     expected = f"{values_of}: ranks hold parts of unlike models; seed all alike, or broadcast"
-    assert found == ([] if broadcast else [expected])
+    assert findings == ([] if broadcast else [expected])
 
 
 @pytest.mark.parametrize(("key", "wrong"), [("cpu", False), ("shadow.outlet.weight", True), ("weight", True)])

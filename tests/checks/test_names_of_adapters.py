@@ -80,11 +80,11 @@ def test_exported_adapters_have_unwrapped_names(sound: Sound) -> None:
 
     # What is not in it is the business of the check ``export``.
     assert exported("outlet.weight") == []
-    (found,) = exported("_orig_mod.outlet.weight")
-    assert found.startswith(
+    (finding,) = exported("_orig_mod.outlet.weight")
+    assert finding.startswith(
         "file 'export/model.safetensors': key '_orig_mod.outlet.weight' is no name of the unwrapped model"
     )
-    assert found.endswith("; expected 'outlet.weight'")
+    assert finding.endswith("; expected 'outlet.weight'")
 
 
 def adapted(sound: Sound) -> Story:

@@ -186,16 +186,16 @@ def test_a_copy_too_coarse_to_move(sound: Sound, cell: str) -> None:
 
 def test_masters_that_move_and_copies_that_never_do(sound: Sound) -> None:
     story = with_masters(coarse(sound("zero1-bf16_upcast-w2")))
-    found = [text for text in story.findings("optimizer") if "did not move" in text]
-    assert len(found) == 2
+    findings = [text for text in story.findings("optimizer") if "did not move" in text]
+    assert len(findings) == 2
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
 def test_one_parameter_of_a_partition_without_a_gradient(sound: Sound, cell: str) -> None:
     story = with_masters(sound(cell), still="outlet.weight")
-    (found,) = story.findings("optimizer")
+    (finding,) = story.findings("optimizer")
     message = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
-    assert found == f"{message}: its state in the optimizer is all zero"
+    assert finding == f"{message}: its state in the optimizer is all zero"
 
 
 def with_unused(story: Story, **where: Any) -> Story:

@@ -54,8 +54,8 @@ def test_a_plain_factor_is_named(sound: Sound, field: str, factor: float, cause:
     story = scaled(sound("ddp-fp32-w2-grad_accum_4"), "grad_norm", 2)
     story = scaled(story, field, factor if field == "loss" else factor / 2)
     texts = {"loss": "step 1: the loss is", "grad_norm": "step 1: rank 0: the gradient norm is"}
-    (found,) = [one for one in story.findings("parity") if one.startswith(texts[field])]
-    assert found.endswith(f" allowed){cause}")
+    (finding,) = [finding for finding in story.findings("parity") if finding.startswith(texts[field])]
+    assert finding.endswith(f" allowed){cause}")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_plain_factor_is_named(sound: Sound, field: str, factor: float, cause:
 def test_a_trainer_that_accumulates_unasked(sound: Sound, cell: str, cause: str) -> None:
     """The model was called twice in a step: the factor 2 may be that."""
     story = scaled(sound(cell), "loss", 2)
-    story = story.alter(lambda one: replace(one, inputs=("1", "2")), action="step")
+    story = story.alter(lambda snapshot: replace(snapshot, inputs=("1", "2")), action="step")
     assert story.findings("parity")[0].endswith(f" allowed): 2 times the reference's (= {cause})")
 
 
@@ -77,8 +77,8 @@ def test_losses_that_are_parts_of_a_sum(sound: Sound, cell: str) -> None:
 
 def test_parts_of_a_sum_must_add_up_in_each_step(sound: Sound) -> None:
     story = scaled(sound("ddp-fp32-w2"), "loss", 1 / 2)
-    (found,) = scaled(story, "loss", 1.5, nth=4).findings("parity")
-    assert found.startswith("step 5: the loss is ")
+    (finding,) = scaled(story, "loss", 1.5, nth=4).findings("parity")
+    assert finding.startswith("step 5: the loss is ")
 
 
 def gradients_scaled(story: Story, factor: float, **where: Any) -> Story:
@@ -95,30 +95,30 @@ def gradients_scaled(story: Story, factor: float, **where: Any) -> Story:
 def test_parts_of_a_sum_with_other_gradients_are_wrong(sound: Sound, nth: int | None) -> None:
     """Divided by the tokens of all ranks, and averaged over ranks: https://github.com/pytorch/torchtitan/pull/2318."""
     story = scaled(sound("ddp-fp32-w2"), "loss", 1 / 2)
-    (found,) = gradients_scaled(story, 1 / 2, nth=nth).findings("parity")
-    assert found.endswith(": 0.5 times the reference's (= 1 / the number of ranks)")
+    (finding,) = gradients_scaled(story, 1 / 2, nth=nth).findings("parity")
+    assert finding.endswith(": 0.5 times the reference's (= 1 / the number of ranks)")
 
 
 def test_parts_of_a_sum_with_clipped_gradients_need_their_norm(sound: Sound) -> None:
     """The reference of these traces clips a norm of 2 to 1, which gradients of any other norm would be clipped to."""
     story = scaled(sound("ddp-fp32-w2"), "loss", 1 / 2)
-    unreported = story.alter(lambda one: replace(one, grad_norm=None), action="step")
+    unreported = story.alter(lambda snapshot: replace(snapshot, grad_norm=None), action="step")
     assert unreported.findings("parity") != []
-    unclipped = unreported.alter(lambda one: replace(one, grad_norm=1.0), run="reference")
+    unclipped = unreported.alter(lambda snapshot: replace(snapshot, grad_norm=1.0), run="reference")
     assert unclipped.findings("parity") == []
 
 
 def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) -> None:
     averages = {"each token": 1.5, "each rank": 3.0, "each micro-batch": 2.0}
-    story = sound("ddp-fp32-w2").alter(lambda one: replace(one, averages=averages), run="reference")
-    (found,) = scaled(story, "loss", 2).findings("parity")
-    assert found.endswith("2.0e-05 allowed): here each rank counts alike, there each token")
-    (found,) = scaled(story, "loss", 4).findings("parity")
-    assert found.endswith(
+    story = sound("ddp-fp32-w2").alter(lambda snapshot: replace(snapshot, averages=averages), run="reference")
+    (finding,) = scaled(story, "loss", 2).findings("parity")
+    assert finding.endswith("2.0e-05 allowed): here each rank counts alike, there each token")
+    (finding,) = scaled(story, "loss", 4).findings("parity")
+    assert finding.endswith(
         "2.0e-05 allowed): here each rank counts alike, times 2, the number of ranks, there each token"
     )
-    (found,) = scaled(story, "loss", 3).findings("parity")
-    assert found.endswith("2.0e-05 allowed)")
+    (finding,) = scaled(story, "loss", 3).findings("parity")
+    assert finding.endswith("2.0e-05 allowed)")
 
 
 @pytest.mark.parametrize(
@@ -127,17 +127,17 @@ def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) 
 )
 def test_a_loss_that_is_a_sum_says_of_what(sound: Sound, accumulate: int, factor: int, number: str) -> None:
     story = sound(f"ddp-fp32-w2-grad_accum_{accumulate}")
-    story = story.alter(lambda one: replace(one, averages={"each token": 1.5}), run="reference")
-    (found,) = scaled(story, "loss", factor).findings("parity")
-    assert found.endswith(f": here each token counts alike, times {factor}, the number of {number}, there each token")
+    story = story.alter(lambda snapshot: replace(snapshot, averages={"each token": 1.5}), run="reference")
+    (finding,) = scaled(story, "loss", factor).findings("parity")
+    assert finding.endswith(f": here each token counts alike, times {factor}, the number of {number}, there each token")
 
 
 def test_a_loss_that_is_a_little_off_is_no_mean_with_other_weights(sound: Sound) -> None:
     # The mean over tokens is between the two losses, and within the tolerance of both.
     averages = {"each token": 1.5 * (1 + 1.5e-5), "each rank": 3.0}
-    story = sound("ddp-fp32-w2").alter(lambda one: replace(one, averages=averages), run="reference")
-    (found,) = scaled(story, "loss", 1 + 2.5e-5).findings("parity")
-    assert found.endswith("2.0e-05 allowed)")
+    story = sound("ddp-fp32-w2").alter(lambda snapshot: replace(snapshot, averages=averages), run="reference")
+    (finding,) = scaled(story, "loss", 1 + 2.5e-5).findings("parity")
+    assert finding.endswith("2.0e-05 allowed)")
 
 
 def test_each_parameter_is_updated_with_the_numbers_of_the_reference(sound: Sound) -> None:
@@ -217,8 +217,8 @@ def test_a_model_that_rounds_more_than_ours(sound: Sound, cell: str, field: str,
 
 def test_a_training_that_rounding_leads_astray_is_judged_by_its_beginning(sound: Sound) -> None:
     for nth, allowed in ((2, "2.0e-03"), (8, "4.0e-01")):
-        found = rounding(scaled(sound("ddp-bf16_upcast-w2"), "loss", 3, nth=nth), 0.2, step=11).findings("parity")
-        assert f"{allowed} allowed" in found[0]
+        findings = rounding(scaled(sound("ddp-bf16_upcast-w2"), "loss", 3, nth=nth), 0.2, step=11).findings("parity")
+        assert f"{allowed} allowed" in findings[0]
 
 
 @pytest.mark.parametrize("off", [float("nan"), float("inf"), 0.0, 1e-5])
@@ -232,7 +232,9 @@ def test_a_reference_that_cannot_be_computed_so_allows_no_more(sound: Sound, off
 def contradicted(story: Story) -> Story:
     """Return the story with a second reference, whose losses are three times those of the first."""
     first = story.trace.run("reference")
-    snapshots = tuple(replace(one, loss=one.loss * 3 if one.loss else None) for one in first.snapshots)
+    snapshots = tuple(
+        replace(snapshot, loss=snapshot.loss * 3 if snapshot.loss else None) for snapshot in first.snapshots
+    )
     runs = {**story.trace.runs, "other_reference": replace(first, name="other_reference", snapshots=snapshots)}
     return replace(story, trace=replace(story.trace, runs=runs))
 
@@ -274,8 +276,8 @@ def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
         return replace(snapshot, loss=snapshot.loss + (0.5 if snapshot.rank else -0.5))
 
     assert sound("fsdp2-fp32-w2").alter(apart, action="step").findings("parity") == []
-    found = sound("fsdp2-fp32-w2").alter(apart, action="step", rank=1, nth=4).findings("parity")
-    assert found == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2.0e-05 allowed)"]
+    findings = sound("fsdp2-fp32-w2").alter(apart, action="step", rank=1, nth=4).findings("parity")
+    assert findings == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2.0e-05 allowed)"]
 
 
 def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
@@ -306,12 +308,12 @@ def test_a_trainer_need_not_report_a_norm(sound: Sound) -> None:
 )
 def test_a_learning_rate(sound: Sound, param_groups: tuple[dict[str, float], ...], message: str) -> None:
     story = sound("ddp-fp32-w2").optimizer({"param_groups": param_groups}, action="step", nth=9, rank=0)
-    found = story.findings("parity")
+    findings = story.findings("parity")
     if len(param_groups) == 2:
         # The reference has one group; the first of both is its.
-        assert found == []
+        assert findings == []
     else:
-        assert found == [f"step 10: rank 0: the learning rate is {message}; 0.1 in the reference"]
+        assert findings == [f"step 10: rank 0: the learning rate is {message}; 0.1 in the reference"]
 
 
 def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:
@@ -345,15 +347,15 @@ def test_silence_is_no_proof(sound: Sound) -> None:
     assert sound("fsdp2-fp32-w2").without("step", nth=5, rank=0).findings("parity")[0] == (
         "rank 0: no report after step 6"
     )
-    found = sound("fsdp2-fp32-w2").without("reference", run="reference").findings("parity")
-    assert found == ["step 1: no reference to compare with"]
+    findings = sound("fsdp2-fp32-w2").without("reference", run="reference").findings("parity")
+    assert findings == ["step 1: no reference to compare with"]
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_a_reference_of_zero(sound: Sound, field: str) -> None:
     story = sound("ddp-fp32-w2").snapshot("reference", {field: 0.0}, run="reference", nth=4)
-    (found, *_) = story.findings("parity")
-    assert re.search(r"^step 5: .*; 0 in the reference \(.* off, 2\.0e-0[45] allowed\)$", found)
+    (finding, *_) = story.findings("parity")
+    assert re.search(r"^step 5: .*; 0 in the reference \(.* off, 2\.0e-0[45] allowed\)$", finding)
     # Of rounding, relative to the largest so far, there may be as much as elsewhere.
     assert story.snapshot("step", {field: 1e-5}, nth=4).findings("parity") == []
     assert story.snapshot("step", {field: 0.0}, nth=4).findings("parity") == []
@@ -432,7 +434,7 @@ IN_TF32 = {"matmul": "tf32", "conv": "tf32"}
 
 def multiplied(story: Story, before: dict[str, str], since: dict[str, str]) -> Story:
     """Return the story on a GPU, whose products were in one precision before the trainer was built, and are in another since."""
-    changed = story.alter(lambda one: replace(one, products=since))
+    changed = story.alter(lambda snapshot: replace(snapshot, products=since))
     return changed.snapshot("build_model", {"products": before})
 
 
@@ -448,10 +450,10 @@ def test_products_in_tf32_have_the_tolerances_of_float16(sound: Sound) -> None:
 
 def test_a_finding_says_that_products_are_in_tf32(sound: Sound) -> None:
     off = scaled(sound("fsdp2-fp32-w2"), "loss", 1.01, nth=0)
-    (found,) = multiplied(off, FLOAT32, IN_TF32).findings("parity")
-    assert found.endswith("5.0e-04 allowed); products of float32 are in TF32 since build")
-    (found,) = multiplied(off, IN_TF32, IN_TF32).findings("parity")
-    assert found.endswith("5.0e-04 allowed); products of float32 are in TF32")
+    (finding,) = multiplied(off, FLOAT32, IN_TF32).findings("parity")
+    assert finding.endswith("5.0e-04 allowed); products of float32 are in TF32 since build")
+    (finding,) = multiplied(off, IN_TF32, IN_TF32).findings("parity")
+    assert finding.endswith("5.0e-04 allowed); products of float32 are in TF32")
 
 
 @pytest.mark.parametrize(

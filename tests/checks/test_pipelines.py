@@ -22,38 +22,40 @@ TRAINED = ("active", "names", "memory", "clipping", "gradients", "optimizer", "d
 def pipelined(story: Story, *stages: tuple[str, ...]) -> Story:
     """Leave each rank its stage, of the parameters with these names; a tied one goes by its other name on the last."""
 
-    def change(one: Snapshot) -> Snapshot:
-        names, dim = stages[one.rank], MeshDim("pp", len(stages), one.rank, STAGE)
+    def change(snapshot: Snapshot) -> Snapshot:
+        names, dim = stages[snapshot.rank], MeshDim("pp", len(stages), snapshot.rank, STAGE)
         lives = {story.live("inlet.weight" if name == "head.weight" else name): story.live(name) for name in names}
-        if (model := one.model) is not None:
+        if (model := snapshot.model) is not None:
             parameters = tuple(
                 replace(info, name=lives[info.name], layout=replace(info.layout, dims=(dim, *info.layout.dims)))
                 for info in model.parameters
                 if info.name in lives
             )
-            one = replace(one, model=replace(model, parameters=parameters, pp_ranks=tuple(range(len(stages)))))
-        if (optimizer := one.optimizer) is not None:
+            snapshot = replace(
+                snapshot, model=replace(model, parameters=parameters, pp_ranks=tuple(range(len(stages))))
+            )
+        if (optimizer := snapshot.optimizer) is not None:
             states = tuple(
                 replace(state, owner=lives[state.owner]) for state in optimizer.states if state.owner in lives
             )
-            one = replace(one, optimizer=replace(optimizer, states=states))
+            snapshot = replace(snapshot, optimizer=replace(optimizer, states=states))
         steps = []
-        for step in one.steps:
+        for step in snapshot.steps:
             gradients = tuple(replace(info, name=lives[info.name]) for info in step.gradients if info.name in lives)
             steps.append(replace(step, gradients=gradients, square=sum(info.square for info in gradients)))
-        return replace(one, steps=tuple(steps))
+        return replace(snapshot, steps=tuple(steps))
 
     return story.alter(change)
 
 
 def test_a_model_in_two_stages(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, LAST)
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_what_two_stages_train_together_counts_once(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_a_frozen_part_of_one_stage_in_evaluation_mode(sound: Sound) -> None:
@@ -98,10 +100,10 @@ def test_a_parameter_on_no_stage(sound: Sound) -> None:
 def test_a_stage_without_a_kind_of_state_that_others_keep(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, LAST)
 
-    def without(one: Snapshot) -> Snapshot:
-        assert one.optimizer
-        states = tuple(state for state in one.optimizer.states if state.key != "exp_avg")
-        return replace(one, optimizer=replace(one.optimizer, states=states))
+    def without(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.optimizer
+        states = tuple(state for state in snapshot.optimizer.states if state.key != "exp_avg")
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=states))
 
     assert story.alter(without, action="step", nth=2, rank=1).findings("memory") == [
         "rank 1 together keep 0 elements of 'exp_avg'; 8 elements are trained, expected 8"

@@ -119,8 +119,8 @@ def test_training_again_is_no_load(runs_of: RunsOf) -> None:
     step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
     story = runs_of("fsdp1-fp32-w2", "portable").snapshot("step", {"steps": (step,)})
     assert story.snapshot("load", {"steps": (step, step)}, run="port").findings("portable") == []
-    (found,) = story.snapshot("load", {"steps": (step, step, step)}, run="port", rank=1).findings("portable")
-    assert found.startswith("rank 1: the optimizer took 3 steps with gradients during the load")
+    (finding,) = story.snapshot("load", {"steps": (step, step, step)}, run="port", rank=1).findings("portable")
+    assert finding.startswith("rank 1: the optimizer took 3 steps with gradients during the load")
 
 
 def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
@@ -133,9 +133,9 @@ def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
         return replace(snapshot, model=replace(snapshot.model, parameters=held))
 
     story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", action="build", rank=1)
-    (found,) = story.findings("portable")
-    assert found.startswith("parameter 'inlet.weight': the parts of all ranks are ")
-    assert found.endswith(" after the export and build")
+    (finding,) = story.findings("portable")
+    assert finding.startswith("parameter 'inlet.weight': the parts of all ranks are ")
+    assert finding.endswith(" after the export and build")
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def test_state_in_the_other_dtype(sound: Sound, dtype: str, numel: int, where: s
     story = quantized(sound, "uint8", 5184).state(
         "exp_avg", {"dtype": dtype, "numel": numel}, only="outlet.weight", action="step", nth=2, rank=1
     )
-    found, expected = ("float32 and uint8", "float32") if where else ("float32", "uint8")
-    assert story.findings("dtypes") == [f"rank 1: {where}exp_avg is kept in {found}; expected {expected}"]
+    held_dtypes, expected = ("float32 and uint8", "float32") if where else ("float32", "uint8")
+    assert story.findings("dtypes") == [f"rank 1: {where}exp_avg is kept in {held_dtypes}; expected {expected}"]
 
 
 def test_a_cell_in_which_nothing_is_large_enough(sound: Sound) -> None:
@@ -38,7 +38,7 @@ def test_a_cell_in_which_nothing_is_large_enough(sound: Sound) -> None:
 
 
 def test_bytes_beside_the_codes(sound: Sound) -> None:
-    found = quantized(sound, "uint8", 4096 * 5).findings("memory")
+    findings = quantized(sound, "uint8", 4096 * 5).findings("memory")
     message = "8192 elements of quantized state take 40960 bytes; expected less than 2 each"
-    assert [f"rank {n}: {message}" for n in (0, 1)] == [text for text in found if "quantized" in text]
+    assert [f"rank {n}: {message}" for n in (0, 1)] == [text for text in findings if "quantized" in text]
     assert not [text for text in quantized(sound, "uint8", 5184).findings("memory") if "quantized" in text]

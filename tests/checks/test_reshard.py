@@ -156,10 +156,10 @@ def test_the_optimizer_comes_back_empty(runs_of: RunsOf, cell: str) -> None:
 @pytest.mark.parametrize(("cell", "name"), [("fsdp2-fp32-w2", "inlet.weight"), ("zero3-fp32-w2", "partitions")])
 def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str) -> None:
     story = runs_of(cell, "reshard").state("step", {"digest": "1:c0000000c"}, run="up", action="step", nth=0)
-    found = story.findings("reshard")
-    assert len(found) == 1
-    assert found[0].startswith(f"step {name!r}")
-    assert found[0].endswith("other values one step after the load at 4 ranks")
+    findings = story.findings("reshard")
+    assert len(findings) == 1
+    assert findings[0].startswith(f"step {name!r}")
+    assert findings[0].endswith("other values one step after the load at 4 ranks")
 
 
 @pytest.mark.parametrize(

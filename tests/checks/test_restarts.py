@@ -38,7 +38,7 @@ def test_after_a_wrong_step_no_other_is_compared(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "restarts")
     for run, nth in (("second", 3), ("second", 4), ("third", 0), ("third", 3)):
         story = story.snapshot("step", {"loss": 0.5}, run=run, nth=nth)
-    assert [one.partition(" is ")[0] for one in story.findings("restarts")] == [
+    assert [finding.partition(" is ")[0] for finding in story.findings("restarts")] == [
         "rank 0: loss 4 after the load",
         "rank 1: loss 4 after the load",
     ]

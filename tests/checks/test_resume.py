@@ -187,12 +187,12 @@ def test_a_loss_of_another_run_where_tied_weights_have_two_units(
 
     story = sound(cell).alter(cut, action="build")
     assert story.findings("resume") == []
-    (found,) = story.snapshot("step", {"loss": 0.375}, run="resume", nth=0, rank=0).findings("resume")
+    (finding,) = story.snapshot("step", {"loss": 0.375}, run="resume", nth=0, rank=0).findings("resume")
     words = "'inlet.weight' and 'head.weight' are one tensor in units of their own: shard them"
-    assert (words in found) == told
+    assert (words in finding) == told
     # Where there is a reference, the same is told of losses and norms that differ from its own.
-    (found,) = story.snapshot("step", {"loss": 0.375}, nth=0).findings("parity")[:1]
-    assert (words in found) == told
+    (finding,) = story.snapshot("step", {"loss": 0.375}, nth=0).findings("parity")[:1]
+    assert (words in finding) == told
 
 
 def test_a_loss_that_is_no_number(sound: Sound) -> None:
@@ -245,8 +245,8 @@ def test_a_check_runs_without_the_suite(sound: Sound) -> None:
     check, story = CHECKS.get("resume"), sound("ddp-fp32-w2")
     assert check.findings(story.cell, story.trace) == []
     other = story.snapshot("load", {"scheduler": "new"}, run="resume", rank=1)
-    found = ["rank 1: scheduler is at 'new'; saved at 'last_epoch=3'"]
-    assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace) == found
+    findings = ["rank 1: scheduler is at 'new'; saved at 'last_epoch=3'"]
+    assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace) == findings
 
 
 def test_the_gradient_scaler_starts_again(sound: Sound) -> None:

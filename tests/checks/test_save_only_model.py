@@ -123,5 +123,5 @@ def test_refused_when_built_or_found_out_late(runs_of: RunsOf, action: str, stat
         end=RunFailure("raised", message, message, action, index),
     )
     expect = refuses(save_only_model=True, match=r"save_only_model .* not compatible")
-    found = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])
-    assert found.status == status
+    result = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])
+    assert result.status == status

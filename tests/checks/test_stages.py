@@ -41,9 +41,11 @@ def test_nothing_is_converted(sound: Sound, run: str, stage: str) -> None:
 
 
 def test_another_stage_of_zero_runs(sound: Sound) -> None:
-    found = staged(sound).model({"zero_stage": 1}, run="zero_alone", action="build").findings("stages")
-    assert found
-    assert all(text.startswith("zero alone: rank ") and "ZeRO stage 1 is running; expected 2" in text for text in found)
+    findings = staged(sound).model({"zero_stage": 1}, run="zero_alone", action="build").findings("stages")
+    assert findings
+    assert all(
+        text.startswith("zero alone: rank ") and "ZeRO stage 1 is running; expected 2" in text for text in findings
+    )
 
 
 def test_a_stage_breaks_off(sound: Sound) -> None:

@@ -131,8 +131,8 @@ def test_a_model_that_was_loaded_in_evaluation_mode(sound: Sound) -> None:
 
 
 def test_no_model_was_seen(sound: Sound) -> None:
-    found = sound("ddp-fp32-w2").without("build_model").without("build").findings("start")
-    assert found == ["rank 0, 1: no report after build", "the unwrapped model was not recorded"]
+    findings = sound("ddp-fp32-w2").without("build_model").without("build").findings("start")
+    assert findings == ["rank 0, 1: no report after build", "the unwrapped model was not recorded"]
 
 
 @pytest.mark.parametrize(("cell", "found"), [("fsdp1-fp32-w2", False), ("ddp-fp32-w2", True)])

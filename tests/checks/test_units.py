@@ -38,8 +38,8 @@ def live(story: Story, *modules: str) -> tuple[str, ...]:
 )
 def test_fsdp_units_are_the_blocks(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = sound(cell)
-    found = story.model({"units": live(story, *modules)}, **LAST, rank=1).findings("units")
-    assert found == [f"rank 1: FSDP's units are {message}; {CUT}"]
+    findings = story.model({"units": live(story, *modules)}, **LAST, rank=1).findings("units")
+    assert findings == [f"rank 1: FSDP's units are {message}; {CUT}"]
 
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
@@ -51,9 +51,9 @@ def test_other_modules_than_blocks_may_be_units(sound: Sound, cell: str) -> None
 @pytest.mark.parametrize(("modules", "fine"), [(("",), False), (("", "frozen"), True)])
 def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) -> None:
     story = sound("fsdp2-fp32-w2-wrap_policy_size")
-    found = story.model({"units": modules}, **LAST, rank=0).findings("units")
+    findings = story.model({"units": modules}, **LAST, rank=0).findings("units")
     message = "rank 0: FSDP has one unit for the whole model; expected one for each part that is large enough"
-    assert found == [message] * (not fine)
+    assert findings == [message] * (not fine)
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "zero3-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w2"])
@@ -68,8 +68,8 @@ def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) ->
 )
 def test_recomputed_modules_are_the_blocks(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = with_inner(sound(f"{cell}-activation_checkpointing"))
-    found = story.model({"checkpointed": live(story, *modules)}, **LAST, rank=0).findings("units")
-    assert found == [f"rank 0: the activations are recomputed of {message}; expected 'inlet', 'outlet'"]
+    findings = story.model({"checkpointed": live(story, *modules)}, **LAST, rank=0).findings("units")
+    assert findings == [f"rank 0: the activations are recomputed of {message}; expected 'inlet', 'outlet'"]
 
 
 def with_inner(story: Story) -> Story:
@@ -122,8 +122,8 @@ def test_compiled_modules_are_those_of_the_option(
     sound: Sound, strategy: str, how: str, modules: tuple[str, ...], message: str
 ) -> None:
     story = sound(f"{strategy}-fp32-w2-{how}")
-    found = story.model({"compiled": live(story, *modules)}, **LAST, rank=0).findings("units")
-    assert found == [f"rank 0: {message}"]
+    findings = story.model({"compiled": live(story, *modules)}, **LAST, rank=0).findings("units")
+    assert findings == [f"rank 0: {message}"]
 
 
 @pytest.mark.parametrize(("cell", "kind"), [("fsdp1-fp32-w2", "FSDP1 shard"), ("fsdp2-fp32-w2", "DTensor")])
@@ -141,7 +141,9 @@ def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> 
 
     def freeze(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
-        parameters = (replace(one, trainable=".inner" in one.name) for one in snapshot.unwrapped.parameters)
+        parameters = (
+            replace(parameter, trainable=".inner" in parameter.name) for parameter in snapshot.unwrapped.parameters
+        )
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=tuple(parameters)))
 
     story = with_inner(sound("fsdp1-fp32-w2"))

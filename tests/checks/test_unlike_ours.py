@@ -196,7 +196,7 @@ def test_an_ordinary_buffer_on_the_meta_device_had_no_values(sound: Sound) -> No
         return replace(
             snapshot,
             unwrapped=unwrapped
-            and replace(unwrapped, buffers=tuple(replace(one, digest="0:0") for one in unwrapped.buffers)),
+            and replace(unwrapped, buffers=tuple(replace(buffer, digest="0:0") for buffer in unwrapped.buffers)),
         )
 
     assert sound("fsdp2-fp32-w2").alter(meta, action="build_model").findings("names") == []

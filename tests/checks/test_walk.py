@@ -59,14 +59,14 @@ def run(name: str, ranks: int, *actions: str) -> RunTrace:
     return RunTrace(name, ranks, tuple(snapshots), cell=CELL.id)
 
 
-def walked(change: Change = lambda one: one, *, of: str = "walk-1-0") -> Trace:
+def walked(change: Change = lambda snapshot: snapshot, *, of: str = "walk-1-0") -> Trace:
     runs = [
         run("walk-1-0", 2, "build_model", "build", "call step()", "call evaluate()", "save"),
         run("walk-1-1", 2, "build_model", "build", "load", "call step()"),
         run("walk-1-reference", 1, "build_model", *(f"reference {call}" for call in CALLS)),
     ]
     changed = [
-        dataclasses.replace(one, snapshots=tuple(map(change, one.snapshots))) if one.name == of else one for one in runs
+        dataclasses.replace(run, snapshots=tuple(map(change, run.snapshots))) if run.name == of else run for run in runs
     ]
     return Trace.of("torch", changed)
 
@@ -76,8 +76,8 @@ def found(trace: Trace) -> list[str]:
 
 
 def at(action: str, **fields: Any) -> Change:
-    def change(one: Snapshot) -> Snapshot:
-        return dataclasses.replace(one, **fields) if one.action == action and one.rank == 1 else one
+    def change(snapshot: Snapshot) -> Snapshot:
+        return dataclasses.replace(snapshot, **fields) if snapshot.action == action and snapshot.rank == 1 else snapshot
 
     return change
 
@@ -116,11 +116,11 @@ def test_parameters_that_are_not_the_references_are_named() -> None:
 
 
 def test_shards_are_added_up_before_they_are_compared() -> None:
-    def half(one: Snapshot) -> Snapshot:
-        if one.call is None or one.action == "build_model":
-            return one
-        part = (2, 0.5, 1.0) if one.rank else (2, 1.5, 2.0)
-        return dataclasses.replace(one, call=dataclasses.replace(one.call, sums={"module.weight": part}))
+    def half(snapshot: Snapshot) -> Snapshot:
+        if snapshot.call is None or snapshot.action == "build_model":
+            return snapshot
+        part = (2, 0.5, 1.0) if snapshot.rank else (2, 1.5, 2.0)
+        return dataclasses.replace(snapshot, call=dataclasses.replace(snapshot.call, sums={"module.weight": part}))
 
     assert found(walked(half)) == []
 
@@ -129,9 +129,13 @@ WHOLE = CallInfo(True, {"module.weight": "4:2"}, (), {"module.weight": SUMS}, {"
 
 
 def returning(**of_ranks: dict[str, Sums]) -> Change:
-    def change(one: Snapshot) -> Snapshot:
-        returned = of_ranks.get(f"rank{one.rank}", {})
-        return dataclasses.replace(one, call=dataclasses.replace(WHOLE, returned=returned)) if one.index == 3 else one
+    def change(snapshot: Snapshot) -> Snapshot:
+        returned = of_ranks.get(f"rank{snapshot.rank}", {})
+        return (
+            dataclasses.replace(snapshot, call=dataclasses.replace(WHOLE, returned=returned))
+            if snapshot.index == 3
+            else snapshot
+        )
 
     return change
 
@@ -172,7 +176,7 @@ def test_an_exception_is_a_finding_of_the_call_that_raised() -> None:
     trace = walked()
     broken = trace.runs["walk-1-0"]
     end = RunFailure("raised", "rank 1 raised ValueError: no", "", "call evaluate()", 3, 1)
-    kept = tuple(one for one in broken.snapshots if one.index < 3)
+    kept = tuple(snapshot for snapshot in broken.snapshots if snapshot.index < 3)
     runs = {**trace.runs, "walk-1-0": dataclasses.replace(broken, snapshots=kept, end=end)}
     assert found(dataclasses.replace(trace, runs=runs)) == ["step(), evaluate(): evaluate(): raised: ValueError: no"]
 

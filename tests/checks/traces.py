@@ -13,7 +13,7 @@ from pytest_distcompat.trace import ParameterInfo, Snapshot, StateInfo, Trace
 
 
 class Able(Driver):
-    """Has every optional methods, and speaks every option."""
+    """A driver with every optional method and every option."""
 
     name = "able"
     options = tuple(OPTIONS)
@@ -25,19 +25,20 @@ class Able(Driver):
 
 @dataclass(frozen=True)
 class Story:
-    """A cell with the trace of train, resume and reference; every alteration gives a new story."""
+    """A cell with a trace of the runs train, resume and reference. Each method below returns an altered copy."""
 
     cell: Cell
     trace: Trace
-    #: How a parameter of the unwrapped model is called in this cell.
+    #: From a parameter's name in the unwrapped model to its name in this cell's wrapped model.
     live: Callable[[str], str]
 
     def judges(self, check: str) -> bool:
         """Return whether the check applies in this cell and the story has its runs."""
-        found = CHECKS.get(check)
-        if found.not_applicable(self.cell, Able):
+        claim = CHECKS.get(check)
+        if claim.not_applicable(self.cell, Able):
             return False
-        return {run.name for run in found.runs(self.cell, Able).runs} <= set(self.trace.runs)
+        needed = {run.name for run in claim.runs(self.cell, Able).runs}
+        return needed <= set(self.trace.runs)
 
     def findings(self, check: str) -> list[str]:
         """Return the findings of the check of that name."""
@@ -54,14 +55,18 @@ class Story:
     ) -> Story:
         """Change the chosen snapshots (None takes one out); no action means all, no ``nth`` every such action."""
         old = self.trace.run(run)
-        chosen = [
-            snapshot
-            for snapshot in (old.at(action, nth) if nth is not None else old.snapshots)
-            if action in {"", snapshot.action} and rank in {None, snapshot.rank}
-        ]
+        candidates = old.snapshots if nth is None else old.at(action, nth)
+        chosen = []
+        for snapshot in candidates:
+            if action in {"", snapshot.action} and rank in {None, snapshot.rank}:
+                chosen.append(snapshot)
         assert chosen, "a test that alters nothing tests nothing"
-        snapshots = (change(snapshot) if snapshot in chosen else snapshot for snapshot in old.snapshots)
-        new = replace(old, snapshots=tuple(snapshot for snapshot in snapshots if snapshot))
+        altered = []
+        for snapshot in old.snapshots:
+            changed = change(snapshot) if snapshot in chosen else snapshot
+            if changed is not None:
+                altered.append(changed)
+        new = replace(old, snapshots=tuple(altered))
         return replace(self, trace=replace(self.trace, runs={**self.trace.runs, run: new}))
 
     def without(self, action: str, **where: Any) -> Story:
@@ -81,12 +86,24 @@ class Story:
         return self._part("optimizer", lambda optimizer: replace(optimizer, **changes), where)
 
     def state(self, key: str, changes: dict[str, Any], *, only: str = "", **where: Any) -> Story:
-        """Return the story with other fields in the optimizer's state: under that key, of one parameter, or all but the steps."""
+        """Return the story with other fields in the optimizer's state.
+
+        Args:
+            key: The state to change, such as ``exp_avg``; empty for all but the numbers of steps.
+            changes: The new values of its fields.
+            only: The parameter whose state changes, by its unwrapped name; empty for all.
+            where: The snapshots, as ``alter`` takes them.
+        """
         name = self.live(only) if only else ""
 
         def change(info: StateInfo) -> StateInfo:
-            meant = info.key == key if key else info.key != "step"
-            return replace(info, **changes) if meant and name in {"", info.owner} else info
+            if name and info.owner != name:
+                return info
+            if key and info.key != key:
+                return info
+            if not key and info.key == "step":
+                return info
+            return replace(info, **changes)
 
         return self._part("optimizer", lambda optimizer: _each(optimizer, "states", change), where)
 
@@ -104,12 +121,12 @@ class Story:
         return self._part("model", lambda model: _each(model, "parameters", change), where)
 
     def buffers(self, changes: dict[str, Any], **where: Any) -> Story:
-        """With every buffer of the live model changed."""
-        return self._part(
-            "model",
-            lambda model: replace(model, buffers=tuple(replace(info, **changes) for info in model.buffers)),
-            where,
-        )
+        """Return the story with other fields of every buffer of the live model."""
+
+        def change(info: ParameterInfo) -> ParameterInfo:
+            return replace(info, **changes)
+
+        return self._part("model", lambda model: _each(model, "buffers", change), where)
 
     def renamed(self, old: str, new: str, **where: Any) -> Story:
         """Return the story with a live parameter (by its unwrapped name) under another live name, in the optimizer too."""
@@ -147,4 +164,4 @@ Sound = Callable[[str], Story]
 
 
 def _each(info: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    return replace(info, **{name: tuple(change(one) for one in getattr(info, name))})
+    return replace(info, **{name: tuple(change(entry) for entry in getattr(info, name))})

@@ -21,7 +21,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
 
     def make(name: str, version: str, *requires: str) -> None:
         message = f"{name}-{version}.dist-info"
-        needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+        needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
         files = {
             f"{name}.py": f"__version__ = {version!r}\n",
             f"{message}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",

@@ -1,8 +1,7 @@
-"""The tables and sections of the pages that say what the code says.
+"""Tables and sections of the documentation that are made from the code.
 
-Those of ``MADE`` stand in the pages, and a test holds them against the code: ``python -m tests.cli.generated`` in the
-repository's root writes them anew. Those of ``BUILT`` are long lists of what stands elsewhere in the repository: only the
-site has them, by docs/hooks/built.py.
+Those of ``MADE`` stand in the pages. ``python -m tests.cli.generated`` in the repository's root writes them, and a test
+fails if one is out of date. Those of ``BUILT`` are long lists: only the site has them, by docs/hooks/built.py.
 """
 
 from __future__ import annotations
@@ -59,52 +58,56 @@ COLUMNS: Mapping[str, str] = {
 
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Name and text of each block of a page that is made here."""
-    return ((found[1], found[3]) for found in BLOCK.finditer(text))
+    """Yield name and text of each block of a page that is made here."""
+    return ((match[1], match[3]) for match in BLOCK.finditer(text))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of Markdown."""
+    """Return a table in Markdown."""
     head = list(head)
     lines = [head, ["---"] * len(head), *map(list, rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def code(words: Iterable[object]) -> str:
-    """Each in backticks, the same one once."""
+    """Return the words in backticks, without repetitions."""
     return ", ".join(f"`{word}`" for word in dict.fromkeys(words))
 
 
 def prose(text: str) -> str:
-    """A docstring as Markdown, a line a paragraph."""
-    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    return "\n\n".join(re.sub(r"(https?://[^\s)]+[^\s).,:;])", r"<\1>", one.replace("``", "`")) for one in paragraphs)
+    """Return a docstring as Markdown, with each paragraph on one line."""
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        line = " ".join(paragraph.split()).replace("``", "`")
+        paragraphs.append(re.sub(r"(https?://[^\s)]+[^\s).,:;])", r"<\1>", line))
+    return "\n\n".join(paragraphs)
 
 
 def checks() -> str:
-    """The table of the checks."""
+    """Return the table of the checks."""
 
-    def row(one: Check) -> list[str]:
-        runs = [run.name for run in one.runs(CELL, TorchDriver).runs if run.name != "train"]
-        claim = prose(one.text).partition("\n\n")[0].removeprefix("Check that ").removesuffix(".")
-        source = f"../src/{one.claim.__module__.replace('.', '/')}.py"
-        return [f"[`{one.name}`]({source})", claim, " ".join(f"`{run}`" for run in runs)]
+    def row(check: Check) -> list[str]:
+        runs = [run.name for run in check.runs(CELL, TorchDriver).runs if run.name != "train"]
+        claim = prose(check.text).partition("\n\n")[0].removeprefix("Check that ").removesuffix(".")
+        source = f"../src/{check.claim.__module__.replace('.', '/')}.py"
+        return [f"[`{check.name}`]({source})", claim, " ".join(f"`{run}`" for run in runs)]
 
     return table(("check", "checks that", "runs besides `train`"), map(row, CHECKS.by_name.values()))
 
 
 def claims() -> str:
-    """A section for each check: claim, an example of a failure, likely causes."""
+    """Return a section for each check: claim, an example of a failure, likely causes."""
 
-    def section(one: Check) -> str:
-        claim, _, causes = prose(one.text).partition("If it fails: ")
+    def section(check: Check) -> str:
+        claim, _, causes = prose(check.text).partition("If it fails: ")
         # The first sentence is in the table.
         claim = claim.partition("\n\n")[2]
-        example = EXAMPLES[one.name]
-        findings = one.findings(example.story(example.cell).cell, example.story(example.cell).trace)
+        example = EXAMPLES[check.name]
+        story = example.story(example.cell)
+        findings = check.findings(story.cell, story.trace)
         cause = causes[:1].upper() + causes[1:]
         shown = f"```text\n{findings[0]}\n```"
-        return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Causes.** {cause}\n"
+        return f"### {check.name}\n\n{claim.lstrip()}{shown}\n\n**Causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
 
@@ -113,116 +116,138 @@ def claims() -> str:
 THREAD = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/(\d+)")
 
 
+#: The sections of the list of upstream bugs, by library.
+LIBRARIES = {
+    "torch": "torch",
+    "accelerate": "accelerate",
+    "transformers": "transformers and PEFT",
+    "deepspeed": "DeepSpeed",
+    "torchao": "torchao",
+}
+
+
 def upstream() -> str:
-    """A list for each library: what is known of it, with the threads and the script that shows it."""
-    declared: dict[str, list[KnownIssue]] = defaultdict(list)
+    """Return a list for each library: its known bugs, with the threads and the script that shows each."""
+    issues_by_name: dict[str, list[KnownIssue]] = defaultdict(list)
     for issue in shipped():
         # What a library refuses, with a message, is not broken.
         if "refuse" not in issue.kind:
-            declared[Path(issue.script).stem or f"{issue.link} {issue.reason}"].append(issue)
+            name = Path(issue.script).stem or f"{issue.link} {issue.reason}"
+            issues_by_name[name].append(issue)
+    lines_by_library: dict[str, list[str]] = {library: [] for library in LIBRARIES}
     scripts = {path.stem: path for path in sorted((DOCS / "upstream").glob("*.py"))}
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in (*scripts, *(name for name in declared if name not in scripts)):
-        issues, path = declared[name], scripts.get(name)
-        if path:
-            library = name.partition("_")[0]
-            told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            # Behind the versions.
-            claim = re.sub(r"^[^:]*\d: | \(<https?://[^)]*\)", "", prose(told.partition("\n\n")[0])).removesuffix(".")
-        else:
-            library, claim = issues[0].requirements[0].name, issues[0].reason
-            told = issues[0].link
-        threads = THREAD.finditer(f"{told} {' '.join(issue.link for issue in issues)}")
-        links = dict.fromkeys(f"[#{thread[1]}]({thread[0]})" for thread in threads)
-        checks = list(dict.fromkeys(check for issue in issues for check in issue.check if check != "*"))
-        seen = f"seen by {code(checks[:3])}{' and others' * (len(checks) > 3)}"
-        parts = [*links, *([f"[script](upstream/{path.name})"] if path else []), *([seen] if checks else [])]
-        found["transformers" if library == "peft" else library].append(f"- {'; '.join([claim, *parts])}\n")
-    titles = {
-        "torch": "torch",
-        "accelerate": "accelerate",
-        "transformers": "transformers and PEFT",
-        "deepspeed": "DeepSpeed",
-        "torchao": "torchao",
-    }
-    return "\n".join(f"## {title}\n\n{''.join(found.pop(library))}" for library, title in titles.items())
+    for name, path in scripts.items():
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        # The claim follows the versions.
+        claim = re.sub(r"^[^:]*\d: | \(<https?://[^)]*\)", "", prose(text.partition("\n\n")[0])).removesuffix(".")
+        line = bug_line(claim, text, path, issues_by_name[name])
+        lines_by_library[section_of(name.partition("_")[0])].append(line)
+    for name, issues in issues_by_name.items():
+        if name not in scripts:
+            first = issues[0]
+            line = bug_line(first.reason, first.link, None, issues)
+            lines_by_library[section_of(first.requirements[0].name)].append(line)
+    sections = []
+    for library, title in LIBRARIES.items():
+        sections.append(f"## {title}\n\n{''.join(lines_by_library[library])}")
+    return "\n".join(sections)
+
+
+def section_of(library: str) -> str:
+    return "transformers" if library == "peft" else library
+
+
+def bug_line(claim: str, text: str, script: Path | None, issues: list[KnownIssue]) -> str:
+    """Return the line of one bug: its claim, the threads that text and issues name, its script, the checks that see it."""
+    parts = [claim]
+    threads = THREAD.finditer(" ".join([text, *(issue.link for issue in issues)]))
+    parts.extend(dict.fromkeys(f"[#{thread[1]}]({thread[0]})" for thread in threads))
+    if script:
+        parts.append(f"[script](upstream/{script.name})")
+    checks: list[str] = []
+    for issue in issues:
+        checks.extend(check for check in issue.check if check not in {"*", *checks})
+    if checks:
+        others = " and others" if len(checks) > 3 else ""
+        parts.append(f"seen by {code(checks[:3])}{others}")
+    return f"- {'; '.join(parts)}\n"
 
 
 def mutants() -> str:
-    """A list of the bugs that tests/mutants brings back, and where each is seen."""
+    """Return a list of the bugs that tests/mutants brings back, and where each is seen."""
     from mutants.catalog import MUTANTS
     from mutants.sightings import SIGHTINGS
 
-    def line(one: Any) -> str:
-        seen = ", ".join(f"{sight.driver} `{sight.cell}:{sight.check}`" for sight in SIGHTINGS[one.id])
-        fix = next((link for link in one.upstream if "/pull/" in link), one.upstream[0])
-        return f"- [{one.id}]({fix}): {one.symptom}. {seen}\n"
+    def line(mutant: Any) -> str:
+        seen = ", ".join(f"{sight.driver} `{sight.cell}:{sight.check}`" for sight in SIGHTINGS[mutant.id])
+        fix = next((link for link in mutant.upstream if "/pull/" in link), mutant.upstream[0])
+        return f"- [{mutant.id}]({fix}): {mutant.symptom}. {seen}\n"
 
     return "".join(map(line, MUTANTS))
 
 
 def traincheck() -> str:
-    """A list of the errors of TrainCheck's paper, and the verdict of each."""
+    """Return a list of the errors of TrainCheck's paper, and the verdict of each."""
     from mutants.of_traincheck import VERDICTS
 
     return "".join(f"- [{name}]({link}): {verdict}\n" for name, (link, verdict) in VERDICTS.items())
 
 
 def strategies() -> str:
-    """Which drivers can do which strategy."""
-
-    def drivers(name: str) -> str:
-        able = (
-            driver.name
-            for driver in DRIVERS.by_name.values()
-            if any(not driver.unsupported_reason(Cell(name, precision), "cuda") for precision in PRECISIONS.names())
-        )
-        return code(able)
-
-    rows = ([f"`{one.name}`", one.meaning, drivers(one.name)] for one in STRATEGIES.by_name.values())
+    """Return the table of strategies, and of the drivers that support each."""
+    rows = []
+    for strategy in STRATEGIES.by_name.values():
+        drivers = [driver.name for driver in DRIVERS.by_name.values() if supports(driver, strategy.name)]
+        rows.append([f"`{strategy.name}`", strategy.meaning, code(drivers)])
     return table(("strategy", "is", "drivers"), rows)
+
+
+def supports(driver: type[Driver], strategy: str) -> bool:
+    """Tell whether the driver supports the strategy in any precision."""
+    cells = [Cell(strategy, precision) for precision in PRECISIONS.names()]
+    return not all(driver.unsupported_reason(cell, "cuda") for cell in cells)
 
 
 def precisions() -> str:
     """Return the table of dtypes that each precision loads, computes and stores in."""
-    rows = (
-        [f"`{one.name}`", one.load, f"8 bits in, {one.compute} out" if one.float8 else one.compute, one.master]
-        for one in PRECISIONS.by_name.values()
-    )
+    rows = []
+    for precision in PRECISIONS.by_name.values():
+        compute = precision.compute
+        if precision.float8:
+            compute = f"8 bits in, {compute} out"
+        rows.append([f"`{precision.name}`", precision.load, compute, precision.master])
     return table(("precision", "loaded in", "products in", "masters and optimizer state in"), rows)
 
 
 def dtypes() -> str:
     """Return the dtype table of bf16_upcast; strategies with equal rows share one."""
-    alike: dict[Dtypes, list[str]] = {}
-    for one in STRATEGIES.by_name.values():
-        alike.setdefault(one.dtypes(PRECISIONS.get("bf16_upcast")), []).append(one.name)
-    rows = (
-        [code(names), *(getattr(row, column) or ("float32" if column == "buffer" else "") for column in COLUMNS)]
-        for row, names in alike.items()
-    )
+    names_by_dtypes: dict[Dtypes, list[str]] = defaultdict(list)
+    for strategy in STRATEGIES.by_name.values():
+        names_by_dtypes[strategy.dtypes(PRECISIONS.get("bf16_upcast"))].append(strategy.name)
+    rows = []
+    for row, names in names_by_dtypes.items():
+        dtype_by_column = {column: getattr(row, column) or "" for column in COLUMNS}
+        dtype_by_column["buffer"] = dtype_by_column["buffer"] or "float32"
+        rows.append([code(names), *dtype_by_column.values()])
     return table(("strategy", *COLUMNS.values()), rows)
 
 
 def cell_options() -> str:
-    """The further axes of a cell, and which drivers obey them."""
+    """Return the table of the options of a cell, and of the drivers that support each."""
 
     def supporting(option: str) -> str:
         names = [driver.name for driver in DRIVERS.by_name.values() if option in driver.options]
         return "all" if len(names) == len(DRIVERS.by_name) else code(names)
 
-    def words(values: Iterable[object]) -> str:
-        return code({True: "yes", False: "no"}[value] if isinstance(value, bool) else value for value in values)
+    def word(value: OptionValue) -> object:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return value
 
-    rows = (
-        [
-            f"`{one.name}`",
-            words(one.values),
-            one.meaning,
-            supporting(one.name),
-        ]
-        for one in OPTIONS.values()
-    )
+    rows = []
+    for option in OPTIONS.values():
+        values = code(word(value) for value in option.values)
+        rows.append([f"`{option.name}`", values, option.meaning, supporting(option.name)])
     return table(("option", "values, the default first", "means", "drivers"), rows)
 
 
@@ -234,43 +259,50 @@ def tasks() -> str:
 
 def left_blank() -> str:
     """Return the architectures that the profile ``zoo`` has no tiny model of, by the reason."""
-    found: dict[str, list[str]] = defaultdict(list)
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in BLANK.items():
-        found[reason].append(f"hf:{name}")
-    return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in found.items()))
+        names_by_reason[reason].append(f"hf:{name}")
+    return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in names_by_reason.items()))
+
+
+def can_run(strategy: str, precision: str, chosen: Mapping[str, OptionValue]) -> bool:
+    """Tell whether some built-in driver runs a cell with these options, and with those that they need beside them."""
+    tokens = [OPTIONS[name].token(value) for name, value in chosen.items()]
+    needed: dict[str, OptionValue] = {}
+    if chosen.get("sp"):
+        needed["tp"] = 2
+    if chosen.get("ep"):
+        needed["model"] = "moe_deepspeed" if strategy.startswith("zero") else "moe_fused"
+    for driver in DRIVERS.by_name.values():
+        options = dict(needed)
+        for token in (*chosen, *tokens, "+".join(chosen)):
+            options.update(driver.needs_options.get(token, {}))
+        options.update(chosen)
+        if not driver.unsupported_reason(Cell.of(strategy, precision, 8, **options), "cuda"):
+            return True
+    return False
 
 
 def beside_axes() -> str:
-    """What no built-in driver has beside each axis of a mesh, of what some driver has without."""
-
-    def able(strategy: str, precision: str, *chosen: tuple[str, OptionValue]) -> bool:
-        options: dict[str, OptionValue] = dict(chosen)
-        for driver in DRIVERS.by_name.values():
-            tokens = [OPTIONS[name].token(value) for name, value in chosen]
-            wanted = {
-                name: value
-                for token in (*options, *tokens, "+".join(options))
-                for name, value in driver.needs_options.get(token, {}).items()
-            }
-            if options.get("ep"):
-                wanted = {"model": "moe_deepspeed" if strategy.startswith("zero") else "moe_fused", **wanted}
-            if options.get("sp"):
-                wanted = {"tp": 2, **wanted}
-            cell = Cell.of(strategy, precision, 8, **{**wanted, **options})
-            if not driver.unsupported_reason(cell, "cuda"):
-                return True
-        return False
+    """Return the table of what no built-in driver supports beside each axis of a mesh."""
+    others = [(name, OPTIONS[name].values[1]) for name in AXES]
+    others.extend(BESIDE_AXES)
 
     def row(axis: str) -> list[str]:
-        here = (axis, OPTIONS[axis].values[1])
-        strategies = [name for name in STRATEGIES.names() if not able(name, "fp32", here)]
-        others = [one for one in STRATEGIES.names() if one not in strategies]
-        precisions = [name for name in PRECISIONS.names() if not any(able(one, name, here) for one in others)]
-        beside = [
-            name
-            for name, value in [*((name, OPTIONS[name].values[1]) for name in AXES), *BESIDE_AXES]
-            if name not in {axis, "model"} and not any(able(one, "fp32", here, (name, value)) for one in others)
-        ]
+        chosen = {axis: OPTIONS[axis].values[1]}
+        supported = [name for name in STRATEGIES.names() if can_run(name, "fp32", chosen)]
+        strategies = [name for name in STRATEGIES.names() if name not in supported]
+        precisions = []
+        for precision in PRECISIONS.names():
+            if not any(can_run(strategy, precision, chosen) for strategy in supported):
+                precisions.append(precision)
+        beside = []
+        for name, value in others:
+            if name in {axis, "model"}:
+                continue
+            both = {**chosen, name: value}
+            if not any(can_run(strategy, "fp32", both) for strategy in supported):
+                beside.append(name)
         return [f"`{axis}`", code(strategies), code(precisions), code(beside)]
 
     return table(("axis", "strategies", "precisions", "axes and options"), map(row, AXES))
@@ -283,7 +315,7 @@ CALLED = {"rounded": "reference", "resumed_rows": "rows", "moved_rows": "rows"}
 
 
 class Able(Driver):
-    """Has every optional method but those it lacks, and makes every claim."""
+    """A driver that has every optional method but those of ``lacks``, and makes every claim."""
 
     name = "able"
     reshards = STRATEGIES.names()
@@ -299,13 +331,13 @@ class Able(Driver):
 
 @dataclass(frozen=True)
 class Step:
-    """A row of the table of what a driver's methods bring.
+    """A row of the table of checks that a driver's methods make possible.
 
     Attributes:
-        methods: They are written together; several stand for one line of the table.
-        words: What they are, if the first line of the docstring of the first does not say it.
-        without: The attributes of ``Able`` that take away what the row brings; None for methods that every driver has.
-        claim: The attribute that claims it, for what is no method.
+        methods: Methods that one writes together.
+        words: Their description; empty for the first line of the first one's docstring.
+        without: Attributes of ``Able`` that take the row's checks away; None for methods that every driver has.
+        claim: The attribute that claims an ability that is no method.
     """
 
     methods: tuple[str, ...]
@@ -339,60 +371,77 @@ CELLS_OF_CHECKS = {
 FEW_RUNS = 8
 
 
-def cell_of(one: Check, driver: type[Driver]) -> str | None:
+def cell_of(check: Check, driver: type[Driver]) -> str | None:
     """Return the words for the first cell in which the check applies to the driver; None if it does in none."""
-    return next((words for words, cell in CELLS_OF_CHECKS.items() if not one.not_applicable(cell, driver)), None)
+    for words, cell in CELLS_OF_CHECKS.items():
+        if not check.not_applicable(cell, driver):
+            return words
+    return None
 
 
-def needed_actions(one: Check) -> set[str]:
+def shown_cell(check: Check) -> Cell:
+    """Return the first cell in which the check applies to a driver that has everything."""
+    return CELLS_OF_CHECKS[cell_of(check, Able) or ""]
+
+
+def needed_actions(check: Check) -> set[str]:
     """Return the actions without which the check fails: those of its runs up to the last snapshot that it reads."""
-    cell = CELLS_OF_CHECKS[cell_of(one, Able) or ""]
-    last = {run: (action, nth) for run, action, nth in one.until}
+    last = {run: (action, nth) for run, action, nth in check.until}
     needed: set[str] = set()
-    for run in one.runs(cell, Able).runs:
+    for run in check.runs(shown_cell(check), Able).runs:
         action, nth = last.get(run.name, ("", 0))
-        places = [place for place, name in enumerate(run.actions) if name == action]
-        if places and run.name not in one.raises:
-            needed.update(run.actions[: places[nth] + 1])
-        elif run.name in one.raises or not one.until:
+        positions = [position for position, name in enumerate(run.actions) if name == action]
+        if positions and run.name not in check.raises:
+            needed.update(run.actions[: positions[nth] + 1])
+        elif run.name in check.raises or not check.until:
             needed.update(run.actions)
     return needed
 
 
 def brought_by(step: Step) -> list[Check]:
     """Return the checks that the methods of a row bring to a driver that has those of all rows above it."""
-    if step.without is not None:
-        without = type("Without", (Able,), dict(step.without))
-        cells = CELLS_OF_CHECKS.values()
-        return [
-            one
-            for one in CHECKS.by_name.values()
-            if any(one.not_applicable(cell, without) and not one.not_applicable(cell, Able) for cell in cells)
-        ]
-    required = [name for other in STEPS_OF_A_DRIVER if other.without is None for name in other.methods]
-    found = []
-    for one in CHECKS.by_name.values():
-        needed = needed_actions(one)
-        last = [name for name in required if name in needed][-1:]
-        if cell_of(one, Driver) is not None and last == [*step.methods[-1:]]:
-            found.append(one)
-    return found
+    if step.without is None:
+        return [check for check in CHECKS.by_name.values() if last_required_method(check) == step.methods[-1]]
+    lacking = type("Without", (Able,), dict(step.without))
+    return [check for check in CHECKS.by_name.values() if applies_only_to_able(check, lacking)]
+
+
+def applies_only_to_able(check: Check, lacking: type[Driver]) -> bool:
+    """Tell whether the check applies in some cell to ``Able``, but not to the driver that lacks something."""
+    for cell in CELLS_OF_CHECKS.values():
+        if check.not_applicable(cell, lacking) and not check.not_applicable(cell, Able):
+            return True
+    return False
+
+
+def last_required_method(check: Check) -> str | None:
+    """Return the last method, of those that every driver has, that the check needs; None if it needs more than those."""
+    if cell_of(check, Driver) is None:
+        return None
+    needed = needed_actions(check)
+    last = None
+    for step in STEPS_OF_A_DRIVER:
+        if step.without is None:
+            for method in step.methods:
+                if method in needed:
+                    last = method
+    return last
 
 
 def runs_with(step: Step) -> str:
     """Return the names of the runs in which a method of a row is called."""
-    found = []
-    for one in CHECKS.by_name.values():
-        for run in one.runs(CELLS_OF_CHECKS[cell_of(one, Able) or ""], Able).runs:
+    run_names = []
+    for check in CHECKS.by_name.values():
+        for run in check.runs(shown_cell(check), Able).runs:
             called = any(CALLED.get(action, action) in step.methods for action in run.actions)
             # Some are the run of another cell under a name of their own.
             if called and not run.same_as:
-                found.append(run.name)
-    return code(found) if len({*found}) <= FEW_RUNS else "all that train"
+                run_names.append(run.name)
+    return code(run_names) if len({*run_names}) <= FEW_RUNS else "all that train"
 
 
 def actions() -> str:
-    """Which checks become possible with each method or claim of a driver, from the first ones up."""
+    """Return the table of the checks that become possible with each method or claim of a driver."""
 
     def called(name: str) -> str:
         given = list(inspect.signature(getattr(Driver, name)).parameters)[1:]
@@ -401,26 +450,25 @@ def actions() -> str:
     def first_line(name: str) -> str:
         return prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0])
 
-    def check_words(one: Check) -> str:
-        condition = cell_of(one, Able)
-        if one.limit:
-            condition = f"with `--distcompat-{one.limit}`"
-        return f"`{one.name}` {condition or ''}".strip()
+    def check_words(check: Check) -> str:
+        condition = cell_of(check, Able)
+        if check.limit:
+            condition = f"with `--distcompat-{check.limit}`"
+        return f"`{check.name}` {condition or ''}".strip()
 
-    rows = (
-        [
-            ", ".join([*([f"`{step.claim}`"] if step.claim else []), *map(called, step.methods)]),
-            step.words or first_line(step.methods[0]),
-            runs_with(step),
-            ", ".join(map(check_words, brought_by(step))),
-        ]
-        for step in STEPS_OF_A_DRIVER
-    )
+    rows = []
+    for step in STEPS_OF_A_DRIVER:
+        names = [called(method) for method in step.methods]
+        if step.claim:
+            names.insert(0, f"`{step.claim}`")
+        words = step.words or first_line(step.methods[0])
+        checks = [check_words(check) for check in brought_by(step)]
+        rows.append([", ".join(names), words, runs_with(step), ", ".join(checks)])
     return table(("method or claim", "is", "runs that call it", "checks that become possible"), rows)
 
 
 def node_faults() -> str:
-    """Return the table of faults of a node, which executors' tests meet them, and after how many seconds they are said."""
+    """Return the table of faults of a node, with the seconds after which a session says them under each executor."""
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
 
     def met(name: str, fault: Fault, executor: str) -> str:
@@ -430,21 +478,17 @@ def node_faults() -> str:
         says = f"`{fault.instead[executor]}`" if executor in fault.instead else "✓"
         return f"{says} {seconds}".strip()
 
-    rows = (
-        [
-            fault.words,
-            f"`{fault.says}`" if fault.says else "the tests pass",
-            str(fault.within or ""),
-            *(met(name, fault, executor) for executor in EXECUTORS),
-        ]
-        for name, fault in FAULTS.items()
-    )
+    rows = []
+    for name, fault in FAULTS.items():
+        says = f"`{fault.says}`" if fault.says else "the tests pass"
+        by_executor = [met(name, fault, executor) for executor in EXECUTORS]
+        rows.append([fault.words, says, str(fault.within or ""), *by_executor])
     made = table(("n2", "says", "limit", *code(EXECUTORS).split(", ")), rows)
     return f"{made}\n`python benchmarks/node_faults.py`: {measured['on']}.\n"
 
 
 def example_driver() -> str:
-    """The driver of the example, whole."""
+    """Return the whole driver of the example."""
     text = (DOCS.parent / "examples" / "my_trainer" / "my_driver.py").read_text(encoding="utf-8")
     return f"```python\n{text}```\n"
 
@@ -475,7 +519,7 @@ BUILT: Mapping[str, Callable[[], str]] = {
 
 
 def made(name: str) -> str:
-    """The block of that name, between empty lines: a comment right beside a table would be a part of it."""
+    """Return the block of that name, between empty lines: a comment right beside a table would be part of it."""
     return f"\n{MADE[name]().strip()}\n\n"
 
 
@@ -483,7 +527,7 @@ def write() -> None:
     """Write every block of every page anew."""
     for page in sorted(DOCS.glob("*.md")):
         old = page.read_text(encoding="utf-8")
-        new = BLOCK.sub(lambda found: f"{found[1]}{found[2]}{made(found[1])}", old)
+        new = BLOCK.sub(lambda match: f"{match[1]}{match[2]}{made(match[1])}", old)
         if new != old:
             page.write_text(new, encoding="utf-8")
             print(page.name)

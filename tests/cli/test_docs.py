@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import configparser
 import inspect
+import itertools
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,23 @@ REAL = ROOT / "tests" / "report" / "real.json"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(page: Path, language: str) -> Iterator[str]:
-    """The code blocks of that language, those inside a list too."""
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return (textwrap.dedent(text) for named, text in found if named == language)
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the code blocks of that language, those inside a list too."""
+    fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for language_of_fence, text in fences if language_of_fence == language]
 
 
 def commands(page: Path, name: str) -> list[list[str]]:
-    """The lines of its console blocks that call a program, without prompt and comment."""
-    found = [
-        line.removeprefix("$ ") for block in blocks(page, "console") for line in block.splitlines() if line[:2] == "$ "
-    ]
-    words = [shlex.split(line, comments=True) for line in found]
-    return [line[1:] for line in words if line and line[0] == name]
+    """Return the arguments of each call of a program in the page's console blocks."""
+    arguments = []
+    for block in blocks(page, "console"):
+        for line in block.splitlines():
+            if not line.startswith("$ "):
+                continue
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words and words[0] == name:
+                arguments.append(words[1:])
+    return arguments
 
 
 def name_of(page: Path) -> str:
@@ -66,44 +70,49 @@ def test_commands_on_pages_are_valid(page: Path, tmp_path: Path, monkeypatch: py
         arguments = parser().parse_args(line)
         if line[0] not in {"diff", "merge", "report"}:
             continue
-        # What they read is there; what they write is written.
-        written = [line[place + 1] for place, word in enumerate(line) if word == "-o"]
+        outputs = [word for option, word in itertools.pairwise(line) if option == "-o"]
         for word in line[1:]:
-            if word.endswith(".json") and word not in written:
+            if word.endswith(".json") and word not in outputs:
                 shutil.copy(REAL, tmp_path / word)
         assert arguments.call(arguments) == 0, line
-        assert all((tmp_path / name).stat().st_size for name in written)
+        for name in outputs:
+            assert (tmp_path / name).stat().st_size, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_and_settings_on_pages_exist(page: Path) -> None:
     flags = {option.flag for option in ALL_OPTIONS.values()}
     for line in [*commands(page, "pytest"), *commands(page, "python")]:
-        assert {word.partition("=")[0] for word in line if word.startswith("--distcompat")} <= flags, line
+        for word in line:
+            if word.startswith("--distcompat"):
+                assert word.partition("=")[0] in flags, line
     for block in blocks(page, "ini"):
         settings = configparser.ConfigParser()
         settings.read_string(block)
-        ours = {key for section in settings.values() for key in section if key.startswith("distcompat")}
-        assert ours <= set(ALL_OPTIONS)
+        for section in settings.values():
+            for key in section:
+                assert key in ALL_OPTIONS or not key.startswith("distcompat")
 
 
 def test_every_option_is_on_its_page() -> None:
-    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    arguments = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `--distcompat")}
-    assert arguments == {option.flag for option in ALL_OPTIONS.values()}
+    lines = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| `--distcompat")]
+    row_by_flag = {row.split("`")[1]: row for row in rows}
+    assert len(row_by_flag) == len(rows)
+    assert set(row_by_flag) == {option.flag for option in ALL_OPTIONS.values()}
     for option in ALL_OPTIONS.values():
-        (row,) = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| `{option.flag}` |")]
+        default = row_by_flag[option.flag].split(" | ")[2]
         if option.default:
-            assert row[2].strip("`") == option.default, option.flag
+            assert default.strip("`") == option.default, option.flag
         else:
-            assert row[2] in {"all", "none", "no limit"}, option.flag
+            assert default in {"all", "none", "no limit"}, option.flag
     for flag, registry in (("strategies", STRATEGIES), ("precisions", PRECISIONS), ("drivers", DRIVERS)):
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| `--distcompat-{flag}`")]
-        assert set(registry.names()) <= set(re.findall(r"\w+", line)), flag
+        words = re.findall(r"\w+", row_by_flag[f"--distcompat-{flag}"])
+        assert set(registry.names()) <= set(words), flag
 
 
 class CheckedFixture:
-    """The fixture ``distcompat`` of a page: it compares arguments with the real signatures and starts nothing."""
+    """Stand-in for the fixture ``distcompat``: it compares arguments with the real signatures and starts nothing."""
 
     @staticmethod
     def launch(*args: Any, **settings: Any) -> CheckedFixture:
@@ -122,20 +131,27 @@ class CheckedFixture:
         assert set(names) <= {*CHECKS.names(), "final_model_loadable"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if next(blocks(page, "python"), "")], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
     """Classes and tests are defined: a wrong argument of Matrix, fails, refuses or a mark would raise."""
-    public = {one: getattr(pytest_distcompat, one) for one in pytest_distcompat.__all__}
-    space: dict[str, Any] = {"pytest": pytest, "distcompat": CheckedFixture(), **public}
+    space: dict[str, Any] = {name: getattr(pytest_distcompat, name) for name in pytest_distcompat.__all__}
+    space["pytest"] = pytest
+    space["distcompat"] = CheckedFixture()
     for block in blocks(page, "python"):
-        # Marks that are shown below each other are each a test's.
-        whole = re.sub(r"^(@pytest.mark.*)\n(?!def |class )", r"\1\ndef test_it(): ...\n", block, flags=re.MULTILINE)
-        exec(compile(whole, page.name, "exec"), space)
-        for one in [value for value in space.values() if inspect.isfunction(value) and value.__module__ != __name__]:
-            for mark in getattr(one, "pytestmark", ()):
+        # Where marks stand below each other without a function, each gets one.
+        text = re.sub(r"^(@pytest.mark.*)\n(?!def |class )", r"\1\ndef test_it(): ...\n", block, flags=re.MULTILINE)
+        exec(compile(text, page.name, "exec"), space)
+        for function in functions_of_page(space):
+            for mark in getattr(function, "pytestmark", ()):
                 read_mark(mark, pytest_distcompat_mark_arguments())
-            if "distcompat" in inspect.signature(one).parameters:
-                one(CheckedFixture(), tmp_path)
+            if "distcompat" in inspect.signature(function).parameters:
+                function(CheckedFixture(), tmp_path)
+
+
+def functions_of_page(space: dict[str, Any]) -> list[Any]:
+    """Return the functions in a namespace, without those that stand in this file."""
+    functions = [value for value in space.values() if inspect.isfunction(value)]
+    return [function for function in functions if function.__module__ != __name__]
 
 
 def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,32 +181,35 @@ def test_the_known_issue_of_the_page_is_valid(tmp_path: Path) -> None:
 
 
 def test_every_command_and_flag_is_on_a_page() -> None:
-    text = (ROOT / "docs" / "command.md").read_text(encoding="utf-8") + (ROOT / "docs" / "reports.md").read_text(
-        encoding="utf-8"
-    )
+    pages = [ROOT / "docs" / "command.md", ROOT / "docs" / "reports.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    # Flags that every command of their kind has.
+    understood = {"-h", "--help", "-o", "--output", "--timeout"}
     actions = parser()._subparsers
     assert actions is not None
     (subparsers,) = (action for action in actions._actions if action.choices)
     choices: dict[str, Any] = dict(subparsers.choices or {})
-    for name, one in choices.items():
+    for name, choice in choices.items():
         assert f"`{name}`" in text or f"distcompat {name}" in text
-        for action in one._actions:
-            for flag in action.option_strings if action.help != argparse.SUPPRESS else ():
-                assert flag in {"-h", "--help", "-o", "--output", "--timeout"} or flag in text, flag
+        for action in choice._actions:
+            if action.help == argparse.SUPPRESS:
+                continue
+            for flag in action.option_strings:
+                assert flag in understood or flag in text, flag
 
 
 def test_pages_give_the_action_inputs_that_it_has() -> None:
     inputs = yaml.safe_load((ROOT / ".github/actions/distcompat/action.yml").read_text(encoding="utf-8"))["inputs"]
     pages = map(yaml.safe_load, blocks(ROOT / "docs" / "gpu-ci.md", "yaml"))
-    (job,) = [one["jobs"]["gpu"] for one in pages if "jobs" in one]
-    one = job["steps"][-1]
-    assert one["uses"].endswith(f"/.github/actions/distcompat@v{pytest_distcompat.__version__}")
-    assert set(one["with"]) <= set(inputs)
+    (job,) = [page["jobs"]["gpu"] for page in pages if "jobs" in page]
+    step = job["steps"][-1]
+    assert step["uses"].endswith(f"/.github/actions/distcompat@v{pytest_distcompat.__version__}")
+    assert set(step["with"]) <= set(inputs)
 
 
 def test_the_matrix_of_the_readme_is_consistent() -> None:
     """Its checks, cells and words exist: it was copied from a terminal, and says so."""
-    (block,) = [one for one in blocks(ROOT / "README.md", "") if one.startswith("Test")]
+    (block,) = [block for block in blocks(ROOT / "README.md", "") if block.startswith("Test")]
     title, heads, *lines = block.splitlines()
     assert title == "TestAccelerate (driver accelerate)"
     assert set(heads.split()) <= set(CHECKS.names())
@@ -199,8 +218,9 @@ def test_the_matrix_of_the_readme_is_consistent() -> None:
     for cell, *words in rows:
         assert Cell.parse(cell).id == cell
         assert set(words) <= {status.word for status in all_statuses()}
-    verdicts, counted = (next(line for line in lines if end in line) for end in ("runs", "selected"))
-    assert verdicts.split()[0] == counted.split()[0]
+    verdicts = next(line for line in lines if "runs" in line)
+    counts = next(line for line in lines if "selected" in line)
+    assert verdicts.split()[0] == counts.split()[0]
 
 
 @pytest.mark.nightly
@@ -226,7 +246,7 @@ def test_the_parallel_plan_of_the_page_is_sound_and_its_red_example_red(tmp_path
     assert row.mesh is not None
     parts = {name: layout["parts"][0] for layout in row.mesh["layouts"] for name in layout["names"]}
     assert parts == {"0.weight": "0:4, :", "0.bias": "0:4", "2.weight": "0:4, 0:8", "2.bias": "0:4"}
-    assert {one["unwrapped"]: one["local"] for one in row.names} == {
+    assert {name["unwrapped"]: name["local"] for name in row.names} == {
         "0.weight": 32,
         "0.bias": 4,
         "2.weight": 32,

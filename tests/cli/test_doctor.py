@@ -112,22 +112,22 @@ def test_the_nccl_that_ranks_load_is_named(library: nccl.Library | None, expecte
     ],
 )
 def test_problems_of_a_machine_are_reported(change: dict[str, Any], expected: str) -> None:
-    found = reported(dataclasses.replace(GOOD, **change))
-    assert len(found) == 1, found
-    assert expected in found[0]
+    lines = reported(dataclasses.replace(GOOD, **change))
+    assert len(lines) == 1, lines
+    assert expected in lines[0]
 
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Installed packages that a test may change; the metadata stays this environment's."""
-    found = {"torch": "2.13.0+cpu", "accelerate": "1.15.0", "pytest-distcompat": "0.1.0"}
+    versions = {"torch": "2.13.0+cpu", "accelerate": "1.15.0", "pytest-distcompat": "0.1.0"}
     wants = {
         "pytest-distcompat": ['torch>=2.6; extra == "torch"', 'accelerate>=1.6; extra == "accelerate"'],
         "accelerate": ["torch>=2.0", "numpy<1", 'torch==9; extra == "dev"', 'torch<1; python_version < "3"'],
     }
     monkeypatch.setattr("importlib.metadata.requires", wants.get)
-    monkeypatch.setattr(machine, "installed", lambda: found)
-    return found
+    monkeypatch.setattr(machine, "installed", lambda: versions)
+    return versions
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_contradicting_packages_are_a_problem(
     packages: dict[str, str], change: dict[str, str], expected: list[str]
 ) -> None:
     packages.update(change)
-    assert [f"{one.level}: {one.text}" for one in machine.package_findings()] == expected
+    assert [f"{finding.level}: {finding.text}" for finding in machine.package_findings()] == expected
 
 
 def test_without_torch(packages: dict[str, str]) -> None:
@@ -167,9 +167,9 @@ def test_without_torch(packages: dict[str, str]) -> None:
 
 
 def test_cells_that_can_run_and_reasons_of_the_others() -> None:
-    found = capability("deepspeed", find_driver("deepspeed"), "cpu", 2, shipped())
-    lines = list(found.lines(whole=False))
-    assert lines[0] == f"deepspeed: {found.able} of the {len(found.reasons)} cells of the full profile"
+    capabilities = capability("deepspeed", find_driver("deepspeed"), "cpu", 2, shipped())
+    lines = list(capabilities.lines(whole=False))
+    assert lines[0] == f"deepspeed: {capabilities.able} of the {len(capabilities.reasons)} cells of the full profile"
     table = {line.split()[0]: line.split()[1:] for line in lines[2:9]}
     assert table["ddp"] == ["-"] * 5
     # Refused by DeepSpeed itself, as the known issues say.
@@ -177,7 +177,7 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     # An issue of unusual parameters may fail any check there, in cells with such a model.
     assert table["zero3"][:3] == ["yes", "yes", "yes"]
     assert len(lines) == 9
-    whole = list(found.lines(whole=True))
+    whole = list(capabilities.lines(whole=True))
     assert any(
         line.endswith("not: native DeepSpeed is driven for ZeRO; ddp is a strategy of torch [ddp-fp32-w2, ...]")
         for line in whole
@@ -190,7 +190,7 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     assert (ep[0], ep[-4:]) == ("ep", ["6", "6", "6", "-"])
     assert [line.split()[:3] for line in whole[13:16]] == [["tp", "x", "cp"], ["tp", "x", "ep"], ["cp", "x", "ep"]]
     reasons = [line.split() for line in whole if " not: " in line]
-    assert sum(int(line[0]) for line in reasons) == len(found.reasons) - found.able
+    assert sum(int(line[0]) for line in reasons) == len(capabilities.reasons) - capabilities.able
     # By check, in how many of these cells; a reason where in none.
     assert whole[16].split() == ["checks", "with", "a", "verdict", "tp", "cp", "ep"]
     checks = {line.split()[0]: line.split()[1:] for line in whole[17 : 17 + len(CHECKS.names())]}
@@ -215,8 +215,8 @@ def test_cells_that_can_run_depend_on_the_device() -> None:
 
 def test_a_machine_on_which_no_cell_can_run_has_a_problem() -> None:
     def problems(*devices: str) -> list[str]:
-        found = doctor._findings(GOOD, 0, [capability("able", Able, device, 2) for device in devices])
-        return [one.text for one in found if one.level == "problem" and "cell" in one.text]
+        findings = doctor._findings(GOOD, 0, [capability("able", Able, device, 2) for device in devices])
+        return [finding.text for finding in findings if finding.level == "problem" and "cell" in finding.text]
 
     assert problems("cpu") == ["no cell can run here, so a suite fails: needs a GPU"]
     assert problems("cpu", "cuda") == []

@@ -28,14 +28,16 @@ class WithoutLoad(TorchDriver):
 
 def names_brought(row: int) -> list[str]:
     """Return the checks that a row of required methods brings in the first cell."""
-    return [one.name for one in brought_by(STEPS_OF_A_DRIVER[row]) if cell_of(one, Driver) == "" and not one.limit]
+    return [
+        check.name for check in brought_by(STEPS_OF_A_DRIVER[row]) if cell_of(check, Driver) == "" and not check.limit
+    ]
 
 
 def test_every_check_is_brought_by_some_method() -> None:
-    brought = {one.name for step in STEPS_OF_A_DRIVER for one in brought_by(step)}
+    brought = {check.name for step in STEPS_OF_A_DRIVER for check in brought_by(step)}
     assert brought == {*CHECKS.names()}
     assert all(not step.claim or step.words for step in STEPS_OF_A_DRIVER)
-    assert all(cell_of(one, Driver) in {*CELLS_OF_CHECKS, None} for one in CHECKS.by_name.values())
+    assert all(cell_of(check, Driver) in {*CELLS_OF_CHECKS, None} for check in CHECKS.by_name.values())
 
 
 @pytest.mark.spawn
@@ -44,8 +46,8 @@ def test_checks_pass_from_the_row_on_that_brings_them(driver: type[Driver], rows
     possible = [name for row in range(rows) for name in names_brought(row)]
     later = [name for row in range(rows, 3) for name in names_brought(row)]
     verdicts = check_driver(driver, CELL, [*possible, *later], device="cpu")
-    ended = {one.check: str(one.status) for one in verdicts}
+    ended = {verdict.check: str(verdict.status) for verdict in verdicts}
     ended = {name: status for name, status in ended.items() if status != "skipped"}
     assert {name for name, status in ended.items() if status == "passed"} == {*possible} & {*ended}
     missing = "has no save()" if rows == 1 else "has no load()"
-    assert any(missing in one.message for one in verdicts if one.check in later)
+    assert any(missing in verdict.message for verdict in verdicts if verdict.check in later)

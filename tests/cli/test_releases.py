@@ -36,9 +36,9 @@ def test_a_release_comes_with_what_it_needs_and_is_not_there(wheel: Wheel, tmp_p
     wheel("madeup_words", "2.0")
     wheel("madeup_letters", "3.0")
     target = side_by_side.install("madeup==1.0", tmp_path / "kept")
-    found = sorted(path.name for path in target.glob("*.py"))
+    names = sorted(path.name for path in target.glob("*.py"))
     # packaging is there; torch is never fetched; nobody asked for the extra.
-    assert found == ["madeup.py", "madeup_letters.py", "madeup_words.py"]
+    assert names == ["madeup.py", "madeup_letters.py", "madeup_words.py"]
     assert version_of("madeup_words", target) == "1.5"
 
 

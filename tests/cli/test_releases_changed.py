@@ -175,26 +175,26 @@ def collected(pytester: pytest.Pytester, cells: str, *arguments: str) -> list[st
 def test_only_the_cells_of_the_file_run_in_its_order(pytester: pytest.Pytester) -> None:
     """Also under a budget, which has an order of its own; other tests do not run."""
     for budget in ((), ("--distcompat-budget=1h@1",), ("--distcompat-budget=1h@2",)):
-        found = collected(pytester, "accelerate/fsdp2-fp32-w2\naccelerate/ddp-fp32-w2: start\n", *budget)
-        cells = list(dict.fromkeys(name.partition(":")[0] for name in found))
+        nodeids = collected(pytester, "accelerate/fsdp2-fp32-w2\naccelerate/ddp-fp32-w2: start\n", *budget)
+        cells = list(dict.fromkeys(name.partition(":")[0] for name in nodeids))
         assert cells == ["fsdp2-fp32-w2", "ddp-fp32-w2"]
-        assert {"fsdp2-fp32-w2:active", "ddp-fp32-w2:active", "ddp-fp32-w2:resume"} <= set(found)
+        assert {"fsdp2-fp32-w2:active", "ddp-fp32-w2:active", "ddp-fp32-w2:resume"} <= set(nodeids)
 
 
 def test_cells_that_only_the_new_release_can_run_do(pytester: pytest.Pytester) -> None:
     """The map of the old one knows nothing of them."""
-    found = collected(pytester, "accelerate/ddp-fp32-w2: load\n* accelerate/*\n")
-    cells = list(dict.fromkeys(name.partition(":")[0] for name in found))
+    nodeids = collected(pytester, "accelerate/ddp-fp32-w2: load\n* accelerate/*\n")
+    cells = list(dict.fromkeys(name.partition(":")[0] for name in nodeids))
     assert cells == ["ddp-fp32-w2", "fsdp2-fp32-w2"]
-    assert "fsdp2-fp32-w2:active" in found
-    found = collected(pytester, "accelerate/ddp-fp32-w2: load\n* accelerate/*\n- accelerate/fsdp2-fp32-w2\n")
-    assert {name.partition(":")[0] for name in found} == {"ddp-fp32-w2"}
+    assert "fsdp2-fp32-w2:active" in nodeids
+    nodeids = collected(pytester, "accelerate/ddp-fp32-w2: load\n* accelerate/*\n- accelerate/fsdp2-fp32-w2\n")
+    assert {name.partition(":")[0] for name in nodeids} == {"ddp-fp32-w2"}
 
 
 def test_only_checks_whose_runs_do_such_an_action(pytester: pytest.Pytester) -> None:
-    found = collected(pytester, "accelerate/ddp-fp32-w2: load\n")
-    assert "ddp-fp32-w2:resume" in found
-    assert "ddp-fp32-w2:active" not in found
+    nodeids = collected(pytester, "accelerate/ddp-fp32-w2: load\n")
+    assert "ddp-fp32-w2:resume" in nodeids
+    assert "ddp-fp32-w2:active" not in nodeids
 
 
 @pytest.mark.nightly
@@ -214,11 +214,11 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     new = [*old[: first - 1], "        raise ValueError('this release has no backward pass')\n", *old[first - 1 :]]
     names = ("a/src/accelerate/accelerator.py", "b/src/accelerate/accelerator.py")
     (tmp_path / "broken.diff").write_text("".join(difflib.unified_diff(old, new, *names)), encoding="utf-8")
-    found = ReachMap({}, {file_id: file})
-    found.add(file_id, Context("accelerate", "ddp-fp32-w2", "step"), Executed(backward.body))
+    reach_map = ReachMap({}, {file_id: file})
+    reach_map.add(file_id, Context("accelerate", "ddp-fp32-w2", "step"), Executed(backward.body))
     # The map knows this cell, and that it executes nothing of the change.
-    found.add(file_id, Context("accelerate", "fsdp2-fp32-w2", "step"), Executed())
-    write_map(tmp_path / "r.sqlite", found)
+    reach_map.add(file_id, Context("accelerate", "fsdp2-fp32-w2", "step"), Executed())
+    write_map(tmp_path / "r.sqlite", reach_map)
     (tmp_path / "test_x.py").write_text(SUITE, encoding="utf-8")
     options = ["--reach", str(tmp_path / "r.sqlite"), "--into", str(tmp_path / "kept"), "--limit", "5m"]
     change = ["--changed", f"accelerate@{tmp_path / 'broken.diff'}"]

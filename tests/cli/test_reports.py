@@ -101,8 +101,8 @@ NEWS = [
 def test_the_change_of_a_verdict(before: str, after: str, kind: str, write: Any) -> None:
     old = made(**({"ddp_2": before} if before else {}), fsdp2_2="failed")
     now = made(**({"ddp_2": after} if after else {}), fsdp2_2="failed")
-    found = compare(old, now)
-    kinds = {name: len(getattr(found, name)) for name in ("broken", "missing", "fixed", "still", "new")}
+    comparison = compare(old, now)
+    kinds = {name: len(getattr(comparison, name)) for name in ("broken", "missing", "fixed", "still", "new")}
     expected = dict.fromkeys(kinds, 0) | {"still": 1}
     if kind:
         expected[kind] += 1
@@ -159,19 +159,19 @@ def test_two_suites_of_one_name_are_kept_apart() -> None:
     both = merge([one, other])
     assert [result.status for result in both.results] == ["passed", "failed"]
     moved = merge([made("c/a.py::S", ddp_2="passed"), made("c/b.py::S", ddp_2="failed")])
-    found = compare(both, moved)
-    assert (found.broken, found.fixed, found.missing, len(found.still)) == ([], [], [], 1)
+    comparison = compare(both, moved)
+    assert (comparison.broken, comparison.fixed, comparison.missing, len(comparison.still)) == ([], [], [], 1)
 
 
 def test_a_suite_is_compared_with_itself_and_not_with_one_of_its_name() -> None:
     yesterday = made("a.py::S", ddp_2="failed")
-    found = compare(yesterday, made("b.py::S", ddp_2="failed"))
-    assert (len(found.still), found.broken, found.missing) == (1, [], []), "it was moved"
-    found = compare(merge([yesterday, made("b.py::S", ddp_2="passed")]), made("b.py::S", ddp_2="failed"))
-    assert (len(found.broken), len(found.missing), found.still) == (1, 1, [])
+    comparison = compare(yesterday, made("b.py::S", ddp_2="failed"))
+    assert (len(comparison.still), comparison.broken, comparison.missing) == (1, [], []), "it was moved"
+    comparison = compare(merge([yesterday, made("b.py::S", ddp_2="passed")]), made("b.py::S", ddp_2="failed"))
+    assert (len(comparison.broken), len(comparison.missing), comparison.still) == (1, 1, [])
     # That of another suite, which is still there, is nobody else's yesterday.
-    found = compare(yesterday, merge([made("a.py::S", fsdp1_2="passed"), made("b.py::S", ddp_2="failed")]))
-    assert (len(found.broken), len(found.missing), found.still) == (1, 1, [])
+    comparison = compare(yesterday, merge([made("a.py::S", fsdp1_2="passed"), made("b.py::S", ddp_2="failed")]))
+    assert (len(comparison.broken), len(comparison.missing), comparison.still) == (1, 1, [])
 
 
 def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
@@ -182,11 +182,11 @@ def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
         both = merge(order)
         assert [(result.driver, result.status) for result in both.results] == [("d", "error")]
         assert [row.driver for row in both.rows] == ["d"]
-    found = compare(made(ddp_2="error"), bad)
-    assert (len(found.still), found.broken, found.missing) == (1, [], [])
+    comparison = compare(made(ddp_2="error"), bad)
+    assert (len(comparison.still), comparison.broken, comparison.missing) == (1, [], [])
     # Another way to be red is news.
-    found = compare(made(ddp_2="failed"), bad)
-    assert (len(found.broken), found.still, found.missing) == (1, [], [])
+    comparison = compare(made(ddp_2="failed"), bad)
+    assert (len(comparison.broken), comparison.still, comparison.missing) == (1, [], [])
 
 
 @pytest.mark.parametrize("order", [("failed", "passed"), ("passed", "failed")])
@@ -199,8 +199,8 @@ def test_the_matrix_shows_the_worst_of_parametrized_items(order: tuple[str, str]
     # Compared, each is its own yesterday.
     report = dataclasses.replace(made(), results=results)
     now = dataclasses.replace(made(), results=results[::-1])
-    found = compare(report, now)
-    assert (found.broken, found.fixed, len(found.still)) == ([], [], 1)
+    comparison = compare(report, now)
+    assert (comparison.broken, comparison.fixed, len(comparison.still)) == ([], [], 1)
 
 
 def test_merge_takes_the_worst_and_prefers_what_ran() -> None:

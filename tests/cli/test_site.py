@@ -36,7 +36,9 @@ def page(name: str) -> str:
 
 def rows(text: str) -> list[list[str]]:
     """The cells of every table's rows."""
-    return [[one.strip() for one in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+    return [
+        [column.strip() for column in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "
+    ]
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
@@ -83,15 +85,15 @@ def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     assert build("[there](../there)").startswith("0 ")
     html = (tmp_path / "build" / "site" / "index.html").read_text(encoding="utf-8")
     assert 'href="https://github.com/pytest-distcompat/pytest-distcompat/tree/main/there"' in html
-    found = build("[gone](../gone)")
-    assert found.startswith("1 ")
-    assert "'../gone'" in found
+    output = build("[gone](../gone)")
+    assert output.startswith("1 ")
+    assert "'../gone'" in output
 
 
 def test_generated_blocks_are_up_to_date() -> None:
-    found = {name: text for path in DOCS.glob("*.md") for name, text in blocks(path.read_text(encoding="utf-8"))}
-    assert set(found) == set(MADE)
-    for name, text in found.items():
+    text_by_name = {name: text for path in DOCS.glob("*.md") for name, text in blocks(path.read_text(encoding="utf-8"))}
+    assert set(text_by_name) == set(MADE)
+    for name, text in text_by_name.items():
         assert text == made(name), f"{name}: run python -m tests.cli.generated"
 
 
@@ -111,8 +113,8 @@ def test_the_python_api_is_readable_without_a_build() -> None:
 
 
 def test_each_list_of_the_site_has_its_place() -> None:
-    found = [name for path in DOCS.glob("*.md") for name in re.findall(r"<!-- on the site: (\w+) -->", page(path.stem))]
-    assert sorted(found) == sorted(BUILT)
+    names = [name for path in DOCS.glob("*.md") for name in re.findall(r"<!-- on the site: (\w+) -->", page(path.stem))]
+    assert sorted(names) == sorted(BUILT)
 
 
 def test_the_list_of_upstream_bugs_has_every_script_and_thread() -> None:
@@ -131,10 +133,10 @@ def test_each_architecture_left_blank_has_its_reason_there() -> None:
 
 
 def test_each_task_has_its_class_or_its_reason_there() -> None:
-    found = {task.strip("`"): told.strip("`") for task, told in rows(BUILT["tasks"]())[2:]}
-    assert {task: told[3:] if told.startswith("hf:") else "" for task, told in found.items()} == of_tasks()
-    assert {told for told in found.values() if told.startswith("hf:")} <= {*architectures()}
-    assert found["image_segmentation"] == "it needs timm"
+    class_by_task = {task.strip("`"): told.strip("`") for task, told in rows(BUILT["tasks"]())[2:]}
+    assert {task: told[3:] if told.startswith("hf:") else "" for task, told in class_by_task.items()} == of_tasks()
+    assert {told for told in class_by_task.values() if told.startswith("hf:")} <= {*architectures()}
+    assert class_by_task["image_segmentation"] == "it needs timm"
 
 
 @pytest.mark.parametrize("name", CHECKS.names())
@@ -194,7 +196,7 @@ def test_tolerances_are_those_of_the_precisions() -> None:
     assert set(counted) == set(PRECISIONS.names())
     for name, (loss, norm) in counted.items():
         precision = PRECISIONS.get(name)
-        allowed = [float(re.findall(r"[\d.]+e-\d+", one)[1]) for one in (loss, norm)]
+        allowed = [float(re.findall(r"[\d.]+e-\d+", text)[1]) for text in (loss, norm)]
         assert allowed == [precision.loss_tolerance, precision.norm_tolerance], name
 
 
@@ -202,7 +204,8 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
     """The matrix of the page, cell by cell, against the report of the same suite."""
     text = page("first-run")
     real = {
-        (one.cell, one.check): one.status.word for one in Report.read(ROOT / "tests" / "report" / "real.json").results
+        (result.cell, result.check): result.status.word
+        for result in Report.read(ROOT / "tests" / "report" / "real.json").results
     }
     heads = next(
         line for line in text.splitlines() if line.split() == ["active", "names", "optimizer", "dtypes"]
@@ -211,9 +214,9 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
     assert {cell for cell, *_ in table} == {cell for cell, _ in real}
     for cell, *words in table:
         assert words == [real[cell, check] for check in heads[: len(words)]], cell
-    words = [word for _, *found in table for word in found]
+    words = [word for _, *row in table for word in row]
     assert {"ok", "known", "FAIL", "CRASH", "HUNG", "refused", "-"} == set(words)
-    counted = {word: len([one for one in words if one == word]) for word in words}
+    counted = {word: len([other for other in words if other == word]) for word in words}
     expected = (
         f"{counted['ok']} passed, {counted['refused']} refused, {counted['known']} known, {counted['FAIL']} failed"
     )

@@ -14,14 +14,14 @@ from pytest_distcompat.ext.walk.explore import Explorer
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list in which calls are put instead of being run."""
-    found: list[str] = []
+    results: list[str] = []
 
     def check(_explorer: Explorer, calls: Sequence[Call]) -> tuple[Call, ...]:
-        found.extend(map(str, calls))
+        results.extend(map(str, calls))
         return ()
 
     monkeypatch.setattr(Explorer, "check", check)
-    return found
+    return results
 
 
 def test_calls_that_the_strategy_lacks_are_passed_over_with_the_reason(

@@ -38,10 +38,10 @@ def written(tmp_path: Path) -> Path:
 
 def command(name: str, package: str) -> str:
     """A command that lies on the PATH or beside this Python."""
-    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-    if found is None:
+    executable = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if executable is None:
         pytest.skip(f"{name} is not installed (pip install {package})")
-    return found
+    return executable
 
 
 def test_actionlint_reports_nothing(written: Path) -> None:
@@ -128,7 +128,7 @@ def test_actions_are_pinned(written: Path) -> None:
     pinned = rf"{re.escape(own)}|\./\S+|[\w./-]+@[0-9a-f]{{40}}  # v\d+\.\d+\.\d+"
     for page in pages:
         used = re.findall(r"^ *(?:- )?uses: +(.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
-        assert [one for one in used if not re.fullmatch(pinned, one)] == [], page
+        assert [use for use in used if not re.fullmatch(pinned, use)] == [], page
 
 
 def test_all_our_examples_are_downstream() -> None:

@@ -43,7 +43,9 @@ class Faulty:
         self.temporary.mkdir(exist_ok=True)
         private = private_shared_memory()
         command = [*private, *wrap, sys.executable, "-m", "pytest", *RECORDED, "-v"]
-        command += [*([] if "--basetemp" in args else ["--basetemp", str(directory / "basetemp")]), *args]
+        if "--basetemp" not in args:
+            command += ["--basetemp", str(directory / "basetemp")]
+        command += args
         own = {
             "TMPDIR": str(self.temporary),
             "RECORDED_PROCESSES": "yes",
@@ -63,9 +65,10 @@ class Faulty:
         self._shared = _open_shared_memory(self.process) if private else None
 
     def wait_for(self, *names: str) -> None:
-        """Until the tests have written these files into the directory."""
+        """Wait until the tests have written these files into the directory."""
+        files = [self.directory / name for name in names]
         deadline = time.monotonic() + 60
-        while not all((self.directory / name).exists() for name in names):
+        while not all(file.exists() for file in files):
             assert time.monotonic() < deadline, self.out
             assert self.process.poll() is None, self.out
             time.sleep(0.02)
@@ -75,9 +78,9 @@ class Faulty:
         return (self.directory / "output.txt").read_text(encoding="utf-8", errors="replace")
 
     def finish(self, seconds: float = 150.0, *, killed: bool = False, grace: float = 5.0) -> Run:
-        """Wait for its end, and then ``grace`` seconds for that of all it started.
+        """Wait for its end, and then ``grace`` seconds for the end of all that it started.
 
-        Whoever is ``killed`` cannot remove temporary files.
+        A process that is ``killed`` cannot remove its temporary files.
         """
         try:
             code = self.process.wait(seconds)
@@ -104,8 +107,11 @@ class Faulty:
 
     def _current_leftovers(self, *, killed: bool) -> list[str]:
         left = [f"process {process.pid} {process.name()}" for process in self._processes()]
-        # Without one of our own: new files, but for those of other people, which they use.
-        shared = _names(self._shared) if self._shared else _names(SHARED_MEMORY) - self._before - _mapped()
+        if self._shared:
+            shared = _names(self._shared)
+        else:
+            # Other processes use this directory too: only new files that nobody has mapped count.
+            shared = _names(SHARED_MEMORY) - self._before - _mapped()
         left += [f"shared memory {name}" for name in sorted(shared)]
         left += held_leases(self.temporary)
         # The files by which runs share a machine stay too.
@@ -114,23 +120,23 @@ class Faulty:
 
     def _processes(self) -> list[psutil.Process]:
         """Return the processes that inherited our mark, whatever their parent is by now."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("FAULTS_MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 def held_leases(temporary: Path) -> list[str]:
     """Return the leased devices below that temporary directory with their holders, and the waiting requests."""
-    found = []
+    held = []
     for leases in temporary.glob("distcompat-leases-*"):
         ids = tuple(sorted(unquote(lock.stem) for lock in leases.glob("*.lock")))
         holders = Pool(leases, Inventory("gpu", ids)).holders() if ids else []
-        found += [f"lease of {holder.id} by {holder.who}" for holder in holders]
-        found += [f"{ticket.who} in the queue for leases" for ticket in Queue(LeaseDirectory(leases)).waiting()]
-    return found
+        held += [f"lease of {holder.id} by {holder.who}" for holder in holders]
+        held += [f"{ticket.who} in the queue for leases" for ticket in Queue(LeaseDirectory(leases)).waiting()]
+    return held
 
 
 def _names(directory: Path | int) -> set[str]:
@@ -149,23 +155,23 @@ def private_shared_memory() -> list[str]:
 
 
 def _open_shared_memory(process: subprocess.Popen[bytes]) -> int:
-    """The /dev/shm of that process, open: so it can be looked at after its end."""
+    """Open the private /dev/shm of that process, so that it can be read after the process has ended."""
     deadline = time.monotonic() + 10
-    theirs = Path(f"/proc/{process.pid}/root/dev/shm")
-    while theirs.stat().st_dev == SHARED_MEMORY.stat().st_dev:
+    private = Path(f"/proc/{process.pid}/root/dev/shm")
+    while private.stat().st_dev == SHARED_MEMORY.stat().st_dev:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    return os.open(theirs, os.O_RDONLY | os.O_DIRECTORY)
+    return os.open(private, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _mapped() -> set[str]:
-    """The files in shared memory that a process has mapped."""
-    found = set()
+    """Return the files in shared memory that any process has mapped."""
+    files = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-            found |= {Path(line.split()[5]).name for line in lines if " /dev/shm/" in line}
-    return found
+            files |= {Path(line.split()[5]).name for line in lines if " /dev/shm/" in line}
+    return files
 
 
 Start = Callable[..., Faulty]
@@ -174,7 +180,7 @@ RunFaults = Callable[..., Run]
 
 @pytest.fixture(scope="session")
 def environment(environment: dict[str, str]) -> dict[str, str]:
-    """With what the faults import."""
+    """Add to the environment the modules that the faults import."""
     for module in (HERE / "faults_group.py", HERE / "faults_forked.py", HERE.parent / "plugin" / "adopter.py"):
         importable = Path(environment["PYTHONPATH"], "tests", module.parent.name)
         importable.mkdir(exist_ok=True)
@@ -228,8 +234,8 @@ def run_faults(start: Start) -> RunFaults:
 
 @pytest.fixture(scope="module", params=forms("alone", "workers", "reused", "alone at 4", "reused at 4"))
 def form(request: pytest.FixtureRequest) -> Form:
-    found: Form = request.param
-    return found
+    parameter: Form = request.param
+    return parameter
 
 
 @pytest.fixture(autouse=True)

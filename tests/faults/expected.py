@@ -21,16 +21,19 @@ LATE = 60.0
 
 @dataclass(frozen=True)
 class Expected:
-    """Which ranks are the causes (those below 0 are counted from the last one), the first line, more lines, who is folded."""
+    """What the report of a faulty test shows."""
 
+    #: The ranks that are shown as causes. Those below 0 are counted from the last rank.
     causes: tuple[int, ...]
+    #: The first line, with a field for each cause, and ``rest`` for the other ranks.
     first: str
+    #: Lines below, in this order.
     more: tuple[str, ...] = ()
-    #: Where a run does not say it.
+    #: The number of ranks, if the run has none.
     size: int = 2
-    #: Whether all other ranks are folded under the causes, or none is shown; None where both are right.
+    #: Whether all other ranks are folded under the causes (True) or not shown (False); None if both are right.
     others: bool | None = True
-    #: Or whether they are shown as causes too, after these.
+    #: Whether the other ranks are shown as causes too, after these.
     beside: bool = False
 
     def expect(self, run: Run, name: str, *, in_order: bool = True) -> None:
@@ -38,12 +41,16 @@ class Expected:
         causes = [rank % size for rank in self.causes] or list(range(size))
         rest = [rank for rank in range(size) if rank not in causes]
         run.shows(name, self.first.format(*causes, rest=_are(rest)), *self.more)
-        found = run.causes(name)
+        shown = run.causes(name)
         if in_order and self.causes:
-            assert found[: len(causes)] == causes
-        assert sorted(found) == sorted(causes + rest if self.beside else causes)
+            assert shown[: len(causes)] == causes
+        expected = causes + rest if self.beside else causes
+        assert sorted(shown) == sorted(expected)
+        if self.others is None:
+            return
         folded = run.consequences(name)
-        assert folded == (set(rest) if self.others and not self.beside else set()) or self.others is None, folded
+        are_folded = self.others and not self.beside
+        assert folded == (set(rest) if are_folded else set()), folded
 
 
 def _are(ranks: list[int]) -> str:
@@ -51,9 +58,14 @@ def _are(ranks: list[int]) -> str:
 
 
 def expect_soon(run: Run, names: Mapping[str, float], limit: float) -> None:
-    """Assert that these failures were reported soon, and not only at the time limit; each test lasts so many seconds itself.
+    """Assert that these failures were reported soon, and not only at the time limit.
 
-    Times are of this machine at this moment, so they are compared with those that a test without a fault took, once all was warm.
+    Times depend on the machine and its load. So they are compared with the time of a test without a fault, on warm ranks.
+
+    Args:
+        run: The pytest that ran the tests.
+        names: By test, the seconds that it takes before its fault.
+        limit: Its time limit in seconds.
     """
     bare = run.seconds("test_well_after_all")
     for name, own in names.items():
@@ -64,7 +76,7 @@ def expect_soon(run: Run, names: Mapping[str, float], limit: float) -> None:
 
 
 def expect_in_time(run: Run, names: Mapping[str, float]) -> None:
-    """These tests, which hang, ended at their time limits: not before, and not much later."""
+    """Assert that these tests, which hang, ended at their time limits: not before, and not much later."""
     for name, limit in names.items():
         seconds, warming = run.seconds(name), run.warming(name)
         assert limit <= seconds <= warming + run.waits(limit + LATE), (name, seconds, warming)

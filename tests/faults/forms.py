@@ -14,11 +14,11 @@ REUSE = "--distcompat-reuse=session"
 
 @dataclass(frozen=True)
 class Form:
-    """For ``run_faults``: what stands after the name of the faults."""
+    """Arguments of ``run_faults`` after the name of the file with the faults."""
 
     name: str
     args: tuple[str, ...] = ()
-    #: Of all tests; 0, where each has its own.
+    #: The number of ranks of all tests; 0 if each has its own.
     world_size: int = 0
     nightly: bool = False
 
@@ -33,8 +33,10 @@ class Form:
 
     @property
     def more(self) -> Mapping[str, str]:
-        """With tests that pass around each fault, where ranks are reused."""
-        return {**self.size, "conftest": "faults_neighbours.py"} if self.reuses_ranks else self.size
+        """Keyword arguments: on reused ranks passing tests stand around each fault."""
+        if self.reuses_ranks:
+            return {**self.size, "conftest": "faults_neighbours.py"}
+        return self.size
 
 
 #: In some form of the daily run each fault is on 2 ranks, in some form of the nightly one on 4.
@@ -54,6 +56,10 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 
 def forms(*names: str) -> list[Any]:
-    """Parameters of a fixture, those of the nightly run marked as such."""
-    found = [FORMS[name] for name in names]
-    return [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] if form.nightly else []) for form in found]
+    """Return parameters for a fixture, with the mark ``nightly`` on those of the nightly run."""
+    parameters = []
+    for name in names:
+        form = FORMS[name]
+        marks = [pytest.mark.nightly] if form.nightly else []
+        parameters.append(pytest.param(form, id=form.name, marks=marks))
+    return parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -19,108 +18,138 @@ NEIGHBOUR = "test_neighbour["
 class Run(RunOfPytest):
     """Output of a pytest that ran faulty tests, and its leftovers."""
 
+    #: Processes, files and leases that remained.
     leftovers: tuple[str, ...]
-    #: Of all its tests; 0, where each has its own.
+    #: The number of ranks of all its tests; 0 if each has its own.
     world_size: int = 0
 
     def lines(self, name: str) -> list[str]:
         """Return the report without the line in which xdist names its worker."""
         lines = str(self.of(name)["text"]).splitlines()
-        return lines[1:] if lines and lines[0].startswith("[gw") else lines
+        if lines and lines[0].startswith("[gw"):
+            return lines[1:]
+        return lines
 
     def shows(self, name: str, first: str, *more: str) -> None:
-        """The report begins with that line and has the others, in this order, somewhere below."""
+        """Assert that the report begins with that line and has the others below, in this order."""
         lines = self.lines(name)
         pytest.LineMatcher(lines[:1]).fnmatch_lines([first])
         pytest.LineMatcher(lines).fnmatch_lines([first, *more])
 
     def causes(self, name: str) -> list[int]:
-        """The ranks with a section of their own, in the order shown."""
-        titles = [line.partition(":")[0] for line in self.lines(name) if line.startswith(("--- rank ", "--- ranks "))]
-        return [int(rank) for title in titles for rank in re.findall(r"\d+", title)]
+        """Return the ranks with a section of their own, in the order shown."""
+        ranks: list[int] = []
+        for line in self.lines(name):
+            if line.startswith(("--- rank ", "--- ranks ")):
+                title = line.partition(":")[0]
+                ranks.extend(map(int, re.findall(r"\d+", title)))
+        return ranks
 
     def consequences(self, name: str) -> set[int]:
-        """The ranks that are folded under the cause."""
+        """Return the ranks that are folded under the cause."""
         _, _, folded = "\n".join(self.lines(name)).partition("\nconsequences:\n")
         return {int(line.split()[1]) for line in folded.splitlines() if line.startswith("  rank ")}
 
     def section(self, name: str, rank: int) -> str:
         """Return the report's section on that rank."""
-        parts = re.split(r"^--- ranks? ([\d, and]+): ", "\n".join(self.lines(name)), flags=re.MULTILINE)[1:]
-        shown = zip(parts[::2], parts[1::2], strict=True)
-        return next((text for ranks, text in shown if str(rank) in re.findall(r"\d+", ranks)), "")
+        title = re.compile(r"^--- ranks? ([\d, and]+): ", re.MULTILINE)
+        # Before the first title, then (ranks, text) of each section.
+        _, *parts = title.split("\n".join(self.lines(name)))
+        for ranks, text in zip(parts[::2], parts[1::2], strict=True):
+            if str(rank) in re.findall(r"\d+", ranks):
+                return text
+        return ""
 
     def properties(self, name: str) -> dict[str, Any]:
         return dict(self.of(name)["properties"])
 
     def seconds(self, name: str) -> float:
-        """How long that test took, from the start of its setup to the end of its teardown."""
-        found = [one for one in self.reports if "when" in one and one["nodeid"].partition("::")[2] == name]
-        return float(sum(one["duration"] for one in found))
+        """Return the duration of that test, from the start of its setup to the end of its teardown."""
+        durations = []
+        for report in self.reports:
+            if "when" in report and report["nodeid"].partition("::")[2] == name:
+                durations.append(report["duration"])
+        return float(sum(durations))
 
     def warming(self, name: str) -> float:
-        """How long that test may take because a process warms up: its own, or that of a worker which has the CPU slots meanwhile.
+        """Return the seconds that this test may take longer because a process warms up.
 
-        Workers of xdist warm up at one time, beside each other, and not at one speed.
+        That is its own process, or another worker's, which has the CPU slots meanwhile: workers of xdist warm up at the
+        same time, but not equally fast.
         """
-        first = self.first_of_processes
-        return 2 * self.seconds("test_well") if name in first or len(first) > 1 else 0.0
+        first_tests = self.first_of_processes
+        if name in first_tests or len(first_tests) > 1:
+            return 2 * self.seconds("test_well")
+        return 0.0
 
     def waits(self, seconds: float) -> float:
-        """How long a test may take that is to take so long: a worker of xdist may wait for ranks of each of the others first.
+        """Return the limit for a test that needs these seconds: it may wait for ranks of each other worker first.
 
-        There are two CPU slots to a core, and whoever asks first gets them first.
+        A core has two CPU slots, and whoever asks first gets them first.
         """
         return seconds * max(1, len(self.first_of_processes))
 
     @property
     def first_of_processes(self) -> set[str]:
-        """The tests that came first in pytest's process, or in the processes of xdist's workers."""
-        found: dict[int, str] = {}
-        for one in self.reports:
-            if "process" in one:
-                found.setdefault(one["process"], one["nodeid"].partition("::")[2])
-        return set(found.values())
+        """Return the tests that came first in pytest's process, or in the processes of xdist's workers."""
+        first_by_process: dict[int, str] = {}
+        for report in self.reports:
+            if "process" in report:
+                first_by_process.setdefault(report["process"], report["nodeid"].partition("::")[2])
+        return set(first_by_process.values())
 
     @property
     def outcomes(self) -> dict[str, str]:
-        """But for those of the tests that stand around faults."""
+        """The outcomes of all tests but those around faults."""
         return {name: end for name, end in super().outcomes.items() if not name.startswith(NEIGHBOUR)}
 
     @property
     def processes(self) -> dict[str, dict[int, int]]:
-        """By test, in order: by rank its process. Where ranks are reused."""
-        found: dict[str, dict[int, int]] = {}
-        with contextlib.suppress(FileNotFoundError):
-            for line in (self.directory / "processes.jsonl").read_text(encoding="utf-8").splitlines():
-                one = json.loads(line)
-                found.setdefault(one["name"], {})[one["rank"]] = one["process"]
-        return found
+        """By test, in order, the process of each rank; only where ranks are reused."""
+        file = self.directory / "processes.jsonl"
+        if not file.exists():
+            return {}
+        process_by_rank: dict[str, dict[int, int]] = {}
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            process_by_rank.setdefault(record["name"], {})[record["rank"]] = record["process"]
+        return process_by_rank
 
     def shows_used_ranks(self, *well: str) -> None:
-        """Each fault was in processes that had done the test before it; the test after it was in others, unless all was well.
+        """Assert that each fault was in the processes of the test before it, and the test after it in new ones.
 
-        ``well`` are tests that did not pass, and that all ranks ran to their ends.
+        After a test that all ranks ran to its end the processes stay. ``well`` names such tests among those that did not
+        pass.
         """
         assert self.shares_ranks
-        order = list(self.processes)
+        processes = self.processes
+        order = list(processes)
         faulty = [name for name in order if not name.startswith((NEIGHBOUR, "test_well"))]
         assert set(faulty) == {name for name in self.outcomes if not name.startswith("test_well")}
         for name in faulty:
-            before, here, after = order[order.index(name) - 1 : order.index(name) + 2]
-            assert (self.outcome(before), self.outcome(after)) == ("passed", "passed"), name
+            position = order.index(name)
+            before, after = order[position - 1], order[position + 1]
+            assert self.outcome(before) == "passed", name
+            assert self.outcome(after) == "passed", name
             # A rank that a mark skips has no fixtures, and reports nothing.
-            assert self.processes[here].items() <= self.processes[before].items(), name
-            same = set(self.processes[before].values()) & set(self.processes[after].values())
-            assert bool(same) == (self.outcome(name) in {"passed", "skipped"} or name in well), name
+            assert processes[name].items() <= processes[before].items(), name
+            kept = set(processes[before].values()) & set(processes[after].values())
+            ran_to_its_end = self.outcome(name) in {"passed", "skipped"} or name in well
+            assert bool(kept) == ran_to_its_end, name
 
     def collectives_before(self, name: str) -> int:
-        """How many there were in the default process group: the fixture's barrier, and on reused ranks two of each test before."""
-        order = list(self.processes)
+        """Return the number of collectives in the default process group before the test's own.
+
+        Fresh ranks have the fixture's barrier. Reused ranks have two of each test before this one.
+        """
+        processes = self.processes
+        order = list(processes)
         if name not in order:
             return 1
-        here = self.processes[name].items()
-        return 2 * sum(here <= self.processes[other].items() for other in order[: order.index(name)])
+        ranks = processes[name].items()
+        earlier = order[: order.index(name)]
+        on_same_ranks = [other for other in earlier if ranks <= processes[other].items()]
+        return 2 * len(on_same_ranks)
 
     @property
     def shares_ranks(self) -> bool:
@@ -129,11 +158,14 @@ class Run(RunOfPytest):
 
     @property
     def leftovers_by_test(self) -> dict[str, list[str]]:
-        """By test: processes that it started and that outlived it, but for each process's first test, which warms up."""
-        seen: set[int] = set()
-        found = {}
-        for one in self.reports:
-            if one.get("left") and one["process"] in seen:
-                found[one["nodeid"]] = one["left"]
-            seen.add(one.get("process", 0))
-        return found
+        """By test, the processes that it started and that outlived it.
+
+        The first test of each process does not count, since it warms up.
+        """
+        warm: set[int] = set()
+        leftovers = {}
+        for report in self.reports:
+            if report.get("left") and report["process"] in warm:
+                leftovers[report["nodeid"]] = report["left"]
+            warm.add(report.get("process", 0))
+        return leftovers

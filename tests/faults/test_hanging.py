@@ -131,8 +131,8 @@ def in_forms(*forms: Form) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def form(request: pytest.FixtureRequest) -> Form:
-    found: Form = request.param
-    return found
+    parameter: Form = request.param
+    return parameter
 
 
 @pytest.fixture(scope="module")

@@ -91,13 +91,15 @@ def test_large_output_and_results_take_no_memory_of_the_parent(run: Run) -> None
 
 
 def test_unpicklable_results_keep_their_text(run: Run) -> None:
-    found = run.properties("test_unpicklable_results")
-    assert found["plain"] == 0
+    properties = run.properties("test_unpicklable_results")
+    assert properties["plain"] == 0
     # A lock, a function, a stream and bytes come as the text that pytest writes into JUnit's file; NaN stays a number.
-    assert {name for name in found if name.startswith("odd") and "rank" not in name} == {f"odd {n}" for n in range(5)}
-    assert [type(found[f"odd {n}"]) for n in (0, 1, 2, 4)] == [str] * 4
-    assert found["odd 4"] == str(b"bytes")
-    assert math.isnan(found["odd 3"])
+    assert {name for name in properties if name.startswith("odd") and "rank" not in name} == {
+        f"odd {n}" for n in range(5)
+    }
+    assert [type(properties[f"odd {n}"]) for n in (0, 1, 2, 4)] == [str] * 4
+    assert properties["odd 4"] == str(b"bytes")
+    assert math.isnan(properties["odd 3"])
 
 
 def test_the_report_file_is_whole(run: Run) -> None:

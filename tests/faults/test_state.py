@@ -126,8 +126,8 @@ NAMED_CHANGES = (
 @pytest.fixture(scope="module", params=[(), pytest.param((REUSE,), marks=pytest.mark.nightly)], ids=["fresh", "reused"])
 def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Return whether each test has fresh ranks, or shares those of the previous test if it left nothing."""
-    found: tuple[str, ...] = request.param
-    return found
+    parameter: tuple[str, ...] = request.param
+    return parameter
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +141,8 @@ def seeded(run_faults: RunFaults) -> Run:
 
 
 def state(run: Run, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run.properties(name)["state"])
-    return found
+    content: dict[str, Any] = json.loads(run.properties(name)["state"])
+    return content
 
 
 def drawn(run: Run) -> list[dict[str, float]]:
@@ -172,7 +172,7 @@ def test_shared_ranks_with_changed_state_end_and_say_why(run: Run) -> None:
     assert {name for name in NAMED_CHANGES if name not in why} == set(), why
     # Nothing else ended them: neither what only looks, nor a group of the test's own.
     properties = [run.properties(name) for name in ("test_well", "test_before", "test_after", "test_random")]
-    assert not [one["distcompat: ranks left"] for one in properties if "distcompat: ranks left" in one]
+    assert not [prop["distcompat: ranks left"] for prop in properties if "distcompat: ranks left" in prop]
 
 
 def test_changes_do_not_reach_the_parent(run: Run) -> None:
@@ -220,10 +220,10 @@ def test_patches_of_a_test_do_not_reach_its_report(run_faults: RunFaults) -> Non
     expected = {f"test_patched_clock{name}": "passed" for name in names}
     expected |= dict.fromkeys(("test_emptied_environment", "test_stays"), "passed")
     for name, end in (("passes", "passed"), ("fails", "failed"), ("skips", "skipped")):
-        ends |= {f"test_{name}[{one}]": end for one in PATCHES}
+        ends |= {f"test_{name}[{patch}]": end for patch in PATCHES}
     assert run.outcomes == expected | ends, run.out
-    for one in PATCHES:
-        run.shows(f"test_fails[{one}]", "rank 1 failed: assert 1 == 0")
+    for patch in PATCHES:
+        run.shows(f"test_fails[{patch}]", "rank 1 failed: assert 1 == 0")
     run.shows("test_patched_clock_fails", "rank 1 failed: assert 1 == 0")
 
 

@@ -93,14 +93,14 @@ class Machine:
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of all runs that still run."""
-        found = []
+        commands = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("FAULTS_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    commands.append(process)
             except psutil.Error:
                 pass
-        return found
+        return commands
 
     def await_nothing(self) -> None:
         """Until nothing runs, nobody holds slots and nobody waits. xdist's workers take some seconds to miss their pytest."""

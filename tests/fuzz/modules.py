@@ -182,8 +182,8 @@ class Case:
         if self.mark in EXPECTING and "strict" in self.mark and set(before) == {"passed"}:
             return "failed"  # whatever becomes of the teardown
         ends = [end for rank in (0, 1) for end in self._alone(rank)]
-        found = of_all_ranks(ends)
-        return "xpassed" if self.mark in EXPECTING and found == "passed" else found
+        outcome = of_all_ranks(ends)
+        return "xpassed" if self.mark in EXPECTING and outcome == "passed" else outcome
 
     @property
     def differs_inside(self) -> bool:
@@ -194,7 +194,7 @@ class Case:
         """
         phases = (self.setup, self.call, self.teardown)
         ends = [[self._phase(kinds[rank]) for kinds in phases] for rank in (0, 1)]
-        skips = any("skipped" in one[: other.index("xfailed")] for one in ends for other in ends if "xfailed" in other)
+        skips = any("skipped" in end[: other.index("xfailed")] for end in ends for other in ends if "xfailed" in other)
         return skips or (self.mark in EXPECTING and self.teardown != PASS)
 
     @property
@@ -251,14 +251,14 @@ def modules(seed: int, many: int) -> list[Module]:
     """Return so many modules, the same ones for the same seed."""
     draw = random.Random(seed)
     effects = ["", *EFFECTS]
-    found = []
+    written = []
     for number in range(many):
         effect = draw.choice(effects)
         cases = [_case(draw, f"m{number}_{position}") for position in range(draw.randint(1, 3))]
         if effect:
             cases.append(Case(f"m{number}_effect", effect=effect))
-        found.append(Module(f"test_m{number}", tuple(cases), effect))
-    return found
+        written.append(Module(f"test_m{number}", tuple(cases), effect))
+    return written
 
 
 def _case(draw: random.Random, name: str) -> Case:
@@ -292,6 +292,6 @@ def _kinds(draw: random.Random, ends: Sequence[str]) -> Kinds:
 def simpler(case: Case) -> Iterator[Case]:
     """Yield what is left of a case without one thing that it does, each."""
     plain = Case(case.name)
-    for one in dataclasses.fields(Case):
-        if one.name != "effect" and getattr(case, one.name) != getattr(plain, one.name):
-            yield dataclasses.replace(case, **{one.name: getattr(plain, one.name)})
+    for field in dataclasses.fields(Case):
+        if field.name != "effect" and getattr(case, field.name) != getattr(plain, field.name):
+            yield dataclasses.replace(case, **{field.name: getattr(plain, field.name)})

@@ -474,22 +474,22 @@ class Asking:
     def source(self) -> str:
         """Return the whole file."""
         libraries = "\n".join(f"import {name}" for name in self.libraries)
-        return HEAD.format(libraries=libraries) + "\n\n" + "".join(one.code() for one in self.questions)
+        return HEAD.format(libraries=libraries) + "\n\n" + "".join(question.code() for question in self.questions)
 
 
 def asking_modules(seed: int, many: int) -> list[Asking]:
     """Return so many modules that import the same libraries, the same ones for the same seed."""
     draw = random.Random(f"questions {seed}")
     libraries = tuple(sorted(draw.sample(LIBRARIES, draw.choice([0, 0, 1, 2]))))
-    found = []
+    written = []
     for number in range(many):
         questions = []
         for position in range(draw.randint(2, 4)):
             when = draw.choice(["test", "test", "fixture", "import"])
             about, source = draw.choice(_KINDS)(draw, when)
             questions.append(Question(f"q{number}_{position}", about, source, when))
-        found.append(Asking(f"test_q{number}", libraries, tuple(questions)))
-    return found
+        written.append(Asking(f"test_q{number}", libraries, tuple(questions)))
+    return written
 
 
 def _of_a_process(draw: random.Random, when: str) -> tuple[str, str]:

@@ -101,11 +101,11 @@ def differing(written: Sequence[Module], mode: str, fuzz: Fuzz) -> dict[str, str
     expected: dict[str, str] = {}
     for module in written:
         expected |= module.verdicts()
-    found = fuzz(written, mode)
+    table = fuzz(written, mode)
     return {
-        name: f"{found.get(name, 'nothing')} in mode {mode}; expected {end}"
+        name: f"{table.get(name, 'nothing')} in mode {mode}; expected {end}"
         for name, end in expected.items()
-        if found.get(name) != end
+        if table.get(name) != end
     }
 
 
@@ -177,17 +177,17 @@ def test_many(seed: int, mode: str, fuzz: Fuzz) -> None:
 
 def unlike_plain(written: Sequence[Asking], mode: str, plain: Table, fuzz: Fuzz) -> list[str]:
     """Return a line for each question with another answer in that mode, unless the docs say that what it asks for differs."""
-    found = fuzz(written, mode)
+    table = fuzz(written, mode)
     differ = documented()
     lines = []
     for module in written:
         for question in module.questions:
             name = f"{module.name}.py::test_{question.name}"
             tolerated = mode in differ.get(question.about, ())
-            if found.get(name) != plain.get(name) and not tolerated:
+            if table.get(name) != plain.get(name) and not tolerated:
                 lines.append(
                     f"{question.about}: {question.source} (asked in: {question.when}): "
-                    f"{found.get(name, 'nothing')} in mode {mode}, {plain.get(name, 'nothing')} in mode plain"
+                    f"{table.get(name, 'nothing')} in mode {mode}, {plain.get(name, 'nothing')} in mode plain"
                 )
     return lines
 

@@ -38,7 +38,7 @@ def read(path: Path) -> Wheel:
         metadata = email.message_from_bytes(archive.read(inside))
     needs = map(Requirement, metadata.get_all("Requires-Dist", ()))
     # Of extras nothing is asked for.
-    unconditional = tuple(one for one in needs if one.marker is None or one.marker.evaluate({"extra": ""}))
+    unconditional = tuple(need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""}))
     return Wheel(path, canonicalize_name(metadata["Name"]), unconditional)
 
 
@@ -50,11 +50,11 @@ def needed(wheels: Iterable[Wheel], installed: Mapping[str, str]) -> Iterator[Wh
         installed: The machine's packages and their versions.
     """
     wheels = list(wheels)
-    required = [one for wheel in wheels for one in wheel.requires]
+    required = [requirement for wheel in wheels for requirement in wheel.requires]
     for wheel in wheels:
         version = installed.get(wheel.name)
         specifiers = [one.specifier for one in required if canonicalize_name(one.name) == wheel.name]
-        fits = version is not None and all(one.contains(version, prereleases=True) for one in specifiers)
+        fits = version is not None and all(specifier.contains(version, prereleases=True) for specifier in specifiers)
         if wheel.name == OURS or not fits:
             yield wheel
 
@@ -66,7 +66,8 @@ def main() -> None:
     if OURS not in {wheel.name for wheel in wheels}:
         raise SystemExit(f"{source} has no wheel of {OURS}: run tests/gpu/wheels.sh where there is a network")
     installed: dict[str, str] = {
-        canonicalize_name(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()
+        canonicalize_name(distribution.metadata["Name"]): distribution.version
+        for distribution in importlib.metadata.distributions()
     }
     chosen = list(needed(wheels, installed))
     print("installing", ", ".join(wheel.path.name for wheel in chosen), flush=True)

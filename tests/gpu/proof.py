@@ -92,7 +92,7 @@ def write_facts(result: Path) -> None:
             return "not installed"
 
     query = "name,driver_version,memory.total,compute_mode,mig.mode.current,persistence_mode,power.limit"
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "card": output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").strip(),
         "nvidia-smi": output("nvidia-smi"),
         "doctor": output("distcompat", "doctor", "--all"),
@@ -104,14 +104,14 @@ def write_facts(result: Path) -> None:
     }
     import torch
 
-    found["cuda"] = torch.version.cuda
+    facts["cuda"] = torch.version.cuda
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found["device"] = str(properties)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["bf16 product, TFLOP/s"] = _product()
-    result.write_text(json.dumps(found), encoding="utf-8")
-    print(json.dumps(found, indent=1))
+        facts["device"] = str(properties)
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        facts["bf16 product, TFLOP/s"] = _product()
+    result.write_text(json.dumps(facts), encoding="utf-8")
+    print(json.dumps(facts, indent=1))
 
 
 def _product(size: int = 8192, times: int = 20) -> float:
@@ -199,8 +199,8 @@ def _installed_in() -> Path:
 def _finished(work: Path, driver: str, stages: Sequence[str]) -> Iterator[str]:
     for stage in stages:
         for path in sorted(work.glob(f"{stage}-{driver}.*.json")):
-            for one in json.loads(path.read_text(encoding="utf-8"))["results"]:
-                yield one["nodeid"]
+            for load in json.loads(path.read_text(encoding="utf-8"))["results"]:
+                yield load["nodeid"]
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -209,14 +209,15 @@ def read_report(path: Path) -> dict[str, Any]:
     results = document["results"]
     return {
         "device": document["session"]["device"],
-        "count": dict(Counter(one["status"] for one in results)),
-        "seconds": sum(one["seconds"] for one in results),
+        "count": dict(Counter(result["status"] for result in results)),
+        "seconds": sum(result["seconds"] for result in results),
         "findings": {
-            f"{one['driver']} {one['cell']}:{one['check']}": f"{one['status']}: " + _shortened(one["message"])
-            for one in results
-            if one["status"] not in EXPECTED
+            f"{result['driver']} {result['cell']}:{result['check']}": f"{result['status']}: "
+            + _shortened(result["message"])
+            for result in results
+            if result["status"] not in EXPECTED
         },
-        "known": sorted({f"{one['cell']}:{one['check']}" for one in results if one["status"] == "known"}),
+        "known": sorted({f"{result['cell']}:{result['check']}" for result in results if result["status"] == "known"}),
     }
 
 
@@ -364,11 +365,11 @@ def totals(outcomes: dict[str, Outcome], work: Path) -> dict[str, Any]:
     for name in outcomes:
         for path in sorted(work.glob(f"{name}.*.json")) if name.partition("-")[0] in SUITES else ():
             try:
-                found = read_report(path)
+                report = read_report(path)
             except (ValueError, KeyError):
                 continue
-            count.update(found["count"])
-            findings |= {f"{name}: {item}": message for item, message in found["findings"].items()}
+            count.update(report["count"])
+            findings |= {f"{name}: {item}": message for item, message in report["findings"].items()}
     return {"count": dict(count), "findings": findings}
 
 
@@ -396,13 +397,13 @@ def markdown(outcomes: dict[str, Outcome], waiting: Sequence[str], suites: dict[
     if suites["count"]:
         lines += ["", "## The built-in suite", ""]
         lines += [", ".join(f"{number} {status}" for status, number in suites["count"].items()) + "."]
-    found = dict(suites["findings"])
+    findings = dict(suites["findings"])
     for name, outcome in outcomes.items():
         if name.startswith("gpu-") and isinstance(outcome.result, dict):
-            found |= {f"{name}: {item}": message for item, message in outcome.result.get("findings", {}).items()}
-    if found:
+            findings |= {f"{name}: {item}": message for item, message in outcome.result.get("findings", {}).items()}
+    if findings:
         lines += ["", "## Findings", ""]
-        for item, message in found.items():
+        for item, message in findings.items():
             lines += [f"- `{item}`", "", *(f"      {line}" for line in message.splitlines()), ""]
     for name, outcome in outcomes.items():
         if outcome.tail and not (isinstance(outcome.result, dict) and outcome.result.get("findings")):
@@ -411,18 +412,20 @@ def markdown(outcomes: dict[str, Outcome], waiting: Sequence[str], suites: dict[
 
 
 def _throughput(outcomes: dict[str, Outcome]) -> list[str]:
-    found = [
-        one.result for name, one in outcomes.items() if name.startswith("throughput-") and isinstance(one.result, dict)
+    results = [
+        outcome.result
+        for name, outcome in outcomes.items()
+        if name.startswith("throughput-") and isinstance(outcome.result, dict)
     ]
-    if not found:
+    if not results:
         return []
     columns = "back end | upcast | masters, moments | batch x sequence | seconds a step | tokens/s | MFU | with attention | peak GiB"
     lines = ["", "## Throughput", "", f"| {columns} |", f"| {' | '.join('---' for _ in columns.split('|'))} |"]
-    for one in found:
-        for row in one.get("rows", ()):
-            kinds = f"{one.get('masters', '')}, {one.get('moments', '')}"
-            upcast = "yes" if one["upcast"] else "no"
-            head = f"| {one['back_end']} | {upcast} | {kinds} | {one['batch']} x {row['sequence']}"
+    for result in results:
+        for row in result.get("rows", ()):
+            kinds = f"{result.get('masters', '')}, {result.get('moments', '')}"
+            upcast = "yes" if result["upcast"] else "no"
+            head = f"| {result['back_end']} | {upcast} | {kinds} | {result['batch']} x {row['sequence']}"
             if "out_of_memory" in row:
                 lines.append(f"{head} | out of memory | | | | |")
                 continue

@@ -113,8 +113,8 @@ class Runner:
         with contextlib.suppress(FileNotFoundError, tarfile.ReadError, EOFError), tarfile.open(logs) as archive:
             archive.extractall(self._work, filter="data")
         with contextlib.suppress(FileNotFoundError):
-            found = json.loads((self._output / RESULTS).read_text(encoding="utf-8"))["stages"]
-            outcomes = {name: Outcome(**outcome) for name, outcome in found.items()}
+            content = json.loads((self._output / RESULTS).read_text(encoding="utf-8"))["stages"]
+            outcomes = {name: Outcome(**outcome) for name, outcome in content.items()}
             for name, outcome in outcomes.items():
                 if outcome.status == "running":
                     # Nobody was left to say so.

@@ -26,9 +26,9 @@ def bad(results: list[dict[str, Any]]) -> dict[str, str]:
     """Return the items that neither passed nor are known, with their messages."""
     good = {"passed", "known", "refused", "skipped"}
     return {
-        f"{one['driver']}: {one['cell']}: {one['check']}: {one['status']}": one["message"]
-        for one in results
-        if one["status"] not in good
+        f"{result['driver']}: {result['cell']}: {result['check']}: {result['status']}": result["message"]
+        for result in results
+        if result["status"] not in good
     }
 
 
@@ -42,7 +42,7 @@ def test_fsdp2_on_one_gpu(driver: str, precision: str, run_suite: RunSuite, capa
         require("torchao")
     results = run_suite(f"fsdp2-{precision}-w1:", f"--distcompat-drivers={driver}")
     assert not bad(results)
-    status = {one["check"]: one["status"] for one in results}
+    status = {result["check"]: result["status"] for result in results}
     # Whatever else is known to be wrong, it trained, sharded by FSDP2, and came back from its checkpoint.
     assert (status["active"], status["optimizer"]) == ("passed", "passed")
     # accelerate steps the scaler when it loads FSDP2's optimizer (https://github.com/huggingface/accelerate/issues/4289).
@@ -63,4 +63,4 @@ def test_two_ranks_that_share_the_gpu(run_suite: RunSuite) -> None:
     shared = ("--distcompat-ranks-per-gpu=4", "--distcompat-world-size=2", "--distcompat-drivers=torch")
     results = run_suite("ddp-fp32-w2:", *shared)
     assert not bad(results)
-    assert {one["check"]: one["status"] for one in results}["active"] == "passed"
+    assert {result["check"]: result["status"] for result in results}["active"] == "passed"

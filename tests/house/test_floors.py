@@ -6,7 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from tests.all_options import ALL_OPTIONS
 
@@ -43,8 +45,8 @@ def name_of(path: Path) -> str:
 
 
 def imports_of(path: Path, *, top_level_only: bool = False, types: bool = False) -> set[str]:
-    """Every module that the file imports. Imports for the type checker count only with ``types``."""
-    found: set[str] = set()
+    """Return every module that the file imports; imports for the type checker only with ``types``."""
+    modules: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -52,21 +54,26 @@ def imports_of(path: Path, *, top_level_only: bool = False, types: bool = False)
     nodes = tree.body if top_level_only else list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            # A name that is imported from a package may be a module.
+            modules.add(node.module)
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
 
 
 def ours(imports: set[str]) -> set[str]:
+    """Return the imported modules of this package, without its name."""
     prefix = "pytest_distcompat."
     return {name.removeprefix(prefix) for name in imports if name.startswith(prefix)}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Not for types either: two modules that must know each other are one, or miss a third."""
-    names = {name_of(path): path for path in MODULES if path.name != "__init__.py"}
-    graph = {name: ours(imports_of(path, types=True)) & set(names) for name, path in names.items()}
+    path_by_name = {name_of(path): path for path in MODULES if path.name != "__init__.py"}
+    graph: dict[str, set[str]] = {}
+    for name, path in path_by_name.items():
+        graph[name] = ours(imports_of(path, types=True)) & set(path_by_name)
     done: set[str] = set()
 
     def walk(name: str, trail: tuple[str, ...]) -> None:
@@ -83,44 +90,54 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_torch_is_imported_inside_functions_only() -> None:
     heavy = {"torch", "accelerate", "transformers", "deepspeed", "numpy"}
-    found = {
-        name_of(path)
-        for path in MODULES
-        if heavy & {name.split(".")[0] for name in imports_of(path, top_level_only=True)}
-    }
-    assert found <= NEED_TORCH
+    importers = set()
+    for path in MODULES:
+        packages = {name.split(".")[0] for name in imports_of(path, top_level_only=True)}
+        if packages & heavy:
+            importers.add(name_of(path))
+    assert importers <= NEED_TORCH
 
 
 def test_one_module_alone_reads_pythons_clocks() -> None:
     """A test may freeze all others; see ``clock``."""
-    clocks = {"monotonic", "perf_counter", "time"}
-    names = {f"time.{name}" for name in (*clocks, *(f"{name}_ns" for name in clocks), "sleep")}
+    names = {"time.sleep"}
+    for clock in ("monotonic", "perf_counter", "time"):
+        names |= {f"time.{clock}", f"time.{clock}_ns"}
     for path in MODULES:
+        if name_of(path) == "clock":
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | imports_of(path)
-        assert not used & names or name_of(path) == "clock", f"{path} reads {sorted(used & names)}"
+        attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used = (attributes | imports_of(path)) & names
+        assert not used, f"{path} reads {sorted(used)}"
 
 
 def test_nothing_imports_what_is_started_by_name() -> None:
     for path in MODULES:
-        # A simulation is a process of its own too, which takes the part of ranks.
-        assert name_of(path) == "ext.simulation.fake_ranks" or not ours(imports_of(path)) & BY_NAME, path
+        # A simulation is a process of its own, in place of ranks: it may import what ranks do.
+        if name_of(path) != "ext.simulation.fake_ranks":
+            assert not ours(imports_of(path)) & BY_NAME, path
 
 
 def test_modules_and_public_names_have_docstrings() -> None:
     for path in MODULES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), f"{path} has no docstring"
-        bare = [
-            node.name
-            for parent in ast.walk(tree)
-            if isinstance(parent, (ast.Module, ast.ClassDef)) and not getattr(parent, "name", "").startswith("_")
-            for node in parent.body
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-            and not node.name.startswith("_")
-            and not ast.get_docstring(node)
-        ]
+        bare = [node.name for node in public_definitions(tree) if not ast.get_docstring(node)]
+        # pytest documents its hooks.
         assert not [name for name in bare if not name.startswith("pytest_")], path
+
+
+def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    """Yield the public functions and classes of a module, and those in its public classes."""
+    parents: list[ast.Module | ast.ClassDef] = [tree]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            parents.append(node)
+    for parent in parents:
+        for node in parent.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                yield node
 
 
 def test_no_room_for_odds_and_ends() -> None:
@@ -220,36 +237,46 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     from pytest_distcompat.plugin import fixtures
     from pytest_distcompat.plugin.marked import declare
 
-    names = [
-        node.name
-        for module in (fixtures, plugin)
-        for node in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
-    ]
+    names = [*fixtures_of(fixtures), *fixtures_of(plugin)]
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
     assert names == [*of_ranks, "distcompat"]
     assert declare.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout")
 
 
+def fixtures_of(module: ModuleType) -> list[str]:
+    """Return the names of the fixtures that a module defines, in order."""
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = []
+    for function in functions:
+        decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+        if any("fixture" in decorator for decorator in decorators):
+            names.append(function.name)
+    return names
+
+
 def test_actions_are_pinned_by_commit() -> None:
-    """A tag can be moved to other code, which would run with what the workflow may do."""
-    uses = [
-        (file.name, line.strip())
-        for file in sorted((Path(__file__).parents[2] / ".github").rglob("*.y*ml"))
-        for line in file.read_text(encoding="utf-8").splitlines()
-        if "uses:" in line and "uses: ./" not in line
-    ]
+    """A tag can be moved to other code, which would run with the permissions of the workflow."""
+    pinned = re.compile(r"uses: [\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$")
+    uses = 0
+    for file in sorted((Path(__file__).parents[2] / ".github").rglob("*.y*ml")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if "uses:" not in line or "uses: ./" in line:
+                continue
+            uses += 1
+            assert pinned.search(line.rstrip()), f"{file.name}: {line}"
     assert uses
-    assert not [one for one in uses if not re.search(r"uses: [\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", one[1])]
 
 
 def test_references_to_functions_lead_to_one() -> None:
     """A message of a test names the function to mend, as ``probe/live.py:compiled_modules``."""
-    for path in (Path(__file__).parents[1]).rglob("*.py"):
-        for file, name in re.findall(r"((?:\w+/)+\w+\.py):([a-zA-Z_]\w+)", path.read_text(encoding="utf-8")):
-            if (SOURCE / file).exists():
-                text = (SOURCE / file).read_text(encoding="utf-8")
-                assert re.search(rf"^ *(?:def |class )?{name}\b", text, re.MULTILINE), f"{path}: {file}:{name}"
+    reference = re.compile(r"((?:\w+/)+\w+\.py):([a-zA-Z_]\w+)")
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        for file, name in reference.findall(path.read_text(encoding="utf-8")):
+            if not (SOURCE / file).exists():
+                continue
+            text = (SOURCE / file).read_text(encoding="utf-8")
+            assert re.search(rf"^ *(?:def |class )?{name}\b", text, re.MULTILINE), f"{path}: {file}:{name}"
 
 
 def test_a_private_module_is_imported_in_its_own_package_only() -> None:
@@ -259,6 +286,7 @@ def test_a_private_module_is_imported_in_its_own_package_only() -> None:
         importer = name_of(path)
         for module in ours(imports_of(path, types=True)) & names:
             package, _, last = module.rpartition(".")
-            if last.startswith("_") and last != "__init__" and not importer.startswith(f"{package}."):
+            is_private = last.startswith("_") and last != "__init__"
+            if is_private and not importer.startswith(f"{package}."):
                 private_imports.setdefault(importer, set()).add(module)
     assert not private_imports

@@ -29,7 +29,7 @@ def note(log: RankLog, event: str, **data: Any) -> None:
 
 def noted(event: str, directory: Path, rank: int) -> bool:
     """Return whether that rank has logged such an event."""
-    return any(isinstance(one, Note) and one.event == event for one in read_events(directory, rank))
+    return any(isinstance(note, Note) and note.event == event for note in read_events(directory, rank))
 
 
 def meet(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -69,8 +69,12 @@ def listening(payload: Mapping[str, Any], log: RankLog) -> None:
     _join()
     launcher = psutil.Process(psutil.Process(os.getppid()).ppid())
     tree = {process.pid for process in (launcher, *launcher.children(recursive=True))}
-    found = [one for one in psutil.net_connections("inet") if one.pid in tree and one.status == psutil.CONN_LISTEN]
-    note(log, "listening", addresses=[one.laddr.ip for one in found if one.laddr])
+    connections = [
+        connection
+        for connection in psutil.net_connections("inet")
+        if connection.pid in tree and connection.status == psutil.CONN_LISTEN
+    ]
+    note(log, "listening", addresses=[connection.laddr.ip for connection in connections if connection.laddr])
     distributed.destroy_process_group()
 
 
@@ -277,7 +281,7 @@ def autotp(payload: Mapping[str, Any], log: RankLog) -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     layer, norm = engine.module
     bases, cuts = [base.__name__ for base in type(layer).__mro__], [autotp_cut(layer.weight), autotp_cut(norm.weight)]
-    shapes = {name: list(one.shape) for name, one in whole_weights(engine).items()}
+    shapes = {name: list(whole_weight.shape) for name, whole_weight in whole_weights(engine).items()}
     note(
         log, "cut", bases=bases, cuts=[cut and (cut.shape, cut.dim, cut.first, cut.size) for cut in cuts], shapes=shapes
     )
@@ -313,17 +317,19 @@ def experts(payload: Mapping[str, Any], log: RankLog) -> None:
     distributed.barrier()
     saved: dict[str, str] = {}
     for path in directory.glob("a/layer_0_expert_*"):
-        saved |= {f"module.{name}": digest(one) for name, one in torch.load(path).items()}
+        saved |= {f"module.{name}": digest(expert) for name, expert in torch.load(path).items()}
     layouts = wrapper_layouts(engine)
-    found = {name: parameter for name, parameter in named_parameters(engine) if "experts" in name}
+    parameters = {name: parameter for name, parameter in named_parameters(engine) if "experts" in name}
     note(
         log,
         "experts",
         number=distributed.get_rank(),
         files=len(saved),
-        same={name: saved.get(name) == digest(one) for name, one in found.items()},
-        layouts=sorted({(str(layouts[id(one)]), layouts[id(one)].holders) for one in found.values()}),
-        others=sorted({str(layouts[id(one)]) for name, one in named_parameters(engine) if name not in found}),
+        same={name: saved.get(name) == digest(expert) for name, expert in parameters.items()},
+        layouts=sorted({(str(layouts[id(expert)]), layouts[id(expert)].holders) for expert in parameters.values()}),
+        others=sorted(
+            {str(layouts[id(expert)]) for name, expert in named_parameters(engine) if name not in parameters}
+        ),
     )
     try:
         engine_of(3)
@@ -346,11 +352,11 @@ def secondary(payload: Mapping[str, Any], log: RankLog) -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
     engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
-    found = [secondary_ranks(engine)]
-    register_optimizer_step_pre_hook(lambda *_: found.append(secondary_ranks(engine)))
+    ranks_before = [secondary_ranks(engine)]
+    register_optimizer_step_pre_hook(lambda *_: ranks_before.append(secondary_ranks(engine)))
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    note(log, "secondary", ranks=[found[0], sorted({*found[1:]}), secondary_ranks(engine)])
+    note(log, "secondary", ranks=[ranks_before[0], sorted({*ranks_before[1:]}), secondary_ranks(engine)])
 
 
 def zero0(payload: Mapping[str, Any], log: RankLog) -> None:

@@ -96,7 +96,7 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
 
 def notes(ending: Ending, event: str) -> list[Mapping[str, Any]]:
     """Return the fields of the events of that name that the test's body logged on all ranks."""
-    logged = [one for events in ending.events.values() for one in events]
+    logged = [event for events in ending.events.values() for event in events]
     return [one.data for one in logged if isinstance(one, Note) and one.event == event]
 
 

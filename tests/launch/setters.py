@@ -60,15 +60,15 @@ def setters() -> list[str]:
         for name in sys.modules
         if name in STANDARD or (name.partition(".")[0] in {"torch", "numpy"} and not re.search(r"(^|\.)_", name))
     )
-    found: dict[int, str] = {}
+    setter_by_name: dict[int, str] = {}
     for module in sorted(public, key=lambda name: (name.count("."), name)):
         for name in dir(sys.modules[module]):
             if not SETTER.match(name):
                 continue
             value = getattr(sys.modules[module], name, None)
             if callable(value) and not inspect.isclass(value) and not inspect.ismodule(value):
-                found.setdefault(id(value), f"{module}.{name}")
-    return sorted(found.values())
+                setter_by_name.setdefault(id(value), f"{module}.{name}")
+    return sorted(setter_by_name.values())
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ def results(pytester: pytest.Pytester, *options: str, suite: str) -> list[dict[s
     pytester.makepyfile(suite)
     flags = ("--distcompat-gpus=0", "--distcompat-report=report.json", *options)
     pytester.runpytest_subprocess(*flags, timeout=1200)
-    found: list[dict[str, Any]] = json.loads((pytester.path / "report.json").read_text())["results"]
-    return found
+    content: list[dict[str, Any]] = json.loads((pytester.path / "report.json").read_text())["results"]
+    return content
 
 
 def verdicts(pytester: pytest.Pytester, *options: str, suite: str = SUITE) -> dict[tuple[str, str], str]:
@@ -141,40 +141,42 @@ def verdicts(pytester: pytest.Pytester, *options: str, suite: str = SUITE) -> di
 
 
 def test_tensor_and_pipeline_parallelism_beside_shards(pytester: pytest.Pytester) -> None:
-    found = verdicts(pytester, "-k", " or ".join(CELLS))
-    assert {cell for cell, _ in found} == CELLS
-    assert {*found.values()} == {"passed"}
-    assert {check for cell, check in found if "w4-tp" in cell} >= {"active", "resume", "reshard", "portable", "export"}
+    words = verdicts(pytester, "-k", " or ".join(CELLS))
+    assert {cell for cell, _ in words} == CELLS
+    assert {*words.values()} == {"passed"}
+    assert {check for cell, check in words if "w4-tp" in cell} >= {"active", "resume", "reshard", "portable", "export"}
 
 
 def test_tensor_beside_expert_parallelism(pytester: pytest.Pytester) -> None:
-    found = results(pytester, "-k", "ep_2", suite=EXPERTS)
-    assert {one["cell"] for one in found} == CUT_AND_SPREAD
+    verdicts = results(pytester, "-k", "ep_2", suite=EXPERTS)
+    assert {verdict["cell"] for verdict in verdicts} == CUT_AND_SPREAD
     # Nothing upcasts a bfloat16 model here, which is known of all cells in bf16_upcast.
-    unlike = {(one["facets"]["precision"], one["check"]) for one in found if one["status"] != "passed"}
+    unlike = {
+        (verdict["facets"]["precision"], verdict["check"]) for verdict in verdicts if verdict["status"] != "passed"
+    }
     assert unlike == {("bf16_upcast", "dtypes"), ("bf16_upcast", "parity")}
-    checks = {one["check"] for one in found if one["cell"] == "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"}
+    checks = {verdict["check"] for verdict in verdicts if verdict["cell"] == "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"}
     assert checks >= {"active", "memory", "reshard", "portable", "export"}
 
 
 def test_axes_beside_replicas_and_beside_other_computations(pytester: pytest.Pytester) -> None:
-    found = results(pytester, "-k", "active or units or gradients or memory", suite=BESIDE)
-    assert {*(one["status"] for one in found)} == {"passed"}
-    assert len({one["cell"] for one in found}) == 7
+    verdicts = results(pytester, "-k", "active or units or gradients or memory", suite=BESIDE)
+    assert {*(verdict["status"] for verdict in verdicts)} == {"passed"}
+    assert len({verdict["cell"] for verdict in verdicts}) == 7
 
 
 def test_accelerate_lacks_one_class_to_put_tensor_parallelism_beside_fsdp2(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(with_the_class=WITH_THE_CLASS)
-    found = results(pytester, "-k", "tp_2", suite=ACCELERATE)
+    verdicts = results(pytester, "-k", "tp_2", suite=ACCELERATE)
     # Known to fail, and with the class nothing does.
-    assert {one["status"] for one in found} == {"fixed?"}
-    assert {one["check"] for one in found} >= {"active", "parity", "resume", "reshard", "export"}
+    assert {verdict["status"] for verdict in verdicts} == {"fixed?"}
+    assert {verdict["check"] for verdict in verdicts} >= {"active", "parity", "resume", "reshard", "export"}
 
 
 def test_trainer_cannot_gather_the_losses_of_several_sequences_on_gloo(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(on_the_cpu_too=ON_THE_CPU_TOO)
-    (found,) = results(pytester, "-k", "cp_2 and active", suite=ULYSSES)
-    assert "Global rank 0 is not part of group" in found["message"]
+    (verdict,) = results(pytester, "-k", "cp_2 and active", suite=ULYSSES)
+    assert "Global rank 0 is not part of group" in verdict["message"]
 
 
 def test_cold_ranks_come_to_the_same_verdicts(pytester: pytest.Pytester) -> None:

@@ -33,23 +33,23 @@ def verdicts(report: dict[str, Any]) -> dict[tuple[str, str, str], str]:
 
 def test_the_smoke_profile_passes_except_for_known_issues(pytester: pytest.Pytester) -> None:
     alone = run(pytester, *SMOKE)
-    found = verdicts(alone)
-    assert not {place: status for place, status in found.items() if status not in {"passed", "known", "refused"}}
+    words = verdicts(alone)
+    assert not {place: status for place, status in words.items() if status not in {"passed", "known", "refused"}}
     # What fails is known by a file that comes with the package, not by the suite.
     assert not suite.TestTorch.expect
     reasons = [issue.reason for issue in shipped()]
     declared = [r["reason"] for r in alone["results"] if r["status"] in {"known", "refused"}]
     assert all(any(reason in line for reason in reasons) for line in declared), declared
-    assert {cell.partition("-")[0] for _, cell, _ in found} == set(suite.TestTorch.matrix.strategies)
+    assert {cell.partition("-")[0] for _, cell, _ in words} == set(suite.TestTorch.matrix.strategies)
     # Runs are shared between checks.
-    assert alone["session"]["runs"] < len(found)
+    assert alone["session"]["runs"] < len(words)
 
 
 @pytest.mark.nightly
 def test_the_default_profile_calls_all_that_only_reads_in_one_cell_of_each_suite(pytester: pytest.Pytester) -> None:
-    found = verdicts(run(pytester, "-k", ":walk"))
-    assert {name for name, *_ in found} == {"TestTorch", "TestAccelerate", "TestTrainer", "TestDeepSpeed"}
-    assert [*found.values()] == ["passed"] * 4
+    words = verdicts(run(pytester, "-k", ":walk"))
+    assert {name for name, *_ in words} == {"TestTorch", "TestAccelerate", "TestTrainer", "TestDeepSpeed"}
+    assert [*words.values()] == ["passed"] * 4
 
 
 @pytest.mark.nightly

@@ -79,9 +79,9 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ranks_have_torchruns_environment(run: Run, tmp_path: Path, world_size: int) -> None:
     expected = cold_torchrun(tmp_path, world_size)
-    found = process_notes(run("report_process", world_size))
-    assert len(found) == len(expected) == world_size
-    for ours, theirs in zip(found, expected, strict=True):
+    notes = process_notes(run("report_process", world_size))
+    assert len(notes) == len(expected) == world_size
+    for ours, theirs in zip(notes, expected, strict=True):
         # An older torch does not know this one.
         theirs["environ"].setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
         assert set(theirs["environ"]) >= GIVEN
@@ -94,7 +94,7 @@ def test_ranks_have_torchruns_environment(run: Run, tmp_path: Path, world_size: 
         assert int(ours["environ"]["MASTER_PORT"]) > 0
         assert ours["cwd"] == theirs["cwd"]
         assert ours["threads"] == theirs["threads"]
-    assert ("OMP_NUM_THREADS" in found[0]["environ"]) == (world_size > 1)
+    assert ("OMP_NUM_THREADS" in notes[0]["environ"]) == (world_size > 1)
 
 
 def test_no_variable_of_the_launcher_reaches_ranks(run: Run) -> None:
@@ -153,10 +153,10 @@ def test_ranks_lack_variables_that_the_parent_removed(
 def test_threads_follow_the_parent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each["threads"] for each in process_notes(run("report_process"))] == [1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    found = process_notes(run("report_process"))
-    assert [each["environ"]["OMP_NUM_THREADS"] for each in found] == ["2", "2"]
-    assert all(each["threads"] in TWO for each in found)
+    notes = process_notes(run("report_process"))
+    assert [each["environ"]["OMP_NUM_THREADS"] for each in notes] == ["2", "2"]
+    assert all(each["threads"] in TWO for each in notes)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    found = process_notes(run("report_process"))
-    assert [each["environ"]["OMP_NUM_THREADS"] for each in found] == ["1", "1"]
-    assert [each["threads"] for each in found] == [1, 1]
+    notes = process_notes(run("report_process"))
+    assert [each["environ"]["OMP_NUM_THREADS"] for each in notes] == ["1", "1"]
+    assert [each["threads"] for each in notes] == [1, 1]

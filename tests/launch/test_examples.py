@@ -46,11 +46,11 @@ def test_an_adopter_in_miniature(pytester: pytest.Pytester, name: str) -> None:
     if name in INSTALLED_NIGHTLY:
         pytest.importorskip(INSTALLED_NIGHTLY[name], reason="the nightly job installs it")
     result = run(pytester, name, "--distcompat-profile=smoke")
-    found = result.parseoutcomes()
+    counts = result.parseoutcomes()
     # Upstream's own issues are expected failures; one test is marked, all others are the suite's.
-    assert set(found) <= {"passed", "xfailed"}, result.stdout.str()
-    assert found["passed"] > 4 * found.get("xfailed", 0)
-    result.stdout.fnmatch_lines([f"{sum(found.values()) - 1} verdicts from * runs"])
+    assert set(counts) <= {"passed", "xfailed"}, result.stdout.str()
+    assert counts["passed"] > 4 * counts.get("xfailed", 0)
+    result.stdout.fnmatch_lines([f"{sum(counts.values()) - 1} verdicts from * runs"])
     if name == "my_trainer":
         result.stdout.fnmatch_lines(["  refused: ValueError: my_trainer does not support strategy 'fsdp1'*"])
 

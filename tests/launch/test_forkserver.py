@@ -142,7 +142,7 @@ def test_ranks_have_hash_seeds_and_addresses_of_their_own(run: Run, launch: Laun
     launcher = launch(Warmth())
     runs = [report_process(run("report_process", 3, launcher=launcher, turn=turn)) for turn in (None, None, 0, 1)]
     for name in ("hash", "address"):
-        seen = [[one[name] for one in ranks] for ranks in runs]
+        seen = [[rank[name] for rank in ranks] for ranks in runs]
         assert all(one[0] != one[1] != one[2] for one in seen), seen
         assert all(one != other for one, other in zip(seen[0], seen[1], strict=True)), seen
         assert all(one != other for one, other in zip(seen[2], seen[3], strict=True)), seen
@@ -165,7 +165,7 @@ def test_ranks_collect_garbage_as_the_libraries_have_set_it(
     setting = f"import gc\ngc.set_threshold(*{thresholds})\n" if thresholds else ""
     (tmp_path / "collects.py").write_text(setting, encoding="utf-8")
     ending = run("report_process", 1, launcher=launch(Warmth(("collects",))))
-    assert [one["collection"] for one in report_process(ending)] == [[True, *(thresholds or gc.get_threshold())]]
+    assert [note["collection"] for note in report_process(ending)] == [[True, *(thresholds or gc.get_threshold())]]
 
 
 @pytest.mark.nightly
@@ -233,9 +233,9 @@ def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Lau
     process = launcher._process
     assert process is not None
     kill(
-        one
-        for one in psutil.Process(process._process.pid).children()
-        if "resource_tracker" not in " ".join(one.cmdline())
+        child
+        for child in psutil.Process(process._process.pid).children()
+        if "resource_tracker" not in " ".join(child.cmdline())
     )
     ending = run("report_process", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()

@@ -129,13 +129,13 @@ def test_the_name_of_an_operator(run: Run) -> None:
 
 def test_the_group_of_an_operator(run: Run) -> None:
     ending = run("grouped")
-    found = {event["name"]: event["ranks"] for event in events(ending, "operator")}
+    ranks_by_name = {event["name"]: event["ranks"] for event in events(ending, "operator")}
     expected = {"c10d::allreduce_": [0, 1], "_c10d_functional::all_gather_into_tensor": [0, 1]}
-    assert {name: found.get(name) for name in expected} == expected, (
+    assert {name: ranks_by_name.get(name) for name in expected} == expected, (
         "OpOverload._schema.arguments or distributed_c10d._resolve_process_group is not what it was: see "
         f"probe/observe.py:group_ranks\n{ending.text()}"
     )
-    assert found["_c10d_functional::wait_tensor"] == [], (
+    assert ranks_by_name["_c10d_functional::wait_tensor"] == [], (
         "an operator that waits has a group: see probe/observe.py:group_ranks"
     )
 
@@ -234,9 +234,9 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         ending = warm.run(Request("bodies:experts", {}, 4, str(tmp_path)))
-    found = sorted(events(ending, "experts"), key=lambda event: int(event["number"]))
-    assert [event["files"] for event in found] == [8] * 4, f"experts are saved otherwise\n{ending.text()}"
-    for rank, event in enumerate(found):
+    experts = sorted(events(ending, "experts"), key=lambda event: int(event["number"]))
+    assert [event["files"] for event in experts] == [8] * 4, f"experts are saved otherwise\n{ending.text()}"
+    for rank, event in enumerate(experts):
         first = rank % 2 * 2
         names = {
             f"module.moe.deepspeed_moe.experts.deepspeed_experts.{one}.{part}"
@@ -306,8 +306,8 @@ def test_the_hysteresis_of_deepspeeds_scaler(dynamic: bool, expected: dict[str, 
         "consecutive_hysteresis": False,
     }
     scaler = CreateLossScaler(torch.half, 8.0, dynamic, arguments)
-    found = read_scaler(None, SimpleNamespace(loss_scale=8.0, loss_scaler=scaler))
-    assert found == {"scale": 8.0, **expected}, (
+    state = read_scaler(None, SimpleNamespace(loss_scale=8.0, loss_scaler=scaler))
+    assert state == {"scale": 8.0, **expected}, (
         "DeepSpeed's scalers are not what they were: see probe/snapshot.py:_hysteresis"
     )
 

@@ -50,9 +50,9 @@ def _forbidden(*arguments: Any, **named: Any) -> Any:
 
 def test_all_descendants_of_a_process_are_found(tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     top, below = tree
-    assert {one.pid for one in psutil.Process(top).children(recursive=True)} == below
+    assert {child.pid for child in psutil.Process(top).children(recursive=True)} == below
     monkeypatch.setattr(psutil.Process, "children", _forbidden)
-    assert {one.pid for one in process.descendants(top)} == below
+    assert {descendant.pid for descendant in process.descendants(top)} == below
     assert top in process.children(os.getpid())
 
 
@@ -61,7 +61,7 @@ def test_descendants_are_found_without_the_kernels_children_file(
 ) -> None:
     top, below = tree
     monkeypatch.setattr(process, "_CHILDREN_FILE", Path("/proc/no-such-file"))
-    assert {one.pid for one in process.descendants(top)} == below
+    assert {descendant.pid for descendant in process.descendants(top)} == below
     with subprocess.Popen(["true"]) as gone:
         pass
     assert process.children(gone.pid) == []
@@ -72,11 +72,11 @@ def test_the_dead_are_children_until_they_are_reaped() -> None:
     if not pid:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    found = process.children(os.getpid())
-    assert pid in found
-    process.reap_adopted(keep=found)
+    children = process.children(os.getpid())
+    assert pid in children
+    process.reap_adopted(keep=children)
     assert pid in process.children(os.getpid()), "somebody else waits for it"
-    process.reap_adopted(keep=set(found) - {pid})
+    process.reap_adopted(keep=set(children) - {pid})
     assert pid not in process.children(os.getpid())
 
 

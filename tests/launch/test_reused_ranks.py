@@ -66,7 +66,7 @@ def left(ending: Ending) -> str:
 
 def reported(ending: Ending, event: str, key: str) -> list[Any]:
     assert ending.kind == "ok", ending.text()
-    return [one[key] for one in notes(ending, event)]
+    return [note[key] for note in notes(ending, event)]
 
 
 def test_requests_share_ranks(send: Send, keeper: RankKeeper) -> None:

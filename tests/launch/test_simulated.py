@@ -13,11 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import find_check
-from pytest_distcompat.cost import sent_bytes, tensor_bytes
+from pytest_distcompat.cost import tensor_bytes
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import local_runner
 from pytest_distcompat.ext.simulation.fake_ranks import fake_ranks
 from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
+from pytest_distcompat.ext.simulation.sent import sent_bytes
 from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.judge import judge
 from pytest_distcompat.launch.request import Request
@@ -43,16 +44,21 @@ def facts(built: Snapshot, trained: Snapshot) -> dict[str, Any]:
         "parameters": [dataclasses.replace(info, digest="") for info in built.parameters],
         "wrappers": built.model.wrappers,
         "units": built.model.units,
-        "states": sorted((one.owner, one.key, one.dtype, one.numel, str(one.layout)) for one in trained.states),
-        "steps": [(one.master, one.gradient, one.state, one.holders) for one in trained.steps],
+        "states": sorted(
+            (state.owner, state.key, state.dtype, state.numel, str(state.layout)) for state in trained.states
+        ),
+        "steps": [(step.master, step.gradient, step.state, step.holders) for step in trained.steps],
         "compute": set(trained.compute),
         # An operator without ranks, such as ``wait_tensor``, sends nothing.
-        "collectives": sorted(str(one) for one in trained.collectives if one.ranks),
+        "collectives": sorted(str(collective) for collective in trained.collectives if collective.ranks),
     }
 
 
 def of_rank(run: RunTrace, rank: int) -> dict[str, Any]:
-    built, trained = (next(one for one in found if one.rank == rank) for found in (run.at("build"), run.trained))
+    built, trained = (
+        next(snapshot for snapshot in snapshots if snapshot.rank == rank)
+        for snapshots in (run.at("build"), run.trained)
+    )
     return facts(built, trained)
 
 
@@ -80,17 +86,19 @@ def test_it_records_what_real_ranks_record(tmp_path: Path, cell: str) -> None:
     asked = Cell.parse(cell)
     with local_runner(find_driver("torch"), [asked], device="cpu", store=tmp_path / "real") as runner:
         real = runner.trace("torch", asked, SHORT).run()
-    found = simulated(tmp_path / "simulated", "torch", asked).run()
-    assert (real.end, found.end) == (None, None)
-    assert found.unwrapped is not None
+    recorded = simulated(tmp_path / "simulated", "torch", asked).run()
+    assert (real.end, recorded.end) == (None, None)
+    assert recorded.unwrapped is not None
     assert real.unwrapped is not None
-    assert [one.name for one in found.unwrapped.parameters] == [one.name for one in real.unwrapped.parameters]
-    for snapshot in found.at("build"):
-        assert of_rank(found, snapshot.rank) == of_rank(real, snapshot.rank), f"rank {snapshot.rank}"
+    assert [parameter.name for parameter in recorded.unwrapped.parameters] == [
+        parameter.name for parameter in real.unwrapped.parameters
+    ]
+    for snapshot in recorded.at("build"):
+        assert of_rank(recorded, snapshot.rank) == of_rank(real, snapshot.rank), f"rank {snapshot.rank}"
         for rank in snapshot.ranks:
             assert sizes(snapshot) == sizes(real.at("build")[rank]), f"rank {snapshot.rank} stands for {rank}"
-    assert tensor_bytes(found) == tensor_bytes(real)
-    assert {rank for one in found.at("build") for rank in one.ranks} == set(range(asked.world_size))
+    assert tensor_bytes(recorded) == tensor_bytes(real)
+    assert {rank for snapshot in recorded.at("build") for rank in snapshot.ranks} == set(range(asked.world_size))
 
 
 @pytest.fixture
@@ -145,7 +153,7 @@ def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: P
     assert {one.status for one in verdicts.values()} == {SIMULATED}, verdicts
     assert not any(one.ok or one.red for one in verdicts.values())
     assert verdicts["active"].reason == "simulated: no values were computed"
-    sent = {(one["collective"], one["mesh"], one["ranks"]) for one in sent_bytes(trace.run())}
+    sent = {(sending["collective"], sending["mesh"], sending["ranks"]) for sending in sent_bytes(trace.run())}
     assert {("all_gather", "dp_shard", size // 4), ("reduce_scatter", "dp_shard", size // 4)} <= sent
     assert {("all_reduce", "dp_replicate", 2), ("all_reduce", "tp", 2)} <= sent
     # Few ranks differ: each size of layer ends at another one.
@@ -168,9 +176,9 @@ def test_ranks_of_another_mesh_of_the_same_shape_hold_as_much() -> None:
     with fake_ranks(0, 8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         norms = {name: distribute_tensor(torch.zeros(7), mesh[name], [Shard(0)]) for name in ("dp", "tp")}
-        found = {name: alike_ranks([norm], 8) for name, norm in norms.items()}
+        ranks_by_name = {name: alike_ranks([norm], 8) for name, norm in norms.items()}
     # Of seven elements four ranks have 2, 2, 2 and 1, and two ranks 4 and 3; the last rank is by itself.
-    assert found == {"dp": [(0, 1, 2, 3, 4, 5), (6,), (7,)], "tp": [(0, 2, 4, 6), (1, 3, 5), (7,)]}
+    assert ranks_by_name == {"dp": [(0, 1, 2, 3, 4, 5), (6,), (7,)], "tp": [(0, 2, 4, 6), (1, 3, 5), (7,)]}
 
 
 @pytest.mark.nightly
@@ -188,12 +196,12 @@ def test_what_real_ranks_cannot_do_fails_in_the_same_way(tmp_path: Path, cell: s
     asked = Cell.parse(cell)
     with local_runner(find_driver("torch"), [asked], device="cpu", store=tmp_path / "real") as runner:
         real = runner.trace("torch", asked, SHORT).run().end
-    found = simulated(tmp_path / "simulated", "torch", asked).run().end
+    ending = simulated(tmp_path / "simulated", "torch", asked).run().end
     assert real is not None
-    assert found is not None
+    assert ending is not None
     # The first to raise is another rank each time.
-    assert found.message.partition(" raised ")[2] == real.message.partition(" raised ")[2]
-    assert found.action == real.action
+    assert ending.message.partition(" raised ")[2] == real.message.partition(" raised ")[2]
+    assert ending.action == real.action
 
 
 def test_a_process_that_cannot_start_is_a_failed_launch(tmp_path: Path) -> None:

@@ -80,12 +80,12 @@ def test_pairs_that_fail_are_reduced_to_the_two_settings(tmp_path: Path) -> None
     assert "failed: step 1" in parts[frozenset(wrong)]
     assert "shard needs whole precision" in parts[frozenset(refused)]
     results = json.loads((tmp_path / "pairs.json").read_text(encoding="utf-8"))["results"]
-    assert {(frozenset(one["facets"]["set"].split("+")), one["status"]) for one in results} == {
+    assert {(frozenset(result["facets"]["set"].split("+")), result["status"]) for result in results} == {
         (frozenset(wrong), "failed"),
         (frozenset(refused), "refused"),
     }
-    assert all(one["reproduce"] in done.stdout for one in results)
-    assert any("the smallest part that fails of a row of" in one["message"] for one in results)
+    assert all(result["reproduce"] in done.stdout for result in results)
+    assert any("the smallest part that fails of a row of" in result["message"] for result in results)
     assert "Config.shard + Config.half" in (tmp_path / "pairs.html").read_text(encoding="utf-8")
 
 
@@ -126,8 +126,8 @@ def test_a_field_of_a_new_release_is_swept_without_a_line_of_ours(stack: Path, t
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
     results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
-    red = {one["check"] for one in results if "new_and_wrong" in one["cell"] and one["status"] == "failed"}
-    sound = {one["status"] for one in results if "new_and_sound" in one["cell"]}
+    red = {result["check"] for result in results if "new_and_wrong" in result["cell"] and result["status"] == "failed"}
+    sound = {result["status"] for result in results if "new_and_sound" in result["cell"]}
     assert done.returncode == 1, done.stdout + done.stderr
     assert {"parity", "clipping"} <= red
     assert sound == {"passed"}

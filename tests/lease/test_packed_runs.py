@@ -57,15 +57,15 @@ def test_forty_tests_begin_as_planned_and_share_no_gpu(pytester: pytest.Pytester
     result = run_on_gpus("-n", "4", "-v", script=script)
     result.assert_outcomes(passed=50)
     result.stdout.fnmatch_lines(["scheduling tests via PackedScheduling"])
-    found = spans(pytester.path)
-    assert len(found) == 40
-    assert sorted(names(found)) == sorted(tests)
-    for one, other in itertools.combinations(found, 2):
-        if set(one.ids) & set(other.ids):
-            assert one.released <= other.got or other.released <= one.got
+    runs = spans(pytester.path)
+    assert len(runs) == 40
+    assert sorted(names(runs)) == sorted(tests)
+    for combination, other in itertools.combinations(runs, 2):
+        if set(combination.ids) & set(other.ids):
+            assert combination.released <= other.got or other.released <= combination.got
     # What each worker begins with is what was planned to be first.
     order = [demand.id for demand in pack([Demand(name, size) for name, size in zip(tests, sizes, strict=True)], 8, 4)]
-    first = {span.worker: name for span, name in reversed(list(zip(found, names(found), strict=True)))}
+    first = {span.worker: name for span, name in reversed(list(zip(runs, names(runs), strict=True)))}
     assert sorted(first) == ["gw0", "gw1", "gw2", "gw3"]
     assert sorted(first.values()) == sorted(order[:4])
     cached = json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text())
@@ -172,7 +172,7 @@ def test_the_checks_of_a_cell_are_one_demand_of_one_worker(pytester: pytest.Pyte
     workers: dict[str, set[str]] = {}
     for span in spans(pytester.path):
         workers.setdefault(span.who.rpartition("[")[2].partition(":")[0], set()).add(span.worker)
-    assert {cell: len(found) for cell, found in workers.items()} == dict.fromkeys(
+    assert {cell: len(worker) for cell, worker in workers.items()} == dict.fromkeys(
         ["ddp-fp32-w2", "ddp-fp32-w4", "fsdp2-fp32-w2", "fsdp2-fp32-w4"], 1
     )
     cached = json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text())
@@ -183,12 +183,12 @@ def test_the_checks_of_a_cell_are_one_demand_of_one_worker(pytester: pytest.Pyte
 def test_the_json_report_has_the_timeline(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     make(pytester, [1, 2])
     run_on_gpus("-n", "1")
-    found: list[dict[str, Any]] = entries(pytester.path / "base" / "distcompat", spans(pytester.path)[0].asked)
-    assert json.loads(json.dumps(found)) == found
-    assert [(one["who"], one["device"], one["worker"], one["leak"]) for one in found] == [
+    rows: list[dict[str, Any]] = entries(pytester.path / "base" / "distcompat", spans(pytester.path)[0].asked)
+    assert json.loads(json.dumps(rows)) == rows
+    assert [(row["who"], row["device"], row["worker"], row["leak"]) for row in rows] == [
         ("test_made.py::test[1-w2]", "GPU-0", "gw0", 0),
         ("test_made.py::test[1-w2]", "GPU-1", "gw0", 0),
         ("test_made.py::test[0-w1]", "GPU-0", "gw0", 0),
     ]
-    assert 0 <= found[0]["begin"] <= found[0]["end"] <= found[2]["begin"] <= found[2]["end"]
+    assert 0 <= rows[0]["begin"] <= rows[0]["end"] <= rows[2]["begin"] <= rows[2]["end"]
     assert entries(pytester.path / "nowhere", 0.0) == []

@@ -142,7 +142,7 @@ def test_a_place_is_held_though_a_cleaner_removes_the_files(other: int, arena: F
     shutil.rmtree(arena.directory)
     lease(neighbour)
     assert neighbour.receive() == GOT
-    assert [found.id for found in arena.pool.holders()] == list(PLACES_OF_TWO)
+    assert [holder.id for holder in arena.pool.holders()] == list(PLACES_OF_TWO)
     shutil.rmtree(arena.directory)
     lease(stranger)
     arena.await_waiting("stranger")

@@ -353,4 +353,4 @@ def test_devices_of_a_dead_process_are_not_shown_as_held(arena: Field) -> None:
     holder.receive()
     holder.kill()
     with arena.pool.lease(1, who="one"):
-        assert [found.who for found in arena.pool.holders()] == ["one"]
+        assert [holder.who for holder in arena.pool.holders()] == ["one"]

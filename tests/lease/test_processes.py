@@ -92,7 +92,7 @@ def test_a_killed_process_leaves_no_ticket_and_no_holder(arena: Field) -> None:
     holder, waiter = arena.enter("holder", "waiter")
     holder.send("lease 4")
     holder.receive()
-    assert [(found.id, found.who, found.pid) for found in arena.pool.holders()] == [
+    assert [(holder.id, holder.who, holder.pid) for holder in arena.pool.holders()] == [
         (name, "holder", holder.process.pid) for name in IDS
     ]
     waiter.send("lease 1")

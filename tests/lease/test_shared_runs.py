@@ -52,7 +52,7 @@ ONE_BY_ONE = {f"test[{number}]": {"seconds": 1.0} for number in range(2)}
 def overlap(spans: list[Span]) -> bool:
     """Tell whether two leases were held at the same time."""
     pairs = itertools.combinations(spans, 2)
-    return any(one.got < other.released and other.got < one.released for one, other in pairs)
+    return any(pair.got < other.released and other.got < pair.released for pair, other in pairs)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_the_report_has_a_row_for_each_place(pytester: pytest.Pytester, run_on_g
     pytester.makepyfile(test_it=TESTS)
     run_on_gpus("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=4")
     directory = pytester.path / "base" / "distcompat"
-    found = entries(directory, read_timeline(directory)[0].asked)
-    assert [(entry["device"], entry["part"]) for entry in found] == [("GPU-0.place-1-of-4", 0.25)] * 2
+    rows = entries(directory, read_timeline(directory)[0].asked)
+    assert [(entry["device"], entry["part"]) for entry in rows] == [("GPU-0.place-1-of-4", 0.25)] * 2
 
 
 @dataclasses.dataclass
@@ -102,11 +102,11 @@ def test_places_are_parts_of_a_device_in_figures(tmp_path: Path) -> None:
     leak = (Leak("GPU-a", 5, "large"), Leak("GPU-a", 7, "killed before"))
     append(tmp_path, Span(("GPU-a.place-1-of-4",), "small", 1, 0, 0, 8))
     append(tmp_path, Span(("GPU-a.place-2-of-4", "GPU-a.place-3-of-4"), "large", 1, 0, 0, 8, leak))
-    found = entries(tmp_path, 0.0)
-    assert [entry["leak"] for entry in found] == [0, 5, 0]
+    rows = entries(tmp_path, 0.0)
+    assert [entry["leak"] for entry in rows] == [0, 5, 0]
     verdicts: Any = [Measured("small"), Measured("large")]
-    assert [verdict.device_seconds for verdict in with_device_seconds(verdicts, found)] == [2.0, 4.0]
-    ((text, _),) = next(runs_text([], found))
+    assert [verdict.device_seconds for verdict in with_device_seconds(verdicts, rows)] == [2.0, 4.0]
+    ((text, _),) = next(runs_text([], rows))
     assert text == "devices in use, of 8 s: GPU-a 75%"
 
 

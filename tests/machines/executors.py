@@ -88,12 +88,12 @@ class Nodes:
 
     def agent(self, node: str = "n2") -> psutil.Process:
         """Return the agent of a node."""
-        (found,) = [
+        (processes,) = [
             process
             for process in self._ours()
             if process.cmdline()[1:3] == ["-m", "pytest_distcompat.cli"] and self._is_of(node, process)
         ]
-        return found
+        return processes
 
     def take(self) -> None:
         """Let the scheduler end the agent of n2."""
@@ -111,10 +111,10 @@ class Nodes:
 
     def left(self, *, files: bool = True) -> list[str]:
         """Return the commands of what a session left running, and its temporary files."""
-        found = [" ".join(process.cmdline()) for process in self._ours()]
+        processes = [" ".join(process.cmdline()) for process in self._ours()]
         paths = [path for place in (self.disk, self.temporary) for path in place.glob("distcompat-*")]
         # The files by which sessions share a machine stay.
-        return found + [str(path) for path in paths if files and "leases" not in path.name]
+        return processes + [str(path) for path in paths if files and "leases" not in path.name]
 
 
 class Local(Nodes):

@@ -122,7 +122,7 @@ class Network:
 
     def left(self) -> list[str]:
         """Return the commands of processes that still run on one of the nodes."""
-        there = (one for one in psutil.process_iter(["cmdline"]) if self.is_on(one, *self.namespaces))
+        there = (process for process in psutil.process_iter(["cmdline"]) if self.is_on(process, *self.namespaces))
         return [" ".join(one.info["cmdline"]) for one in there]
 
 

@@ -102,4 +102,4 @@ def test_each_driver(session: Session) -> None:
         assert outcome == ("failed" if first else "xfailed" if is_known else "passed"), f"{name}: {run.out}"
         assert not first or re.match(first, first_line(run, name)), first_line(run, name)
     ran = ("Torch", "Accelerate", "DeepSpeed", "Trainer", "TrainerOnFirstNode", "Untagged", "OtherKeysElsewhere")
-    assert {name.partition("::")[0] for name in run.outcomes} == {f"Test{one}" for one in ran}
+    assert {name.partition("::")[0] for name in run.outcomes} == {f"Test{driver}" for driver in ran}

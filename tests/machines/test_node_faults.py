@@ -53,13 +53,13 @@ time.clock_gettime = lambda which: read(which) + (3600 if which == time.CLOCK_RE
 
 def cells(*names: str) -> pytest.MarkDecorator:
     """Parametrize a test by these faults and the executors that can have them."""
-    found = [
+    parameters = [
         pytest.param(name, executor, marks=NEEDS.get(executor, ()))
         for name in names
         for executor in EXECUTORS
         if executor not in FAULTS[name].impossible
     ]
-    return pytest.mark.parametrize(("name", "executor"), found)
+    return pytest.mark.parametrize(("name", "executor"), parameters)
 
 
 @contextlib.contextmanager
@@ -129,7 +129,9 @@ def test_in_a_test(
     with started(executor, network, tmp_path, files=name not in {"killed", "taken"}) as nodes:
 
         def verdict() -> bool:
-            return any(one.get("when") == "call" and one["nodeid"].endswith(test) for one in reports(nodes.directory))
+            return any(
+                report.get("when") == "call" and report["nodeid"].endswith(test) for report in reports(nodes.directory)
+            )
 
         session = nodes.session("-k", " or ".join((test, *others)))
         assert clock.wait_until((nodes.directory / point).exists, 300, every=0.05)
@@ -165,8 +167,8 @@ def test_at_the_start(name: str, executor: str, network: Network, tmp_path: Path
         run = ended(nodes, nodes.session("-k", "test_after", "--distcompat-warm-timeout=60"))
         if isinstance(nodes, Join) and name == "twice":
             assert run.outcomes == {"test_after": "passed"}
-            assert sorted(one.wait(30) for one in nodes.joined) == [0, 2]
-            run = Run(0, "".join(one.communicate(timeout=30)[0] for one in nodes.joined), nodes.directory, ())
+            assert sorted(node.wait(30) for node in nodes.joined) == [0, 2]
+            run = Run(0, "".join(node.communicate(timeout=30)[0] for node in nodes.joined), nodes.directory, ())
         else:
             assert run.code == pytest.ExitCode.USAGE_ERROR, run.out
         assert FAULTS[name].text(executor) in run.out

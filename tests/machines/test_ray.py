@@ -39,21 +39,23 @@ def session(cluster: Any, environment: dict[str, str], directory: Path, chosen: 
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", directory / "test_two_nodes.py")
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, "--distcompat-executor", "ray"]
     theirs = {**environment, "RAY_ADDRESS": cluster.address}
-    found = subprocess.run(line, env=theirs, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
-    return found.stdout + found.stderr
+    completed = subprocess.run(
+        line, env=theirs, cwd=directory, capture_output=True, text=True, timeout=300, check=False
+    )
+    return completed.stdout + completed.stderr
 
 
 def test_two_nodes_of_a_cluster(cluster: Any, environment: dict[str, str], tmp_path: Path) -> None:
-    found = session(cluster, environment, tmp_path, "sum")
-    assert "--distcompat-executor ray: the cluster has 1 of 2 nodes" in found, found
-    assert "0 of 2 nodes are there (none)" in found
+    completed = session(cluster, environment, tmp_path, "sum")
+    assert "--distcompat-executor ray: the cluster has 1 of 2 nodes" in completed, completed
+    assert "0 of 2 nodes are there (none)" in completed
     cluster.add_node(**WITH_GPUS)
     cluster.wait_for_nodes()
-    found = session(cluster, environment, tmp_path, "sum or assertion or killed")
-    assert "2 failed, 1 passed" in found, found
+    completed = session(cluster, environment, tmp_path, "sum or assertion or killed")
+    assert "2 failed, 1 passed" in completed, completed
     # Both are on one machine, so they are numbered.
-    assert re.search(r"test_assertion - rank 1 on \S+-1 failed: AssertionError: one is wrong", found)
-    assert re.search(r"test_killed - rank 1 on \S+-1 was killed by SIGKILL", found)
+    assert re.search(r"test_assertion - rank 1 on \S+-1 failed: AssertionError: one is wrong", completed)
+    assert re.search(r"test_killed - rank 1 on \S+-1 was killed by SIGKILL", completed)
 
 
 WORKERS = """
@@ -79,11 +81,11 @@ def test_each_worker_has_an_agent_that_sees_all_gpus_of_its_node(
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "3"]
     line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "ray"]
     done = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    found = done.stdout + done.stderr
-    assert "4 failed" in found, found
-    shown = re.findall(r"on \S+-(\d) failed: AssertionError: assert '(\d),(\d)' == 'x'", found)
+    output = done.stdout + done.stderr
+    assert "4 failed" in output, output
+    shown = re.findall(r"on \S+-(\d) failed: AssertionError: assert '(\d),(\d)' == 'x'", output)
     # Ray lists them in any order.
-    assert {(node, *sorted(gpus)) for node, *gpus in shown} == {("0", "0", "1"), ("1", "0", "1")}, found
+    assert {(node, *sorted(gpus)) for node, *gpus in shown} == {("0", "0", "1"), ("1", "0", "1")}, output
 
 
 def test_workers_without_a_cluster(environment: dict[str, str], tmp_path: Path) -> None:
@@ -91,6 +93,6 @@ def test_workers_without_a_cluster(environment: dict[str, str], tmp_path: Path) 
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--distcompat-worker-nodes", "2"]
     line += ["--distcompat-executor", "ray"]
     theirs = {**environment, "RAY_ADDRESS": "127.0.0.1:1"}
-    found = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    completed = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     refused = "--distcompat-executor ray: no Ray cluster is there (127.0.0.1:1: [Errno 111] Connection refused)"
-    assert refused in found.stdout + found.stderr
+    assert refused in completed.stdout + completed.stderr

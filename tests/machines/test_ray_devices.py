@@ -126,12 +126,12 @@ def theirs(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
     site = tmp_path_factory.mktemp("site")
     (site / "pynvml.py").write_text(NVML)
     # As older releases of Ray did, nodes hide the GPUs that a task did not ask for.
-    found = {**environment, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    variables = {**environment, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     # Other work on this machine may need its memory, and Ray would end agents for it.
-    found["RAY_memory_monitor_refresh_ms"] = "0"
-    found["PYTHONPATH"] += f":{site}"
-    del found["CUDA_VISIBLE_DEVICES"]
-    return found
+    variables["RAY_memory_monitor_refresh_ms"] = "0"
+    variables["PYTHONPATH"] += f":{site}"
+    del variables["CUDA_VISIBLE_DEVICES"]
+    return variables
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_ray(environment: dict[str, str], expected: Verdicts, tmp_path: Path, mo
     try:
         nodes.add_node(**NODE)
         nodes.wait_for_nodes()
-        found = on_two([], {**environment, "RAY_ADDRESS": nodes.address}, copied(tmp_path), "ray")
+        verdicts = on_two([], {**environment, "RAY_ADDRESS": nodes.address}, copied(tmp_path), "ray")
     finally:
         nodes.shutdown()
-    assert found == expected
+    assert verdicts == expected

@@ -32,11 +32,11 @@ def test_two_nodes_of_an_allocation(slurm: dict[str, str], tmp_path: Path) -> No
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
     line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k"]
     line += ["sum or assertion or killed", "--distcompat-executor", "slurm"]
-    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert "2 failed, 1 passed" in found.stdout, found.stdout + found.stderr
-    assert "test_assertion - rank 1 on n2 failed: AssertionError: one is wrong" in found.stdout
-    assert "test_killed - rank 1 on n2 was killed by SIGKILL" in found.stdout
-    assert "srun: error" not in found.stderr
+    completed = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "2 failed, 1 passed" in completed.stdout, completed.stdout + completed.stderr
+    assert "test_assertion - rank 1 on n2 failed: AssertionError: one is wrong" in completed.stdout
+    assert "test_killed - rank 1 on n2 was killed by SIGKILL" in completed.stdout
+    assert "srun: error" not in completed.stderr
     left = subprocess.run(["squeue", "--noheader", "--states=R"], env=slurm, capture_output=True, text=True, check=True)
     assert left.stdout == ""
 
@@ -56,19 +56,20 @@ def test_workers_have_their_runs_on_a_node_each(slurm: dict[str, str], tmp_path:
     (tmp_path / "test_workers.py").write_text(WORKERS)
     line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2"]
     line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "slurm"]
-    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert "4 failed" in found.stdout, found.stdout + found.stderr
-    seen = set(re.findall(r"rank \d on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", found.stdout))
-    assert seen == {("n1", "n1"), ("n2", "n2")}, found.stdout
+    completed = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "4 failed" in completed.stdout, completed.stdout + completed.stderr
+    seen = set(re.findall(r"rank \d on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", completed.stdout))
+    assert seen == {("n1", "n1"), ("n2", "n2")}, completed.stdout
 
 
 def test_without_an_allocation(environment: dict[str, str], tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
     theirs = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
     line = [sys.executable, "-m", "pytest", "--distcompat-executor", "slurm"]
-    found = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    completed = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (
-        "--distcompat-executor slurm: there is no allocation (SLURM_JOB_ID is not set)" in found.stdout + found.stderr
+        "--distcompat-executor slurm: there is no allocation (SLURM_JOB_ID is not set)"
+        in completed.stdout + completed.stderr
     )
 
 
@@ -83,9 +84,11 @@ def test_a_job_script_that_we_wrote(slurm: dict[str, str], tmp_path: Path) -> No
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
     job_script(slurm, tmp_path, "--", "-k", "sum or one_node")
     submit = ["sbatch", "--wait", "--output=out", "job.sh"]
-    found = subprocess.run(submit, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    completed = subprocess.run(
+        submit, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     written = (tmp_path / "out").read_text()
-    assert found.returncode == 0, written
+    assert completed.returncode == 0, written
     assert "nodes 2 (from option), executor slurm (from option)" in written
     assert "2 passed" in written
 
@@ -147,19 +150,19 @@ def preempted(slurm: dict[str, str], directory: Path, line: list[str], tests: st
     code = low.wait(60)
 
     def left() -> list[str]:
-        found = []
+        commands = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.cwd() == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline()))
-        return found
+                    commands.append(" ".join(process.cmdline()))
+        return commands
 
     assert clock.wait_until(lambda: not left(), 20), left()
     assert (directory / "junit.xml").exists(), written()
     # pytest leaves the attributes of a test out that Ctrl-C ended.
     cases = [case for case in ET.parse(directory / "junit.xml").iter("testcase") if "name" in case.attrib]
-    found = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
-    return Preempted(code, written(), found)
+    failures = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
+    return Preempted(code, written(), failures)
 
 
 #: The first line of a verdict.
@@ -168,32 +171,32 @@ TAKEN = "rank \\d on n[12] was lost with its node: its agent got SIGTERM: Slurm 
 
 def test_a_job_that_is_preempted_with_a_time_of_grace(slurm: dict[str, str], tmp_path: Path) -> None:
     job_script(slurm, tmp_path, "--partition", "grace", "--", "--junitxml=junit.xml")
-    found = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    failures = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
     # Only the steps get the signal now; pytest itself would at the end.
-    assert [*found.tests] == ["test_before", "test_long"]
-    assert re.match(f"{TAKEN}preempts job \\d+", found.tests["test_long"])
-    assert re.search(r"Interrupted: Slurm preempts job \d+", found.out), found.out
+    assert [*failures.tests] == ["test_before", "test_long"]
+    assert re.match(f"{TAKEN}preempts job \\d+", failures.tests["test_long"])
+    assert re.search(r"Interrupted: Slurm preempts job \d+", failures.out), failures.out
 
 
 def test_a_job_that_is_preempted_at_once(slurm: dict[str, str], tmp_path: Path) -> None:
     job_script(slurm, tmp_path, "--partition", "now", "--", "--junitxml=junit.xml")
-    found = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
-    assert [*found.tests][:1] == ["test_before"]
-    assert "test_after" not in found.tests
+    failures = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
+    assert [*failures.tests][:1] == ["test_before"]
+    assert "test_after" not in failures.tests
     # Which of both comes first is Slurm's.
-    assert "KeyboardInterrupt: SIGTERM" in found.out or re.search(TAKEN, found.out), found.out
+    assert "KeyboardInterrupt: SIGTERM" in failures.out or re.search(TAKEN, failures.out), failures.out
 
 
 def test_an_allocation_that_is_preempted(slurm: dict[str, str], tmp_path: Path) -> None:
     line = ["salloc", "--partition=now", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p"]
     line += ["no:cacheprovider", "--distcompat-nodes=2", "--distcompat-executor=slurm", "--junitxml=junit.xml"]
-    found = preempted(slurm, tmp_path, line)
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    failures = preempted(slurm, tmp_path, line)
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
     # pytest is no process of the job's.
-    assert [*found.tests] == ["test_before", "test_long"]
-    assert re.match(f"{TAKEN}(preempts|ends) job \\d+", found.tests["test_long"])
+    assert [*failures.tests] == ["test_before", "test_long"]
+    assert re.match(f"{TAKEN}(preempts|ends) job \\d+", failures.tests["test_long"])
 
 
 def test_workers_of_a_job_that_is_preempted(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -201,13 +204,13 @@ def test_workers_of_a_job_that_is_preempted(slurm: dict[str, str], tmp_path: Pat
     line += ["--distcompat-executor=slurm", "--junitxml=junit.xml"]
     (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{shlex.join(line)}\n")
     submit = ["sbatch", "--wait", "--partition=grace", "--nodes=2", "--ntasks=2", "--output=out", "job.sh"]
-    found = preempted(slurm, tmp_path, submit, PREEMPTED_ON_WORKERS)
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    failures = preempted(slurm, tmp_path, submit, PREEMPTED_ON_WORKERS)
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
     # Each on the node of its worker.
-    texts = [found.tests[f"test_long[{number}]"] for number in range(2)]
+    texts = [failures.tests[f"test_long[{number}]"] for number in range(2)]
     verdict = re.compile(r"rank 0 on (n[12]) was lost with its node: its agent got SIGTERM: Slurm preempts job \d+")
-    assert {match[1] for match in map(verdict.search, texts) if match} == {"n1", "n2"}, found.out
-    assert re.search(r"Interrupted: Slurm preempts job \d+", found.out), found.out
+    assert {match[1] for match in map(verdict.search, texts) if match} == {"n1", "n2"}, failures.out
+    assert re.search(r"Interrupted: Slurm preempts job \d+", failures.out), failures.out
 
 
 SUSPENDED = """
@@ -258,9 +261,9 @@ def test_a_job_that_is_suspended(how: str, slurm: dict[str, str], tmp_path: Path
             clock.sleep(14 if action == "suspend" else 0)
     session.wait(200)
     cases = ET.parse(tmp_path / "junit.xml").iter("testcase")
-    found = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
-    assert found.pop("test_hangs").startswith("time limit of 4 s: "), written()
-    assert found == dict.fromkeys(("test_long[1]", "test_long[2]") if how == "sbatch" else ("test_long[2]",), ""), (
+    failures = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
+    assert failures.pop("test_hangs").startswith("time limit of 4 s: "), written()
+    assert failures == dict.fromkeys(("test_long[1]", "test_long[2]") if how == "sbatch" else ("test_long[2]",), ""), (
         written()
     )
     assert re.search(r"n[12]: stopped, as in a suspended job, or very busy; time limits wait", written())

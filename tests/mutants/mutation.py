@@ -71,10 +71,10 @@ def edited(mutant: Mutant) -> dict[str, str]:
             if not path.is_file():
                 raise UpstreamChangedError(f"{mutant.id}: {edit.file} is gone from {_version(edit.package)}")
             texts[edit.file] = path.read_text(encoding="utf-8")
-        found = texts[edit.file].count(edit.old)
-        if found != edit.count:
+        count = texts[edit.file].count(edit.old)
+        if count != edit.count:
             raise UpstreamChangedError(
-                f"{mutant.id}: {edit.file} of {_version(edit.package)} holds this text {found} times, "
+                f"{mutant.id}: {edit.file} of {_version(edit.package)} holds this text {count} times, "
                 f"the edit was written for {edit.count}:\n{edit.old}"
             )
         texts[edit.file] = texts[edit.file].replace(edit.old, edit.new)

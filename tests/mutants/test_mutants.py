@@ -32,8 +32,8 @@ def cells(sightings: tuple[Sighting, ...]) -> tuple[tuple[str, str], ...]:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The installed stack; with the stand-in that one mutant needs, which nobody else imports."""
     wanted = cells(tuple(sighting for _, sighting in ALL))
-    with stack(tmp_path_factory.mktemp("sound"), (STAND_IN,), wanted) as found:
-        yield found
+    with stack(tmp_path_factory.mktemp("sound"), (STAND_IN,), wanted) as environment:
+        yield environment
 
 
 # A mutated copy has a fork server of its own, 15 s of a core.

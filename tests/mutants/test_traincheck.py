@@ -80,8 +80,8 @@ SEEN = (
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     cells = tuple((seen.sighting.driver, seen.sighting.cell) for seen in SEEN)
-    with stack(tmp_path_factory.mktemp("installed"), (), cells) as found:
-        yield found
+    with stack(tmp_path_factory.mktemp("installed"), (), cells) as environment:
+        yield environment
 
 
 @pytest.mark.nightly
@@ -121,5 +121,5 @@ def test_what_is_caught_names_its_mutant_or_its_cell() -> None:
     for name, (_, verdict) in VERDICTS.items():
         if "**caught**" in verdict:
             cells = [seen.sighting for seen in SEEN if seen.id == name]
-            named = any(f"`{one.cell}:{one.check}`" in verdict for one in cells)
+            named = any(f"`{cell.cell}:{cell.check}`" in verdict for cell in cells)
             assert named or any(f"`{mutant}`" in verdict for mutant in BY_ID), name

@@ -76,9 +76,9 @@ def launcher(tmp_path: Path, executor: Executor) -> Iterator[NodesLauncher]:
 
 def join(launcher: NodesLauncher, name: str) -> tuple[Channel, str]:
     """Join under that name; return the channel, and why the session refuses it."""
-    found = re.search(r"join 127\.0\.0\.1:(\d+)", launcher.ready())
-    assert found
-    connection = socket.create_connection(("127.0.0.1", int(found[1])), timeout=5)
+    match = re.search(r"join 127\.0\.0\.1:(\d+)", launcher.ready())
+    assert match
+    connection = socket.create_connection(("127.0.0.1", int(match[1])), timeout=5)
     channel = Channel(connection, TOKEN.encode(), serves=False)
     channel.send({"name": name, "pid": 1, "boot": ""})
     return channel, channel.receive().get("refused", "")

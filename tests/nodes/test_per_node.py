@@ -88,9 +88,9 @@ def test_checks(driver: str, cell: str, check: str, reason: str | None) -> None:
 
 def test_the_first_rank_of_a_node() -> None:
     ranks = [World(rank, 4, rank % 2, "cpu") for rank in range(4)]
-    assert [one.rank for one in ranks if one.writes_first] == [0]
+    assert [world.rank for world in ranks if world.writes_first] == [0]
     ranks = [World(rank, 4, rank % 2, "cpu", own_disks=True) for rank in range(4)]
-    assert [one.rank for one in ranks if one.writes_first] == [0, 2]
+    assert [world.rank for world in ranks if world.writes_first] == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def test_a_run_stops_to_wait(why: str, ray: MadeUpRay, monkeypatch: pytest.Monke
     ray.busy = 100
     if why == "limit":
         monkeypatch.setattr(executor, "DEVICES_S", 0)
-    found = answers(ASKED, lambda: why == "replaced")
-    assert found == [{"refused": WAITS}]
+    answer = answers(ASKED, lambda: why == "replaced")
+    assert answer == [{"refused": WAITS}]
     assert len(ray.removed) == 1
 
 

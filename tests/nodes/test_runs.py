@@ -185,9 +185,9 @@ def test_an_agent_that_is_killed_is_started_again(
     def kill() -> None:
         clock.wait_until(started.exists, 120, every=0.1)
         sessions = [
-            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
+            child for child in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in child.cmdline()
         ]
-        (agent,) = (one for session in sessions for one in session.children() if one.cmdline()[-1] == "n2")
+        (agent,) = (child for session in sessions for child in session.children() if child.cmdline()[-1] == "n2")
         below.extend([agent, *agent.children(recursive=True)])
         agent.send_signal(number)
 
@@ -204,8 +204,8 @@ def test_an_agent_that_is_killed_is_started_again(
 def session_of(directory: Path) -> psutil.Process:
     """Return the process of the session that runs in that directory."""
     basetemp = f"--basetemp={directory / 'basetemp'}"
-    (found,) = (one for one in psutil.Process().children() if basetemp in one.cmdline())
-    return found
+    (session,) = (child for child in psutil.Process().children() if basetemp in child.cmdline())
+    return session
 
 
 STOPS = """
@@ -230,12 +230,12 @@ def test_nodes_that_are_stopped_for_some_time_are_not_lost(run_pytest: RunPytest
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
         session = session_of(tmp_path)
         below = session.children(recursive=True)
-        for one in below:
-            one.suspend()
+        for process in below:
+            process.suspend()
         # Longer than a cut link, and than the time limit.
         time.sleep(12)
-        for one in below:
-            one.resume()
+        for process in below:
+            process.resume()
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -261,9 +261,9 @@ def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_p
     def stop() -> None:
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
         session = session_of(tmp_path)
-        held.extend(one for one in session.children() if "n2" in one.cmdline())
-        for one in held:
-            one.suspend()
+        held.extend(child for child in session.children() if "n2" in child.cmdline())
+        for process in held:
+            process.suspend()
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -273,7 +273,7 @@ def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_p
     assert run.outcomes == {"test_stops": "failed"}, run.out
     said = "rank 1 on n2 was lost with its node: its agent has not run for 0.05 minutes, though the node answers"
     assert run.text("test_stops").startswith(said), run.text("test_stops")
-    assert not [one for one in held if one.is_running()]
+    assert not [process for process in held if process.is_running()]
 
 
 BEFORE = """

@@ -35,7 +35,10 @@ def run_on(nodes: int, run_pytest: RunPytest, directory: Path, *args: str) -> tu
 
 
 def verdicts(report: Report) -> dict[tuple[str, str, str], tuple[Any, ...]]:
-    return {(one.suite, one.cell.replace("-n2", ""), one.check): (one.status, one.reasons) for one in report.results}
+    return {
+        (result.suite, result.cell.replace("-n2", ""), result.check): (result.status, result.reasons)
+        for result in report.results
+    }
 
 
 def test_verdicts_equal_those_on_one_node(run_pytest: RunPytest, directory: Path) -> None:

@@ -43,8 +43,8 @@ def test_each_worker_has_its_runs_on_its_node(run_pytest: RunPytest, tmp_path: P
     # xdist writes the worker first.
     assert re.search(r"^rank 1 on n[12] was killed by SIGKILL", run.text("test_killed"), re.MULTILINE)
     timeline = Report.read(tmp_path / "r.json").session["timeline"]
-    assert {(one["worker"], one["device"].split()[0]) for one in timeline} == {("gw0", "n1"), ("gw1", "n2")}
-    assert {one["who"].partition("[")[0] for one in timeline} == {"test_it.py::test_sum", "test_it.py::test_killed"}
+    assert {(span["worker"], span["device"].split()[0]) for span in timeline} == {("gw0", "n1"), ("gw1", "n2")}
+    assert {span["who"].partition("[")[0] for span in timeline} == {"test_it.py::test_sum", "test_it.py::test_killed"}
 
 
 PREEMPTED = """
@@ -72,12 +72,14 @@ def test_runs_move_from_a_node_that_is_preempted(run_pytest: RunPytest, tmp_path
     others = dict.fromkeys((f"test_other[{n}]" for n in range(6)), "passed")
     assert run.outcomes == {"test_preempted": "failed", **others}, run.out
     said = r"^rank 0 on (n[12]) was lost with its node: its agent got SIGTERM$"
-    found = re.search(said, run.text("test_preempted"), re.MULTILINE)
-    assert found, run.out
-    lost, other = ("n1", "n2") if found[1] == "n1" else ("n2", "n1")
+    match = re.search(said, run.text("test_preempted"), re.MULTILINE)
+    assert match, run.out
+    lost, other = ("n1", "n2") if match[1] == "n1" else ("n2", "n1")
     assert f"distcompat: {lost} is lost; {other} has the runs from now on" in run.out
     timeline = Report.read(tmp_path / "r.json").session["timeline"]
-    assert {("gw0", other), ("gw1", other)} <= {(one["worker"], one["device"].split()[0]) for one in timeline}, run.out
+    assert {("gw0", other), ("gw1", other)} <= {(span["worker"], span["device"].split()[0]) for span in timeline}, (
+        run.out
+    )
 
 
 @pytest.mark.nightly

@@ -51,10 +51,10 @@ class Run(RunOfPytest):
         return dict(self.of(name)["sections"])
 
     def command(self, name: str, title: str) -> str:
-        """A command that the failure's text shows after that title."""
-        found = [line for line in self.text(name).splitlines() if line.startswith(title + ": ")]
-        assert len(found) == 1, self.text(name)
-        return found[0].removeprefix(title + ": ")
+        """Return the command that the failure's text shows after that title."""
+        lines = [line for line in self.text(name).splitlines() if line.startswith(title + ": ")]
+        assert len(lines) == 1, self.text(name)
+        return lines[0].removeprefix(title + ": ")
 
 
 RunPytest = Callable[..., Run]
@@ -91,7 +91,7 @@ def run_pytest(environment: dict[str, str]) -> RunPytest:
 
 @pytest.fixture(scope="session")
 def torchrun(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    """Run a file of tests on two ranks; what it is named for keeps its directory."""
+    """Run a file of tests on two ranks, in a directory of its own."""
 
     def run(source: str | Path, *args: str, known: str = "") -> Run:
         directory = tmp_path_factory.mktemp("inside")
@@ -109,18 +109,18 @@ def torchrun(environment: dict[str, str], tmp_path_factory: pytest.TempPathFacto
     return run
 
 
-#: torchrun's own table of the ranks that ended other than well.
+#: A rank that failed, in the table that torchrun prints.
 _CODES = re.compile(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)")
 
 
 def codes(run: Run) -> dict[int, int]:
-    """The exit codes of ranks, those that are not 0."""
+    """Return the exit codes by rank, without those that are 0."""
     return {int(rank): int(code) for rank, code in _CODES.findall(run.out)}
 
 
 @pytest.fixture(scope="session")
 def run_command(environment: dict[str, str]) -> Callable[[str, Path], tuple[int, str]]:
-    """Run a command line as a user would paste it: exit code and output."""
+    """Run a command line as a user would paste it; return the exit code and the output."""
 
     def run(command: str, directory: Path) -> tuple[int, str]:
         done = subprocess.run(
@@ -138,44 +138,48 @@ def run_command(environment: dict[str, str]) -> Callable[[str, Path], tuple[int,
     return run
 
 
-#: From a driver and the id of a cell to the names of the checks that have an item there.
+#: (driver, cell id) -> names of the checks that have an item in the cell.
 Concerned = Callable[[type[Driver], str], list[str]]
-#: From a driver and the ids of cells to how many runs their items need.
+#: (driver, *cell ids) -> number of runs that the cells' items need.
 Runs = Callable[..., int]
 
 
-def _concerned(driver: type[Driver], cell: str) -> list[str]:
-    return [
-        name
-        for name, check in CHECKS.by_name.items()
-        if not check.limit and not check.not_applicable(Cell.parse(cell), driver)
-    ]
+def _concerned(driver: type[Driver], cell_id: str) -> list[str]:
+    cell = Cell.parse(cell_id)
+    names = []
+    for name, check in CHECKS.by_name.items():
+        if check.limit or check.not_applicable(cell, driver):
+            continue
+        names.append(name)
+    return names
 
 
 @pytest.fixture(scope="session")
 def concerned() -> Concerned:
-    """In a run without limits."""
+    """Return the checks of a cell in a session without limits such as ``--distcompat-throughput``."""
     return _concerned
 
 
 @pytest.fixture(scope="session")
 def runs() -> Runs:
-    """Each distinct one once: those that go on from another belong to their cell, a reference to all."""
+    """Count distinct runs: a run that goes on from another belongs to its cell, a reference to all cells."""
 
-    def count(driver: type[Driver], *cells: str) -> int:
-        found = set()
-        for cell in map(Cell.parse, cells):
-            for name in _concerned(driver, cell.id):
+    def count(driver: type[Driver], *cell_ids: str) -> int:
+        distinct = set()
+        for cell_id in cell_ids:
+            cell = Cell.parse(cell_id)
+            for name in _concerned(driver, cell_id):
                 for run in CHECKS.get(name).runs(cell, driver).runs:
-                    found.add((run.name, run.cell(cell), cell if run.after else cell.world_size))
-        return len(found)
+                    owner = cell if run.after else cell.world_size
+                    distinct.add((run.name, run.cell(cell), owner))
+        return len(distinct)
 
     return count
 
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has; and no options but the test's."""
+    """Hide this machine's GPUs, and options of the outer pytest."""
     monkeypatch.setattr(devices, "gpu_uuids", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
@@ -184,7 +188,10 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class FakeRanks:
-    """Stands for a launcher: notes what is asked and answers by ``answer``. Its static methods make the answers."""
+    """A launcher without processes: it records requests and answers them by ``answer``.
+
+    Its static methods make the answers.
+    """
 
     answer: Callable[[Request], Ending]
     requests: list[Request] = field(default_factory=list)
@@ -213,25 +220,26 @@ class FakeRanks:
 
     @staticmethod
     def phases(**changed: Phase) -> tuple[Phase, ...]:
-        """The phases of a test that passes, but for those that are given by name."""
+        """Return the phases of a test that passes, with those given by name instead."""
         return tuple(changed.get(when, Phase(when, "passed")) for when in ("setup", "call", "teardown"))
 
     @staticmethod
     def well(world_size: int = 2) -> Ending:
-        """All ranks ran the test to its end."""
-        return FakeRanks.ending(*((RankEnd(rank, "done"), FakeRanks.phases()) for rank in range(world_size)))
+        """Return the ending of a run in which all ranks ran the test to its end."""
+        ends = [(RankEnd(rank, "done"), FakeRanks.phases()) for rank in range(world_size)]
+        return FakeRanks.ending(*ends)
 
     @staticmethod
     def ending(*ranks: tuple[RankEnd, Sequence[Phase]], **more: Any) -> Ending:
-        """An ending with these ranks, each with the phases that it wrote."""
-        return Ending(
-            tuple(end for end, _ in ranks), {end.rank: found for end, found in ranks}, command="torchrun ...", **more
-        )
+        """Return an ending with these ranks, each with the phases that it wrote."""
+        ends = tuple(end for end, _ in ranks)
+        phases_by_rank = {end.rank: phases for end, phases in ranks}
+        return Ending(ends, phases_by_rank, command="torchrun ...", **more)
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
-    """No process is started: every run ends well, until the test says otherwise."""
+    """Start no process: every run ends well, until the test sets another ``answer``."""
     fake = FakeRanks(lambda request: FakeRanks.well(request.world_size))
     monkeypatch.setitem(LAUNCHERS, "warm", fake)
     return fake

@@ -1,4 +1,4 @@
-"""A test that writes what its rank is like: all of a process that code could tell warm ranks from torchrun's by."""
+"""A test that writes the state of its rank's process: all by which code could tell warm ranks from torchrun's."""
 
 import concurrent
 import gc
@@ -55,21 +55,24 @@ def limits() -> dict[str, tuple[int, int]]:
 
 
 def descriptors() -> list[str]:
-    """Return what is open, each kind as often as it is; without numbers that each process has of its own."""
-    found = []
+    """Return the kinds of open files, each as often as it is open, without numbers that differ in each process."""
+    names = []
     for link in Path("/proc/self/fd").iterdir():
         try:
             opened = str(link.readlink())
         except FileNotFoundError:  # the directory itself
             continue
-        found.append(opened.partition(":[")[0] if ":[" in opened else Path(opened).name)
-    return found
+        names.append(opened.partition(":[")[0] if ":[" in opened else Path(opened).name)
+    return names
 
 
 def handlers() -> dict[str, str]:
-    return {
-        one.name: getattr(signal.getsignal(one), "__qualname__", str(signal.getsignal(one))) for one in signal.Signals
-    }
+    """Return the handler of each signal, by the names of both."""
+    names = {}
+    for number in signal.Signals:
+        handler = signal.getsignal(number)
+        names[number.name] = getattr(handler, "__qualname__", str(handler))
+    return names
 
 
 def main_module() -> dict[str, object]:
@@ -81,69 +84,69 @@ def main_module() -> dict[str, object]:
 
 
 def fingerprint(config: pytest.Config) -> dict[str, object]:
-    """Return all as plain data. What is a list is compared as a set with counts."""
+    """Return all facts as plain data. Lists are compared without their order."""
     here = str(Path(__file__).parent)
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
-    found: dict[str, object] = {f"modules of {one.__name__}": reachable(one) for one in PACKAGES}
-    found["sys.path"] = " ".join(sys.path).replace(here, "HERE")
-    found["sys.argv"] = " ".join(sys.argv)
-    found["sys.orig_argv"] = " ".join(sys.orig_argv)
-    found["sys.flags"] = str(sys.flags)
-    found["sys.warnoptions"] = sys.warnoptions
-    found["sys._xoptions"] = dict(sys._xoptions)
-    found["sys.excepthook"] = sys.excepthook.__qualname__
-    found["recursion limit"] = sys.getrecursionlimit()
-    found["hooks"] = [str(sys.gettrace()), str(sys.getprofile()), str(threading.gettrace())]
-    found["__main__"] = main_module()
-    found["environment"] = {
+    facts: dict[str, object] = {f"modules of {package.__name__}": reachable(package) for package in PACKAGES}
+    facts["sys.path"] = " ".join(sys.path).replace(here, "HERE")
+    facts["sys.argv"] = " ".join(sys.argv)
+    facts["sys.orig_argv"] = " ".join(sys.orig_argv)
+    facts["sys.flags"] = str(sys.flags)
+    facts["sys.warnoptions"] = sys.warnoptions
+    facts["sys._xoptions"] = dict(sys._xoptions)
+    facts["sys.excepthook"] = sys.excepthook.__qualname__
+    facts["recursion limit"] = sys.getrecursionlimit()
+    facts["hooks"] = [str(sys.gettrace()), str(sys.getprofile()), str(threading.gettrace())]
+    facts["__main__"] = main_module()
+    facts["environment"] = {
         name: "" if name in VOLATILE else value.replace(here, "HERE") for name, value in os.environ.items()
     }
-    found["working directory"] = Path.cwd() == Path(here)
-    found["leads its session"] = os.getsid(0) == os.getpid()
-    found["leads its group"] = os.getpgid(0) == os.getpid()
-    found["multiprocessing"] = {
+    facts["working directory"] = Path.cwd() == Path(here)
+    facts["leads its session"] = os.getsid(0) == os.getpid()
+    facts["leads its group"] = os.getpgid(0) == os.getpid()
+    facts["multiprocessing"] = {
         "parent": str(multiprocessing.parent_process()),
         "name": multiprocessing.current_process().name,
         "daemon": multiprocessing.current_process().daemon,
         "start method": multiprocessing.get_start_method(allow_none=True),
         "children": len(multiprocessing.active_children()),
     }
-    found["signal handlers"] = handlers()
-    found["signal masks"] = {name: status[name] for name in ("SigBlk", "SigIgn", "SigCgt")}
-    found["gc"] = {
+    facts["signal handlers"] = handlers()
+    facts["signal masks"] = {name: status[name] for name in ("SigBlk", "SigIgn", "SigCgt")}
+    facts["gc"] = {
         "enabled": gc.isenabled(),
         "threshold": gc.get_threshold(),
         "debug": gc.get_debug(),
         "callbacks": len(gc.callbacks),
     }
-    found["gc freezes objects"] = gc.get_freeze_count() > 0
-    found["umask"] = status["Umask"]
-    found["limits"] = limits()
-    found["descriptors"] = descriptors()
-    found["threads"] = [thread.name for thread in threading.enumerate()]
-    found["native threads"] = status["Threads"]
-    found["locale"] = [locale.setlocale(locale.LC_ALL), locale.getpreferredencoding(False), sys.getfilesystemencoding()]
-    found["warnings filters"] = [str(one) for one in warnings.filters]
-    found["torch"] = {
+    facts["gc freezes objects"] = gc.get_freeze_count() > 0
+    facts["umask"] = status["Umask"]
+    facts["limits"] = limits()
+    facts["descriptors"] = descriptors()
+    facts["threads"] = [thread.name for thread in threading.enumerate()]
+    facts["native threads"] = status["Threads"]
+    facts["locale"] = [locale.setlocale(locale.LC_ALL), locale.getpreferredencoding(False), sys.getfilesystemencoding()]
+    facts["warnings filters"] = [str(rule) for rule in warnings.filters]
+    facts["torch"] = {
         "threads": torch.get_num_threads(),
         "interop threads": torch.get_num_interop_threads(),
         "dtype": str(torch.get_default_dtype()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    found["hash seed"] = bool(sys.flags.hash_randomization)
-    found["nice"] = os.nice(0)
-    found["affinity"] = len(os.sched_getaffinity(0))
-    found["streams"] = {name: type(getattr(sys, name)).__name__ for name in ("stdin", "stdout", "stderr")}
-    found["logging"] = {
+    facts["hash seed"] = bool(sys.flags.hash_randomization)
+    facts["nice"] = os.nice(0)
+    facts["affinity"] = len(os.sched_getaffinity(0))
+    facts["streams"] = {name: type(getattr(sys, name)).__name__ for name in ("stdin", "stdout", "stderr")}
+    facts["logging"] = {
         "level": logging.getLogger().level,
-        "handlers": [type(one).__name__ for one in logging.getLogger().handlers],
+        "handlers": [type(handler).__name__ for handler in logging.getLogger().handlers],
     }
-    found["imported psutil"] = "psutil" in sys.modules
+    facts["imported psutil"] = "psutil" in sys.modules
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
-    found["parent"] = "torch.distributed.run" in parent
-    found["meta path"] = [str(getattr(one, "__name__", type(one).__name__)) for one in sys.meta_path]
-    found["terminal reporter"] = config.pluginmanager.hasplugin("terminalreporter")
-    return found
+    facts["parent"] = "torch.distributed.run" in parent
+    facts["meta path"] = [str(getattr(finder, "__name__", type(finder).__name__)) for finder in sys.meta_path]
+    facts["terminal reporter"] = config.pluginmanager.hasplugin("terminalreporter")
+    return facts
 
 
 @pytest.mark.distcompat(world_size=2)

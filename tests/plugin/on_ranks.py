@@ -149,8 +149,8 @@ def test_odd_ids(x: str, rank: int) -> None:
     assert x in ODD
 
 
-def closure(one: int) -> Callable[[], int]:
-    return lambda: one
+def closure(value: int) -> Callable[[], int]:
+    return lambda: value
 
 
 @mark

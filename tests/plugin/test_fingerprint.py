@@ -25,9 +25,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 @dataclass(frozen=True)
 class Way:
-    """How a test comes to its ranks: the command in front of pytest, and its options, which the command line must not show."""
+    """How a test is started on ranks."""
 
+    #: The command in front of pytest.
     launch: tuple[str, ...] = ()
+    #: Options of pytest, given in the ini file: the fingerprint has the command line.
     options: str = ""
 
 
@@ -43,8 +45,8 @@ PLAIN = Way(TORCHRUN, "-p no:distcompat")
 def fingerprint(
     environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Way], Mapping[str, Any]]:
-    """Return the fingerprint of rank 0 of a test that comes to its ranks that way."""
-    # It hides GPUs from everybody, and so what hides them from ours.
+    """Return the fingerprint of rank 0 of a test that is started that way."""
+    # The fixture hides GPUs from all ranks; here only our own way to hide them may count.
     environment = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
 
     def run(way: Way) -> Mapping[str, Any]:
@@ -56,14 +58,14 @@ def fingerprint(
         result = recorded(directory, [*way.launch, "-m", "pytest", *RECORDED], environment)
         written = directory / "rank-0.json"
         assert written.exists(), result.out
-        found: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
-        return found
+        content: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
+        return content
 
     return run
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
-    """Return by its name each thing that differs, with both values."""
+    """Return both values of each fact that differs, by its name."""
     differing = {}
     for name, value in expected.items():
         if isinstance(value, dict):
@@ -81,7 +83,7 @@ def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
 
 
 def documented() -> dict[str, set[str]]:
-    """Return the ways in which each thing differs, as the table of the page says, and the sentence below it."""
+    """Return the ways in which each fact differs, by the table of the page and the sentence below it."""
     section = PAGE.read_text(encoding="utf-8").partition("## Warm ranks and torchrun's")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| ([a-z, ]+) \| \S.* \|$", section, re.MULTILINE)
     if has_accelerator():
@@ -93,17 +95,17 @@ def test_each_difference_from_torchruns_ranks_stands_in_the_docs(
     fingerprint: Callable[[Way], Mapping[str, Any]],
 ) -> None:
     plain = fingerprint(PLAIN)
-    found: dict[str, set[str]] = {}
+    ways_by_difference: dict[str, set[str]] = {}
     details = []
     for name, way in WAYS.items():
         for thing, values in differences(fingerprint(way), plain).items():
-            found.setdefault(thing, set()).add(name)
+            ways_by_difference.setdefault(thing, set()).add(name)
             details.append(f"{name}: {thing}: {values}")
-    assert found == documented(), "\n".join(details)
+    assert ways_by_difference == documented(), "\n".join(details)
 
 
 def test_a_difference_has_a_name_in_each_kind_of_value() -> None:
     expected = {"one": {"a": 1, "b": 2}, "two": ["x", "y"], "three": "t"}
-    found = {"one": {"a": 1, "b": 3}, "two": ["y", "x", "x"], "three": "u"}
-    assert set(differences(found, expected)) == {"one b", "two", "three"}
+    facts = {"one": {"a": 1, "b": 3}, "two": ["y", "x", "x"], "three": "u"}
+    assert set(differences(facts, expected)) == {"one b", "two", "three"}
     assert not differences(expected, expected)

@@ -101,8 +101,8 @@ def verdicts(torchrun: Torchrun) -> Run:
 
 
 def test_every_test_has_one_verdict_and_never_a_weaker_one_than_its_worst_rank(verdicts: Run) -> None:
-    found = {name: end for name, end in verdicts.outcomes.items() if "TestSuite" not in name}
-    assert found == ENDS, verdicts.out
+    outcomes = {name: end for name, end in verdicts.outcomes.items() if "TestSuite" not in name}
+    assert outcomes == ENDS, verdicts.out
     assert {end for name, end in verdicts.outcomes.items() if "TestSuite" in name} == {"skipped"}
 
 
@@ -128,7 +128,7 @@ def test_rank_0_alone_reports(verdicts: Run) -> None:
     properties = next(case for case in cases if case.get("name") == "test_property").iter("property")
     expected = [("same", "2"), ("of rank", "0"), ("of rank (rank 1)", "1")]
     assert [
-        (one.get("name"), one.get("value")) for one in properties if "distcompat" not in str(one.get("name"))
+        (prop.get("name"), prop.get("value")) for prop in properties if "distcompat" not in str(prop.get("name"))
     ] == expected
     assert len(cases) == len({case.get("name") for case in cases}) == len(verdicts.outcomes)
     assert verdicts.sections("test_one_fails")["Captured stdout call (rank 1)"] == "printed by 1\n"

@@ -129,13 +129,13 @@ def test_every_option_is_tried() -> None:
 @pytest.mark.parametrize("name", ALL_OPTIONS)
 def test_the_command_line_wins_over_ini_and_ini_over_the_default(name: str, pytester: pytest.Pytester) -> None:
     in_ini, on_line, value = RIGHT[name]
-    found = setting(pytester.parseconfigure(), name)
-    assert (found.text, found.origin) == (ALL_OPTIONS[name].default, "default")
+    configured = setting(pytester.parseconfigure(), name)
+    assert (configured.text, configured.origin) == (ALL_OPTIONS[name].default, "default")
     ini(pytester, **{name: in_ini})
-    found = setting(pytester.parseconfigure(), name)
-    assert (found.text, found.origin) == (in_ini, "ini")
-    found = setting(pytester.parseconfigure(f"{ALL_OPTIONS[name].flag}={on_line}"), name)
-    assert (found.value, found.text, found.origin) == (value, on_line, "option")
+    configured = setting(pytester.parseconfigure(), name)
+    assert (configured.text, configured.origin) == (in_ini, "ini")
+    configured = setting(pytester.parseconfigure(f"{ALL_OPTIONS[name].flag}={on_line}"), name)
+    assert (configured.value, configured.text, configured.origin) == (value, on_line, "option")
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG)
@@ -156,8 +156,8 @@ def test_a_wrong_value_is_a_usage_error_that_lists_the_right_ones(
 @pytest.mark.parametrize("name", [name for name, option in ALL_OPTIONS.items() if option.default == ""])
 def test_an_empty_value_on_the_command_line_wins(name: str, pytester: pytest.Pytester) -> None:
     ini(pytester, **{name: RIGHT[name][0]})
-    found = setting(pytester.parseconfigure(f"{ALL_OPTIONS[name].flag}="), name)
-    assert (bool(found.value), found.text, found.origin) == (False, "", "option")
+    configured = setting(pytester.parseconfigure(f"{ALL_OPTIONS[name].flag}="), name)
+    assert (bool(configured.value), configured.text, configured.origin) == (False, "", "option")
 
 
 def test_a_shell_variable_that_is_not_set_is_no_number(pytester: pytest.Pytester) -> None:
@@ -247,9 +247,9 @@ def test_walks_are_selected_by_strategy_alone(pytester: pytest.Pytester) -> None
         "class TestIt(CompatSuite):\n    driver = 'torch'\n    matrix = Matrix(('ddp', 'fsdp2'), ('fp32', 'bf16_upcast'))\n"
     )
     flags = ("--distcompat-profile=walk", "--distcompat-precisions=bf16_upcast", "--distcompat-strategies=fsdp2")
-    found = pytester.runpytest("--co", "-q", "--distcompat-gpus=0", *flags)
-    found.stdout.fnmatch_lines(["*fsdp2-fp32-w2-model_mlp:walk*"])
-    found.stdout.no_fnmatch_line("*ddp*")
+    result = pytester.runpytest("--co", "-q", "--distcompat-gpus=0", *flags)
+    result.stdout.fnmatch_lines(["*fsdp2-fp32-w2-model_mlp:walk*"])
+    result.stdout.no_fnmatch_line("*ddp*")
 
 
 def test_the_summary_says_how_to_draw_the_same_walks_again(pytester: pytest.Pytester) -> None:
@@ -263,7 +263,7 @@ def test_the_summary_says_how_to_draw_the_same_walks_again(pytester: pytest.Pyte
         "from pytest_distcompat import CompatSuite, Matrix\n"
         "class TestIt(CompatSuite):\n    driver = 'accelerate'\n    matrix = Matrix(('ddp',), ('fp32',))\n"
     )
-    found = pytester.runpytest_subprocess("--distcompat-profile=walk", "--distcompat-gpus=0", "-rP", "-p", "no:xdist")
-    assert found.ret == 0
+    result = pytester.runpytest_subprocess("--distcompat-profile=walk", "--distcompat-gpus=0", "-rP", "-p", "no:xdist")
+    assert result.ret == 0
     again = "distcompat walk --driver accelerate --cell ddp-fp32-w2-model_mlp --seed 17"
-    found.stdout.fnmatch_lines(["drawn by 17", f"walks drawn by seed 17, again: {again}"])
+    result.stdout.fnmatch_lines(["drawn by 17", f"walks drawn by seed 17, again: {again}"])

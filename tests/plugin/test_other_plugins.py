@@ -55,7 +55,7 @@ def test_a_test_is_run_again_on_all_ranks_or_none(args: list[str], run_pytest: R
     assert again == ["test_by_option", "test_by_mark", "test_by_mark"]
     for name, times in (("option", 2), ("mark", 3), ("never", 1)):
         pids = [(tmp_path / f"{name}-{rank}").read_text(encoding="utf-8").split() for rank in range(2)]
-        assert [len(one) for one in pids] == [times, times], name
+        assert [len(pid) for pid in pids] == [times, times], name
         # Each time on new ranks.
         assert len({*pids[0], *pids[1]}) == 2 * times
 
@@ -146,8 +146,8 @@ def test_coverage_counts_lines_run_on_ranks(run_pytest: RunPytest, tmp_path: Pat
     )
     run = run_pytest(tmp_path, "--cov", "--cov-report=json")
     assert run.outcomes == {"test": "passed", "test_fails": "failed"}, run.out
-    found = json.loads((tmp_path / "coverage.json").read_text(encoding="utf-8"))["files"]["trainer.py"]
-    missing = [TRAINER.splitlines()[number - 1].strip() for number in found["missing_lines"]]
+    content = json.loads((tmp_path / "coverage.json").read_text(encoding="utf-8"))["files"]["trainer.py"]
+    missing = [TRAINER.splitlines()[number - 1].strip() for number in content["missing_lines"]]
     assert missing == ["return 1"], run.out
 
 

@@ -88,9 +88,9 @@ def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> 
     hook = item.config.hook
     data = hook.pytest_report_to_serializable(config=item.config, report=report)
     travelled = hook.pytest_report_from_serializable(config=item.config, data=json.loads(json.dumps(data)))
-    for one in (report, travelled):
-        assert one.longreprtext == str(one.longrepr) == "in short\n\n  the whole", message
-        longrepr: Any = one.longrepr
+    for each_report in (report, travelled):
+        assert each_report.longreprtext == str(each_report.longrepr) == "in short\n\n  the whole", message
+        longrepr: Any = each_report.longrepr
         assert str(longrepr.reprcrash) == "helper.py:4: shorter", message
 
 

@@ -56,8 +56,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def reached(path: Path) -> dict[str, set[Context]]:
     """The contexts of each branch of the library."""
-    found = read_map(path).coverage_of(FILE)
-    return {one.branch.arrow: set(one.contexts) for one in found.branches()}
+    reach_map = read_map(path).coverage_of(FILE)
+    return {branch.branch.arrow: set(branch.contexts) for branch in reach_map.branches()}
 
 
 @pytest.mark.usefixtures("library")
@@ -174,22 +174,22 @@ def test_branches_of_a_real_cell_have_its_name_and_action(tmp_path: Path, run_py
     run = run_pytest(tmp_path, "-n2", "--distcompat-reach=r.sqlite", "-k", "names")
     assert run.code == 0, run.out
     assert "reach: r.sqlite" in run.out
-    found = read_map(tmp_path / "r.sqlite")
-    accelerator = found.coverage_of(FileId("accelerate", "accelerator.py"))
-    by_name = {one.function.name: one for one in accelerator.functions()}
+    reach_map = read_map(tmp_path / "r.sqlite")
+    accelerator = reach_map.coverage_of(FileId("accelerate", "accelerator.py"))
+    by_name = {function.function.name: function for function in accelerator.functions()}
     ddp, fsdp2 = (f"accelerate/{strategy}-fp32-w2" for strategy in ("ddp", "fsdp2"))
     prepared = by_name["Accelerator.prepare"].contexts
-    assert {(one.place, one.action) for one in prepared} == {(ddp, "build"), (fsdp2, "build")}
+    assert {(branch.place, branch.action) for branch in prepared} == {(ddp, "build"), (fsdp2, "build")}
     # A branch with its way: only FSDP2 is prepared here.
     branches = by_name["Accelerator.prepare"].branches
-    own = [one for one in branches if {context.place for context in one.contexts} == {fsdp2}]
-    assert "fsdp" in " ".join(one.branch.text for one in own)
+    own = [branch for branch in branches if {context.place for context in branch.contexts} == {fsdp2}]
+    assert "fsdp" in " ".join(branch.branch.text for branch in own)
     # Steps and saves are told apart from what is built.
-    sharded = found.coverage_of(FileId("torch", "distributed/fsdp/_fully_shard/_fsdp_param_group.py"))
-    unshard = next(one for one in sharded.functions() if one.function.name == "FSDPParamGroup.unshard")
-    assert {one.place for one in unshard.contexts} == {fsdp2}
-    assert "step" in {one.action for one in unshard.contexts}
-    assert "build" not in {one.action for one in unshard.contexts}
+    sharded = reach_map.coverage_of(FileId("torch", "distributed/fsdp/_fully_shard/_fsdp_param_group.py"))
+    unshard = next(function for function in sharded.functions() if function.function.name == "FSDPParamGroup.unshard")
+    assert {context.place for context in unshard.contexts} == {fsdp2}
+    assert "step" in {context.action for context in unshard.contexts}
+    assert "build" not in {context.action for context in unshard.contexts}
 
 
 def write_example(path: Path, cell: str, taken: int, version: str = "1.0") -> Path:
@@ -198,9 +198,9 @@ def write_example(path: Path, cell: str, taken: int, version: str = "1.0") -> Pa
     from pytest_distcompat.ext.reach.branches import AnalysedFile
 
     file: SourceFile = AnalysedFile(source, FILE).file
-    found = ReachMap({"lib": version}, {FILE: file})
-    found.add(FILE, Context("torch", cell, "save"), Executed(0b11100, taken))
-    write_map(path, found)
+    reach_map = ReachMap({"lib": version}, {FILE: file})
+    reach_map.add(FILE, Context("torch", cell, "save"), Executed(0b11100, taken))
+    write_map(path, reach_map)
     return path
 
 
@@ -249,10 +249,12 @@ def test_ranks_of_other_nodes_are_in_the_map(tmp_path: Path, run_pytest: RunPyte
     (tmp_path / "test_suite.py").write_text(SUITE, encoding="utf-8")
     run = run_pytest(tmp_path, "--distcompat-nodes=2", "--distcompat-reach=r.sqlite", "-k", "ddp and names")
     assert run.code == 0, run.out
-    found = read_map(tmp_path / "r.sqlite")
-    assert {context.place for context in found.contexts()} == {"accelerate/ddp-fp32-w2-n2"}
-    accelerator = found.coverage_of(FileId("accelerate", "accelerator.py"))
-    assert next(one for one in accelerator.functions() if one.function.name == "Accelerator.prepare").contexts
+    reach_map = read_map(tmp_path / "r.sqlite")
+    assert {context.place for context in reach_map.contexts()} == {"accelerate/ddp-fp32-w2-n2"}
+    accelerator = reach_map.coverage_of(FileId("accelerate", "accelerator.py"))
+    assert next(
+        function for function in accelerator.functions() if function.function.name == "Accelerator.prepare"
+    ).contexts
 
 
 @pytest.mark.nightly
@@ -264,7 +266,7 @@ def test_a_rank_that_fails_leaves_what_it_executed(tmp_path: Path, run_pytest: R
     run = run_pytest(tmp_path, "--distcompat-reach=r.sqlite", "-k", "ddp and names")
     assert run.code == 1, run.out
     assert "it does not build" in run.out
-    found = read_map(tmp_path / "r.sqlite")
-    prepare = found.coverage_of(FileId("accelerate", "accelerator.py")).functions()
-    (contexts,) = (one.contexts for one in prepare if one.function.name == "Accelerator.prepare")
-    assert [(one.place, one.action) for one in contexts] == [("my_driver:Fails/ddp-fp32-w2", "build")]
+    reach_map = read_map(tmp_path / "r.sqlite")
+    prepare = reach_map.coverage_of(FileId("accelerate", "accelerator.py")).functions()
+    (contexts,) = (branch.contexts for branch in prepare if branch.function.name == "Accelerator.prepare")
+    assert [(context.place, context.action) for context in contexts] == [("my_driver:Fails/ddp-fp32-w2", "build")]

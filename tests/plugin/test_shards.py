@@ -56,16 +56,16 @@ def project(pytester: pytest.Pytester, ranks: FakeRanks) -> pytest.Pytester:
 def shard(project: pytest.Pytester, text: str, *args: str) -> tuple[Any, list[str]]:
     """The result of one shard, and the node ids of what ran."""
     result = project.inline_run(f"--distcompat-shard={text}", "--distcompat-report=r.json", *args)
-    return result, list(dict.fromkeys(one.nodeid for one in result.getreports("pytest_runtest_logreport")))
+    return result, list(dict.fromkeys(report.nodeid for report in result.getreports("pytest_runtest_logreport")))
 
 
 def test_all_shards_together_run_every_test_once(project: pytest.Pytester) -> None:
-    whole = {one.nodeid for one in project.inline_run().getreports("pytest_runtest_logreport")}
+    whole = {report.nodeid for report in project.inline_run().getreports("pytest_runtest_logreport")}
     ran = [shard(project, f"{n}/3")[1] for n in (1, 2, 3)]
-    assert Counter(nodeid for one in ran for nodeid in one) == Counter(whole)
+    assert Counter(nodeid for names in ran for nodeid in names) == Counter(whole)
     assert all(ran)
     # A module's tests, and a cell's, are in one shard.
-    places = [{nodeid.partition("::test_")[0].partition(":active")[0] for nodeid in one} for one in ran]
+    places = [{nodeid.partition("::test_")[0].partition(":active")[0] for nodeid in names} for names in ran]
     assert sum(map(len, places)) == len(set.union(*places)) == 7
 
 
@@ -79,7 +79,7 @@ def test_what_another_shard_runs_is_deselected(project: pytest.Pytester) -> None
 
 def test_a_keyword_selects_before_the_tests_are_divided(project: pytest.Pytester) -> None:
     ran = [shard(project, f"{n}/2", "-k", "test_cells")[1] for n in (1, 2)]
-    assert [len(one) for one in ran] == [2, 2]
+    assert [len(names) for names in ran] == [2, 2]
 
 
 def test_an_empty_shard_is_green_and_has_a_report(project: pytest.Pytester) -> None:

@@ -38,11 +38,11 @@ def test_a_simulated_verdict_is_no_pass(pytester: pytest.Pytester) -> None:
         ]
     )
     report = json.loads((pytester.path / "r.json").read_text(encoding="utf-8"))
-    assert {one["status"] for one in report["results"]} == {"simulated", "skipped"}
-    row = next(one for one in report["cells"] if one["cell"].startswith("fsdp2"))
+    assert {result["status"] for result in report["results"]} == {"simulated", "skipped"}
+    row = next(cell for cell in report["cells"] if cell["cell"].startswith("fsdp2"))
     assert row["not_applicable"]["parity"] == "simulated: no values were computed"
     assert len(row["tensor_bytes"]["parameters"]) == 64
-    assert {one["mesh"] for one in row["sent"]} == {"dp_shard"}
+    assert {sending["mesh"] for sending in row["sent"]} == {"dp_shard"}
     assert "simulated: no values were computed" in (pytester.path / "r.html").read_text(encoding="utf-8")
 
 

@@ -283,9 +283,9 @@ def inside(torchrun: Torchrun) -> Run:
 def test_inside_a_launch_subtests_are_each_ranks_own_and_count_in_their_phase(inside: Run) -> None:
     assert list(inside.outcomes) == list(ENDS), inside.out
     for name, expected in ENDS.items():
-        found = [report for report in inside.reports if report["nodeid"].partition("::")[2] == name]
+        reports = [report for report in inside.reports if report["nodeid"].partition("::")[2] == name]
         # Those of rank 0's subtests come first, and show nothing of ranks.
-        failed = [report["text"] for report in found if "reproduce: " in report["text"]]
+        failed = [report["text"] for report in reports if "reproduce: " in report["text"]]
         assert len(failed) == (expected is not None), inside.out
         if expected is not None:
             show(failed[0], *expected)

@@ -67,9 +67,9 @@ def test_a_base_class_of_suites_needs_no_driver(pytester: pytest.Pytester) -> No
     pytester.makepyfile(
         SUITE.replace("class TestX(CompatSuite):", "class TestBase(CompatSuite):\n    pass\n\nclass TestX(TestBase):")
     )
-    found = collect(pytester)
-    assert found
-    assert {item.partition("::")[0] for item in found} == {"TestX"}
+    collected = collect(pytester)
+    assert collected
+    assert {item.partition("::")[0] for item in collected} == {"TestX"}
 
 
 def test_one_item_for_each_check_in_each_cell_that_it_is_about(pytester: pytest.Pytester, concerned: Concerned) -> None:
@@ -276,12 +276,12 @@ def test_options_narrow_what_runs(pytester: pytest.Pytester, concerned: Concerne
     ddp, fsdp2 = CELLS[:2], CELLS[2:]
     assert len(collect(pytester)) == items_of(CELLS, TORCH, ACCELERATE)
     assert len(collect(pytester, "--distcompat-strategies=fsdp2")) == items_of(fsdp2, TORCH, ACCELERATE)
-    found = collect(pytester, "--distcompat-precisions=fp32", "--distcompat-strategies=ddp,zero3")
-    assert len(found) == items_of(ddp[:1], TORCH, ACCELERATE)
-    found = collect(pytester, "--distcompat-drivers=accelerate", "--distcompat-precisions=bf16_upcast")
-    assert len([name for name in found if name.startswith("TestY")]) == items_of([ddp[1], fsdp2[1]], ACCELERATE)
+    collected = collect(pytester, "--distcompat-precisions=fp32", "--distcompat-strategies=ddp,zero3")
+    assert len(collected) == items_of(ddp[:1], TORCH, ACCELERATE)
+    collected = collect(pytester, "--distcompat-drivers=accelerate", "--distcompat-precisions=bf16_upcast")
+    assert len([name for name in collected if name.startswith("TestY")]) == items_of([ddp[1], fsdp2[1]], ACCELERATE)
     # What is left of the other suite says that nothing is.
-    assert [name for name in found if name.startswith("TestX")] == ["TestX::test[no-cell]"]
+    assert [name for name in collected if name.startswith("TestX")] == ["TestX::test[no-cell]"]
 
 
 def test_narrowing_does_not_make_an_expectation_cover_no_cell(pytester: pytest.Pytester, concerned: Concerned) -> None:
@@ -346,10 +346,10 @@ def test_the_exception_class_separates_findings_from_failed_runs(
 
 def test_a_smoke_run_has_costly_checks_once_with_a_reason(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
-    found = collect(pytester, "--distcompat-profile=smoke")
-    assert [name for name in found if ":reshard]" in name] == ["TestX::test[fsdp2-bf16_upcast-w2:reshard]"]
-    assert [name for name in found if ":paths]" in name] == ["TestX::test[ddp-fp32-w2:paths]"]
-    assert len([name for name in found if ":resume]" in name]) == 2
+    collected = collect(pytester, "--distcompat-profile=smoke")
+    assert [name for name in collected if ":reshard]" in name] == ["TestX::test[fsdp2-bf16_upcast-w2:reshard]"]
+    assert [name for name in collected if ":paths]" in name] == ["TestX::test[ddp-fp32-w2:paths]"]
+    assert len([name for name in collected if ":resume]" in name]) == 2
 
 
 @pytest.mark.parametrize(
@@ -373,9 +373,9 @@ def test_a_profile_says_which_part_of_the_suites_own_matrix_it_leaves_out(
     result = pytester.runpytest_inprocess(
         f"--distcompat-profile={profile}", "-k", "ddp and not compile", "--maxfail=1", *more
     )
-    found = [text for text in result.outlines if " leaves out " in text]
-    assert len(found) == bool(line)
-    assert all(text.startswith(line) and text.endswith("(--distcompat-profile default runs them)") for text in found)
+    lines = [text for text in result.outlines if " leaves out " in text]
+    assert len(lines) == bool(line)
+    assert all(text.startswith(line) and text.endswith("(--distcompat-profile default runs them)") for text in lines)
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,8 @@ def test_a_failure_shows_the_line_that_declares_it(suite: pytest.Pytester) -> No
     again = suite.runpytest_inprocess("--distcompat-strategies=fsdp1,fsdp2", "--distcompat-report=2.json")
     assert again.ret == pytest.ExitCode.OK
     data = json.loads((suite.path / "2.json").read_text(encoding="utf-8"))
-    found = {one["cell"]: one["status"] for one in data["results"]}
-    assert (found["fsdp1-fp32-w2"], found["fsdp2-fp32-w2"]) == ("known", "refused")
+    status_by_cell = {result["cell"]: result["status"] for result in data["results"]}
+    assert (status_by_cell["fsdp1-fp32-w2"], status_by_cell["fsdp2-fp32-w2"]) == ("known", "refused")
 
 
 def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
@@ -215,11 +215,11 @@ def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["report: out.json"])
     data = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))
     assert data["format"] == 2
-    assert {found["cell"]: found["status"] for found in data["results"]} == STATUS
+    assert {result["cell"]: result["status"] for result in data["results"]} == STATUS
     run = data["session"]
     assert (run["device"], run["world_size"], run["runs"], run["versions"]) == ("cpu", 2, 12, versions())
     assert run["settings"]["gpus"] == {"value": "0", "from": "option"}
-    by_cell = {found["cell"]: found for found in data["results"]}
+    by_cell = {result["cell"]: result for result in data["results"]}
     assert by_cell["zero1-bf16_pure-w2"]["reason"] == "mine has no bf16_pure"
     known = by_cell["fsdp1-bf16_upcast-w2"]
     assert (known["suite"], known["driver"], known["check"]) == ("TestMine", "my_driver:Mine", "claim")

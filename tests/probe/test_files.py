@@ -217,11 +217,11 @@ def test_the_final_model_is_that_of_all_module_directories(modules: Path, last: 
     question = {"kind": "final", "path": str(modules / last), "checkpoints": [str(modules / "checkpoint-3")]}
     request.write_text(json.dumps(question), encoding="utf-8")
     reading.main(str(request), str(answer))
-    found = json.loads(answer.read_text(encoding="utf-8"))
-    assert (found["problem"], found["stored"]) == ("", True)
-    names = {info["name"] for info in found["unwrapped"]["parameters"]}
+    content = json.loads(answer.read_text(encoding="utf-8"))
+    assert (content["problem"], content["stored"]) == ("", True)
+    names = {info["name"] for info in content["unwrapped"]["parameters"]}
     assert names == {"0.encoder.weight", "2.linear.weight", "2.linear.bias"}
-    assert {key for file in found["files"] for key in file["keys"]} == names
+    assert {key for file in content["files"] for key in file["keys"]} == names
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ class Store:
     ids=["itself", "dict", "mapping", "nested", "named tuple", "dataclass", "object"],
 )
 def test_tensors_are_found_in_arguments(make: Callable[[torch.Tensor], Any]) -> None:
-    (found,) = tensors_fed([make(IDS), torch.tensor(1.0), "text", None, 3])
-    assert found is IDS
+    (tensors,) = tensors_fed([make(IDS), torch.tensor(1.0), "text", None, 3])
+    assert tensors is IDS
 
 
 def test_other_objects_are_ignored_if_there_is_a_tensor() -> None:

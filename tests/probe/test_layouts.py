@@ -43,12 +43,12 @@ def ranks(size: int) -> Iterator[int]:
 
 def parts(whole: torch.Tensor, sizes: tuple[int, ...], placements: list[Any]) -> list[Any]:
     """The part of each rank."""
-    found = []
+    pieces = []
     for _ in ranks(math.prod(sizes)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[-len(sizes) :])
         part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        found.append((layout_of(part), digest(part), local_of(part).numel()))
-    return found
+        pieces.append((layout_of(part), digest(part), local_of(part).numel()))
+    return pieces
 
 
 SHARDS = (Shard(0), Shard(1), Shard(2))
@@ -68,13 +68,13 @@ SHARDS = (Shard(0), Shard(1), Shard(2))
 def test_the_parts_of_each_copy_add_up(shape: tuple[int, ...], sizes: tuple[int, ...], placements: list[Any]) -> None:
     whole = torch.randn(shape)
     held = parts(whole, sizes, placements)
-    regions = {layout.region: found for layout, found, _ in held}
-    assert all(regions[layout.region] == found for layout, found, _ in held), "replicas are not equal"
+    regions = {layout.region: pieces for layout, pieces, _ in held}
+    assert all(regions[layout.region] == pieces for layout, pieces, _ in held), "replicas are not equal"
     for rank, (layout, _, _) in enumerate(held):
         group = layout.holders or (rank,)
         assert rank in group
-        assert combine(held[one][1] for one in group) == digest(whole)
-        assert sum(held[one][2] for one in group) == whole.numel()
+        assert combine(held[piece][1] for piece in group) == digest(whole)
+        assert sum(held[piece][2] for piece in group) == whole.numel()
         assert len(group) == math.prod(
             size for size, placement in zip(sizes, placements, strict=True) if placement.is_shard()
         )
@@ -115,7 +115,7 @@ def test_fsdp2_over_tensor_parallel(features: int) -> None:
     """``_StridedShard``: rows that tensor parallelism has sharded, sharded again; and columns."""
     from torch.distributed.fsdp import fully_shard
 
-    found: dict[str, list[tuple[Any, str]]] = {}
+    pieces_by_name: dict[str, list[tuple[Any, str]]] = {}
     torch.manual_seed(0)
     state = {
         "up.weight": torch.randn(8, features),
@@ -133,17 +133,17 @@ def test_fsdp2_over_tensor_parallel(features: int) -> None:
             getattr(model, name).weight = torch.nn.Parameter(part)
         fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
         for info in read_model(model, None, None).parameters:
-            found.setdefault(info.name, []).append((info.layout, info.digest))
-    for name, held in found.items():
+            pieces_by_name.setdefault(info.name, []).append((info.layout, info.digest))
+    for name, held in pieces_by_name.items():
         assert {combine(held[rank][1] for rank in layout.holders) for layout, _ in held} == {digest(state[name])}, name
-    texts = {name: str(held[0][0]) for name, held in found.items()}
+    texts = {name: str(held[0][0]) for name, held in pieces_by_name.items()}
     assert texts == {
         "up.weight": "dp_replicate=Replicate, dp_shard=StridedShard(0, 2), tp=Shard(0)",
         "down.weight": "dp_replicate=Replicate, dp_shard=Shard(0), tp=Shard(1)",
         "norm.weight": "dp_replicate=Replicate, dp_shard=Shard(0)",
     }
-    assert {layout.holders for layout, _ in found["up.weight"]} == {(0, 1, 2, 3), (4, 5, 6, 7)}
-    assert {layout.holders for layout, _ in found["norm.weight"]} == {(0, 2), (1, 3), (4, 6), (5, 7)}
+    assert {layout.holders for layout, _ in pieces_by_name["up.weight"]} == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert {layout.holders for layout, _ in pieces_by_name["norm.weight"]} == {(0, 2), (1, 3), (4, 6), (5, 7)}
 
 
 def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> None:
@@ -152,9 +152,9 @@ def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> N
 
     torch.manual_seed(0)
     whole = torch.nn.Linear(3, 5).weight.detach().clone()
-    found: dict[str, list[Any]] = {"sharded": [], "ignored": [], "NO_SHARD": [], "DDP": []}
+    kinds: dict[str, list[Any]] = {"sharded": [], "ignored": [], "NO_SHARD": [], "DDP": []}
     for _ in ranks(2):
-        layers = {name: torch.nn.Linear(3, 5, bias=False) for name in found}
+        layers = {name: torch.nn.Linear(3, 5, bias=False) for name in kinds}
         for layer in layers.values():
             layer.load_state_dict({"weight": whole})
         settings: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
@@ -170,16 +170,16 @@ def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> N
             infos = read_model(model, None, None).parameters
             # ``_fsdp_flattened`` is private: see probe/layouts.py:wrapper_layouts.
             assert [info.layout.flat for info in infos] == [name == "sharded"] + [False] * (len(infos) - 1)
-            found[name].append(infos[0])
-            found["ignored"] += infos[1:]
-    assert concatenate(info.digest for info in found["sharded"]) == digest(whole)
-    assert [info.layout.holders for info in found["sharded"]] == [(0, 1)] * 2
-    assert {info.digest for name in ("ignored", "NO_SHARD", "DDP") for info in found[name]} == {digest(whole)}
-    assert {str(found[name][0].layout) for name in ("NO_SHARD", "DDP")} == {
+            kinds[name].append(infos[0])
+            kinds["ignored"] += infos[1:]
+    assert concatenate(info.digest for info in kinds["sharded"]) == digest(whole)
+    assert [info.layout.holders for info in kinds["sharded"]] == [(0, 1)] * 2
+    assert {info.digest for name in ("ignored", "NO_SHARD", "DDP") for info in kinds[name]} == {digest(whole)}
+    assert {str(kinds[name][0].layout) for name in ("NO_SHARD", "DDP")} == {
         "dp_shard=Replicate",
         "dp_replicate=Replicate",
     }
-    assert found["ignored"][0].layout.dims == ()
+    assert kinds["ignored"][0].layout.dims == ()
 
 
 def test_masters_of_an_optimizer_of_its_own_are_held_as_the_model_is() -> None:
@@ -222,16 +222,16 @@ def test_the_gradient_of_the_whole_of_a_parameter_in_parts() -> None:
 def test_state_that_an_optimizer_makes_of_local_parts() -> None:
     """It is no DTensor, and its parts add up all the same."""
     whole = torch.randn(4, 6)
-    found: list[StateInfo] = []
+    pieces: list[StateInfo] = []
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = torch.nn.Linear(6, 4, bias=False)
         model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.state[model.weight] = {"average": local_of(model.weight.detach()).clone()}
-        found += read_optimizer(model, optimizer).states
-    assert [state.layout.holders for state in found] == [(0, 1), (0, 1)]
-    assert combine(state.digest for state in found) == digest(whole)
+        pieces += read_optimizer(model, optimizer).states
+    assert [state.layout.holders for state in pieces] == [(0, 1), (0, 1)]
+    assert combine(state.digest for state in pieces) == digest(whole)
 
 
 def test_a_step_count_is_the_same_on_ranks_that_hold_one_element_each() -> None:

@@ -60,8 +60,8 @@ def test_several_optimizers_are_read_as_one() -> None:
     stale = torch.nn.Parameter(torch.zeros(3))
     two = [torch.optim.SGD([model.weight], lr=0.5), torch.optim.AdamW([model.bias, stale], lr=0.25)]
     model(torch.ones(1, 2)).sum().backward()
-    for one in two:
-        one.step()
+    for optimizer in two:
+        optimizer.step()
     for given in (two, tuple(two), dict.fromkeys(two)):
         found = read_optimizer(model, given)
         assert (found.chain, found.entries, found.foreign) == (("SGD + AdamW",), 3, 1)
@@ -117,7 +117,10 @@ def test_state_in_eight_bits() -> None:
     )
     assert combine([digest(parts[0]), digest(parts[1], torch.tensor([2048]))]) == digest(whole)
     # A code for each element, a scale for each block, and the 256 numbers that the codes stand for.
-    assert (stored_dtype(whole), sum(one.nbytes for one in stored_parts(whole))) == ("uint8", 4096 + 16 * 4 + 256 * 4)
+    assert (stored_dtype(whole), sum(part.nbytes for part in stored_parts(whole))) == (
+        "uint8",
+        4096 + 16 * 4 + 256 * 4,
+    )
 
 
 def test_a_quantized_parameter() -> None:
@@ -153,9 +156,9 @@ def test_gradients_of_a_closure_are_those_of_the_step(
 
     with observer.watching():
         assert step(optimizer, closure) is not None
-        assert [one.square for one in observer.steps] == [25.0]
+        assert [step.square for step in observer.steps] == [25.0]
         optimizer.step(closure)
-        assert [one.square for one in observer.steps] == [25.0, 25.0]
+        assert [step.square for step in observer.steps] == [25.0, 25.0]
 
 
 def test_a_failing_closure_raises_its_own_exception() -> None:
@@ -195,14 +198,14 @@ def test_a_step_within_a_step_is_one_step() -> None:
 
 def test_the_state_of_a_nested_optimizer_is_read() -> None:
     model = torch.nn.Linear(2, 1)
-    one = Delegates(list(model.parameters()))
+    optimizer = Delegates(list(model.parameters()))
     model.weight.grad = torch.ones(1, 2)
-    one.step()
+    optimizer.step()
     # Loaded state is in the outer optimizer, None where another rank has it.
-    one.state[model.bias] = None
-    found = read_optimizer(model, one)
-    assert (found.chain, found.entries, found.foreign) == (("Delegates", "AdamW"), 2, 0)
-    assert {(state.owner, state.key) for state in found.states} == {
+    optimizer.state[model.bias] = None
+    info = read_optimizer(model, optimizer)
+    assert (info.chain, info.entries, info.foreign) == (("Delegates", "AdamW"), 2, 0)
+    assert {(state.owner, state.key) for state in info.states} == {
         ("weight", key) for key in ("exp_avg", "exp_avg_sq", "step")
     }
 

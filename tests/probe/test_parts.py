@@ -12,7 +12,7 @@ def test_the_buffers_of_what_lies_above_the_blocks() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     model.register_buffer("table", torch.ones(2), persistent=False)
     model.register_buffer("scale", torch.ones(2))
-    found = read_parts(model, {id(model[0]): read_unwrapped(model[0])})
-    assert {info.name: info.persistent for info in found.buffers} == {"table": False, "scale": True}
-    assert set(found.state_dict) == set(model.state_dict())
-    assert found.products == read_unwrapped(model).products == 1
+    buffers = read_parts(model, {id(model[0]): read_unwrapped(model[0])})
+    assert {info.name: info.persistent for info in buffers.buffers} == {"table": False, "scale": True}
+    assert set(buffers.state_dict) == set(model.state_dict())
+    assert buffers.products == read_unwrapped(model).products == 1

@@ -93,13 +93,13 @@ def test_what_a_module_does_on_import_is_no_branch(tmp_path: Path) -> None:
 def test_arcs_become_lines_and_branches() -> None:
     file = analysed()
     shard = line_of("if shard:")
-    found = file.executed([(-shard, shard), (shard, shard + 2), (shard + 2, -9)])
-    taken = [file.file.branches[number] for number in numbers_of(found.branches)]
+    executed = file.executed([(-shard, shard), (shard, shard + 2), (shard + 2, -9)])
+    taken = [file.file.branches[number] for number in numbers_of(executed.branches)]
     assert [(branch.line, branch.target) for branch in taken] == [(shard, shard + 2)]
-    assert set(numbers_of(found.lines)) == {shard, shard + 2}
+    assert set(numbers_of(executed.lines)) == {shard, shard + 2}
     by_name = {function.name: function for function in file.file.functions}
-    assert by_name["Trainer.prepare"].body & found.lines
-    assert not by_name["save"].body & found.lines
+    assert by_name["Trainer.prepare"].body & executed.lines
+    assert not by_name["save"].body & executed.lines
 
 
 @pytest.mark.parametrize("numbers", [[], [0], [3, 1, 200]])
@@ -113,8 +113,8 @@ def test_files_are_found_by_patterns(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     library = Library("lib", ("trainer*.py", "integrations/**/*.py", "test_utils/*.py"), without=("test_utils",))
-    found = [path.relative_to(tmp_path).as_posix() for path in library.files(tmp_path)]
-    assert found == ["integrations/new/deep.py", "trainer_new.py"]
+    paths = [path.relative_to(tmp_path).as_posix() for path in library.files(tmp_path)]
+    assert paths == ["integrations/new/deep.py", "trainer_new.py"]
 
 
 def test_each_installed_library_has_files() -> None:

@@ -76,12 +76,12 @@ def copies(tmp_path: Path) -> tuple[Path, Path]:
 def found(copies: tuple[Path, Path]) -> ReachMap:
     """FSDP2 executes the wrap; DDP prepares without it and saves."""
     file = AnalysedFile(copies[0] / "accelerate" / "accelerator.py", FILE).file
-    found = ReachMap({"accelerate": "1.0"}, {FILE: file})
+    reach_map = ReachMap({"accelerate": "1.0"}, {FILE: file})
     check, wrap, leave = line_of("if shard:"), line_of("model = self.wrap("), line_of("return model")
-    found.add(FILE, BUILD, Executed(bits_of([check, wrap, leave])))
-    found.add(FILE, DDP, Executed(bits_of([check, leave])))
-    found.add(FILE, SAVE, Executed(bits_of([line_of("state = model.state_dict()"), line_of("return state")])))
-    return found
+    reach_map.add(FILE, BUILD, Executed(bits_of([check, wrap, leave])))
+    reach_map.add(FILE, DDP, Executed(bits_of([check, leave])))
+    reach_map.add(FILE, SAVE, Executed(bits_of([line_of("state = model.state_dict()"), line_of("return state")])))
+    return reach_map
 
 
 def texts(places: list[ChangedPlace]) -> list[str]:
@@ -151,7 +151,7 @@ def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], found: Re
     everywhere = ChangedPlace(FILE, 1, (line_of("if shard:"),), 0, "x", defines=False)
     _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
     reached = reached_places(found, [everywhere, places[0]])
-    cells = [(one.cell, one.places, one.alone) for one in cells_by_specificity(reached)]
+    cells = [(cell.cell, cell.places, cell.alone) for cell in cells_by_specificity(reached)]
     assert cells == [(BUILD.place, 2, 1), (DDP.place, 1, 0)]
 
 

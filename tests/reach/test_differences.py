@@ -42,12 +42,12 @@ def mapped(directory: Path, executed: Mapping[str, tuple[str, ...]], source: str
     path.write_text(source, encoding="utf-8")
     analysed = AnalysedFile(path, FILE)
     lines = source.splitlines()
-    found = ReachMap({"accelerate": "1.0"}, {FILE: analysed.file})
+    reach_map = ReachMap({"accelerate": "1.0"}, {FILE: analysed.file})
     for action, texts in executed.items():
         numbers = [lines.index(text) + 1 for text in texts]
         arcs = list(zip([-1, *numbers], [*numbers, -1], strict=True))
-        found.add(FILE, Context("d", "c", action), analysed.executed(arcs) | Executed(bits_of(numbers)))
-    return found
+        reach_map.add(FILE, Context("d", "c", action), analysed.executed(arcs) | Executed(bits_of(numbers)))
+    return reach_map
 
 
 EXECUTED: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +60,7 @@ EXECUTED: Mapping[str, tuple[str, ...]] = {
 def found(tmp_path: Path, source: str = OLD, change: ValueChange = CHANGE, **executed: tuple[str, ...]) -> list[str]:
     earlier = mapped(tmp_path / "old", EXECUTED)
     later = mapped(tmp_path / "new", {**EXECUTED, **executed}, source)
-    return [f"{one.function}: {one.how}" for one in function_differences(earlier, later, change)]
+    return [f"{difference.function}: {difference.how}" for difference in function_differences(earlier, later, change)]
 
 
 def test_the_same_release_differs_in_nothing(tmp_path: Path) -> None:

@@ -41,14 +41,14 @@ def a_map(version: str = "1.0", branches: tuple[Branch, ...] = BRANCHES) -> Reac
 @pytest.fixture
 def found() -> ReachMap:
     """One branch of ``prepare`` is executed by two cells, one of ``_inner`` by one."""
-    found = a_map()
-    found.add(FILE, SAVE, Executed(bits_of([20, 40, 41]), bits_of([0, 2])))
-    found.add(FILE, STEP, Executed(bits_of([40, 41]), bits_of([2])))
-    return found
+    reach_map = a_map()
+    reach_map.add(FILE, SAVE, Executed(bits_of([20, 40, 41]), bits_of([0, 2])))
+    reach_map.add(FILE, STEP, Executed(bits_of([40, 41]), bits_of([2])))
+    return reach_map
 
 
 def contexts(found: ReachMap) -> dict[str, tuple[Context, ...]]:
-    return {one.branch.arrow: one.contexts for one in found.coverage_of(FILE).branches()}
+    return {branch.branch.arrow: branch.contexts for branch in found.coverage_of(FILE).branches()}
 
 
 def test_branches_have_the_contexts_that_reach_them(found: ReachMap) -> None:
@@ -62,7 +62,7 @@ def test_a_file_holds_all_of_a_map(found: ReachMap, tmp_path: Path) -> None:
     path.write_text("a report of another program", encoding="utf-8")
     write_map(path, found)
     assert read_map(path) == found
-    assert [one.name for one in tmp_path.iterdir()] == ["r.sqlite"]
+    assert [path.name for path in tmp_path.iterdir()] == ["r.sqlite"]
 
 
 def test_equal_cells_share_a_row(found: ReachMap, tmp_path: Path) -> None:
@@ -138,10 +138,14 @@ def test_text_fits_a_terminal() -> None:
     long = "x" * 300
     branch = Branch(long, 123456, -1, long, long, Rank.PUBLIC)
     file_id = FileId("lib", f"{long}.py")
-    found = ReachMap({"lib": long}, {file_id: SourceFile(file_id, (Function(long, 1, 2, public=True),), (branch,))})
-    found.add(file_id, Context(long, long, long), Executed(2, 1))
-    found.add(file_id, Context(long, "b", long), Executed(2, 1))
-    for line in [*overview(found), *functions(found, "lib"), *missing(unreached(found.only("no"), ["lib"]), long)]:
+    reach_map = ReachMap({"lib": long}, {file_id: SourceFile(file_id, (Function(long, 1, 2, public=True),), (branch,))})
+    reach_map.add(file_id, Context(long, long, long), Executed(2, 1))
+    reach_map.add(file_id, Context(long, "b", long), Executed(2, 1))
+    for line in [
+        *overview(reach_map),
+        *functions(reach_map, "lib"),
+        *missing(unreached(reach_map.only("no"), ["lib"]), long),
+    ]:
         assert len(line) <= WIDTH, line
 
 
@@ -164,14 +168,15 @@ def test_new_code_of_a_release_that_no_cell_reaches(found: ReachMap) -> None:
     )
     # The old ones have moved by ten lines.
     moved = tuple(
-        Branch(one.function, one.line + 10, one.target + 10, one.text, one.target_text, one.rank) for one in BRANCHES
+        Branch(branch.function, branch.line + 10, branch.target + 10, branch.text, branch.target_text, branch.rank)
+        for branch in BRANCHES
     )
     later = a_map("2.0", (*moved, *new))
     later.add(FILE, SAVE, Executed(bits_of([30, 90]), bits_of([0, 4])))
     news = compare(found, later)
-    assert [one.branch for one in news.unreached] == [new[1]]
-    assert [one.branch for one in news.reached] == [new[0]]
-    assert [one.branch.text for one in news.lost] == ["if shard:"]
+    assert [branch.branch for branch in news.unreached] == [new[1]]
+    assert [branch.branch for branch in news.reached] == [new[0]]
+    assert [branch.branch.text for branch in news.lost] == ["if shard:"]
 
 
 def test_a_library_that_is_only_in_one_map_is_no_news(found: ReachMap) -> None:
@@ -189,9 +194,9 @@ def test_files_of_ranks_are_collected(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / run).mkdir(exist_ok=True)
         data = {"driver": "torch", "cell": run, "files": files, "actions": {"step": {"0": arcs, "1": arcs}}}
         reach_file(tmp_path / run, rank).write_text(json.dumps(data), encoding="utf-8")
-    found = collect([tmp_path / "a", tmp_path / "b", tmp_path / "none"])
+    collected = collect([tmp_path / "a", tmp_path / "b", tmp_path / "none"])
     context = Context("torch", "a", "step")
-    assert contexts(found) == {"2 -> 3": (context,), "2 -> 4": (context,)}
+    assert contexts(collected) == {"2 -> 3": (context,), "2 -> 4": (context,)}
     # A file of another release on another node has no lines here.
-    assert set(found.executed) == {FILE}
-    assert found.versions["lib"] == "1.0"
+    assert set(collected.executed) == {FILE}
+    assert collected.versions["lib"] == "1.0"

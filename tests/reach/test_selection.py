@@ -26,7 +26,7 @@ def reach(cells: str, *, action: str = "build", function: str = "f", line: int =
 
 
 def selected(*reached: PlaceReach, turns: int | None = None) -> list[str]:
-    return [f"{one.turn} {one}" for one in select(ReachMap(), reached, turns)]
+    return [f"{choice.turn} {choice}" for choice in select(ReachMap(), reached, turns)]
 
 
 def test_the_most_specific_cell_comes_first() -> None:
@@ -57,19 +57,19 @@ def mapped(directory: Path) -> ReachMap:
     path.parent.mkdir(parents=True)
     (path.parent / "__init__.py").touch()
     path.write_text(OLD, encoding="utf-8")
-    found = ReachMap({"accelerate": "1.0"}, {FILE: AnalysedFile(path, FILE).file})
-    found.add(FILE, Context("d", "a", "build"), Executed(bits_of([5])))
-    found.add(FILE, Context("d", "b", "build"), Executed(bits_of([5])))
-    found.add(FILE, Context("d", "b", "save"), Executed(bits_of([9])))
-    return found
+    reach_map = ReachMap({"accelerate": "1.0"}, {FILE: AnalysedFile(path, FILE).file})
+    reach_map.add(FILE, Context("d", "a", "build"), Executed(bits_of([5])))
+    reach_map.add(FILE, Context("d", "b", "build"), Executed(bits_of([5])))
+    reach_map.add(FILE, Context("d", "b", "save"), Executed(bits_of([9])))
+    return reach_map
 
 
 def test_what_runs_on_import_is_left_to_one_cell_that_uses_the_file(tmp_path: Path) -> None:
-    found = mapped(tmp_path)
-    assert [str(one) for one in select(found, [reach("", function="")])] == ["d/a: start"]
+    reach_map = mapped(tmp_path)
+    assert [str(choice) for choice in select(reach_map, [reach("", function="")])] == ["d/a: start"]
     # A cell that runs anyway will do.
     both = [reach("", function=""), reach("b", action="save")]
-    assert [str(one) for one in select(found, both)] == ["d/b: save, start"]
+    assert [str(choice) for choice in select(reach_map, both)] == ["d/b: save, start"]
 
 
 def test_the_command_writes_the_cells_and_says_what_none_executes(
@@ -102,9 +102,9 @@ def test_the_command_writes_the_cells_and_says_what_none_executes(
 def test_places_that_no_cell_executes_are_listed_by_function(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = mapped(tmp_path / "old")
-    found.executed.clear()
-    write_map(tmp_path / "r.sqlite", found)
+    reach_map = mapped(tmp_path / "old")
+    reach_map.executed.clear()
+    write_map(tmp_path / "r.sqlite", reach_map)
     diff = tmp_path / "x.diff"
     diff.write_text(
         "--- a/accelerate/accelerator.py\n+++ b/accelerate/accelerator.py\n@@ -9 +9 @@\n-    return 2\n+    return 3\n"
@@ -115,15 +115,15 @@ def test_places_that_no_cell_executes_are_listed_by_function(
 
 
 def test_unknown_cells_come_after_those_that_execute_all_once(tmp_path: Path) -> None:
-    found = mapped(tmp_path)
-    found.add(FILE, Context("d", "c", "build"), Executed(bits_of([5])))
-    lines = list(file_lines("x", select(found, [reach("ab")]), found, "d/*"))
+    reach_map = mapped(tmp_path)
+    reach_map.add(FILE, Context("d", "c", "build"), Executed(bits_of([5])))
+    lines = list(file_lines("x", select(reach_map, [reach("ab")]), reach_map, "d/*"))
     assert lines[1:] == ["d/a: build", "* d/*", "d/b: build", "- d/c"]
 
 
 def test_a_map_of_another_release_is_refused(tmp_path: Path) -> None:
-    found = mapped(tmp_path)
-    check_release(found, "accelerate", "1.0")
-    check_release(found, "accelerate", None)
+    reach_map = mapped(tmp_path)
+    check_release(reach_map, "accelerate", "1.0")
+    check_release(reach_map, "accelerate", None)
     with pytest.raises(UsageProblem, match=r"the map is of accelerate 1\.0, and the old release is 0\.9"):
-        check_release(found, "accelerate", "0.9")
+        check_release(reach_map, "accelerate", "0.9")

@@ -47,8 +47,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(out.iterdir()) == reach_files(out) == [reach_file(out, 1)]
-    found: dict[str, Any] = json.loads(reach_file(out, 1).read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(reach_file(out, 1).read_text(encoding="utf-8"))
+    return content
 
 
 def arcs(written: dict[str, Any], action: str) -> set[tuple[int, int]]:

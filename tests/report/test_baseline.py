@@ -204,10 +204,10 @@ def test_a_changed_message_of_a_still_broken_item_is_shown(was: str, now: str, s
         )
         return Report({}, [result], [])
 
-    found = compare(report(was), report(now))
-    assert (len(found.broken), len(found.still)) == (0, 1)
+    comparison = compare(report(was), report(now))
+    assert (len(comparison.broken), len(comparison.still)) == (0, 1)
     line = f"still broken, otherwise: ddp-fp32-w2:names (d): FAIL -> FAIL: {now}; it was: {was}"
-    assert (line in list(found.lines())) is not same
+    assert (line in list(comparison.lines())) is not same
 
 
 def test_items_broken_by_one_cause_are_reported_once() -> None:

@@ -35,17 +35,17 @@ def test_each_cause_is_shown_once_and_the_root_cause_first(tmp_path: Path) -> No
     )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     report = Report.read(tmp_path / "out.json")
-    found = causes(report.results)
-    assert sum(len(cause.results) for cause in found) >= 30
+    grouped = causes(report.results)
+    assert sum(len(cause.results) for cause in grouped) >= 30
     failures = done.stdout.partition("= FAILURES =")[2].partition("= distributed compatibility =")[0]
-    assert len([line for line in failures.splitlines() if line.startswith("___")]) == len(found)
-    headlines = [cause.headline for cause in found]
+    assert len([line for line in failures.splitlines() if line.startswith("___")]) == len(grouped)
+    headlines = [cause.headline for cause in grouped]
     stale = next(number for number, text in enumerate(headlines, 1) if text.endswith("(stale)"))
-    (followed,) = [cause for cause in found if "KeyError: 0" in cause.headline]
+    (followed,) = [cause for cause in grouped if "KeyError: 0" in cause.headline]
     assert followed.follows == stale
     assert failures.index("(stale)") < failures.index("KeyError: 0")
     # Both ranks fail to load in one line, whose traceback begins at the trainer.
-    (load,) = [cause for cause in found if "no checkpoint.index" in cause.headline]
+    (load,) = [cause for cause in grouped if "no checkpoint.index" in cause.headline]
     assert {result.suite for result in load.results} == {"TestFailsToLoad"}
     assert failures.count("--- ranks 0 and 1: raised FileNotFoundError: ") == 1
     assert "pytest_distcompat/worker.py" not in failures

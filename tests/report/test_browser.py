@@ -31,7 +31,7 @@ def test_the_matrix_is_that_of_the_report(opened: Any, real: Report) -> None:
         "[...document.querySelectorAll('.matrix .verdict')].map((one) => [one.dataset.place, one.textContent])"
     )
     assert {tuple(pair) for pair in shown} == {
-        (f"{one.place}:{one.cell}:{one.check}", one.status.word) for one in real.results
+        (f"{result.place}:{result.cell}:{result.check}", result.status.word) for result in real.results
     }
     assert page.page.locator("#shown").text_content() == "9 of 9 cells"
     assert page.page.locator(".causes > li").count() == 9
@@ -51,7 +51,7 @@ def test_without_scripts_matrix_and_causes_are_there(browser: Browser, real: Rep
     targets = "[...document.querySelectorAll('.tile, .causes ul a')].every((one) => document.getElementById(decodeURIComponent(one.hash.slice(1))))"
     assert page.evaluate(targets)
     known = page.locator("#reasons-known + ul a")
-    assert [one.get_attribute("href") for one in known.all()] == [
+    assert [element.get_attribute("href") for element in known.all()] == [
         "https://github.com/pytest-distcompat/pytest-distcompat/blob/main/docs/upstream/torch_dcp_damage_unnamed.py",
         "https://example.org/issues/1",
     ]
@@ -80,10 +80,10 @@ def test_filters_narrow_rows_and_columns(opened: Any, real: Report) -> None:
 
 
 def shown_cells(page: Any) -> list[str]:
-    found: list[str] = page(
+    shown: list[str] = page(
         "[...document.querySelectorAll('.matrix tbody tr:not([hidden])')].map((tr) => tr.dataset.cell)"
     )
-    return found
+    return shown
 
 
 def test_the_address_keeps_the_filters_and_the_open_cell(opened: Any, real: Report) -> None:
@@ -114,10 +114,10 @@ def test_the_address_keeps_the_filters_and_the_open_cell(opened: Any, real: Repo
 def test_the_overview_counts_each_driver_and_strategy_and_leads_to_its_cells(opened: Any, real: Report) -> None:
     second = [
         dataclasses.replace(
-            one, driver="other", suite="TestOther", nodeid=one.nodeid.replace("TestFaulty", "TestOther")
+            result, driver="other", suite="TestOther", nodeid=result.nodeid.replace("TestFaulty", "TestOther")
         )
-        for one in real.results
-        if one.cell.startswith("ddp-fp32")
+        for result in real.results
+        if result.cell.startswith("ddp-fp32")
     ]
     page = opened(dataclasses.replace(real, results=[*real.results, *second]))
     heads = page.page.locator(".overview th[scope=col]").all_inner_texts()
@@ -132,7 +132,11 @@ def test_the_overview_counts_each_driver_and_strategy_and_leads_to_its_cells(ope
     for row, driver in zip(tiles, ("faulty_driver:Faulty", "other"), strict=True):
         for strategy, found in zip(heads, row, strict=True):
             counted = sum(int(text.split()[0]) for text in found)
-            own = [one for one in (*real.results, *second) if one.driver == driver and one.cell.startswith(strategy)]
+            own = [
+                result
+                for result in (*real.results, *second)
+                if result.driver == driver and result.cell.startswith(strategy)
+            ]
             assert counted == len(own)
     rows.nth(1).locator(".tile").click()
     page.wait_for("document.getElementById('shown').textContent === '1 of 10 cells'")
@@ -159,16 +163,19 @@ def test_all_suites_have_their_checks_in_the_same_order(opened: Any) -> None:
 
 
 def test_urls_are_links_and_nothing_else_is(opened: Any, real: Report) -> None:
-    failed = next(one for one in real.results if one.status == "failed")
+    failed = next(result for result in real.results if result.status == "failed")
     expected = "see (https://example.org/a?b=1&c=2), logging.info and javascript:alert(1); 'http://example.org/d'."
     page = opened(Report(results=[dataclasses.replace(failed, message=expected, reason=f"declared at {expected}")]))
     page.page.locator(".matrix .verdict").click()
-    links = [(one.get_attribute("href"), one.inner_text()) for one in page.page.locator("#verdict a").all()]
+    links = [(element.get_attribute("href"), element.inner_text()) for element in page.page.locator("#verdict a").all()]
     assert links == [(url, url) for url in ("https://example.org/a?b=1&c=2", "http://example.org/d")] * 2
     assert page.page.locator("#verdict pre").first.inner_text() == expected
     page.page.keyboard.press("Escape")
     known = opened(Report(results=[dataclasses.replace(failed, status=Status.KNOWN, reason=expected)]))
-    assert [one.get_attribute("href") for one in known.page.locator(".reasons a").all()] == [links[0][0], links[1][0]]
+    assert [element.get_attribute("href") for element in known.page.locator(".reasons a").all()] == [
+        links[0][0],
+        links[1][0],
+    ]
     assert expected in known.page.locator(".reasons li").inner_text()
 
 
@@ -192,7 +199,9 @@ def test_a_button_copies_the_command(opened: Any, real: Report, permitted: bool)
 
     assert pasted() == cause.locator("pre.command").text_content() != ""
     page.page.get_by_role("button", name="Show all").click()
-    result = next(one for one in real.results if one.check == "parity" and one.cell == "fsdp1-bf16_upcast-w2")
+    result = next(
+        result for result in real.results if result.check == "parity" and result.cell == "fsdp1-bf16_upcast-w2"
+    )
     page.verdict("fsdp1-bf16_upcast-w2:parity").click()
     # By the keyboard, and inside the dialog.
     page.page.locator("#verdict .copy").press("Enter")
@@ -230,8 +239,8 @@ def test_a_crashed_cell_shows_each_rank_and_the_other_verdicts(opened: Any, real
     page = opened(real)
     page.verdict("fsdp2-bf16_upcast-w2:names").click()
     detail = page.page.locator("#detail")
-    ranks = [one for one in detail.locator("details details summary").all_inner_texts() if one.startswith("rank")]
-    assert {one.split(":")[0] for one in ranks} == {"rank 0", "rank 1"}
+    ranks = [text for text in detail.locator("details details summary").all_inner_texts() if text.startswith("rank")]
+    assert {rank.split(":")[0] for rank in ranks} == {"rank 0", "rank 1"}
     assert "Stack at the time limit:" in detail.locator("details[open] p").all_inner_texts()
     detail.locator(".chips button", has_text="dtypes").click()
     assert detail.locator("#verdict h3").inner_text() == "dtypes: hung"
@@ -307,7 +316,7 @@ def test_the_table_of_names_can_be_read_on_any_screen(opened: Any, real: Report,
         "",
         ".",
     ]
-    texts = [[" ".join(one.split()) for one in row.locator("td").all_inner_texts()] for row in rows.all()]
+    texts = [[" ".join(text.split()) for text in row.locator("td").all_inner_texts()] for row in rows.all()]
     expected = ["model.embed_tokens.weight", "128 x 32", "=", "float32", "DTensor, Shard(dim=0)", "2,048", "1"]
     assert expected in [row[:-1] for row in texts]
     # Shapes, dtypes and numbers stay in one line; a name is cut at its dots.
@@ -355,7 +364,7 @@ def test_the_timeline_has_a_row_for_each_device_and_leads_to_the_cells(opened: A
     chart = page.page.locator("#timeline-chart")
     spans = real.session["timeline"]
     assert chart.locator("rect.run").count() == len(spans)
-    assert {one for one in chart.locator("text").all_text_contents() if one.startswith("cpu-")} == {
+    assert {text for text in chart.locator("text").all_text_contents() if text.startswith("cpu-")} == {
         span["device"] for span in spans
     }
     assert 0 < chart.locator("rect.bad").count() < len(spans)
@@ -462,7 +471,7 @@ def test_the_mesh_shows_who_holds_what(opened: Any, real: Report) -> None:
     assert len(colours(page)) == 4
     page.page.get_by_label("Parameter").select_option("norm.weight")
     assert "3; dp_shard=Shard(0); ranks of one colour" in grid.locator(".hint").inner_text()
-    assert [round(one[1]) for one in drawn(page)] == [0, 0, 27, 27]
+    assert [round(box[1]) for box in drawn(page)] == [0, 0, 27, 27]
     assert len(colours(page)) == 2
     # The mesh that has no name for the rows: ranks in a line.
     row.mesh |= {
@@ -482,7 +491,7 @@ def test_the_mesh_shows_who_holds_what(opened: Any, real: Report) -> None:
 def drawn(page: Any) -> list[tuple[float, ...]]:
     """The parts of the tensor that are filled: x, y, width and height."""
     boxes = "[...document.querySelectorAll('#mesh rect:not(.whole)')].map((one) => one.getBBox()).map(({x, y, width, height}) => [x, y, width, height])"
-    return [tuple(one) for one in page(boxes)]
+    return [tuple(box) for box in page(boxes)]
 
 
 def colours(page: Any) -> set[str]:

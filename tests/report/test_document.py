@@ -190,9 +190,9 @@ def small() -> str:
         "fixed": [],
         "missing": [],
     }
-    by_status = {one["status"]: one for one in data["results"]}
+    by_status = {result["status"]: result for result in data["results"]}
     data["results"] = list(by_status.values())
-    costly = [one for one in data["cells"] if one["cost"]]
+    costly = [cell for cell in data["cells"] if cell["cost"]]
     data["cells"], data["runs"] = [*data["cells"][:1], *costly[:1]], data["runs"][:2]
     return json.dumps(data)
 
@@ -240,8 +240,8 @@ def test_counts_of_a_suite_that_goes_dark() -> None:
         Verdict("names", f"ddp-fp32-w{size}", Status.from_name(status))
         for size, status in enumerate(("passed", "known", "skipped", "skipped", "hung"), 1)
     ]
-    found = counts(Report(results=results, unreached=["a", "b"]))
-    assert {name: count for name, count in found.items() if count} == {
+    counted = counts(Report(results=results, unreached=["a", "b"]))
+    assert {name: count for name, count in counted.items() if count} == {
         "selected": 7,
         "ran": 3,
         "unreached": 2,

@@ -27,12 +27,12 @@ HOSTILE = (
 
 def hostile(real: Report) -> Report:
     """Whatever a test can name or say is a script."""
-    result = next(one for one in real.results if one.status == "failed")
+    result = next(result for result in real.results if result.status == "failed")
     texts: dict[str, Any] = dict.fromkeys(("suite", "driver", "check", "message", "reason", "reproduce"), HOSTILE)
     evil = Verdict(cell=result.cell, status=Status.FAILED, nodeid=f"{HOSTILE}::test[x]", rank=0, **texts)
     row = next(row for row in real.rows if row.cell == result.cell)
     trained = next(row for row in real.rows if row.names)
-    names = [{**one, "unwrapped": HOSTILE, "live": HOSTILE, "files": [HOSTILE]} for one in trained.names]
+    names = [{**name, "unwrapped": HOSTILE, "live": HOSTILE, "files": [HOSTILE]} for name in trained.names]
     dtypes = [{"kind": HOSTILE, "expected": HOSTILE, "seen": [HOSTILE]}]
     more: dict[str, Any] = {
         "names": names,

@@ -190,7 +190,7 @@ def test_the_table_of_names() -> None:
 
 def mesh_of(cell: str, *held: dict[str, Layout], shape: tuple[int, ...] = (8, 4)) -> Any:
     """Return the mesh of a training in which each rank has built these parameters."""
-    names = dict.fromkeys(name for one in held for name in one)
+    names = dict.fromkeys(name for holding in held for name in holding)
     unwrapped = UnwrappedInfo(tuple(ParameterInfo(name, shape, "float32") for name in names))
     built = [snapshot(0, "build_model", 0, unwrapped=unwrapped)]
     for rank, layouts in enumerate(held):
@@ -244,8 +244,10 @@ def test_the_mesh_has_each_distinct_layout_once() -> None:
 def test_parts_that_are_uneven_or_flat_or_empty() -> None:
     placed = (("StridedShard(0, 2)", "Replicate"), ("Shard(0)", "Replicate"), ("Flat", "Shard(1)"))
     held = [{str(nth): on_mesh(rank, *both) for nth, both in enumerate(placed) if nth or rank < 2} for rank in range(4)]
-    found = {one["names"][0]: one["parts"] for one in mesh_of("fsdp2-fp32-w4-tp_2", *held, shape=(3, 2))["layouts"]}
-    assert found == {
+    parts_by_name = {
+        layout["names"][0]: layout["parts"] for layout in mesh_of("fsdp2-fp32-w4-tp_2", *held, shape=(3, 2))["layouts"]
+    }
+    assert parts_by_name == {
         # Rank 2 and 3 do not have the first at all.
         "0": ["0:1 + 2:3, :"] * 2 + ["none"] * 2,
         "1": ["0:2, :"] * 2 + ["2:3, :"] * 2,
@@ -279,16 +281,16 @@ def test_the_mesh_has_the_stages_of_a_pipeline() -> None:
         ["none", "none", "0:4, :", "4:8, :"],
     )
     expected = [(["tied"], both), (["layers.1.up"], last), (["layers.0.up"], first)]
-    found = mesh_of("fsdp2-fp32-w4-pp_2", *held)
-    assert found["dims"] == [{"name": "pp", "size": 2}, {"name": "dp_shard", "size": 2}]
-    assert found["ranks"] == [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)]
-    assert [(one["names"], one["parts"]) for one in found["layouts"]] == expected
-    assert {one["placement"] for one in found["layouts"]} == {"pp=Stage, dp_shard=Shard(0)"}
+    mesh = mesh_of("fsdp2-fp32-w4-pp_2", *held)
+    assert mesh["dims"] == [{"name": "pp", "size": 2}, {"name": "dp_shard", "size": 2}]
+    assert mesh["ranks"] == [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)]
+    assert [(layout["names"], layout["parts"]) for layout in mesh["layouts"]] == expected
+    assert {layout["placement"] for layout in mesh["layouts"]} == {"pp=Stage, dp_shard=Shard(0)"}
 
 
 def test_a_mesh_of_one_dimension_is_not_drawn() -> None:
     shard = [Layout((MeshDim("dp_shard", 2, rank, "Shard(0)"), MeshDim("tp", 1, 0, "Shard(0)"))) for rank in range(2)]
-    assert mesh_of("fsdp2-fp32-w2", *({"a": one} for one in shard)) is None
+    assert mesh_of("fsdp2-fp32-w2", *({"a": layout} for layout in shard)) is None
 
 
 def test_the_table_of_dtypes() -> None:
@@ -307,7 +309,7 @@ def test_curves_and_memory() -> None:
     shown = training(CELL, run(), reference, resumed)
     allowed = {name: shown.steps.pop(f"{name}_tolerance") for name in ("loss", "grad_norm")}
     precision = PRECISIONS.get("bf16_upcast")
-    assert min(one or 0 for one in allowed["loss"]) >= precision.loss_tolerance > 0
+    assert min(allowance or 0 for allowance in allowed["loss"]) >= precision.loss_tolerance > 0
     assert allowed["grad_norm"] == [precision.norm_tolerance] * STEPS
     assert shown.steps == {
         "loss": [4.5, 3.5, 2.5],
@@ -338,7 +340,9 @@ def test_the_bytes_that_each_rank_holds() -> None:
         (masters, (), {"parameters": 20, "gradients": 6, "optimizer": 28}),
     ):
         optimizer = OptimizerInfo(("AdamW",), 1, states=states, without_gradient=without)
-        steps = [dataclasses.replace(one, optimizer=optimizer) for one in run().snapshots if one.rank == 1]
+        steps = [
+            dataclasses.replace(snapshot, optimizer=optimizer) for snapshot in run().snapshots if snapshot.rank == 1
+        ]
         assert training(CELL, RunTrace("train", 2, tuple(steps))).tensor_bytes == {
             name: [size] for name, size in expected.items()
         }
@@ -347,7 +351,9 @@ def test_the_bytes_that_each_rank_holds() -> None:
 @pytest.mark.parametrize("actions", [(), ("build_model",), ("build_model", "build"), ("build_model", "build", "step")])
 def test_a_training_that_broke_off_shows_what_there_is(actions: tuple[str, ...]) -> None:
     whole = run()
-    part = RunTrace("train", 2, tuple(one for one in whole.snapshots if one.action in actions and one.index < 3))
+    part = RunTrace(
+        "train", 2, tuple(snapshot for snapshot in whole.snapshots if snapshot.action in actions and snapshot.index < 3)
+    )
     shown = training(CELL, part)
     assert bool(shown.names) == ("build_model" in actions)
     assert shown.dtypes == []

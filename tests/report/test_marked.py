@@ -29,11 +29,11 @@ def test_junit_of_a_marked_test(session: Session, tmp_path: Path, workers: tuple
     (tmp_path / "test_marked.py").write_text(MARKED, encoding="utf-8")
     session("test_marked.py", "--junitxml=junit.xml", *workers)
     cases = ET.parse(tmp_path / "junit.xml").getroot().iter("testcase")
-    found = {
-        case.get("name", ""): {one.get("name"): one.get("value") for one in case.iter("property")} for case in cases
+    properties = {
+        case.get("name", ""): {prop.get("name"): prop.get("value") for prop in case.iter("property")} for case in cases
     }
-    assert found["test_cells[fsdp2-fp32-w2]"]["distcompat_cell"] == "fsdp2-fp32-w2"
-    assert "torch " in str(found["test_cells[fsdp2-fp32-w2]"]["distcompat_versions"])
-    assert "distcompat_cell" not in found["test_unmarked"]
-    assert "torch " in str(found["test_unmarked"]["distcompat_versions"])
-    assert found["test_ordinary"] == {}
+    assert properties["test_cells[fsdp2-fp32-w2]"]["distcompat_cell"] == "fsdp2-fp32-w2"
+    assert "torch " in str(properties["test_cells[fsdp2-fp32-w2]"]["distcompat_versions"])
+    assert "distcompat_cell" not in properties["test_unmarked"]
+    assert "torch " in str(properties["test_unmarked"]["distcompat_versions"])
+    assert properties["test_ordinary"] == {}

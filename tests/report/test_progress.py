@@ -150,8 +150,8 @@ def test_the_current_runs_are_found(tmp_path: Path) -> None:
     make_run(tmp_path, "two", ended=True)
     (tmp_path / "waits").mkdir()
     (tmp_path / "one.lock").touch()
-    (found,) = running(tmp_path, over)
-    assert str(found) == "ddp-fp32-w2 train: starts, 0 s of 300 s"
+    (current,) = running(tmp_path, over)
+    assert str(current) == "ddp-fp32-w2 train: starts, 0 s of 300 s"
     snapshot = json.dumps(
         {"event": "snapshot", "action": "build_model", "index": 0, "snapshot": {"names": ["x" * 20000]}}
     )
@@ -160,8 +160,8 @@ def test_the_current_runs_are_found(tmp_path: Path) -> None:
         for index, action in enumerate(("build_model", "build"))
     ]
     (run / "rank-0.jsonl").write_text("\n".join((actions[0], snapshot, actions[1])) + "\n", encoding="utf-8")
-    (found,) = running(tmp_path, over)
-    assert (found.action, found.number, found.actions) == ("build", 2, 3)
+    (current,) = running(tmp_path, over)
+    assert (current.action, current.number, current.actions) == ("build", 2, 3)
     assert over == {"two"}
     assert list(running(tmp_path, over, since=time.time() + 60)) == []
 

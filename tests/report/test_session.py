@@ -74,20 +74,20 @@ def test_all_files_of_one_run(session: Session, tmp_path: Path, workers: tuple[s
 def test_the_json_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
     session("--distcompat-report=out.json", runs=RUNS)
     data = load(tmp_path / "out.json")
-    result = next(found for found in data["results"] if found["status"] == "crashed")
+    result = next(result for result in data["results"] if result["status"] == "crashed")
     assert (result["rank"], result["facets"]) == (
         1,
         {"strategy": "ddp", "precision": "bf16_upcast", "world_size": 2},
     )
     assert result["reproduce"] == "pytest 'test_mine.py::TestMine::test[ddp-bf16_upcast-w2:claim]'"
-    cell = next(found for found in data["cells"] if found["cell"] == result["cell"])
+    cell = next(cell for cell in data["cells"] if cell["cell"] == result["cell"])
     (run,) = [run for run in data["runs"] if run["id"] in cell["runs"]]
     assert (run["name"], run["ending"], run["seconds"]) == ("train", "crashed", 1.5)
     assert [(rank["rank"], rank["status"], rank["message"], rank["output"]) for rank in run["ranks"]] == [
         (1, "killed", "was killed by SIGKILL during 'step'", "rank 0: the last words of rank 1"),
         (0, "stopped", "was killed by SIGTERM", ""),
     ]
-    other = next(found for found in data["cells"] if found["cell"] == "ddp-fp32-w2")
+    other = next(cell for cell in data["cells"] if cell["cell"] == "ddp-fp32-w2")
     assert other["steps"]["loss"] == [4.0]
     counts = data["session"]["counts"]
     expected = {name: counts[name] for name in ("selected", "ran", "unreached", "red", "skipped", "known")}
@@ -136,9 +136,11 @@ def test_a_cause_is_shown_once_with_its_verdicts_beneath(
         "rank 1: something is wrong",
         *["rank 1 was killed by SIGKILL during 'step'"] * 2,
     ]
-    found = {case.get("name", ""): case.find("failure") for case in ET.parse(tmp_path / "junit.xml").iter("testcase")}
+    in_junit = {
+        case.get("name", ""): case.find("failure") for case in ET.parse(tmp_path / "junit.xml").iter("testcase")
+    }
     for cell in ("ddp-fp32-w2", "fsdp2-bf16_upcast-w2"):
-        failure = found[f"test[{cell}:claim]"]
+        failure = in_junit[f"test[{cell}:claim]"]
         assert failure is not None
         assert failure.get("message") == "rank 1 was killed by SIGKILL during 'step'"
         assert f"reproduce: pytest 'test_mine.py::TestMine::test[{cell}:claim]'" in (failure.text or "")
@@ -148,10 +150,10 @@ def test_a_cause_is_shown_once_with_its_verdicts_beneath(
 def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     session("--junitxml=junit.xml", "--report-log=log.jsonl", *workers, runs=RUNS)
     cases = ET.parse(tmp_path / "junit.xml").getroot().iter("testcase")
-    found = {
-        case.get("name", ""): {one.get("name"): one.get("value") for one in case.iter("property")} for case in cases
+    properties = {
+        case.get("name", ""): {prop.get("name"): prop.get("value") for prop in case.iter("property")} for case in cases
     }
-    crashed = found["test[ddp-bf16_upcast-w2:claim]"]
+    crashed = properties["test[ddp-bf16_upcast-w2:claim]"]
     assert "torch " in str(crashed.pop("distcompat_versions"))
     assert crashed == {
         "distcompat_cell": "ddp-bf16_upcast-w2",
@@ -160,7 +162,7 @@ def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Pa
         "distcompat_status": "crashed",
         "distcompat_rank": "1",
     }
-    passed = found["test[ddp-fp32-w2:claim]"]
+    passed = properties["test[ddp-fp32-w2:claim]"]
     assert (passed["distcompat_status"], "distcompat_rank" in passed) == ("passed", False)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     calls = [line for line in lines if line.get("when") == "call"]
@@ -227,9 +229,9 @@ def test_ctrl_c_writes_the_results_so_far(tmp_path: Path, workers: tuple[str, ..
     out, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, out
     data = load(tmp_path / "out.json")
-    found = statuses(data)
-    assert found["ddp-fp32-w2"] == "passed"
-    assert "fsdp1-fp32-w2" not in found
+    status_by_cell = statuses(data)
+    assert status_by_cell["ddp-fp32-w2"] == "passed"
+    assert "fsdp1-fp32-w2" not in status_by_cell
     assert data["session"]["ending"] == "interrupted"
     assert data["session"]["counts"]["selected"] == 9
     assert "test_mine.py::TestMine::test[fsdp1-fp32-w2:claim]" in data["unreached"]
@@ -262,15 +264,15 @@ def test_an_item_without_a_verdict_is_an_error(session: Session, tmp_path: Path)
     )
     done = session("-p", "plugin_of_theirs", "--distcompat-report=out.json", PYTHONPATH=str(tmp_path))
     data = load(tmp_path / "out.json")
-    found = {result["cell"]: result for result in data["results"]}
-    assert {cell: found[cell]["status"] for cell in ("fsdp2-fp32-w2", "fsdp1-fp32-w2", "ddp-fp32-w2")} == {
+    result_by_cell = {result["cell"]: result for result in data["results"]}
+    assert {cell: result_by_cell[cell]["status"] for cell in ("fsdp2-fp32-w2", "fsdp1-fp32-w2", "ddp-fp32-w2")} == {
         "fsdp2-fp32-w2": "error",
         "fsdp1-fp32-w2": "skipped",
         "ddp-fp32-w2": "error",
     }
-    assert "OSError: no disk" in found["fsdp2-fp32-w2"]["message"].splitlines()[0]
-    assert found["fsdp1-fp32-w2"]["reason"] == "no licence"
-    assert found["fsdp2-fp32-w2"]["driver"] == "test_mine:Mine"
+    assert "OSError: no disk" in result_by_cell["fsdp2-fp32-w2"]["message"].splitlines()[0]
+    assert result_by_cell["fsdp1-fp32-w2"]["reason"] == "no licence"
+    assert result_by_cell["fsdp2-fp32-w2"]["driver"] == "test_mine:Mine"
     assert "fsdp2-fp32-w2 ERROR" in [" ".join(line.split()) for line in done.stdout.splitlines()]
 
 
@@ -319,9 +321,9 @@ def test_the_group_of_xdist_is_no_part_of_an_items_name(session: Session, tmp_pa
         f"test_mine.py::TestMine::test[{cell}:claim]" for cell in STATUS
     }
     assert data["unreached"] == []
-    found = statuses(data)
-    assert (found["ddp-fp32-w2"], found["fsdp2-fp32-w2"]) == ("failed", "error")
-    assert "@" not in next(one["reproduce"] for one in data["results"] if one["status"] == "failed")
+    status_by_cell = statuses(data)
+    assert (status_by_cell["ddp-fp32-w2"], status_by_cell["fsdp2-fp32-w2"]) == ("failed", "error")
+    assert "@" not in next(result["reproduce"] for result in data["results"] if result["status"] == "failed")
 
 
 @pytest.mark.nightly

@@ -25,12 +25,12 @@ def test_shards_make_up_the_whole(session: Session, tmp_path: Path, workers: tup
         # Cells of the other shard are not missing.
         assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
         assert f"\nshard {number}/2: " in done.stdout
-    one, two = (load(tmp_path / f"{number}.json") for number in (1, 2))
-    assert one["session"]["shard"] == {"number": 1, "plan": two["session"]["shard"]["plan"]}
-    assert not statuses(one).keys() & statuses(two).keys()
-    assert statuses(one) | statuses(two) == STATUS
+    unit, two = (load(tmp_path / f"{number}.json") for number in (1, 2))
+    assert unit["session"]["shard"] == {"number": 1, "plan": two["session"]["shard"]["plan"]}
+    assert not statuses(unit).keys() & statuses(two).keys()
+    assert statuses(unit) | statuses(two) == STATUS
     # Five runs take half a second each, the killed one 1.5.
-    took = [sum(run["seconds"] for run in data["runs"]) for data in (one, two)]
+    took = [sum(run["seconds"] for run in data["runs"]) for data in (unit, two)]
     assert took == [2.0, 2.0]
     files = [str(tmp_path / f"{name}.json") for name in ("1", "2", "out")]
     assert main(["merge", *files[:2], "-o", files[2]]) == 0

@@ -66,7 +66,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 def attributes(span: Any) -> dict[str, Any]:
     """Return a span's attributes as plain values."""
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }
 
 
 def lease(device: str, begin: float, end: float, who: str = "t.py::names", worker: str = "") -> dict[str, Any]:
@@ -110,12 +112,18 @@ def test_session_runs_and_verdicts_are_spans(collector: Collector, monkeypatch: 
     began = session.start_time_unix_nano
     assert [(span.start_time_unix_nano - began) / 1e9 for span in spans] == [0, 0.5, 4, 1, 4]
     assert attributes(run)["distcompat.device_seconds"] == 4
-    assert [one.string_value for one in attributes(run)["distcompat.devices"].values] == ["0", "1"]
+    assert [value.string_value for value in attributes(run)["distcompat.devices"].values] == ["0", "1"]
     assert attributes(marked)["distcompat.nodeid"] == "t.py::test_marked"
-    found = attributes(resume)
-    assert (found["distcompat.status"], found["distcompat.rank"], found["distcompat.check"]) == ("failed", 1, "resume")
+    values = attributes(resume)
+    assert (values["distcompat.status"], values["distcompat.rank"], values["distcompat.check"]) == (
+        "failed",
+        1,
+        "resume",
+    )
     assert [span.status.message for span in spans] == ["1 red", "", "rank 1: lost", "", ""]
-    (resource,) = {tuple(attributes(one.resource).items()) for one in collector.requests[0].resource_spans}
+    (resource,) = {
+        tuple(attributes(resource_span.resource).items()) for resource_span in collector.requests[0].resource_spans
+    }
     assert dict(resource)["service.name"] == "pytest-distcompat"
     assert dict(resource)["distcompat.version.torch"] == "2.13.0"
 
@@ -151,7 +159,11 @@ def test_device_seconds_are_those_of_the_runs_that_an_item_started() -> None:
         lease("0", 3.5, 4, who="t.py::resume"),
         lease("2", 1, 5, who="t.py::export"),
     ]
-    assert [one.device_seconds for one in with_device_seconds(results, timeline)] == [3, 0.5, 4]
+    assert [result.device_seconds for result in with_device_seconds(results, timeline)] == [
+        3,
+        0.5,
+        4,
+    ]
 
 
 @pytest.mark.spawn
@@ -173,6 +185,6 @@ def test_a_session_sends_its_spans(
     done.stdout.fnmatch_lines(f"*spans: 4 of 4 sent to {collector.url}")
     spans = {span.name: attributes(span) for span in collector.spans}
     assert set(spans) == {"session", "run", "verdict names", "verdict memory"}
-    verdicts = {one.check: one for one in Report.read(out).results}
+    verdicts = {result.check: result for result in Report.read(out).results}
     assert verdicts["names"].device_seconds == spans["run"]["distcompat.device_seconds"] > 0
     assert verdicts["memory"].device_seconds == 0

@@ -46,7 +46,7 @@ def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
     wide = [plain_text(line) for line in matrix_text(real.results)][1].split()
     assert [check for header in headers for check in header] == wide
     # Every verdict stands under its check.
-    found: dict[tuple[str, str], str] = {}
+    widths: dict[tuple[str, str], str] = {}
     header = ""
     for line in matrix:
         if line.startswith(" " * 20):
@@ -54,9 +54,9 @@ def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
             continue
         for check in header.split():
             column = header.index(f" {check} " if f" {check} " in header else f" {check}") + 1
-            found[line.split()[0], check] = line[column:].split(" ")[0]
-    assert {key: word for key, word in found.items() if word} == {
-        (one.cell, one.check): one.status.word for one in real.results
+            widths[line.split()[0], check] = line[column:].split(" ")[0]
+    assert {key: word for key, word in widths.items() if word} == {
+        (result.cell, result.check): result.status.word for result in real.results
     }
 
 
@@ -99,8 +99,8 @@ def test_a_failed_run_is_one_cause_for_all_its_checks() -> None:
         result("ddp-fp32-w2", "data", "passed"),
         result("ddp-fp32-w2", "dtypes", "known", "rank 0 was killed by SIGKILL"),
     ]
-    found = causes(results)
-    assert [len(cause.results) for cause in found] == [8, 1]
+    grouped = causes(results)
+    assert [len(cause.results) for cause in grouped] == [8, 1]
     assert [plain_text(line) for line in causes_text(results)] == [
         "failures by cause",
         "  1. CRASH 8 verdicts in 2 cells: rank 1 was killed by SIGKILL",
@@ -140,15 +140,15 @@ def test_findings_of_one_kind_are_one_cause_and_exceptions_of_two_names_are_two(
 
 
 def test_equal_messages_of_two_drivers_are_two_causes() -> None:
-    found = result("ddp-fp32-w2", "clipping", "failed", "step 1: the norm is 0.5")
-    other = dataclasses.replace(found, suite="T", driver="e", nodeid="t.py::T::test[ddp-fp32-w2:clipping]")
-    assert [[one.suite for one in cause.results] for cause in causes([found, other])] == [["S"], ["T"]]
+    failure = result("ddp-fp32-w2", "clipping", "failed", "step 1: the norm is 0.5")
+    other = dataclasses.replace(failure, suite="T", driver="e", nodeid="t.py::T::test[ddp-fp32-w2:clipping]")
+    assert [[result.suite for result in cause.results] for cause in causes([failure, other])] == [["S"], ["T"]]
 
 
 def test_no_reason_is_given_for_a_failure_that_is_not_declared() -> None:
     """The reason of a declared issue that does not explain the failure misleads, in a comparison most of all."""
-    found = dataclasses.replace(result("ddp-fp32-w2", "names", "failed", "key 'a' is missing"), reason="org/repo#1")
-    assert found.why == "key 'a' is missing"
+    failure = dataclasses.replace(result("ddp-fp32-w2", "names", "failed", "key 'a' is missing"), reason="org/repo#1")
+    assert failure.why == "key 'a' is missing"
 
 
 #: How torch.distributed.checkpoint reports other ranks' exceptions.
@@ -245,8 +245,8 @@ def test_a_chat_message_of_a_real_run_names_cause_cell_and_command(real: Report,
 
 def test_markdown_escapes_markup(tmp_path: Path) -> None:
     hostile = "rank 0: <img src=x onerror=alert(1)> | `code` *bold* [link](http://x) _x_ my_name"
-    found = result("ddp-fp32-w2", "names", "failed", hostile)
-    write_report(tmp_path / "r.md", Report(results=[found]))
+    failure = result("ddp-fp32-w2", "names", "failed", hostile)
+    write_report(tmp_path / "r.md", Report(results=[failure]))
     text = (tmp_path / "r.md").read_text(encoding="utf-8")
     escaped = "rank 0: \\<img src=x onerror=alert(1)\\> \\| \\`code\\` \\*bold\\* \\[link\\](http://x) \\_x\\_ my_name"
     assert f"1. **FAIL**, 1 verdicts: {escaped}" in text
@@ -262,11 +262,13 @@ def hostile_report() -> Report:
     texts: dict[str, Any] = dict.fromkeys(
         ("suite", "driver", "cell", "check", "message", "reason", "reproduce"), HOSTILE
     )
-    found = [Verdict(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in (Status.FAILED, Status.KNOWN)]
+    verdicts = [
+        Verdict(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in (Status.FAILED, Status.KNOWN)
+    ]
     cost: dict[str, float | None] = {"step_seconds": 0.1, "tokens_per_second": 1.0, "state_bytes": 2.0, "memory": 3.0}
     row = Row(HOSTILE, HOSTILE, HOSTILE, not_applicable={HOSTILE: HOSTILE}, cost=cost)
     run = {"versions": {HOSTILE: HOSTILE}, "device": HOSTILE, "baseline": {"file": HOSTILE, "text": [HOSTILE]}}
-    return Report(run, found, [row])
+    return Report(run, verdicts, [row])
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt"])

@@ -51,13 +51,13 @@ def nights(torch: str = "", **histories: str) -> list[Report]:
     """A report for each letter of the histories; a letter of ``torch`` is the minor version of its night."""
     count = len(next(iter(histories.values())))
     letters = [{check: letters[at] for check, letters in histories.items()} for at in range(count)]
-    return [night(at, one, f"2.{torch[at] if torch else 1}") for at, one in enumerate(letters)]
+    return [night(at, letter, f"2.{torch[at] if torch else 1}") for at, letter in enumerate(letters)]
 
 
 def history(letters: str, torch: str = "") -> History:
     """The one history of these letters."""
-    (found,) = trend(nights(torch, names=letters)).histories
-    return found
+    (check_history,) = trend(nights(torch, names=letters)).histories
+    return check_history
 
 
 @pytest.mark.parametrize(
@@ -99,33 +99,33 @@ def test_the_kind_of_a_history(letters: str, torch: str, kind: str) -> None:
     ],
 )
 def test_a_gap_is_neither_red_nor_a_fix(letters: str, kind: str, nights_of: tuple[int | None, ...]) -> None:
-    found = history(letters)
-    assert (found.kind, (found.before, found.since, found.until)) == (kind, nights_of)
+    check_history = history(letters)
+    assert (check_history.kind, (check_history.before, check_history.since, check_history.until)) == (kind, nights_of)
     whole = trend(nights(names=letters))
-    assert sum(one.fixed for one in whole.nights) == letters.count("o", letters.index("F"))
-    assert sum(one.found for one in whole.nights) == (letters[0] == "o")
+    assert sum(night.fixed for night in whole.nights) == letters.count("o", letters.index("F"))
+    assert sum(night.found for night in whole.nights) == (letters[0] == "o")
 
 
 def test_the_versions_that_changed_are_named_over_a_gap() -> None:
     whole = trend(nights("12345", names="oo..F", units="ooFFF"))
-    assert [one.changed for one in whole.histories] == [{"torch": ("2.2", "2.5")}, {"torch": ("2.2", "2.3")}]
+    assert [history.changed for history in whole.histories] == [{"torch": ("2.2", "2.5")}, {"torch": ("2.2", "2.3")}]
     assert whole.story(whole.histories[0]) == (
         "broken: red since 2026-11-05 01:30, not on 2026-11-02 01:30: torch 2.2 -> 2.5"
     )
-    assert [one.changed for one in whole.nights][:2] == [{}, {"torch": ("2.1", "2.2")}]
+    assert [night.changed for night in whole.nights][:2] == [{}, {"torch": ("2.1", "2.2")}]
 
 
 def test_another_gpu_is_another_version() -> None:
     reports = [night(at, {"names": "oFo"[at]}, gpu=gpu) for at, gpu in enumerate(("H100", "L4", "H100"))]
-    (found,) = trend(reports).histories
-    assert (found.kind, found.changed) == ("fixed", {"gpu": ("H100", "L4")})
+    (check_history,) = trend(reports).histories
+    assert (check_history.kind, check_history.changed) == ("fixed", {"gpu": ("H100", "L4")})
 
 
 def test_nights_are_in_the_order_in_which_they_began_with_their_counts() -> None:
     reports = nights("1112", names="oFFo", units="ooF-", data="FFoo")
     whole = trend(random.Random(0).sample(reports, k=4))
-    assert [str(one) for one in whole.nights] == [f"2026-11-0{at} 01:30" for at in (1, 2, 3, 4)]
-    counted = [(one.ran, one.red, one.found, one.fixed) for one in whole.nights]
+    assert [str(night) for night in whole.nights] == [f"2026-11-0{at} 01:30" for at in (1, 2, 3, 4)]
+    counted = [(night.ran, night.red, night.found, night.fixed) for night in whole.nights]
     assert counted == [(3, 1, 0, 0), (3, 2, 1, 0), (3, 2, 1, 1), (2, 0, 0, 1)]
     assert whole.headline == "4 nights: 1 broken, 2 fixed; 1 not run in the last"
 
@@ -164,14 +164,14 @@ def test_the_text_has_one_line_for_each_change() -> None:
 
 def rows(page: str) -> dict[str, str]:
     """The rows of the page's strips, by check."""
-    found = re.findall(r"<tr data-kind=.*?</tr>", page, re.DOTALL)
-    return {re.findall(r"ddp-fp32-w2:(\w+)", row)[0]: row for row in found}
+    matches = re.findall(r"<tr data-kind=.*?</tr>", page, re.DOTALL)
+    return {re.findall(r"ddp-fp32-w2:(\w+)", row)[0]: row for row in matches}
 
 
 def strip(row: str) -> list[tuple[int, str, str]]:
     """The nights, the style and the title of each stretch of a strip."""
-    found = re.findall(r'<i style="flex:(\d+)" class="(\w+)" title="([^"]*)"', row)
-    return [(int(count), style, title) for count, style, title in found]
+    segments = re.findall(r'<i style="flex:(\d+)" class="(\w+)" title="([^"]*)"', row)
+    return [(int(count), style, title) for count, style, title in segments]
 
 
 def test_other_values_are_shown_apart_with_the_versions_that_changed() -> None:
@@ -179,28 +179,28 @@ def test_other_values_are_shown_apart_with_the_versions_that_changed() -> None:
     reports = nights("111223", names="oooooo")
     for report, digest in zip(reports, "aa-bb-", strict=True):
         report.rows[0].values = {} if digest == "-" else {"digests": {"build parameter": digest}}
-    found = trend(reports)
+    trends = trend(reports)
     text = "other values since 2026-11-04 01:30, torch 2.1 -> 2.2: ddp-fp32-w2 (d)"
-    assert [found.turn_text(turn) for turn in found.value_turns] == [text]
-    assert list(found.lines()) == ["6 nights: 1 never red", text]
-    assert text.replace(">", "&gt;") in trend_html(found)
+    assert [trends.turn_text(turn) for turn in trends.value_turns] == [text]
+    assert list(trends.lines()) == ["6 nights: 1 never red", text]
+    assert text.replace(">", "&gt;") in trend_html(trends)
     assert "Other values" not in trend_html(trend(nights(names="oo")))
 
 
 def test_the_page_has_what_the_data_has() -> None:
     whole = trend(nights("11122", names="oooFF", units="oF.Fo", paths="ooooo", memory="ok-oo"))
     page = trend_html(whole)
-    found = rows(page)
-    assert list(found) == ["names", "units"], "what was never red has no row"
+    table_rows = rows(page)
+    assert list(table_rows) == ["names", "units"], "what was never red has no row"
     assert "<summary>2 never red</summary>" in page
-    assert strip(found["names"]) == [
+    assert strip(table_rows["names"]) == [
         (3, "good", "ok: 2026-11-01 01:30 to 2026-11-03 01:30"),
         (2, "bad", "FAIL: 2026-11-04 01:30 to 2026-11-05 01:30"),
     ]
-    styles = [(count, style) for count, style, _ in strip(found["units"])]
+    styles = [(count, style) for count, style, _ in strip(table_rows["units"])]
     assert styles == [(1, "good"), (1, "bad"), (1, "none"), (1, "bad"), (1, "good")]
-    for one in whole.histories[:2]:
-        assert whole.story(one).replace(">", "&gt;") in found[one.last.check]
+    for history in whole.histories[:2]:
+        assert whole.story(history).replace(">", "&gt;") in table_rows[history.last.check]
     for there in whole.nights:
         cells = "".join(
             f"<td>{value}</td>" for value in (there.seconds, there.ran, there.red, there.found, there.fixed)
@@ -216,7 +216,9 @@ def hostile() -> Trend:
     reports = nights(names="oF")
     for report in reports:
         texts: dict[str, Any] = dict.fromkeys(("check", "cell", "suite", "driver", "reason", "message"), HOSTILE)
-        report.results = [dataclasses.replace(one, **texts, nodeid=f"{HOSTILE}::test[x]") for one in report.results]
+        report.results = [
+            dataclasses.replace(result, **texts, nodeid=f"{HOSTILE}::test[x]") for result in report.results
+        ]
         report.session["versions"] = {HOSTILE: f"{HOSTILE}{report.session['began']}"}
         report.session["began"] += HOSTILE
     return trend(reports)
@@ -302,7 +304,7 @@ def test_a_hundred_thousand_verdicts_take_seconds() -> None:
     whole = trend(reports)
     page = trend_html(whole)
     assert time.process_time() - began < 10
-    assert (len(whole.histories), sum(one.ran for one in whole.nights)) == (1000, 100_000)
-    red = sum(one.kind in {"broken", "flaky", "fixed"} for one in whole.histories)
+    assert (len(whole.histories), sum(night.ran for night in whole.nights)) == (1000, 100_000)
+    red = sum(history.kind in {"broken", "flaky", "fixed"} for history in whole.histories)
     assert (len(rows(page.replace("ddp-fp32-w2:check_", "ddp-fp32-w2:c"))), page.count("<tr data-kind")) == (red, red)
     assert len(page) < 500_000

@@ -54,17 +54,17 @@ def trained(digest: str = "4:7", *, cell: Cell = CELL, loss: float = 1.0, keys: 
 
 
 def test_what_is_kept() -> None:
-    found = values_of(CELL, trained())
-    assert list(found["digests"]) == ["build parameter", "step 1 parameter"]
-    assert found["numbers"] == {
+    values = values_of(CELL, trained())
+    assert list(values["digests"]) == ["build parameter", "step 1 parameter"]
+    assert values["numbers"] == {
         "loss": [2.0, 2.0],
         "grad_norm": [3.0, 3.0],
         "gradients": [1.0, 1.0],
         "lr": [0.1, 0.1],
         "outputs": [0.25, None],
     }
-    assert found["files"]["model.pt"].startswith("torch model ")
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert values["files"]["model.pt"].startswith("torch model ")
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
 
 
 def test_other_precisions_keep_nothing() -> None:
@@ -78,8 +78,8 @@ def report(values: dict[str, Any], **more: Any) -> Report:
 
 
 def changed(before: RunTrace, after: RunTrace, **more: Any) -> list[tuple[Extent, str]]:
-    found = value_changes(report(values_of(CELL, before)), report(values_of(CELL, after), **more))
-    return [(change.extent, change.what) for change in found]
+    changes = value_changes(report(values_of(CELL, before)), report(values_of(CELL, after), **more))
+    return [(change.extent, change.what) for change in changes]
 
 
 def test_equal_values_are_no_news() -> None:
@@ -236,11 +236,11 @@ def test_twins_of_a_driver_are_told_apart(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
         reports[twin] = Report.read(path)
-    found = {
+    changes_by_twin = {
         twin: {change.extent: change.first for change in value_changes(reports["sound"], reports[twin])}
         for twin in ("again", "bit", "factor", "format")
     }
-    assert found["again"] == {}
-    assert found["bit"] == {Extent.ROUNDED: "step 2 parameter"}
-    assert found["factor"] == {Extent.BEYOND: "grad_norm of step 1"}
-    assert found["format"] == {Extent.FORMAT: "export/pytorch_model.bin is new"}
+    assert changes_by_twin["again"] == {}
+    assert changes_by_twin["bit"] == {Extent.ROUNDED: "step 2 parameter"}
+    assert changes_by_twin["factor"] == {Extent.BEYOND: "grad_norm of step 1"}
+    assert changes_by_twin["format"] == {Extent.FORMAT: "export/pytorch_model.bin is new"}

@@ -68,12 +68,12 @@ def run(module_host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         key = repr((program, args, sorted(settings.items())))
         if key not in runs:
             output = str(tmp_path_factory.mktemp("output"))
-            command = [str(one).replace("{output}", output) for one in args]
+            command = [str(arg).replace("{output}", output) for arg in args]
             if "output" in settings:
                 settings["output"] = str(settings["output"]).replace("{output}", output)
             runs[key] = launch(PROGRAMS / program, *command, host=module_host, allow_failure=True, **settings)
         return runs[key]
 
     yield run
-    left = [pid for one in runs.values() for pid in pids(one) if alive(pid)]
+    left = [pid for run in runs.values() for pid in pids(run) if alive(pid)]
     assert not left, f"left running: {left}"

@@ -50,8 +50,8 @@ def test_every_strategy_in_every_precision(tmp_path: Path) -> None:
 
 def settings(path: Path) -> dict[str, Any]:
     """The file as accelerate reads it."""
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
 
 
 def test_accelerate_reads_them_all(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_accelerate_reads_them_all(tmp_path: Path) -> None:
 
 def test_the_content_of_the_files(tmp_path: Path) -> None:
     fsdp = write_configuration(Cell.of("fsdp2", "bf16_upcast", 2, state_dict="full"), tmp_path)
-    found = settings(fsdp)
-    assert found["mixed_precision"] == "bf16"
-    assert (found["fsdp_config"]["fsdp_version"], found["fsdp_config"]["fsdp_state_dict_type"]) == (
+    content = settings(fsdp)
+    assert content["mixed_precision"] == "bf16"
+    assert (content["fsdp_config"]["fsdp_version"], content["fsdp_config"]["fsdp_state_dict_type"]) == (
         2,
         "FULL_STATE_DICT",
     )

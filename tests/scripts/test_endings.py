@@ -258,8 +258,8 @@ def test_suspicious_arguments_are_refused(host: Host) -> None:
 def test_an_inexpressible_cell_is_fine_without_a_file(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script by torchrun that shards in fp8 under DeepSpeed was refused, for accelerate's file has no word for that."""
     monkeypatch.setattr("pytest_distcompat.launch.hosting.Hosted.run", lambda self: Ending((), {}, command=self.name))
-    found = launch(PROGRAMS / "ends.py", "well", strategy="zero2", precision="fp8", host=host, allow_failure=True)
-    assert found.ending.command == "torchrun"
+    script_run = launch(PROGRAMS / "ends.py", "well", strategy="zero2", precision="fp8", host=host, allow_failure=True)
+    assert script_run.ending.command == "torchrun"
     with pytest.raises(UsageProblem, match="accelerate takes fp8 under DeepSpeed"):
         launch(PROGRAMS / "ends.py", "well", launcher="accelerate", strategy="zero2", precision="fp8", host=host)
 
@@ -297,14 +297,14 @@ def test_a_declared_failure_that_does_not_come(host: Host) -> None:
 
 
 def _running(word: str) -> list[int]:
-    found = []
+    pids = []
     for process in psutil.process_iter():
         try:
             if any(word in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def _until(holds: object) -> None:

@@ -22,7 +22,7 @@ CELL = Cell.of("ddp", "fp32")
 def run() -> RunTrace:
     """Return the run of a script whose last step is its first."""
     train = more_runs.trace_of(CELL, "export").run("train")
-    exported = [dataclasses.replace(one, action="step", index=STRIDE + END) for one in train.at("export")]
+    exported = [dataclasses.replace(snapshot, action="step", index=STRIDE + END) for snapshot in train.at("export")]
     return dataclasses.replace(train, snapshots=(*train.at("build_model"), *exported))
 
 
@@ -44,7 +44,7 @@ def loaded_by_the_library(**changes: Any) -> dict[str, Any]:
 
 def findings(run: RunTrace, answer: Mapping[str, Any]) -> list[str]:
     found = check_final_model(run, CELL, Path(), (), lambda request: answer, saved_name=lambda key: key)
-    return [one.partition(": ")[2] for one in found]
+    return [finding.partition(": ")[2] for finding in found]
 
 
 def test_a_library_may_rename_keys_if_it_loads_what_was_trained(run: RunTrace) -> None:

@@ -84,11 +84,12 @@ def test_a_checkpoint_that_restores_other_values(checkpointing: Checkpointing, f
     """The script ends with code 0, its comparisons done."""
     trip = checkpointing.resumed(fault)
     assert not trip.resumed.failed
-    found = [
-        [one for one in trip.findings if re.match(f"{pattern} after the load at 2 ranks", one)] for pattern in expected
+    findings = [
+        [finding for finding in trip.findings if re.match(f"{pattern} after the load at 2 ranks", finding)]
+        for pattern in expected
     ]
-    assert all(found), trip.findings
-    assert sum(map(len, found)) == len(trip.findings), trip.findings
+    assert all(findings), trip.findings
+    assert sum(map(len, findings)) == len(trip.findings), trip.findings
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +98,8 @@ def todays_way(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("accelerate")
     line = [sys.executable, str(PROGRAMS / "todays_way.py"), str(tmp_path_factory.mktemp("today") / "mark")]
     done = subprocess.run(line, check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return content
 
 
 def test_a_launcher_that_is_killed_has_failed(todays_way: dict[str, Any], host: Host) -> None:

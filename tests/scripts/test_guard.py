@@ -108,8 +108,8 @@ def broken(directory: Path, part: str, *places: str) -> dict[str, dict[str, Any]
     command = [sys.executable, str(PROGRAMS / "faulty_probe.py"), str(directory), part, *places]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert not done.returncode, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads((directory / "found.json").read_text(encoding="utf-8"))
-    return found
+    content: dict[str, dict[str, Any]] = json.loads((directory / "found.json").read_text(encoding="utf-8"))
+    return content
 
 
 def says(place: str) -> str:
@@ -120,8 +120,8 @@ def says(place: str) -> str:
 def verdict(directory: str | Path, code: int) -> Verdict:
     """That on a run of one rank, which ended with that code."""
     ending = conclude(LogReader(directory, [0]).read(), {0: RankProcess(code)})
-    (found,) = ScriptRun(ending, Cell("ddp", "fp32", 1), Path(directory), "cpu").verdicts("active")
-    return found
+    (judged,) = ScriptRun(ending, Cell("ddp", "fp32", 1), Path(directory), "cpu").verdicts("active")
+    return judged
 
 
 def check_broken(part: str, runs: dict[str, dict[str, Any]]) -> None:
@@ -135,9 +135,9 @@ def check_broken(part: str, runs: dict[str, dict[str, Any]]) -> None:
         assert (run["losses"], run["code"]) == (sound["losses"], 0), (
             f"the script noticed that the probe failed at {place}"
         )
-        found = verdict(run["directory"], 0)
-        assert not found.ok
-        assert says(place) in found.message
+        outcome = verdict(run["directory"], 0)
+        assert not outcome.ok
+        assert says(place) in outcome.message
 
 
 def test_the_probe_fails_in_a_loop(tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_a_release_without_the_wrapped_functions(name: str, tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     if name.endswith("strategies"):
         return  # what has no load_checkpoint of its own is no strategy
-    found = verdict(tmp_path, 0)
-    assert not found.ok
-    assert says(f"the import of {name}") in found.message
+    outcome = verdict(tmp_path, 0)
+    assert not outcome.ok
+    assert says(f"the import of {name}") in outcome.message
 
 
 @pytest.mark.nightly
@@ -230,10 +230,10 @@ def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: 
         "if 'RANK' not in os.environ: instrumentation.on_import('torch', broken)\n",
         encoding="utf-8",
     )
-    found = run("ends.py", "well", environment={"PYTHONPATH": str(tmp_path)})
-    assert found.failed
-    assert "the probe failed in a process of the run" in found.text()
-    assert "no such thing any more" in found.text()
+    script_run = run("ends.py", "well", environment={"PYTHONPATH": str(tmp_path)})
+    assert script_run.failed
+    assert "the probe failed in a process of the run" in script_run.text()
+    assert "no such thing any more" in script_run.text()
 
 
 @pytest.mark.nightly
@@ -248,20 +248,20 @@ def test_a_disk_on_which_ranks_cannot_write(run: Launch, tmp_path: Path) -> None
         "        os.dup2(os.open('/dev/full', os.O_WRONLY), int(name))\n",
         encoding="utf-8",
     )
-    found = run("prepared_twice.py", "--steps", "3", strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})
-    assert found.failed
-    assert "the probe failed in a process of the run" in found.text()
-    assert "No space left on device" in found.text()
-    assert [found.output_of(rank).count("trained to the end") for rank in (0, 1)] == [1, 1]
+    script_run = run("prepared_twice.py", "--steps", "3", strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})
+    assert script_run.failed
+    assert "the probe failed in a process of the run" in script_run.text()
+    assert "No space left on device" in script_run.text()
+    assert [script_run.output_of(rank).count("trained to the end") for rank in (0, 1)] == [1, 1]
 
 
 @pytest.mark.nightly
 def test_a_model_that_is_prepared_twice(run: Launch) -> None:
     """More steps than are looked at in full: then hooks are taken off while torch goes through them."""
     pytest.importorskip("accelerate")
-    found = run("prepared_twice.py", "--steps", "7", strategy="ddp")
-    found.check("active", "optimizer", "dtypes")
-    assert [loss is not None for loss in found.losses[0]] == [True] * 7
+    script_run = run("prepared_twice.py", "--steps", "7", strategy="ddp")
+    script_run.check("active", "optimizer", "dtypes")
+    assert [loss is not None for loss in script_run.losses[0]] == [True] * 7
 
 
 def test_a_rank_needs_no_package_but_those_of_its_script(tmp_path: Path) -> None:

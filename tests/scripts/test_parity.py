@@ -26,9 +26,9 @@ def compared(host: Host, *more: str, strategy: str = "ddp") -> Parity:
 @pytest.mark.spawn
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_the_same_training_on_two_ranks(module_host: Host, strategy: str) -> None:
-    found = compared(module_host, strategy=strategy)
-    assert found.findings == []
-    assert [run.trace.world_size for run in (found.one, found.many)] == [1, 2]
+    findings = compared(module_host, strategy=strategy)
+    assert findings.findings == []
+    assert [run.trace.world_size for run in (findings.one, findings.many)] == [1, 2]
 
 
 @pytest.mark.spawn

@@ -41,18 +41,18 @@ def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp1", "fsdp2"))]
 )
 def test_a_torch_loop(run: Launch, strategy: str) -> None:
-    found = torch_loop(run, strategy)
-    found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
-    assert not found.labels
+    script_run = torch_loop(run, strategy)
+    script_run.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
+    assert not script_run.labels
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
     """One for matrices, one for the rest, beside two that were made and forgotten."""
-    found = run(TWO, "--strategy", strategy, "--save-at", "3", "--output", "{output}", strategy=strategy)
-    found.check("active", "names", "optimizer", "dtypes", "memory")
-    (built, _) = found.trace.at("build")
+    script_run = run(TWO, "--strategy", strategy, "--save-at", "3", "--output", "{output}", strategy=strategy)
+    script_run.check("active", "names", "optimizer", "dtypes", "memory")
+    (built, _) = script_run.trace.at("build")
     assert built.optimizer is not None
     assert built.optimizer.chain == ("Muon + AdamW",)
     assert built.scheduler.count("last_epoch=0") == 2
@@ -68,23 +68,23 @@ def test_a_parameter_in_neither_of_two_optimizers(run: Launch) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=pytest.mark.nightly)])
 def test_an_accelerate_loop_in_bfloat16(run: Launch, strategy: str) -> None:
-    found = accelerate_loop(run, strategy)
-    found.check("active", "names", "optimizer", "dtypes", "memory", "units", "final_model_loadable")
+    script_run = accelerate_loop(run, strategy)
+    script_run.check("active", "names", "optimizer", "dtypes", "memory", "units", "final_model_loadable")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
     arguments = ["--stage", stage, "--output", "{output}", "--save-at", "3"]
-    found = run("deepspeed_loop.py", *arguments, strategy=f"zero{stage}")
-    found.check("active", "names", "optimizer", "dtypes", "memory")
+    script_run = run("deepspeed_loop.py", *arguments, strategy=f"zero{stage}")
+    script_run.check("active", "names", "optimizer", "dtypes", "memory")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_deepspeed_loop_with_a_parameter_that_no_loss_depends_on(run: Launch, stage: int) -> None:
-    found = run("deepspeed_loop.py", "--unused", "--stage", stage, strategy=f"zero{stage}")
-    found.check("active", "names", "optimizer", "dtypes", "memory")
+    script_run = run("deepspeed_loop.py", "--unused", "--stage", stage, strategy=f"zero{stage}")
+    script_run.check("active", "names", "optimizer", "dtypes", "memory")
 
 
 @pytest.mark.nightly
@@ -113,9 +113,9 @@ def eight_steps(run: Launch) -> ScriptRun:
 
 @pytest.mark.nightly
 def test_later_steps_are_not_probed(run: Launch) -> None:
-    found = eight_steps(run)
-    found.check("active", "optimizer", "dtypes")
-    late = found.trace.at_index(8 * STRIDE)
+    script_run = eight_steps(run)
+    script_run.check("active", "optimizer", "dtypes")
+    late = script_run.trace.at_index(8 * STRIDE)
     assert len(late) == 2
     assert all(snapshot.model is None and not snapshot.inputs and snapshot.loss is not None for snapshot in late)
 
@@ -132,8 +132,8 @@ def test_later_steps_are_not_probed(run: Launch) -> None:
 )
 def test_a_run_without_the_third_step_fails_every_check(run: Launch, steps: str, watched: int, message: str) -> None:
     """It is no pass, and no check says of it what is wrong with a step that it did not see."""
-    found = run(TORCH, "--steps", steps, strategy="ddp", watch_steps=watched)
-    verdicts = found.verdicts("active", "names", "optimizer", "dtypes", "memory")
+    script_run = run(TORCH, "--steps", steps, strategy="ddp", watch_steps=watched)
+    verdicts = script_run.verdicts("active", "names", "optimizer", "dtypes", "memory")
     assert {(verdict.status, verdict.message) for verdict in verdicts} == {("failed", message)}
 
 
@@ -147,59 +147,59 @@ def test_weights_that_are_not_the_trained_ones(run: Launch) -> None:
     """Those of six steps, where eight were taken."""
     older = torch_loop(run, "ddp").output
     assert older is not None
-    found = dataclasses.replace(eight_steps(run), output=older / "model.pt")
+    script_run = dataclasses.replace(eight_steps(run), output=older / "model.pt")
     with pytest.raises(Incompatible, match="other values after the reload"):
-        found.check("final_model_loadable")
+        script_run.check("final_model_loadable")
 
 
 @pytest.mark.nightly
 def test_a_script_that_wraps_nothing_is_never_a_pass(run: Launch) -> None:
     """(a) It was started on two ranks, and each trains alone. It ends well, with a loss that falls."""
-    found = run(TORCH, "--strategy", "none", strategy="fsdp2")
-    assert not found.failed, found.text()
+    script_run = run(TORCH, "--strategy", "none", strategy="fsdp2")
+    assert not script_run.failed, script_run.text()
     with pytest.raises(Incompatible, match="nothing to probe: AdamW stepped, on a model that nothing wrapped"):
-        found.check("active")
+        script_run.check("active")
 
 
 @pytest.mark.nightly
 def test_accelerate_without_the_bridge_drops_the_strategy(run: Launch) -> None:
     """(a) Two unsharded processes of one rank each, and exit code 0."""
-    found = run(ACCELERATE, launcher="accelerate", strategy="fsdp2", bridge=False)
-    assert not found.failed, found.text()
+    script_run = run(ACCELERATE, launcher="accelerate", strategy="fsdp2", bridge=False)
+    assert not script_run.failed, script_run.text()
     with pytest.raises(Incompatible, match="runs as a bare model; expected FSDP2 for fsdp2"):
-        found.check("active")
+        script_run.check("active")
 
 
 def test_another_strategy_than_the_given_one(run: Launch) -> None:
-    found = dataclasses.replace(torch_loop(run, "ddp"), cell=Cell("fsdp2", "fp32"))
+    script_run = dataclasses.replace(torch_loop(run, "ddp"), cell=Cell("fsdp2", "fp32"))
     with pytest.raises(Incompatible, match="runs as DDP x 1; expected FSDP2"):
-        found.check("active")
+        script_run.check("active")
 
 
 @pytest.mark.nightly
 def test_an_optimizer_that_holds_stale_parameters(run: Launch) -> None:
     """(d)"""
-    found = run(TORCH, "--strategy", "fsdp2", "--fault", "stale", strategy="fsdp2")
-    assert not found.failed, found.text()
+    script_run = run(TORCH, "--strategy", "fsdp2", "--fault", "stale", strategy="fsdp2")
+    assert not script_run.failed, script_run.text()
     with pytest.raises(
         Incompatible, match=r"4 of 4 tensors in the optimizer are no parameters of the live model \(stale\)"
     ):
-        found.check("optimizer")
+        script_run.check("optimizer")
 
 
 @pytest.mark.nightly
 def test_a_run_that_ends_without_weights(run: Launch) -> None:
     """(c)"""
-    found = run(TORCH, "--output", "{output}", "--fault", "no weights", strategy="ddp", output="{output}")
-    assert not found.failed, found.text()
+    script_run = run(TORCH, "--output", "{output}", "--fault", "no weights", strategy="ddp", output="{output}")
+    assert not script_run.failed, script_run.text()
     with pytest.raises(Incompatible, match=r"holds no weights \(files: none\)"):
-        found.check("final_model_loadable")
+        script_run.check("final_model_loadable")
 
 
 def test_a_failed_run_passes_no_check(run: Launch) -> None:
-    found = run("ends.py", "raise", strategy="ddp")
+    script_run = run("ends.py", "raise", strategy="ddp")
     with pytest.raises(Incompatible, match="the run failed: rank 1 raised ValueError"):
-        found.check("active")
+        script_run.check("active")
 
 
 def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
         "TrackedObjects.read_unwrapped = read_unwrapped\n",
         encoding="utf-8",
     )
-    found = run(TORCH, strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})
-    assert not found.failed, found.text()
-    assert len(losses(found)) == 6
+    script_run = run(TORCH, strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})
+    assert not script_run.failed, script_run.text()
+    assert len(losses(script_run)) == 6
     with pytest.raises(Incompatible, match=r"the probe itself failed, at .*, and saw no more from then on"):
-        found.check("active")
+        script_run.check("active")
 
 
 @pytest.mark.nightly
@@ -226,23 +226,23 @@ def test_blocks_that_nobody_names_are_no_pass(run: Launch) -> None:
 
 
 def test_a_check_that_does_not_apply_is_named_and_is_no_pass(run: Launch) -> None:
-    found = torch_loop(run, "ddp")
-    found.check("active", "units", "float8")
-    assert [(one.check, one.status, one.reason) for one in found.verdicts("units", "float8")] == [
+    script_run = torch_loop(run, "ddp")
+    script_run.check("active", "units", "float8")
+    assert [(verdict.check, verdict.status, verdict.reason) for verdict in script_run.verdicts("units", "float8")] == [
         ("units", "skipped", "the check does not apply: ddp cuts no units, and nothing is recomputed or compiled"),
         ("float8", "skipped", "the check does not apply: fp32 has no 8-bit layers"),
     ]
     with pytest.raises(
         Incompatible, match=r"units \(ddp-fp32-w2\): skipped\nthe check does not apply: ddp cuts no units"
     ):
-        found.check("units", "float8")
+        script_run.check("units", "float8")
     with pytest.raises(UsageProblem, match="no check is named"):
-        found.check()
+        script_run.check()
 
 
 def test_checks_need_the_strategy(run: Launch) -> None:
-    found = dataclasses.replace(torch_loop(run, "ddp"), cell=None)
+    script_run = dataclasses.replace(torch_loop(run, "ddp"), cell=None)
     with pytest.raises(UsageProblem, match="got no strategy, so nothing says what should run"):
-        found.check("active")
+        script_run.check("active")
     with pytest.raises(UsageProblem, match="'parity' is no check of a script's run"):
-        found.check("parity")
+        script_run.check("parity")

@@ -36,8 +36,8 @@ def more_ranks(module_host: Host) -> RoundTrip:
 
 def as_many(host: Host, of: RoundTrip, *more: str) -> RoundTrip:
     """A checkpoint is loaded on as many ranks as saved it."""
-    found: Any = of.stopped.saved()[0].path
-    line = ["--strategy", "fsdp2", "--steps", "5", "--resume", found, *more]
+    path: Any = of.stopped.saved()[0].path
+    line = ["--strategy", "fsdp2", "--steps", "5", "--resume", path, *more]
     resumed = launch(LOOP, *line, strategy="fsdp2", watch_steps=5, host=host)
     return RoundTrip(of.through, of.stopped, resumed, 3, 5, ("losses", "grad_norms", "parameters", "optimizer", "rng"))
 
@@ -64,9 +64,9 @@ def test_more_ranks_resume_the_checkpoint_of_fewer(more_ranks: RoundTrip) -> Non
 @pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_torch_loop_with_shards_resumes(module_host: Host, more_ranks: RoundTrip) -> None:
-    found = as_many(module_host, more_ranks)
-    assert not found.findings
-    assert loads(found) == [0, 0, 2]
+    round_trip = as_many(module_host, more_ranks)
+    assert not round_trip.findings
+    assert loads(round_trip) == [0, 0, 2]
 
 
 @pytest.mark.nightly
@@ -86,19 +86,19 @@ def test_a_torch_loop_with_shards_resumes(module_host: Host, more_ranks: RoundTr
 )
 def test_a_run_that_only_seems_to_resume(module_host: Host, more_ranks: RoundTrip, fault: str, expected: str) -> None:
     """(b) and (e): both end well, with losses that look right."""
-    found = as_many(module_host, more_ranks, "--fault", fault)
+    round_trip = as_many(module_host, more_ranks, "--fault", fault)
     with pytest.raises(Incompatible, match=expected):
-        found.check()
+        round_trip.check()
 
 
 @pytest.mark.nightly
 @pytest.mark.spawn
 def test_two_optimizers_resume_and_a_forgotten_one_is_found(module_host: Host) -> None:
-    found = trip(module_host, "two_optimizers.py", "--strategy", "fsdp2", strategy="fsdp2", same=STATES)
-    assert not found.findings
-    line = ["--strategy", "fsdp2", "--resume", str(found.stopped.saved()[0].path), "--fault", "second forgets"]
+    round_trip = trip(module_host, "two_optimizers.py", "--strategy", "fsdp2", strategy="fsdp2", same=STATES)
+    assert not round_trip.findings
+    line = ["--strategy", "fsdp2", "--resume", str(round_trip.stopped.saved()[0].path), "--fault", "second forgets"]
     forgot = launch(PROGRAMS / "two_optimizers.py", *line, strategy="fsdp2", watch_steps=5, host=module_host)
-    wrong = RoundTrip(found.through, found.stopped, forgot, 3, 5, STATES).findings
+    wrong = RoundTrip(round_trip.through, round_trip.stopped, forgot, 3, 5, STATES).findings
     assert "exp_avg '0.bias' and 3 others: other values after the load at 2 ranks" in wrong
 
 
@@ -124,10 +124,10 @@ def by_file(script: Path, host: Host, **settings: Any) -> RoundTrip:
 
 @pytest.mark.spawn
 def test_a_file_of_torch_save_is_a_checkpoint(host: Host) -> None:
-    found = by_file(BY_FILE, host)
-    taken = [len(run.trace.indices("step")) for run in (found.through, found.stopped, found.resumed)]
+    round_trip = by_file(BY_FILE, host)
+    taken = [len(run.trace.indices("step")) for run in (round_trip.through, round_trip.stopped, round_trip.resumed)]
     assert taken == [5, 3, 2]
-    assert {Path(saved.path).name for saved in found.stopped.saved()} == {"ckpt.pt"}
+    assert {Path(saved.path).name for saved in round_trip.stopped.saved()} == {"ckpt.pt"}
 
 
 @pytest.mark.nightly

@@ -51,15 +51,15 @@ def test_a_file_of_safetensors_beside_an_optimizers(run: Launch, how: str) -> No
 @pytest.mark.parametrize("output", ["{output}", pytest.param("", id="seen", marks=pytest.mark.nightly)])
 def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> None:
     """As sentence-transformers saves it, whose first module lies beside the list of all."""
-    found = saving(run, "modules", **({"output": output} if output else {}))
-    found.check("names", "final_model_loadable")
+    script_run = saving(run, "modules", **({"output": output} if output else {}))
+    script_run.check("names", "final_model_loadable")
 
 
 @pytest.mark.nightly
 def test_a_loop_in_a_function_that_returns_with_its_model(run: Launch) -> None:
     """It takes more steps than the probe watches, and the weights after the last one are compared."""
-    found = run("main_loop.py", "--output", "{output}", output="{output}", strategy="ddp")
-    found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
+    script_run = run("main_loop.py", "--output", "{output}", output="{output}", strategy="ddp")
+    script_run.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
 
 
 def test_a_state_dict_with_both_names_of_a_tied_tensor(run: Launch) -> None:
@@ -128,16 +128,16 @@ def test_an_optimizer_that_keeps_its_state_under_one_parameter(run: Launch) -> N
 def test_a_trainable_parameter_that_no_loss_depends_on(run: Launch, strategy: str) -> None:
     """As BERT's pooler under a masked LM loss: the optimizer holds it, gets no gradient for it and has no state of it."""
     more = ("--shards",) if strategy == "fsdp2" else ()
-    found = saving(run, "safetensors", "--unused", *more, strategy=strategy)
-    found.check("active", "names", "optimizer", "memory", "dtypes")
+    script_run = saving(run, "safetensors", "--unused", *more, strategy=strategy)
+    script_run.check("active", "names", "optimizer", "memory", "dtypes")
 
 
 @pytest.mark.nightly
 def test_activation_checkpointing_of_the_script(run: Launch) -> None:
     """The launch names no such option, so that recomputing is no finding."""
-    found = saving(run, "nothing", "--recompute", options={"compile": False})
-    assert [verdict.status for verdict in found.verdicts("units")] == ["skipped"]
-    found = run(
+    script_run = saving(run, "nothing", "--recompute", options={"compile": False})
+    assert [verdict.status for verdict in script_run.verdicts("units")] == ["skipped"]
+    script_run = run(
         "cut_loop.py", "--strategy", "fsdp1", "--wrap", "by hand", "--recompute", strategy="fsdp1", blocks="Block"
     )
-    found.check("units")
+    script_run.check("units")

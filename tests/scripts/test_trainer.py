@@ -62,6 +62,8 @@ def test_a_run_that_forgets_to_resume(gone_on: RoundTrip) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp1", "zero3"])
 def test_other_strategies(run: Launch, tmp_path: Path, strategy: str) -> None:
-    found = run("trainer_script.py", "--output", tmp_path, "--save-at", "3", launcher="accelerate", strategy=strategy)
-    found.check(*CHECKS)
-    assert any(label.startswith("CPU bridge: accelerate") for label in found.labels)
+    script_run = run(
+        "trainer_script.py", "--output", tmp_path, "--save-at", "3", launcher="accelerate", strategy=strategy
+    )
+    script_run.check(*CHECKS)
+    assert any(label.startswith("CPU bridge: accelerate") for label in script_run.labels)

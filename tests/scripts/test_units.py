@@ -22,9 +22,9 @@ nightly = pytest.mark.nightly
 
 
 def cut(run: Launch, wrap: str, *more: str, strategy: str = "fsdp2", **settings: Any) -> ScriptRun:
-    found = run(CUT, "--strategy", strategy, "--wrap", wrap, *more, strategy=strategy, **settings)
-    assert not found.failed, found.text()
-    return found
+    script_run = run(CUT, "--strategy", strategy, "--wrap", wrap, *more, strategy=strategy, **settings)
+    assert not script_run.failed, script_run.text()
+    return script_run
 
 
 @pytest.mark.nightly
@@ -49,11 +49,11 @@ def test_blocks_that_the_model_declares(run: Launch, strategy: str) -> None:
 )
 def test_a_model_cut_elsewhere(run: Launch, strategy: str, wrap: str, message: str) -> None:
     """It ends well, it is sharded, and nobody else says a word."""
-    found = cut(run, wrap, strategy=strategy, blocks=("Block",))
-    found.check("active", "optimizer")
+    script_run = cut(run, wrap, strategy=strategy, blocks=("Block",))
+    script_run.check("active", "optimizer")
     expected = "expected 'blocks.0', 'blocks.1', the root, and none inside a block"
     with pytest.raises(Incompatible, match=re.escape(f"ranks 0, 1: FSDP's units are {message}; {expected}")):
-        found.check("units")
+        script_run.check("units")
 
 
 @nightly
@@ -72,8 +72,8 @@ def test_a_class_that_the_model_has_not(run: Launch) -> None:
 @pytest.mark.parametrize("recompute", [True, False])
 def test_blocks_that_are_wrapped_one_after_another(run: Launch, recompute: bool) -> None:
     options = {"options": {"activation_checkpointing": True}} if recompute else {}
-    found = cut(run, "by hand", *["--recompute"] * recompute, strategy="fsdp1", blocks="Block", **options)
-    found.check("active", "units", "optimizer")
+    script_run = cut(run, "by hand", *["--recompute"] * recompute, strategy="fsdp1", blocks="Block", **options)
+    script_run.check("active", "units", "optimizer")
 
 
 @nightly
@@ -86,27 +86,27 @@ def test_a_compiled_model(run: Launch) -> None:
 @nightly
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_unit_for_what_is_trained_of_a_frozen_block(run: Launch, frozen: bool) -> None:
-    found = cut(run, "second", *["--frozen"] * frozen, strategy="fsdp1", blocks="Block")
+    script_run = cut(run, "second", *["--frozen"] * frozen, strategy="fsdp1", blocks="Block")
     if frozen:
-        found.check("active", "units")
+        script_run.check("active", "units")
     else:
         with pytest.raises(Incompatible, match=r"'blocks\.0\.second'"):
-            found.check("units")
+            script_run.check("units")
 
 
 def configured(tmp_path: Path, strategy: str, **changes: str) -> Path:
     """The cell's file for accelerate, with other words for FSDP."""
     path = write_configuration(Cell(strategy, "fp32", 2), tmp_path)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    found["fsdp_config"] |= {f"fsdp_{name}": value for name, value in changes.items()}
-    path.write_text(json.dumps(found), encoding="utf-8")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["fsdp_config"] |= {f"fsdp_{name}": value for name, value in changes.items()}
+    path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
 def accelerated(run: Launch, strategy: str, *more: str, **settings: Any) -> ScriptRun:
-    found = run(ACCELERATE, "--steps", "3", *more, launcher="accelerate", strategy=strategy, **settings)
-    assert not found.failed, found.text()
-    return found
+    script_run = run(ACCELERATE, "--steps", "3", *more, launcher="accelerate", strategy=strategy, **settings)
+    assert not script_run.failed, script_run.text()
+    return script_run
 
 
 @pytest.mark.nightly
@@ -122,12 +122,12 @@ def accelerated(run: Launch, strategy: str, *more: str, **settings: Any) -> Scri
 def test_a_configuration_that_names_other_classes(
     run: Launch, tmp_path: Path, strategy: str, words: dict[str, str]
 ) -> None:
-    found = accelerated(run, strategy, configuration=configured(tmp_path, strategy, **words))
-    found.check("active", "optimizer", "dtypes")
+    script_run = accelerated(run, strategy, configuration=configured(tmp_path, strategy, **words))
+    script_run.check("active", "optimizer", "dtypes")
     with pytest.raises(
         Incompatible, match=r"FSDP's units are .*; expected 'model\.layers\.0', 'model\.layers\.1', the root"
     ):
-        found.check("units")
+        script_run.check("units")
 
 
 @pytest.mark.nightly
@@ -154,23 +154,23 @@ def test_layers_in_8_bits(run: Launch) -> None:
 def test_no_layer_in_8_bits_is_a_finding(run: Launch, tmp_path: Path, strategy: str) -> None:
     """The file that the script is started by says bf16."""
     file = write_configuration(Cell(strategy, "bf16_upcast", 2), tmp_path)
-    found = accelerated(run, strategy, precision="fp8", configuration=file)
-    found.check("active", "optimizer", "dtypes")
+    script_run = accelerated(run, strategy, precision="fp8", configuration=file)
+    script_run.check("active", "optimizer", "dtypes")
     message = (
         "ranks 0, 1: 0 of 15 linear layers are in 8 bits after three steps; expected all but the first and the last"
     )
     with pytest.raises(Incompatible, match=message):
-        found.check("float8")
+        script_run.check("float8")
 
 
 @nightly
 def test_layers_in_8_bits_that_are_not_trained(run: Launch) -> None:
     """As accelerate does it under DDP by its default recipe: the layers are converted, and the optimizer holds the old ones."""
     pytest.importorskip("torchao")
-    found = accelerated(run, "ddp", precision="fp8")
-    found.check("active", "float8")
+    script_run = accelerated(run, "ddp", precision="fp8")
+    script_run.check("active", "float8")
     with pytest.raises(Incompatible, match=r"13 of 21 tensors in the optimizer are no parameters of the live model"):
-        found.check("optimizer")
+        script_run.check("optimizer")
 
 
 @nightly
@@ -178,15 +178,15 @@ def test_hybrid_shards(run: Launch) -> None:
     """Two copies of two shards, by the file that accelerate is given; a checkpoint, and the weights at the end."""
     saving = ("--save-at", "2", "--output", "{output}")
     settings = {"options": {"dp_replicate": 2, "state_dict": "full"}, "output": "{output}/final", "world_size": 4}
-    found = accelerated(run, "fsdp2", *saving, **settings)
-    found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
+    script_run = accelerated(run, "fsdp2", *saving, **settings)
+    script_run.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
 
 
 @nightly
 def test_missing_replicas_of_hybrid_shards_are_a_finding(run: Launch) -> None:
-    found = cut(run, "blocks", "--declares", options={"dp_replicate": 2}, world_size=4)
+    script_run = cut(run, "blocks", "--declares", options={"dp_replicate": 2}, world_size=4)
     with pytest.raises(Incompatible, match=r"shards are in 1 copies \(all ranks\); expected 2"):
-        found.check("active")
+        script_run.check("active")
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("library")
 def test_values_are_those_of_the_type_and_of_comparisons() -> None:
-    found = {argument.name: argument.values for argument in arguments_of("engine_of_test.main:Engine.save")}
-    assert found == {
+    values_by_name = {argument.name: argument.values for argument in arguments_of("engine_of_test.main:Engine.save")}
+    assert values_by_name == {
         "tag": (3,),
         "latest": (False,),
         "size": (0, 1, 2, 7, 1_000_003, "GB"),

@@ -95,14 +95,14 @@ def test_a_search_that_goes_on_draws_as_one_that_never_stopped(tmp_path: Path) -
 
 
 def test_shards_draw_differently_and_are_put_together() -> None:
-    one = State(shard="1/2")
+    unit = State(shard="1/2")
     other = State(shard="2/2")
-    searched(one, ladder, 40)
+    searched(unit, ladder, 40)
     searched(other, ladder, 40)
-    assert list(one.tried) != list(other.tried)
-    tried = {*one.tried, *other.tried}
-    one.add(other)
-    assert set(one.tried) == tried
+    assert list(unit.tried) != list(other.tried)
+    tried = {*unit.tried, *other.tried}
+    unit.add(other)
+    assert set(unit.tried) == tried
 
 
 def fails_with_two(candidate: Candidate) -> Outcome:

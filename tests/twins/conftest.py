@@ -1,4 +1,4 @@
-"""The wrong drivers are importable, here and in the ranks, as ``twins.twins_active`` and so on."""
+"""Make the twins importable, here and on ranks, as ``twins.twins_active`` and so on."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TESTS not in sys.path:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """One launcher and one store for all twins, so that a sound run runs once."""
+    """Return one launcher and one store for all twins, so that each sound run happens once."""
     cells = [Cell("ddp", "fp32", 2, (("model", model),)) for model in MODELS.names()]
     preload = {module for driver in DRIVERS.by_name.values() for module in preload_of(driver, cells)}
     with pytest.MonkeyPatch.context() as patch:
         # Before the fork server starts: a forked rank has the server's sys.path.
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), TESTS))))
+        inherited = os.environ.get("PYTHONPATH")
+        patch.setenv("PYTHONPATH", f"{inherited}{os.pathsep}{TESTS}" if inherited else TESTS)
         patch.setenv("HF_HUB_OFFLINE", "1")
         launcher = LAUNCHERS["warm"](Warmth(("torch", *sorted(preload))))
         try:
-            # As little as a busy machine does not take for slow.
+            # So low that no run on a busy machine counts as slow.
             limits = {"throughput": 0.1}
             yield Runner(tmp_path_factory.mktemp("twins"), launcher, device="cpu", timeout=60, limits=limits)
         finally:

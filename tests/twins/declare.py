@@ -22,25 +22,37 @@ if TYPE_CHECKING:
 
 AnyDriver = TypeVar("AnyDriver", bound=type[Driver])
 
-#: For ``also``: what checks of the outcome say wherever a defect makes it another training, gives the optimizer other
-#: gradients, makes it keep more or less, begins with other values, averages over something else, or leaves FSDP out.
+# For ``also``: the findings of checks of the outcome, by the consequence of a defect.
+#: The losses differ.
 PARITY = {"parity": r"^step \d+: .* is .* in the reference"}
+#: The optimizer gets gradients of another total norm.
 CLIPPING = {"clipping": r"^step \d+: .*the gradients that the optimizer gets have norm"}
+#: The optimizer gets another gradient for a parameter.
 GRADIENTS = {"gradients": r"^step [123]: .*: the gradient of "}
+#: The optimizer keeps more or less state.
 MEMORY = {"memory": r"^all ranks together keep \d+ elements of|no rank's optimizer keeps anything"}
+#: Saving or exporting changes what is trained.
 OBSERVERS = {"observers": r"^rank 0: parameter .* and \d+ others: other values after the (save|export)"}
+#: Training starts from other values.
 START = {"start": r"^(parameter|master) .*: other values after build than were loaded"}
+#: Gradients are averaged over something else.
 MEAN = {"mean": r"^gradients give each row or each micro-batch.* the same weight; the driver says each token"}
+#: FSDP leaves blocks out.
 UNCUT = {"units": r"FSDP's units are (nothing|the root); expected 'blocks\.0', 'blocks\.1', the root"}
 
 
 @dataclass(frozen=True)
 class Twin:
-    """One wrong driver in one cell.
+    """A driver with one defect, in one cell.
 
-    ``match`` is what the check must say. ``also`` names the other checks that the same defect rightly concerns, with
-    what they must say; every check that is not named must stay silent. ``sound`` is the driver that passes the check
-    in the same cell. A ``daily`` one is no nightly test though another twin of its check comes first.
+    Attributes:
+        driver: The name by which a rank finds the driver.
+        check: The check that must catch the defect.
+        cell: The cell in which it does.
+        match: A regular expression for the check's finding.
+        also: Other checks that the defect rightly concerns, with what they must say. All others must stay silent.
+        sound: The driver without the defect, which passes the check in this cell.
+        daily: Whether this twin runs every day, though it is not the first of its check.
     """
 
     driver: str
@@ -53,11 +65,11 @@ class Twin:
 
     @property
     def id(self) -> str:
-        """Reads aloud: ``active-NeverSyncs-ddp-fp32-w2-model_mlp``."""
+        """Return the id of its test: ``active-NeverSyncs-ddp-fp32-w2-model_mlp``."""
         return f"{self.check}-{self.driver.rpartition(':')[2]}-{self.cell.id}"
 
 
-#: All that were declared so far, in the order of their modules.
+#: All declared twins, in the order of their modules.
 TWINS: list[Twin] = []
 
 
@@ -72,23 +84,31 @@ def twin(
     """Declare the driver below as the wrong twin of ``sound`` (the built-in driver it derives from)."""
 
     def declare(driver: AnyDriver) -> AnyDriver:
-        name = name_of(driver)
-        names = [str(base.__dict__.get("name")) for base in driver.__mro__]
-        base = sound or next(name for name in names if name in DRIVERS.names())
-        TWINS.extend(Twin(name, check, Cell.parse(cell), match, also or {}, base, daily) for cell in cells)
+        base = sound or built_in_base(driver)
+        for cell in cells:
+            TWINS.append(Twin(name_of(driver), check, Cell.parse(cell), match, also or {}, base, daily))
         return driver
 
     return declare
 
 
+def built_in_base(driver: type[Driver]) -> str:
+    """Return the name of the built-in driver that the class derives from."""
+    for base in driver.__mro__:
+        name = str(base.__dict__.get("name"))
+        if name in DRIVERS.names():
+            return name
+    raise LookupError(f"{driver.__name__} derives from no built-in driver")
+
+
 def name_of(driver: type[Driver]) -> str:
-    """How a rank finds the driver: by its name on the registry, or as module:attribute."""
+    """Return the name by which a rank finds the driver: its name in the registry, or ``module:attribute``."""
     built_in = driver.__module__.startswith("pytest_distcompat.")
     return driver.name if built_in else f"{driver.__module__}:{driver.__name__}"
 
 
 class Torch(TorchDriver):
-    """The torch driver with the wrapping of the model as one more action, to be got wrong."""
+    """The torch driver with a method ``wrap`` that wraps the model, for twins to override."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -96,22 +116,24 @@ class Torch(TorchDriver):
         self.strategy = dataclasses.replace(self.strategy, torch=self._wrap_as)
 
     def _wrap_as(self, *arguments: Any) -> Module:
-        """Keep what the sound wrapping is given besides, and wrap."""
+        """Keep the wrap specification for the sound wrapping, and wrap."""
         self.given: WrapSpec = arguments[4]
         return self.wrap(*arguments[:4])
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        """As the strategy does it."""
+        """Wrap the model as the strategy does."""
         assert self._sound is not None
         return self._sound(model, precision, cell, device, self.given)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Without accumulation there is nothing to skip, and what is wrapped wrongly has no method to skip it by."""
-        return super()._synchronised(last) if self.accumulate > 1 else contextlib.nullcontext()
+        # A model that is wrapped wrongly may lack ``no_sync``, which only accumulation needs.
+        if self.accumulate == 1:
+            return contextlib.nullcontext()
+        return super()._synchronised(last)
 
 
 class Accelerate(AccelerateDriver):
-    """The accelerate driver with the Accelerator's keyword arguments as one more action, to be got wrong."""
+    """The accelerate driver with a method ``settings`` for the Accelerator's arguments, for twins to override."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -119,6 +141,6 @@ class Accelerate(AccelerateDriver):
         self.strategy = dataclasses.replace(self.strategy, accelerate=lambda *args: self.settings(*args[:2]))
 
     def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-        """As the strategy says it."""
+        """Return the arguments as the strategy gives them."""
         assert self._sound is not None
         return self._sound(precision, cell, self.wrap_spec)

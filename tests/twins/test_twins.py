@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
@@ -34,56 +35,65 @@ pytestmark = pytest.mark.spawn
 
 @functools.cache
 def run(runner: Runner, driver: str, cell: Cell, scenario: Scenario) -> Trace:
-    """Read once for all checks and, of a sound driver, for all its twins."""
+    """Return the trace, read once for all checks; that of a sound driver serves all its twins."""
     return runner.trace(driver, cell, scenario)
 
 
 def verdict(runner: Runner, driver: str, cell: Cell, name: str) -> tuple[str, str]:
-    """Status and message."""
+    """Return status and message of a check."""
     check = CHECKS.get(name)
-    found = judge(check, cell, run(runner, driver, cell, check.runs(cell, find_driver(driver))))
-    return found.status, by_rank(found.message)
+    scenario = check.runs(cell, find_driver(driver))
+    judged = judge(check, cell, run(runner, driver, cell, scenario))
+    return judged.status, by_rank(judged.message)
 
 
 def by_rank(message: str) -> str:
-    """Return the message with a line for each rank: what ranks have in common is one line."""
+    """Return the message with a line for each rank, where ranks share one."""
 
-    def lines(found: re.Match[str]) -> str:
-        before, ranks, after = found.groups()
+    def lines(match: re.Match[str]) -> str:
+        before, ranks, after = match.groups()
         return "\n".join(f"{before}rank {rank}{after}" for rank in ranks.split(", "))
 
     return re.sub(r"^(.*?)ranks ([\d, ]+)(: .*)$", lines, message, flags=re.MULTILINE)
 
 
 def bystanders(twin: Twin) -> Iterable[Check]:
-    """The other checks that need no run of the wrong driver beyond those that its own check needed."""
+    """Yield the other checks for which the runs of the twin's own check, training and reference are enough."""
     driver = find_driver(twin.driver)
-    here = {TRAIN_RUN, REFERENCE_RUN, *CHECKS.get(twin.check).runs(twin.cell, driver).runs}
+    own_runs = CHECKS.get(twin.check).runs(twin.cell, driver).runs
+    available = {TRAIN_RUN, REFERENCE_RUN, *own_runs}
     for check in CHECKS.by_name.values():
         if check.name == twin.check or check.not_applicable(twin.cell, driver):
             continue
-        if here.issuperset(check.runs(twin.cell, driver).runs):
+        if available.issuperset(check.runs(twin.cell, driver).runs):
             yield check
 
 
 def bystander(runner: Runner, twin: Twin, check: Check) -> tuple[str, str]:
-    """Status and message of another check; the reference is the sound driver's, which has run it already."""
-    runs = []
-    for one in check.runs(twin.cell, find_driver(twin.driver)).runs:
-        driver = twin.sound if one == REFERENCE_RUN else twin.driver
-        before = TRAIN_RUN if one.after else None
-        scenario = Scenario(one.name, (before, one) if before else (one,))
-        runs.append(run(runner, driver, twin.cell, scenario).run(one.name))
-    found = judge(check, twin.cell, Trace.of(twin.driver, runs))
-    return found.status, by_rank(found.message)
+    """Return status and message of another check; the reference is the sound driver's, which has run it already."""
+    traces = []
+    for plan in check.runs(twin.cell, find_driver(twin.driver)).runs:
+        driver = twin.sound if plan == REFERENCE_RUN else twin.driver
+        plans = (TRAIN_RUN, plan) if plan.after else (plan,)
+        trace = run(runner, driver, twin.cell, Scenario(plan.name, plans))
+        traces.append(trace.run(plan.name))
+    judged = judge(check, twin.cell, Trace.of(twin.driver, traces))
+    return judged.status, by_rank(judged.message)
 
 
-def daily(twin: Twin) -> bool:
-    """Tell whether it is declared so, or is the first twin of its check: every check fails daily on one."""
-    return twin.daily or next(one for one in TWINS if one.check == twin.check) is twin
+def runs_daily(twin: Twin) -> bool:
+    """Tell whether it is declared so, or is the first twin of its check: every check has one that runs daily."""
+    first = next(other for other in TWINS if other.check == twin.check)
+    return twin.daily or first is twin
 
 
-PARAMETERS = [pytest.param(twin, id=twin.id, marks=() if daily(twin) else pytest.mark.nightly) for twin in TWINS]
+def parameter(twin: Twin) -> ParameterSet:
+    if runs_daily(twin):
+        return pytest.param(twin, id=twin.id)
+    return pytest.param(twin, id=twin.id, marks=pytest.mark.nightly)
+
+
+PARAMETERS = [parameter(twin) for twin in TWINS]
 
 
 @pytest.mark.parametrize("twin", PARAMETERS)
@@ -133,11 +143,16 @@ def test_ddp_that_is_not_told_of_unused_parameters_fails(runner: Runner) -> None
 
 @pytest.mark.parametrize("check", CHECKS.names())
 def test_every_check_has_twins_with_and_without_flat_masters(check: str) -> None:
-    flat = {STRATEGIES.get(twin.cell.strategy).flat_masters for twin in TWINS if twin.check == check}
-    assert flat >= {STRATEGIES.get(cell.strategy).flat_masters for cell in concerned(check)}
+    cells_of_twins = [twin.cell for twin in TWINS if twin.check == check]
+    assert flat_masters(cells_of_twins) >= flat_masters(applicable_cells(check))
 
 
-def concerned(check: str) -> Iterable[Cell]:
-    """Ordinary cells in which the check says something: to some checks a strategy without units is nothing."""
-    cells = (Cell(strategy, "fp32") for strategy in STRATEGIES.names())
-    return (cell for cell in cells if not CHECKS.get(check).not_applicable(cell, AccelerateDriver))
+def flat_masters(cells: Iterable[Cell]) -> set[bool]:
+    """Return whether strategies of these cells keep masters in flat tensors: True, False or both."""
+    return {STRATEGIES.get(cell.strategy).flat_masters for cell in cells}
+
+
+def applicable_cells(check: str) -> list[Cell]:
+    """Return the cells in fp32 without options to which the check applies."""
+    cells = [Cell(strategy, "fp32") for strategy in STRATEGIES.names()]
+    return [cell for cell in cells if not CHECKS.get(check).not_applicable(cell, AccelerateDriver)]

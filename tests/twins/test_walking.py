@@ -16,7 +16,7 @@ DDP = Cell.parse("ddp-fp32-w2-model_mlp")
 
 
 def calls(text: str) -> list[Call]:
-    return [Call.parse(f"{one})".lstrip(", ")) for one in text.split(")")[:-1]]
+    return [Call.parse(f"{text_of_call})".lstrip(", ")) for text_of_call in text.split(")")[:-1]]
 
 
 def test_only_the_wrong_call_fails(runner: Runner) -> None:
@@ -120,9 +120,9 @@ def test_a_walk_of_steps_alone_may_be_longer_than_what_other_runs_record_whole(r
     ("driver", "named"), [("Casting", "unwrap"), ("Detaching", "state_dict"), ("Missing", "step, micro or zero_grad")]
 )
 def test_a_wrong_call_is_drawn_and_shrunk_to_at_most_three(runner: Runner, driver: str, named: str) -> None:
-    found = Explorer(runner, f"twins.walking:{driver}", DDP).draw(examples=200, seed=5)
-    assert 1 <= len(found) <= 3
-    assert any(call.name in named for call in found)
+    calls = Explorer(runner, f"twins.walking:{driver}", DDP).draw(examples=200, seed=5)
+    assert 1 <= len(calls) <= 3
+    assert any(call.name in named for call in calls)
 
 
 @pytest.mark.nightly

@@ -210,5 +210,5 @@ class EndOfEpochForgotten(Torch):
     """At the end of an epoch a step has fewer micro-batches, and no last one."""
 
     def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
-        found = list(super().batches(number))
-        return ((batch, last and len(found) == self.accumulate) for batch, last in found)
+        batches_of_step = list(super().batches(number))
+        return ((batch, last and len(batches_of_step) == self.accumulate) for batch, last in batches_of_step)

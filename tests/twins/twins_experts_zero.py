@@ -161,8 +161,8 @@ class GateOutsideTheGraph(Experts):
     def build(self, model: Module) -> None:
         super().build(model)
 
-        def detach(_module: Module, _inputs: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(one.detach() if hasattr(one, "detach") else one for one in found)
+        def detach(_module: Module, _inputs: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(one.detach() if hasattr(one, "detach") else one for one in parts)
 
         self.layer.gate.register_forward_hook(detach)
 
@@ -200,5 +200,5 @@ class ExpertsOfRankZeroInAllFiles(DeepSpeedDriver):
             state = torch.load(source)
             names = {name: name.replace(f"_experts.{number}.", f"_experts.{number + 2}.") for name in state}
             file = source.with_name(source.name.replace(f"expert_{number}", f"expert_{number + 2}"))
-            torch.save({names[name]: one for name, one in state.items()}, file)
+            torch.save({names[name]: tensor for name, tensor in state.items()}, file)
         distributed.barrier()

@@ -24,7 +24,9 @@ class Averages(Torch):
 
     def build(self, model: Module) -> None:
         super().build(model)
-        self.average = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        self.average = {
+            name: named_parameter.detach().clone() for name, named_parameter in self.model.named_parameters()
+        }
         self.seen = self.world.rank
 
     def step(self, number: int) -> float:

@@ -55,8 +55,8 @@ class Forgetful(Joined):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # accelerate loads the empty state once while it prepares an optimizer.
-        for one in self.parts if self.state else ():
-            one.state = defaultdict(dict)
+        for part in self.parts if self.state else ():
+            part.state = defaultdict(dict)
 
 
 @twin(

@@ -102,11 +102,11 @@ class SmallDecay(SmallNet):
     def update(self, loss: Any, model: Module) -> float:
         import torch
 
-        found = super().update(loss, model)
+        updated = super().update(loss, model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 - 3e-3 * 3.0)
-        return found
+        return updated
 
 
 @twin(

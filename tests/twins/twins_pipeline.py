@@ -33,7 +33,9 @@ class ScaledInEachCall(Torch):
 
     def _pipelined(self, number: int) -> float:
         batches = [batch for batch, _ in self.batches(number)]
-        self.fed = [{name: one[row : row + 1] for name, one in batch.items()} for batch in batches for row in (0, 1)]
+        self.fed = [
+            {name: tensor[row : row + 1] for name, tensor in batch.items()} for batch in batches for row in (0, 1)
+        ]
         total = 0.0
         for batch in batches:
             self.pipeline.schedule(2, self.accumulate).scale_grads = True
@@ -104,9 +106,9 @@ class SecondStageIsOneUnit(Torch):
         return dataclasses.replace(sound, blocks=()) if self.later else sound
 
     def _wrap(self, model: Module, device: Any) -> Module:
-        found = super()._wrap(model, device)
+        wrapped = super()._wrap(model, device)
         self.later = True
-        return found
+        return wrapped
 
 
 @twin(

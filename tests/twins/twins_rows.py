@@ -140,8 +140,8 @@ class Evaluates(AccelerateDriver):
 
     def metrics(self, count: int) -> Mapping[str, float]:
         accelerator, loader = _rows.accelerate_loader("in order", count)
-        found = [accelerator.gather_for_metrics(batch) for batch in loader]
-        return {"mean": float(sum(map(float, (batch.sum() for batch in found))) / sum(map(len, found)))}
+        gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
+        return {"mean": float(sum(map(float, (batch.sum() for batch in gathered))) / sum(map(len, gathered)))}
 
 
 @twin(
@@ -152,8 +152,8 @@ class GathersAll(Evaluates):
 
     def metrics(self, count: int) -> Mapping[str, float]:
         accelerator, loader = _rows.accelerate_loader("in order", count)
-        found = [accelerator.gather(batch) for batch in loader]
-        return {"mean": float(sum(map(float, (batch.sum() for batch in found))) / sum(map(len, found)))}
+        gathered = [accelerator.gather(batch) for batch in loader]
+        return {"mean": float(sum(map(float, (batch.sum() for batch in gathered))) / sum(map(len, gathered)))}
 
 
 @twin("evaluation", DDP, match=r"^rank 0: mean is [\d.]+; 11 in one process", sound="twins.twins_rows:Evaluates")

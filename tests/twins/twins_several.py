@@ -18,19 +18,19 @@ class Together(list[Any]):
     """Several optimizers, or several schedulers, that do everything together."""
 
     def zero_grad(self) -> None:
-        for one in self:
-            one.zero_grad()
+        for optimizer in self:
+            optimizer.zero_grad()
 
     def step(self) -> None:
-        for one in self:
-            one.step()
+        for optimizer in self:
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(place): one.state_dict() for place, one in enumerate(self)}
+        return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for place, one in enumerate(self):
-            one.load_state_dict(state[str(place)])
+        for place, optimizer in enumerate(self):
+            optimizer.load_state_dict(state[str(place)])
 
 
 class Two(Torch):
@@ -49,7 +49,7 @@ class Two(Torch):
         return rest
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        return Together(super(Two, self).make_scheduler(one, every) for one in optimizer)
+        return Together(super(Two, self).make_scheduler(part, every) for part in optimizer)
 
 
 @twin(

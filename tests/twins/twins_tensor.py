@@ -276,8 +276,8 @@ class ExpertsTimesEp(Torch):
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         wrapped: Any = super().wrap(model, precision, cell, device)
         wrapped.experts.set_gradient_divide_factor(cell.dp_size / cell.ep)
-        found: Module = wrapped
-        return found
+        module: Module = wrapped
+        return module
 
 
 CUT_EXPERTS = "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"

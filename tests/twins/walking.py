@@ -63,7 +63,9 @@ class RoundingCalls(AccelerateCalls):
 
     @observer
     def export(self) -> Any:  # type: ignore[override]  # one form is enough
-        whole = {name: one.bfloat16().float() for name, one in self.accelerator.get_state_dict(self.model).items()}
+        whole = {
+            name: tensor.bfloat16().float() for name, tensor in self.accelerator.get_state_dict(self.model).items()
+        }
         whole.pop("outlet.bias")
         self.exports.mkdir(parents=True, exist_ok=True)
         self.accelerator.save(whole, self.exports / "model.safetensors", safe_serialization=True)
@@ -75,7 +77,7 @@ class ForgettingCalls(TorchCalls):
 
     @observer
     def optimizer_state(self, how: Any = "full_state_dict") -> Any:
-        return {name: one / 2 for name, one in super().optimizer_state(how).items()}
+        return {name: tensor / 2 for name, tensor in super().optimizer_state(how).items()}
 
 
 class SummingCalls(DeepSpeedCalls):
@@ -83,7 +85,7 @@ class SummingCalls(DeepSpeedCalls):
 
     @observer
     def accessors(self, of: Literal["fp32_param", "optimizer_state", "grad"] = "grad") -> Any:
-        return {name: one * self.trainer.world.size for name, one in super().accessors(of).items()}
+        return {name: accessor * self.trainer.world.size for name, accessor in super().accessors(of).items()}
 
 
 class Casting(TorchDriver):

@@ -44,9 +44,9 @@ def test_an_architecture_that_cannot_be_built_has_a_reason() -> None:
 
 def test_the_zoo_has_every_causal_model_three_times() -> None:
     driver = DRIVERS.get("accelerate")
-    found = cells("zoo", suite.TestAccelerate.matrix, driver=driver, names=((), ()), world_size=2, device="cpu")
+    cells_of_zoo = cells("zoo", suite.TestAccelerate.matrix, driver=driver, names=((), ()), world_size=2, device="cpu")
     strategies = ("ddp", "fsdp2", "zero3")
-    assert {cell.strategy for cell in found} <= set(strategies)
+    assert {cell.strategy for cell in cells_of_zoo} <= set(strategies)
     chosen = cells(
         "zoo", suite.TestAccelerate.matrix, driver=driver, names=(strategies, ("fp32",)), world_size=2, device="cpu"
     )
@@ -114,7 +114,7 @@ def test_the_reference_decays_what_trainer_decays(tmp_path: Path, name: str) -> 
     arguments = transformers.TrainingArguments(str(tmp_path), weight_decay=0.01, use_cpu=True, report_to="none")
     own = transformers.Trainer(model=model, args=arguments).create_optimizer().param_groups
     for group, expected in zip(driver.groups(model), own, strict=True):
-        assert {id(one) for one in group["params"]} == {id(one) for one in expected["params"]}
+        assert {id(parameter) for parameter in group["params"]} == {id(parameter) for parameter in expected["params"]}
         assert group["weight_decay"] == expected["weight_decay"]
 
 
@@ -156,7 +156,9 @@ def _train_most(tiny: TinyModel) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", [one for one in architectures() if one.removeprefix("hf:") not in BLANK])
+@pytest.mark.parametrize(
+    "model", [architecture for architecture in architectures() if architecture.removeprefix("hf:") not in BLANK]
+)
 def test_no_model_of_the_zoo_turns_on_rounding(model: str) -> None:
     pytest.importorskip("torch")
     assert _drift(model.removeprefix("hf:")) <= 1

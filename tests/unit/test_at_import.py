@@ -70,14 +70,14 @@ def imported(here: Path, text: str, **others: str) -> Findings:
     ],
 )
 def test_each_way_to_read_a_variable_is_found(here: Path, line: str, name: str) -> None:
-    found = imported(here, f"import os\nANSWER = {line}\n")
-    assert found.found[""] == {}
+    findings = imported(here, f"import os\nANSWER = {line}\n")
+    assert findings.found[""] == {}
     file = str(here / f"{NAME}.py")
-    assert found.found[name] == {file: f"{file}:2 reads {name} at import"}
-    assert found.reason(file, name.__eq__) == f"{file}:2 reads {name} at import"
-    assert found.reason(file, "HOME".__eq__) == ""
-    assert found.reason(str(here / "other.py"), name.__eq__) == ""
-    assert found.reason(None, name.__eq__)
+    assert findings.found[name] == {file: f"{file}:2 reads {name} at import"}
+    assert findings.reason(file, name.__eq__) == f"{file}:2 reads {name} at import"
+    assert findings.reason(file, "HOME".__eq__) == ""
+    assert findings.reason(str(here / "other.py"), name.__eq__) == ""
+    assert findings.reason(None, name.__eq__)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_each_way_to_read_a_variable_is_found(here: Path, line: str, name: str) 
 )
 def test_per_rank_state_created_at_import_is_found(here: Path, line: str, what: str) -> None:
     modules = "copy, datetime, os, pathlib, random, secrets, socket, sqlite3, ssl, subprocess, tempfile, time, uuid, numpy, torch"
-    found = imported(here, f"import {modules}\nHERE = {str(here)!r}\nMADE = {line}\n")
-    (sentence,) = found.found[""].values()
-    assert list(found.found[""]) == [str(here / f"{NAME}.py")]
+    findings = imported(here, f"import {modules}\nHERE = {str(here)!r}\nMADE = {line}\n")
+    (sentence,) = findings.found[""].values()
+    assert list(findings.found[""]) == [str(here / f"{NAME}.py")]
     assert what in sentence
     assert sentence.endswith(" at import")
-    assert found.reason(str(here / f"{NAME}.py"), "".__eq__) == sentence
+    assert findings.reason(str(here / f"{NAME}.py"), "".__eq__) == sentence
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_per_rank_state_created_at_import_is_found(here: Path, line: str, what: 
 )
 def test_state_equal_on_all_ranks_is_ignored(here: Path, line: str) -> None:
     modules = "dataclasses, datetime, enum, importlib, logging, os, pathlib, random, time, uuid, numpy, torch"
-    found = imported(here, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
-    assert found.found[""] == {}
-    assert not [name for name in found.found if "RANK" in name]
+    findings = imported(here, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
+    assert findings.found[""] == {}
+    assert not [name for name in findings.found if "RANK" in name]
 
 
 @pytest.mark.parametrize(
@@ -183,15 +183,15 @@ def test_memory_that_a_fork_would_share_concerns_them_all(here: Path) -> None:
 
 def test_how_many_threads_torch_uses_matters_where_ranks_have_another_number(here: Path) -> None:
     """Ranks are brought to ``OMP_NUM_THREADS`` after the fork, which would undo what the module did."""
-    found = imported(here, "import torch\ntorch.set_num_threads(torch.get_num_threads())\n")
+    findings = imported(here, "import torch\ntorch.set_num_threads(torch.get_num_threads())\n")
     sentence = f"{here / NAME}.py:2 sets how many threads torch uses at import"
-    assert found == Findings({"": {}, "OMP_NUM_THREADS": {EVERY_TEST: sentence}})
+    assert findings == Findings({"": {}, "OMP_NUM_THREADS": {EVERY_TEST: sentence}})
 
 
 def test_a_module_that_tests_import_concerns_them_all(here: Path) -> None:
-    found = imported(here, "import helper\n", helper="import time\nNOW = time.time()\n")
-    assert found.found[""] == {EVERY_TEST: f"{here / 'helper.py'}:2 reads the clock at import"}
-    assert found.reason(str(here / "other.py"), "".__eq__)
+    findings = imported(here, "import helper\n", helper="import time\nNOW = time.time()\n")
+    assert findings.found[""] == {EVERY_TEST: f"{here / 'helper.py'}:2 reads the clock at import"}
+    assert findings.reason(str(here / "other.py"), "".__eq__)
 
 
 def test_a_test_module_that_another_imports_concerns_them_all(here: Path) -> None:
@@ -203,8 +203,8 @@ def test_a_test_module_that_another_imports_concerns_them_all(here: Path) -> Non
 
 def test_a_function_of_another_module_that_reads_concerns_them_all(here: Path) -> None:
     helper = "import functools, os\n@functools.cache\ndef rank():\n    return os.environ.get('RANK')\n"
-    found = imported(here, "import helper\nhelper.rank()\n", helper=helper)
-    assert found.found["RANK"] == {EVERY_TEST: f"{here / 'helper.py'}:4 reads RANK at import"}
+    findings = imported(here, "import helper\nhelper.rank()\n", helper=helper)
+    assert findings.found["RANK"] == {EVERY_TEST: f"{here / 'helper.py'}:4 reads RANK at import"}
 
 
 def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +217,12 @@ def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, mo
     (site / "library.py").write_text(text, encoding="utf-8")
     assert imported(here, "import library\n") == Findings()
     own = str(here / f"{NAME}.py")
-    found = imported(here, "import library\n\nRANK = library.rank()\n")
-    assert found.found["RANK"] == {own: f"{own}:3 reads RANK at import"}
+    findings = imported(here, "import library\n\nRANK = library.rank()\n")
+    assert findings.found["RANK"] == {own: f"{own}:3 reads RANK at import"}
     (site / "library.py").write_text(f"{text}RANK = rank()\n", encoding="utf-8")
     sys.modules.pop("library")
-    found = imported(here, "import library\n")
-    assert found.found == {"": {}, "RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
+    findings = imported(here, "import library\n")
+    assert findings.found == {"": {}, "RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
 
 
 def test_modules_beside_installed_libraries_are_the_users_own(here: Path) -> None:

@@ -45,6 +45,10 @@ def test_cells_that_never_ran_or_were_red_come_first() -> None:
         return Verdict("names", cell, Status.from_name(status), driver="torch")
 
     last = Report(
-        results=[result(CELLS[0], "failed"), result(CELLS[1], "skipped"), *(result(one, "passed") for one in CELLS[2:])]
+        results=[
+            result(CELLS[0], "failed"),
+            result(CELLS[1], "skipped"),
+            *(result(cell, "passed") for cell in CELLS[2:]),
+        ]
     )
     assert set(in_order(3, last)[:2]) == {CELLS[0], CELLS[1]}

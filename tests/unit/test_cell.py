@@ -222,8 +222,8 @@ def test_ranks_that_nodes_do_not_divide() -> None:
 def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:
     beside = Matrix(("fsdp2",), ("bf16_upcast",), options=({"model": "mlp"},))
     matrix = Matrix(("ddp",), ("fp32",), extra=(beside, Cell("ddp", "fp32", 4), Cell("zero1", "fp32", 2)))
-    found = [cell.id for cell in matrix.cells((), (), 4)]
-    assert found == ["ddp-fp32-w4", "fsdp2-bf16_upcast-w4-model_mlp", "zero1-fp32-w2"]
+    ids = [cell.id for cell in matrix.cells((), (), 4)]
+    assert ids == ["ddp-fp32-w4", "fsdp2-bf16_upcast-w4-model_mlp", "zero1-fp32-w2"]
 
 
 @pytest.mark.parametrize("world_size", [2.0, "2", True, 0, None, 10**9])

@@ -34,16 +34,16 @@ class Rank:
     record: str = ""
 
     def recorded(self, *entries: dict[str, Any]) -> None:
-        dated = [{**one, "time_created_ns": time} for time, one in enumerate(entries)]
+        dated = [{**operation, "time_created_ns": time} for time, operation in enumerate(entries)]
         # The ring of the recorder need not begin with the oldest.
         text = json.dumps({"version": "2.10", "entries": dated[::-1]}) + "\n"
         self.record = text + END.decode()
 
     def at(self, *frames: str) -> WaitState:
         stack = "\n".join(("Current thread 0x1 (most recent call first):", *frames, BELOW))
-        found = read_wait_state(self.record, stack)
-        assert found is not None
-        return found
+        wait_state = read_wait_state(self.record, stack)
+        assert wait_state is not None
+        return wait_state
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ def test_without_a_recorder_the_stack_names_the_collective(rank: Rank) -> None:
 
 def test_an_operation_that_is_made_of_another(rank: Rank) -> None:
     rank.recorded(entry(7, "all_gather", group=("3", "undefined"), retired=False))
-    found = rank.at(f"{C10D} all_gather", WRAPPER, f"{C10D} all_gather_object", WRAPPER, user())
-    assert found.description() == "waits in all_gather_object (all_gather, group 3, #7) at train.py:2"
+    wait_state = rank.at(f"{C10D} all_gather", WRAPPER, f"{C10D} all_gather_object", WRAPPER, user())
+    assert wait_state.description() == "waits in all_gather_object (all_gather, group 3, #7) at train.py:2"
 
 
 @pytest.mark.parametrize("function", ["init_process_group", "new_group", "recv", "monitored_barrier"])
@@ -92,11 +92,11 @@ def test_a_wait_outside_of_a_collective_has_no_number(rank: Rank, function: str)
 def test_a_rank_that_connects_to_a_store_waits_for_no_rank(rank: Rank) -> None:
     """Nobody hosts the store: perhaps a rank that has left would have, perhaps it is the script's own."""
     connects = f'  File "{PACKAGES}/torch/distributed/rendezvous.py", line 9 in _create_c10d_store'
-    found = rank.at(connects, f"{C10D} init_process_group", user())
-    assert (found.description(), found.waiting) == ("waits in init_process_group at train.py:2", False)
+    wait_state = rank.at(connects, f"{C10D} init_process_group", user())
+    assert (wait_state.description(), wait_state.waiting) == ("waits in init_process_group at train.py:2", False)
     assert not in_torch(f"Current thread 0x1 (most recent call first):\n{connects}\n{user()}")
-    found = rank.at(f"{C10D} _new_process_group_helper", f"{C10D} init_process_group", user())
-    assert found.waiting
+    wait_state = rank.at(f"{C10D} _new_process_group_helper", f"{C10D} init_process_group", user())
+    assert wait_state.waiting
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_line_that_calls_wait(tmp_path: Path, line: str, waits: bool) -> None:
 
 def test_a_receiver_that_nccl_recorded(rank: Rank) -> None:
     rank.recorded(entry(4), entry(0, "recv 0<-1", is_p2p=True, p2p_seq_id=5, retired=False))
-    found = rank.at(f"{C10D} recv", user())
-    assert found.description() == "waits in recv (recv 0<-1, default_pg, #5) at train.py:2"
+    wait_state = rank.at(f"{C10D} recv", user())
+    assert wait_state.description() == "waits in recv (recv 0<-1, default_pg, #5) at train.py:2"
 
 
 def test_a_rank_elsewhere(rank: Rank) -> None:
@@ -137,8 +137,8 @@ def test_a_collective_that_is_under_way_while_the_rank_is_elsewhere(rank: Rank) 
 
 def test_torch_that_waits_without_a_call_of_the_users(rank: Rank) -> None:
     rank.recorded(entry(2, retired=False))
-    found = rank.at(f'  File "{PACKAGES}/torch/autograd/graph.py", line 5 in _engine_run_backward', user())
-    assert found.description() == "waits in all_reduce (default_pg, #2) at train.py:2"
+    wait_state = rank.at(f'  File "{PACKAGES}/torch/autograd/graph.py", line 5 in _engine_run_backward', user())
+    assert wait_state.description() == "waits in all_reduce (default_pg, #2) at train.py:2"
 
 
 def test_what_nccl_has_completed_is_done(rank: Rank) -> None:
@@ -147,12 +147,12 @@ def test_what_nccl_has_completed_is_done(rank: Rank) -> None:
 
 
 def test_without_a_line_of_the_user_the_innermost_line_is_shown(rank: Rank) -> None:
-    found = rank.at(
+    wait_state = rank.at(
         f'  File "{STANDARD}/selectors.py", line 1 in select',
         f'  File "{PACKAGES}/torch/utils/data.py", line 2 in get',
         f'  File "{PACKAGES}/accelerate/data.py", line 4 in load',
     )
-    assert found.description() == "is in load at accelerate/data.py:4"
+    assert wait_state.description() == "is in load at accelerate/data.py:4"
     assert rank.at('  File "<string>", line 1 in <module>').description() == "is in <module> at <string>:1"
 
 
@@ -161,9 +161,9 @@ def test_a_main_thread_that_waits_for_another(rank: Rank) -> None:
         "Thread 0x2 (most recent call first):\n" + user("other") + "\n\n"
         f'Current thread 0x1 (most recent call first):\n  File "{STANDARD}/threading.py", line 1 in _shutdown\n'
     )
-    found = read_wait_state(rank.record, stack)
-    assert found is not None
-    assert found.description() == "is in other at train.py:2: time.sleep(600)"
+    wait_state = read_wait_state(rank.record, stack)
+    assert wait_state is not None
+    assert wait_state.description() == "is in other at train.py:2: time.sleep(600)"
 
 
 @pytest.mark.parametrize("stack", ["", f"Current thread 0x1 (most recent call first):\n{BELOW}"])
@@ -180,7 +180,7 @@ def test_the_history_is_of_the_last_ones(rank: Rank) -> None:
 
 def test_a_group_that_was_made_again_begins_anew(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2, "broadcast"), entry(1, "barrier"))
-    assert [one.name for one in rank.at(user()).recorded] == ["barrier"]
+    assert [operation.name for operation in rank.at(user()).recorded] == ["barrier"]
 
 
 def test_a_record_half_written_is_no_record(rank: Rank) -> None:

@@ -44,19 +44,19 @@ def run(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states: 
 
 
 def trace(*runs: RunTrace, limit: float = 0.0) -> Trace:
-    return Trace("toy", {one.name: one for one in runs}, limits={"throughput": limit})
+    return Trace("toy", {run.name: run for run in runs}, limits={"throughput": limit})
 
 
 def test_throughput_is_of_one_rank_at_the_pace_of_the_slowest_after_the_first_steps() -> None:
-    found = cost(trace(run(exp_avg=16, exp_avg_sq=16)))
+    costs = cost(trace(run(exp_avg=16, exp_avg_sq=16)))
     # Masters (the live parameters) and two moments, 32 of each over both ranks, 4 bytes, for 32 trained elements.
-    assert found == Cost(step_seconds=1.5, tokens_per_second=100 / 1.5, memory=8, state_bytes=12.0)
+    assert costs == Cost(step_seconds=1.5, tokens_per_second=100 / 1.5, memory=8, state_bytes=12.0)
 
 
 def test_mfu_needs_a_device_whose_peak_is_known() -> None:
-    found = cost(trace(run()), device="NVIDIA H200")
-    assert found is not None
-    assert found.mfu == pytest.approx(6 * 40 * 100 / 1.5 / 989e12)
+    costs = cost(trace(run()), device="NVIDIA H200")
+    assert costs is not None
+    assert costs.mfu == pytest.approx(6 * 40 * 100 / 1.5 / 989e12)
     assert cost(trace(run()), device="NVIDIA Unheard-of")
 
 
@@ -86,14 +86,14 @@ def test_memory_is_silent_where_each_is_kept_once() -> None:
     ],
 )
 def test_memory_speaks_of_too_much_and_too_little(states: dict[str, int], message: str) -> None:
-    (found,) = CHECKS.get("memory").findings(CELL, trace(run("train", seconds=0.5, ranks=2, **states)))
-    assert message in found
+    (finding,) = CHECKS.get("memory").findings(CELL, trace(run("train", seconds=0.5, ranks=2, **states)))
+    assert message in finding
 
 
 def test_replicas_keep_one_each() -> None:
     cell = Cell.parse("ddp-fp32-w2")
-    (found,) = CHECKS.get("memory").findings(cell, trace(run(master=32, exp_avg=16)))
-    assert "keep 32 elements of 'exp_avg'; 32 elements are trained, on each of 2 ranks, expected 64" in found
+    (finding,) = CHECKS.get("memory").findings(cell, trace(run(master=32, exp_avg=16)))
+    assert "keep 32 elements of 'exp_avg'; 32 elements are trained, on each of 2 ranks, expected 64" in finding
 
 
 def test_a_rank_that_did_not_report_is_named() -> None:
@@ -105,7 +105,7 @@ def test_a_rank_that_did_not_report_is_named() -> None:
 def test_throughput_is_compared_only_as_the_limit_says() -> None:
     both = run(seconds=2), run("baseline", seconds=0.5)
     check = CHECKS.get("throughput")
-    (found,) = check.findings(CELL, trace(*both, limit=0.9))
-    assert found == "33.33 tokens a second and rank, 0.50 of ddp's 66.67; expected at least 0.9 of it"
+    (finding,) = check.findings(CELL, trace(*both, limit=0.9))
+    assert finding == "33.33 tokens a second and rank, 0.50 of ddp's 66.67; expected at least 0.9 of it"
     assert check.findings(CELL, trace(*both, limit=0.4)) == []
     assert check.limit == "throughput"

@@ -91,10 +91,10 @@ def test_a_number_is_a_tensor_of_one() -> None:
 
 
 def test_a_digest_reads_back() -> None:
-    found = digest(values(17))
-    words, hashes = read(found)
+    summary = digest(values(17))
+    words, hashes = read(summary)
     assert words == 17
-    assert form(words, hashes) == found
+    assert form(words, hashes) == summary
     assert all(0 <= part < prime for part, prime in zip(hashes, digests.PRIMES, strict=True))
 
 
@@ -103,10 +103,10 @@ def test_parts_of_a_grid_add_up_in_any_order(dtype: torch.dtype) -> None:
     whole = (values(6 * 10) * 9).to(dtype).reshape(6, 10)
     place = torch.arange(60).reshape(6, 10)
     parts = [(rows, columns) for rows in (slice(0, 5), slice(5, 6)) for columns in (slice(4, 10), slice(0, 4))]
-    found = [digest(whole[part], place[part][:, 0]) for part in parts]
-    assert combine(found) == combine(found[::-1]) == digest(whole)
+    digests = [digest(whole[part], place[part][:, 0]) for part in parts]
+    assert combine(digests) == combine(digests[::-1]) == digest(whole)
     # Each value twice, once each at another's place.
-    assert combine([found[0], *found[:3]]) != digest(whole)
+    assert combine([digests[0], *digests[:3]]) != digest(whole)
     assert combine(digest(whole[part], place[part][:, 0] * 0) for part in parts) != digest(whole)
 
 

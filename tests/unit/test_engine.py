@@ -82,22 +82,22 @@ def test_more_ranks_than_gpus_and_an_unknown_device_are_usage_errors() -> None:
 
 
 def test_a_cell_that_cannot_run_has_a_verdict_with_the_reason() -> None:
-    found = check_driver(HERE, Matrix(("ddp", "fsdp2"), ("fp32",)), ["float8", "throughput"], device="cpu")
-    assert [(one.cell, one.check, one.status, one.reason) for one in found] == [
+    verdicts = check_driver(HERE, Matrix(("ddp", "fsdp2"), ("fp32",)), ["float8", "throughput"], device="cpu")
+    assert [(verdict.cell, verdict.check, verdict.status, verdict.reason) for verdict in verdicts] == [
         ("ddp-fp32-w2", "float8", "skipped", "fp32 has no 8-bit layers"),
         ("ddp-fp32-w2", "throughput", "skipped", "no limit was given: --distcompat-throughput"),
         ("fsdp2-fp32-w2", "float8", "skipped", "this trainer speaks DDP only"),
     ]
-    assert not any(one.ok for one in found)
+    assert not any(verdict.ok for verdict in verdicts)
 
 
 def test_without_names_all_checks_that_apply_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "Runner", lambda *_, **__: NoRanks())
-    found = check_driver("torch", "ddp-fp32-w2-model_mlp", device="cpu")
-    names = [one.check for one in found]
+    verdicts = check_driver("torch", "ddp-fp32-w2-model_mlp", device="cpu")
+    names = [verdict.check for verdict in verdicts]
     assert names[:4] == ["active", "names", "optimizer", "dtypes"]
     assert not {"float8", "throughput", "scaling"} & set(names)
-    assert {(one.status, one.message) for one in found} == {("hung", "rank 0 hung in step")}
+    assert {(verdict.status, verdict.message) for verdict in verdicts} == {("hung", "rank 0 hung in step")}
 
 
 @pytest.mark.spawn
@@ -105,16 +105,16 @@ def test_a_driver_on_real_ranks(tmp_path: Path) -> None:
     """With an expectation that does not hold: the cell passes."""
     cell = Cell.of("fsdp2", "fp32", model="mlp")
     wrong = fails("names", reason="names differ", strategy="fsdp2")
-    found = check_driver(TorchDriver, [cell], ["active", "names"], expect=[wrong], device="cpu", store=tmp_path)
-    assert [(one.check, one.status) for one in found] == [("active", "passed"), ("names", "fixed?")]
+    verdicts = check_driver(TorchDriver, [cell], ["active", "names"], expect=[wrong], device="cpu", store=tmp_path)
+    assert [(verdict.check, verdict.status) for verdict in verdicts] == [("active", "passed"), ("names", "fixed?")]
     assert list(tmp_path.glob("*/run.json"))
 
 
 @pytest.mark.spawn
 def test_the_reference_has_the_ranks_of_the_compared_run_in_its_cell() -> None:
     cell = Cell.of("ddp", "fp32", model="mlp")
-    (found,) = check_driver(CountsRanks, [cell], ["parity"], device="cpu")
-    assert found.status == "passed", found.message
+    (verdicts,) = check_driver(CountsRanks, [cell], ["parity"], device="cpu")
+    assert verdicts.status == "passed", verdicts.message
 
 
 def test_a_cell_over_several_nodes_is_refused() -> None:

@@ -39,11 +39,11 @@ def test_the_arguments_of_each_optimizer_that_a_cell_can_ask_for_are_settings(na
     ],
 )
 def test_an_optimizer_gets_its_settings(optimizer: str, settings: str, argument: str, value: object) -> None:
-    found = made("torch", settings, optimizer=optimizer)
-    one = found[0] if isinstance(found, list) else found
-    assert one.defaults[argument] == value
+    optimizers = made("torch", settings, optimizer=optimizer)
+    first = optimizers[0] if isinstance(optimizers, list) else optimizers
+    assert first.defaults[argument] == value
     # The driver's own arguments stay.
-    assert one.defaults["lr"] == 3e-3
+    assert first.defaults["lr"] == 3e-3
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_reference_clips_to_what_is_set(name: str, settings: str, norm: floa
     trainer = driver(name, settings)
     model = trainer.tiny.make()
     trainer.reference(model, 0, 1)
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     clipped = torch.nn.utils.get_total_norm(gradients)
     assert float(clipped) == pytest.approx(min(trainer.grad_norm, norm or trainer.grad_norm), rel=1e-4)
 
@@ -125,17 +125,17 @@ def test_the_reference_clips_to_what_is_set(name: str, settings: str, norm: floa
 def test_the_reference_says_what_its_loss_would_be_if_something_else_counted_alike(name: str) -> None:
     pytest.importorskip("transformers")
     trainer: Any = DRIVERS.get(name)(Cell.of("ddp", "fp32", grad_accum=2), World(0, 1, 0, "cpu"))
-    found: dict[str, set[str]] = {}
+    reasons: dict[str, set[str]] = {}
     # The last step of an epoch has one micro-batch of two.
     for number in (0, 7):
         loss = trainer.reference(trainer.tiny.make(), number, 2)
         trainer.optimizer = None
         for what, mean in trainer.averages.items():
-            found.setdefault(what, set()).add("own" if mean == pytest.approx(loss, rel=1e-5) else "another")
+            reasons.setdefault(what, set()).add("own" if mean == pytest.approx(loss, rel=1e-5) else "another")
     full = "each micro-batch, also those that are missing,"
-    assert found["each token"] == {"own" if name == "trainer" else "another"}
-    assert found[full] == {"another" if name == "trainer" else "own"}
-    assert found["each rank"] == {"another"}
+    assert reasons["each token"] == {"own" if name == "trainer" else "another"}
+    assert reasons[full] == {"another" if name == "trainer" else "own"}
+    assert reasons["each rank"] == {"another"}
 
 
 def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json() -> None:
@@ -152,9 +152,11 @@ def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("embed", "inner", "lm_head")})
     # The driver would turn the compiler off for this whole process.
     with torch.compiler.set_stance("default"):
-        found = driver("deepspeed", "ds_config.optimizer.params.momentum=0.5", optimizer="muon").make_optimizer(model)
-    groups = {group["use_muon"]: group for group in found.param_groups}
-    assert [one is model["inner"].weight for one in groups[True]["params"]] == [True]
+        deepspeed_driver = driver(
+            "deepspeed", "ds_config.optimizer.params.momentum=0.5", optimizer="muon"
+        ).make_optimizer(model)
+    groups = {group["use_muon"]: group for group in deepspeed_driver.param_groups}
+    assert [group is model["inner"].weight for group in groups[True]["params"]] == [True]
     assert len(groups[False]["params"]) == 5
     assert (groups[True]["momentum"], groups[True]["lr"], groups[False]["weight_decay"]) == (0.5, 3e-3, 0.01)
 

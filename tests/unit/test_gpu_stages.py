@@ -205,7 +205,7 @@ def test_results_move_to_another_machine(stages: Any, tmp_path: Path) -> None:
 
 def wheel(directory: Path, name: str, version: str, *requires: str) -> Path:
     path = directory / f"{name}-{version}-py3-none-any.whl"
-    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {requirement}" for requirement in requires)]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines))
     return path
@@ -220,10 +220,10 @@ def test_wheels_are_for_what_the_machine_lacks(stages: Any, tmp_path: Path) -> N
         wheel(tmp_path, "DeepSpeed", "0.19.8"),
     ]
     read = [install.read(path) for path in wheels]
-    assert [str(one) for one in read[0].requires] == ["pytest>=8"]
+    assert [str(requirement) for requirement in read[0].requires] == ["pytest>=8"]
 
     def needed(**installed: str) -> list[str]:
-        return [one.name for one in install.needed(read, installed)]
+        return [wheel.name for wheel in install.needed(read, installed)]
 
     assert needed() == ["pytest-distcompat", "pytest", "pluggy", "deepspeed"]
     assert needed(pytest="7.4.0", pluggy="1.0", deepspeed="0.16") == ["pytest-distcompat", "pytest"]
@@ -233,11 +233,11 @@ def test_wheels_are_for_what_the_machine_lacks(stages: Any, tmp_path: Path) -> N
 def test_the_plan_is_the_same_with_and_without_a_gpu(stages: Any, tmp_path: Path) -> None:
     proof = importlib.import_module("proof")
     plans = [proof.stages(tmp_path, cpu=cpu) for cpu in (True, False)]
-    names = [[one.name for one in plan] for plan in plans]
+    names = [[stage.name for stage in plan] for plan in plans]
     assert names[0] == names[1]
     for plan in plans:
-        for one in plan:
-            command = one.command(tmp_path, tmp_path / f"{one.name}.0.json")
+        for stage in plan:
+            command = stage.command(tmp_path, tmp_path / f"{stage.name}.0.json")
             for argument in command[1:]:
                 if str(argument).startswith(str(HERE.parents[1])):
                     assert Path(argument).exists(), command
@@ -249,18 +249,18 @@ def test_verdicts_come_before_figures_and_a_call_has_room_for_them(
     proof = importlib.import_module("proof")
     monkeypatch.setattr(proof.os, "cpu_count", lambda: 16)
     plan = proof.stages(tmp_path, cpu=False)
-    kinds = list(dict.fromkeys(one.name.partition("-")[0] for one in plan))
+    kinds = list(dict.fromkeys(stage.name.partition("-")[0] for stage in plan))
     assert kinds == ["facts", "gpu", "smoke", "shared", "groups", "default", "throughput", "convergence"]
-    (suite,) = [one for one in plan if one.name == "gpu-suite"]
+    (suite,) = [stage for stage in plan if stage.name == "gpu-suite"]
     assert "-n" in suite.command(tmp_path, tmp_path / "gpu-suite.0.json")
     seconds = 0.0
     for kind in kinds[:6]:
-        of_kind = [one for one in plan if one.name.partition("-")[0] == kind]
-        alone = [one.seconds for one in of_kind if not one.beside]
-        beside = [one.seconds for one in plan if one.beside == kind]
+        of_kind = [stage for stage in plan if stage.name.partition("-")[0] == kind]
+        alone = [stage.seconds for stage in of_kind if not stage.beside]
+        beside = [stage.seconds for stage in plan if stage.beside == kind]
         seconds += sum(alone) + max(beside, default=0.0)
     assert seconds <= 9 * 60 - stages.GRACE
-    assert sum(one.seconds for one in proof.stages(tmp_path, cpu=True)) <= 9 * 60 - stages.GRACE
+    assert sum(stage.seconds for stage in proof.stages(tmp_path, cpu=True)) <= 9 * 60 - stages.GRACE
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_all_drivers_have_one_rank_then_each_two_that_share_the_gpu(
     name: str, expected: set[str], stages: Any, tmp_path: Path
 ) -> None:
     proof = importlib.import_module("proof")
-    (chosen,) = [one for one in proof.stages(tmp_path, cpu=False) if one.name == name]
+    (chosen,) = [stage for stage in proof.stages(tmp_path, cpu=False) if stage.name == name]
     given = set(chosen.command(tmp_path, tmp_path / f"{name}.0.json"))
     assert expected | {"--distcompat-gpus=1"} <= given
     assert ("--distcompat-profile=smoke" in given) == ("--distcompat-profile=smoke" in expected)
@@ -327,10 +327,10 @@ def test_a_resumed_suite_skips_items_with_a_result(stages: Any, tmp_path: Path) 
     for name, nodeid in zip(("smoke-torch.0.json", "default-torch.0.json"), nodeids, strict=True):
         (tmp_path / name).write_text(json.dumps({"results": [{"nodeid": nodeid}]}))
     make = proof.suite("torch", earlier="smoke default")
-    (given,) = [one for one in make(tmp_path, tmp_path / "default-torch.1.json") if one.startswith("@")]
+    (given,) = [argument for argument in make(tmp_path, tmp_path / "default-torch.1.json") if argument.startswith("@")]
     assert Path(given[1:]).read_text().splitlines() == [f"--deselect={nodeid}" for nodeid in nodeids]
     make = proof.suite("torch", earlier="shared")
-    assert not [one for one in make(tmp_path, tmp_path / "shared-torch.0.json") if one.startswith("@")]
+    assert not [argument for argument in make(tmp_path, tmp_path / "shared-torch.0.json") if argument.startswith("@")]
 
 
 def test_the_summary_has_every_figure(stages: Any, tmp_path: Path) -> None:

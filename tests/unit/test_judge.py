@@ -49,14 +49,14 @@ def verdict(check: Check, *declared: Expectation, end: RunFailure | None = None,
 
 
 def test_a_check_without_findings_passes() -> None:
-    found = verdict(toy())
-    assert found == Verdict("toy", "fsdp2-fp32-w2", Status.PASSED)
-    assert found.ok
+    result = verdict(toy())
+    assert result == Verdict("toy", "fsdp2-fp32-w2", Status.PASSED)
+    assert result.ok
 
 
 def test_a_check_fails_with_all_its_findings() -> None:
-    found = verdict(toy("rank 0: stale", "rank 1: stale"))
-    assert (found.status, found.message, found.ok) == ("failed", "ranks 0, 1: stale", False)
+    result = verdict(toy("rank 0: stale", "rank 1: stale"))
+    assert (result.status, result.message, result.ok) == ("failed", "ranks 0, 1: stale", False)
 
 
 def test_hundreds_of_findings_are_cut() -> None:
@@ -65,34 +65,39 @@ def test_hundreds_of_findings_are_cut() -> None:
 
 
 def test_a_skipped_cell_has_the_reason() -> None:
-    found = skipped("toy", CELL, "needs 4 GPUs")
-    assert (found.status, found.message, found.reason, found.ok) == ("skipped", "needs 4 GPUs", "needs 4 GPUs", False)
-    assert (found.check, found.cell) == ("toy", CELL.id)
+    result = skipped("toy", CELL, "needs 4 GPUs")
+    assert (result.status, result.message, result.reason, result.ok) == (
+        "skipped",
+        "needs 4 GPUs",
+        "needs 4 GPUs",
+        False,
+    )
+    assert (result.check, result.cell) == ("toy", CELL.id)
 
 
 def test_a_known_failure() -> None:
-    found = verdict(toy("rank 0: stale"), KNOWN)
-    assert (found.status, found.message, found.reason) == ("known", "rank 0: stale", "org/repo#1")
-    assert not found.ok
+    result = verdict(toy("rank 0: stale"), KNOWN)
+    assert (result.status, result.message, result.reason) == ("known", "rank 0: stale", "org/repo#1")
+    assert not result.ok
 
 
 def test_a_known_failure_that_passes_is_reported() -> None:
-    found = verdict(toy(), KNOWN)
-    assert (found.status, found.reason, found.ok) == ("fixed?", "org/repo#1", False)
-    assert found.message == f"declared to fail, but it passes: fixed? Then remove {KNOWN}"
+    result = verdict(toy(), KNOWN)
+    assert (result.status, result.reason, result.ok) == ("fixed?", "org/repo#1", False)
+    assert result.message == f"declared to fail, but it passes: fixed? Then remove {KNOWN}"
 
 
 def test_a_failure_other_than_the_known_one() -> None:
     assert verdict(toy("rank 0: bfloat16 masters"), MASTERS).status == "known"
-    found = verdict(toy("rank 0: stale"), MASTERS)
-    assert (found.status, found.ok) == ("failed", False)
-    assert found.message == f"rank 0: stale\n\nfails otherwise than declared: {MASTERS}"
+    result = verdict(toy("rank 0: stale"), MASTERS)
+    assert (result.status, result.ok) == ("failed", False)
+    assert result.message == f"rank 0: stale\n\nfails otherwise than declared: {MASTERS}"
 
 
 def test_a_known_failure_hides_no_other_one() -> None:
-    found = verdict(toy("bfloat16 masters", "rank 0: stale", "rank 1: stale"), MASTERS)
-    assert (found.status, found.reason, found.ok) == ("failed", "org/repo#1", False)
-    assert found.message == f"ranks 0, 1: stale\n\nfails as declared too: {MASTERS}"
+    result = verdict(toy("bfloat16 masters", "rank 0: stale", "rank 1: stale"), MASTERS)
+    assert (result.status, result.reason, result.ok) == ("failed", "org/repo#1", False)
+    assert result.message == f"ranks 0, 1: stale\n\nfails as declared too: {MASTERS}"
     # Nor beyond what a message shows.
     many = (*(f"rank {rank}: bfloat16 masters" for rank in range(300)), "rank 300: stale")
     assert verdict(toy(*many), MASTERS).message.startswith("rank 300: stale\n\n")
@@ -111,31 +116,31 @@ def test_consequences_of_a_known_failure_are_known_too() -> None:
 )
 def test_findings_may_fit_any_of_two_known_failures(another: Expectation) -> None:
     for declared in ((MASTERS, another), (another, MASTERS)):
-        found = verdict(toy("bfloat16 masters", "rank 0: stale"), *declared)
-        assert (found.status, set(found.reason.split("; and "))) == ("known", {MASTERS.reason, "org/repo#2"})
+        result = verdict(toy("bfloat16 masters", "rank 0: stale"), *declared)
+        assert (result.status, set(result.reason.split("; and "))) == ("known", {MASTERS.reason, "org/repo#2"})
         assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.startswith("gone\n\n")
 
 
 def test_a_declared_message_may_begin_any_finding() -> None:
     masters, stale = (fails("toy", reason=f"org/repo#{word}", match=f"^{word}") for word in ("masters", "stale"))
-    found = verdict(toy("masters in bfloat16", "stale optimizer"), masters, stale)
-    assert (found.status, found.reason) == ("known", "org/repo#masters; and org/repo#stale")
+    result = verdict(toy("masters in bfloat16", "stale optimizer"), masters, stale)
+    assert (result.status, result.reason) == ("known", "org/repo#masters; and org/repo#stale")
 
 
 def test_each_of_two_known_failures_must_occur() -> None:
     stale = fails("toy", reason="org/repo#2", match="stale")
     for declared in ((MASTERS, stale), (stale, MASTERS)):
-        found = verdict(toy("bfloat16 masters"), *declared)
-        assert (found.status, found.reason, found.ok) == ("fixed?", "org/repo#2", False)
+        result = verdict(toy("bfloat16 masters"), *declared)
+        assert (result.status, result.reason, result.ok) == ("fixed?", "org/repo#2", False)
         message = f"fails as declared ({MASTERS}), and not as declared besides: fixed? Then remove {stale}"
-        assert found.message == f"{message}\n\nbfloat16 masters"
+        assert result.message == f"{message}\n\nbfloat16 masters"
         # What broke off before it could show may be there still.
         assert verdict(toy(), *declared, end=ended("raised", "step", "masters")).status == "known"
         # A new bug is reported before one that is gone.
         assert verdict(toy("bfloat16 masters", "gone"), *declared).message.startswith("gone\n\n")
-        found = verdict(toy(), *declared)
+        result = verdict(toy(), *declared)
         both = " and ".join(map(str, declared))
-        assert (found.status, found.message.endswith(f"fixed? Then remove {both}")) == ("fixed?", True)
+        assert (result.status, result.message.endswith(f"fixed? Then remove {both}")) == ("fixed?", True)
     rounding = may_fail("toy", reason="org/repo#2", match="stale")
     for declared in ((MASTERS, rounding), (rounding, MASTERS)):
         assert verdict(toy("bfloat16 masters"), *declared).status == "known"
@@ -151,8 +156,8 @@ def test_lines_of_a_failed_run_need_not_be_declared_one_by_one() -> None:
 def test_a_may_fail_declaration_excuses_no_other_failure() -> None:
     anywhere = may_fail("*", reason="org/repo#3", match="out of luck")
     assert verdict(toy("out of luck today"), anywhere).status == "known"
-    found = verdict(toy("stale"), anywhere)
-    assert (found.status, found.message, found.reason) == ("failed", "stale", "")
+    result = verdict(toy("stale"), anywhere)
+    assert (result.status, result.message, result.reason) == ("failed", "stale", "")
     assert verdict(toy(), anywhere).status == "passed"
 
 
@@ -167,8 +172,8 @@ def test_an_exception_may_be_a_known_failure() -> None:
 @pytest.mark.parametrize("declared", [(), (KNOWN,), (REFUSED,), (fails("*", reason="all is known"),)])
 @pytest.mark.parametrize("action", ["", "build", "step"])
 def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectation], action: str) -> None:
-    found = verdict(toy(), *declared, end=ended(kind, action, "not supported"))
-    assert (found.status, found.message, found.ok) == (kind, "the whole story of not supported", False)
+    result = verdict(toy(), *declared, end=ended(kind, action, "not supported"))
+    assert (result.status, result.message, result.ok) == (kind, "the whole story of not supported", False)
 
 
 @pytest.mark.parametrize("kind", ["raised", "crashed", "hung"])
@@ -179,9 +184,9 @@ def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectat
 def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
     kind: str, action: str, nth: int, *, concerned: bool
 ) -> None:
-    found = verdict(toy(until=("step", 2)), end=ended(kind, action, nth=nth))
+    result = verdict(toy(until=("step", 2)), end=ended(kind, action, nth=nth))
     expected = {"raised": "failed"}.get(kind, kind) if concerned else "passed"
-    assert found.status == expected
+    assert result.status == expected
     # Evidence that was found before the end stays evidence.
     assert verdict(toy("stale"), end=ended(kind, action, nth=nth)).message.startswith(
         "the whole" if concerned else "stale"
@@ -198,8 +203,8 @@ def test_a_check_of_the_unwrapped_model_needs_no_more() -> None:
 def test_an_end_outside_of_any_action_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
     # All snapshots are there: it happened at exit.
     whole = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
-    found = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
-    assert (found.status, found.message) == (status, "the whole story of boom")
+    result = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
+    assert (result.status, result.message) == (status, "the whole story of boom")
 
 
 def both(train: RunFailure | None, resume: RunFailure | None) -> Verdict:
@@ -224,13 +229,13 @@ def test_a_run_that_was_never_begun_for_the_one_before_it() -> None:
 
 @pytest.mark.parametrize("action", ["build_model", "build"])
 def test_refused_at_build_as_declared(action: str) -> None:
-    found = verdict(toy(), REFUSED, end=ended("raised", action, "ValueError: not supported"), together=True)
-    assert (found.status, found.message, found.reason) == (
+    result = verdict(toy(), REFUSED, end=ended("raised", action, "ValueError: not supported"), together=True)
+    assert (result.status, result.message, result.reason) == (
         "refused",
         "rank 1 raised ValueError: not supported",
         "by design",
     )
-    assert found.ok
+    assert result.ok
 
 
 def test_where_the_machine_decides_it_is_refused_or_all_holds() -> None:
@@ -250,38 +255,38 @@ def test_where_rounding_decides_it_is_known_or_it_passes() -> None:
 
 def test_a_refusal_without_a_reason_gives_the_error_for_one() -> None:
     bare = refuses("toy", match="not supported")
-    found = verdict(toy(), bare, end=ended("raised", "build", "ValueError: not supported"), together=True)
-    assert (found.status, found.reason) == ("refused", "ValueError: not supported")
+    result = verdict(toy(), bare, end=ended("raised", "build", "ValueError: not supported"), together=True)
+    assert (result.status, result.reason) == ("refused", "ValueError: not supported")
 
 
 def test_refused_by_one_rank_while_another_went_on() -> None:
-    found = verdict(toy(), REFUSED, end=ended("raised", "build", "ValueError: not supported"))
-    assert (found.status, found.ok) == ("failed", False)
-    assert found.message.startswith(f"refused on some ranks only; built on rank 0\ndeclared: {REFUSED}\n\n")
+    result = verdict(toy(), REFUSED, end=ended("raised", "build", "ValueError: not supported"))
+    assert (result.status, result.ok) == ("failed", False)
+    assert result.message.startswith(f"refused on some ranks only; built on rank 0\ndeclared: {REFUSED}\n\n")
 
 
 def test_refused_with_another_message() -> None:
-    found = verdict(toy(), REFUSED, end=ended("raised", "build"))
-    assert (found.status, found.ok) == ("failed", False)
-    assert found.message.startswith("the whole story of boom\n\n")
-    assert found.message.endswith(f"\nrefused with another message than 'not supported'\ndeclared: {REFUSED}")
+    result = verdict(toy(), REFUSED, end=ended("raised", "build"))
+    assert (result.status, result.ok) == ("failed", False)
+    assert result.message.startswith("the whole story of boom\n\n")
+    assert result.message.endswith(f"\nrefused with another message than 'not supported'\ndeclared: {REFUSED}")
 
 
 @pytest.mark.parametrize("action", ["step", "save", "files"])
 def test_refused_late(action: str) -> None:
     # In any action after build, whether or not the check itself has all it needs by then.
-    found = verdict(toy(), REFUSED, end=ended("raised", action, "not supported"))
-    assert (found.status, found.ok) == ("late", False)
-    assert found.message.startswith(
+    result = verdict(toy(), REFUSED, end=ended("raised", action, "not supported"))
+    assert (result.status, result.ok) == ("late", False)
+    assert result.message.startswith(
         f"refused only at {action!r}, after build; expected at build\ndeclared: {REFUSED}\n\n"
     )
 
 
 @pytest.mark.parametrize("findings", [(), ("stale",)])
 def test_never_refused(findings: tuple[str, ...]) -> None:
-    found = verdict(toy(*findings), REFUSED)
-    assert (found.status, found.ok) == ("failed", False)
-    assert found.message == (
+    result = verdict(toy(*findings), REFUSED)
+    assert (result.status, result.ok) == ("failed", False)
+    assert result.message == (
         "expected to be refused at build with a message like 'not supported', but it ran to the end\n"
         f"declared: {REFUSED}"
     )
@@ -289,8 +294,8 @@ def test_never_refused(findings: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("kind", ["crashed", "hung"])
 def test_a_refusal_is_no_crash_later(kind: str) -> None:
-    found = verdict(toy(), REFUSED, end=ended(kind, "save", "not supported"))
-    assert (found.status, found.ok) == (kind, False)
+    result = verdict(toy(), REFUSED, end=ended(kind, "save", "not supported"))
+    assert (result.status, result.ok) == (kind, False)
 
 
 def test_a_refusal_goes_before_a_known_failure() -> None:
@@ -319,10 +324,10 @@ def test_of_two_things_that_are_not_supported_one_is_refused() -> None:
     another = refuses("toy", match="no such mode", reason="nor this")
     for declared in ((REFUSED, another), (another, REFUSED)):
         for text, reason in (("not supported", "by design"), ("no such mode", "nor this")):
-            found = verdict(toy(), *declared, end=ended("raised", "build", text), together=True)
-            assert (found.status, found.reason) == ("refused", reason)
-        found = verdict(toy(), *declared, end=ended("raised", "build", "boom"), together=True)
-        assert (found.status, found.message.splitlines()[-2]) == (
+            result = verdict(toy(), *declared, end=ended("raised", "build", text), together=True)
+            assert (result.status, result.reason) == ("refused", reason)
+        result = verdict(toy(), *declared, end=ended("raised", "build", "boom"), together=True)
+        assert (result.status, result.message.splitlines()[-2]) == (
             "failed",
             f"refused with another message than {declared[0].match!r}",
         )
@@ -367,9 +372,9 @@ def test_a_method_that_is_not_written_prints_no_declaration(text: str) -> None:
 
 def test_a_declaration_that_ended_no_longer_excuses_and_says_so() -> None:
     past = fails("toy", reason="org/repo#1", match="masters", until="2020-01-31")
-    found = verdict(toy("rank 0: no masters"), past)
-    assert found.status == "failed"
-    assert found.message == f"rank 0: no masters\n\nthe quarantine ended on 2020-01-31: {past}"
+    result = verdict(toy("rank 0: no masters"), past)
+    assert result.status == "failed"
+    assert result.message == f"rank 0: no masters\n\nthe quarantine ended on 2020-01-31: {past}"
     # It never excused another failure, and a check that passes is fixed or was never red.
     assert verdict(toy("rank 0: stale"), past).message == "rank 0: stale"
     assert verdict(toy(), past).status == "passed"
@@ -379,8 +384,8 @@ def test_a_declaration_that_ended_no_longer_excuses_and_says_so() -> None:
 
 def test_a_refusal_that_ended_is_red() -> None:
     past = refuses("toy", match="not supported", until="2020-01-31")
-    found = verdict(toy(), past, end=ended("raised", "build", "ValueError: not supported"))
-    assert found.status == "failed"
-    assert found.message.endswith(f"the quarantine ended on 2020-01-31: {past}")
+    result = verdict(toy(), past, end=ended("raised", "build", "ValueError: not supported"))
+    assert result.status == "failed"
+    assert result.message.endswith(f"the quarantine ended on 2020-01-31: {past}")
     killed = verdict(toy(), past, end=ended("crashed", "build", "ValueError: not supported"))
     assert (killed.status, "quarantine" in killed.message) == ("crashed", False)

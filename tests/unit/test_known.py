@@ -54,22 +54,30 @@ def test_an_entry_becomes_an_expectation_with_its_link(write: Write) -> None:
 @pytest.mark.parametrize("kind", ["fails", "may_fail"])
 def test_an_entry_declares_consequences(write: Write, kind: str) -> None:
     text = ENTRY.replace('"resume"', '["resume", "names"]') + f"kind = '{kind}'\nalso = 'rank \\d: stale'\n"
-    found = applying(read_file(write(text)), ("mine",), "cpu")
-    assert [(one.explains("rank 1: stale"), one.matches("rank 1: stale")) for one in found] == [(True, False)] * 2
+    expectations = applying(read_file(write(text)), ("mine",), "cpu")
+    assert [
+        (expectation.explains("rank 1: stale"), expectation.matches("rank 1: stale")) for expectation in expectations
+    ] == [(True, False)] * 2
 
 
 def test_several_cells_are_several_expectations(write: Write) -> None:
     text = ENTRY + '[[issue.cells]]\nstrategy = "ddp"\n[[issue.cells]]\nstrategy = "fsdp1"\ncompile = true\n'
-    found = applying(read_file(write(text)), ("mine",), "cpu")
+    expectations = applying(read_file(write(text)), ("mine",), "cpu")
     covered = [Cell.parse(name) for name in ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp1-fp32-w2-compile")]
-    assert [any(one.covers(cell, "resume") for one in found) for cell in covered] == [True, False, True]
+    assert [any(expectation.covers(cell, "resume") for expectation in expectations) for cell in covered] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_several_checks_are_several_expectations(write: Write) -> None:
     text = ENTRY.replace('check = "resume"', 'check = ["resume", "names"]')
-    found = applying(read_file(write(text)), ("mine",), "cpu")
+    expectations = applying(read_file(write(text)), ("mine",), "cpu")
     cell = Cell("ddp", "fp32")
-    covered = [any(one.covers(cell, name) for one in found) for name in ("resume", "names", "dtypes")]
+    covered = [
+        any(expectation.covers(cell, name) for expectation in expectations) for name in ("resume", "names", "dtypes")
+    ]
     assert covered == [True, True, False]
 
 
@@ -77,18 +85,24 @@ def test_several_checks_are_several_expectations(write: Write) -> None:
 def test_without_zero_a_step_under_autotp_is_wrong_from_the_first_on(option: str) -> None:
     cell = Cell.parse(f"zero0-bf16_upcast-w4-{option}-tp_2")
     for check in ("parity", "clipping"):
-        found = [
-            one for one in applying(shipped(), ("deepspeed", "driver:deepspeed"), "cpu") if one.covers(cell, check)
+        expectations = [
+            expectation
+            for expectation in applying(shipped(), ("deepspeed", "driver:deepspeed"), "cpu")
+            if expectation.covers(cell, check)
         ]
-        strict = [one for one in found if one.kind == "fails"]
-        assert [one.matches("step 1: the gradient norm is 1; 2 in the reference") for one in strict] == [True]
+        strict = [expectation for expectation in expectations if expectation.kind == "fails"]
+        assert [
+            expectation.matches("step 1: the gradient norm is 1; 2 in the reference") for expectation in strict
+        ] == [True]
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", [True, True]), ("fp8", [True, False])])
 def test_in_8_bits_the_clipping_of_compiled_blocks_under_tp_passes(precision: str, expected: list[bool]) -> None:
     cell = Cell.parse(f"fsdp2-{precision}-w4-compile_regional-tp_2")
-    found = list(applying(shipped(), ("torch", "driver:torch"), "cpu"))
-    assert [any(one.covers(cell, check) for one in found) for check in ("parity", "clipping")] == expected
+    expectations = list(applying(shipped(), ("torch", "driver:torch"), "cpu"))
+    assert [
+        any(expectation.covers(cell, check) for expectation in expectations) for check in ("parity", "clipping")
+    ] == expected
 
 
 def test_a_refusal_is_one(write: Write) -> None:
@@ -210,7 +224,7 @@ def test_a_link_leads_to_one_bug_or_to_its_script(issue: KnownIssue) -> None:
 )
 def test_a_rank_without_a_shard_differs_from_an_unsaved_optimizer(key: str, *, known: bool) -> None:
     """Under FSDP1 with a driver of any name: torch's bug is nothing that its user can mend."""
-    (issue,) = (one for one in shipped() if one.id == "torch-fsdp1-rank-without-shard-anywhere")
+    (issue,) = (issue for issue in shipped() if issue.id == "torch-fsdp1-rank-without-shard-anywhere")
     text = f"Traceback (most recent call last):\nRuntimeError: Missing key in checkpoint state_dict: {key}.\n\nmore"
     (expected,) = issue.expectations
     assert expected.matches(text) == known
@@ -221,9 +235,18 @@ def test_a_rank_without_a_shard_differs_from_an_unsaved_optimizer(key: str, *, k
 @pytest.mark.parametrize(("form", "known"), [("", True), ("-state_dict_full", False)])
 def test_a_rank_without_a_shard_is_in_whole_files_too(form: str, *, known: bool) -> None:
     cell = Cell.parse(f"fsdp1-fp32-w4-model_mlp{form}")
-    strict = [one for one in applying(shipped(), ("torch", "driver:torch"), "cpu") if one.strict]
+    strict = [
+        expectation for expectation in applying(shipped(), ("torch", "driver:torch"), "cpu") if expectation.strict
+    ]
     for check in ("resume", "reshard"):
-        assert any("without a local shard" in one.reason for one in strict if one.covers(cell, check)) is known
+        assert (
+            any(
+                "without a local shard" in expectation.reason
+                for expectation in strict
+                if expectation.covers(cell, check)
+            )
+            is known
+        )
 
 
 @pytest.mark.parametrize(
@@ -233,16 +256,17 @@ def test_zero2_has_nothing_to_clear_in_releases_that_add_up_nothing(
     monkeypatch: pytest.MonkeyPatch, release: str, *, there: bool
 ) -> None:
     monkeypatch.setattr("pytest_distcompat.known.read.version_of", lambda name: release)
-    (issue,) = (one for one in shipped() if one.id == "deepspeed-zero-grad-zero2")
+    (issue,) = (issue for issue in shipped() if issue.id == "deepspeed-zero-grad-zero2")
     assert bool(applying((issue,), ("driver:deepspeed",), "cpu")) is there
 
 
 @pytest.mark.parametrize(("step", "known"), [(2, False), (6, False), (7, True), (9, True), (12, True)])
 def test_decay_that_no_one_asked_for_shows_after_some_steps(step: int, *, known: bool) -> None:
     """Before, a loss that differs has another cause."""
-    (issue,) = (one for one in shipped() if one.id == "transformers-deepspeed-decay")
+    (issue,) = (issue for issue in shipped() if issue.id == "transformers-deepspeed-decay")
     assert {
-        one.matches(f"step {step}: the loss is 1.63127; 1.63124 in the reference") for one in issue.expectations
+        expectation.matches(f"step {step}: the loss is 1.63127; 1.63124 in the reference")
+        for expectation in issue.expectations
     } == {known}
 
 
@@ -251,7 +275,7 @@ def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
     monkeypatch: pytest.MonkeyPatch, release: str, *, there: bool
 ) -> None:
     monkeypatch.setattr("pytest_distcompat.known.read.version_of", lambda name: release)
-    (issue,) = (one for one in shipped() if one.id == "transformers-indexed-cpu-walk")
+    (issue,) = (issue for issue in shipped() if issue.id == "transformers-indexed-cpu-walk")
     (expected,) = issue.expectations
     assert bool(applying((issue,), ("transformers",), "cpu")) is there
     assert expected.covers(Cell.parse("ddp-fp32-w2-model_mlp"), "walk")
@@ -282,8 +306,10 @@ def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
 def test_what_was_seen_on_a_gpu_is_known_there(driver: str, cell: str, check: str, seen: str) -> None:
     libraries, asked = concerned(DRIVERS.get(driver)), Cell.parse(cell)
     for device, known in (("cpu", False), ("cuda", True)):
-        found = [one for one in applying(shipped(), libraries, device) if one.covers(asked, check)]
-        assert any(one.matches(seen) for one in found) is known
+        expectations = [
+            expectation for expectation in applying(shipped(), libraries, device) if expectation.covers(asked, check)
+        ]
+        assert any(expectation.matches(seen) for expectation in expectations) is known
 
 
 #: Entry -> the cell and the check, at so many ranks, in which one has it. Each needs a second rank.
@@ -297,10 +323,11 @@ OF_TWO_RANKS = {
 
 @pytest.mark.parametrize("name", OF_TWO_RANKS)
 def test_what_needs_two_ranks_is_not_expected_of_one(name: str) -> None:
-    (issue,) = (one for one in shipped() if one.id == name)
+    (issue,) = (issue for issue in shipped() if issue.id == name)
     cell, check = OF_TWO_RANKS[name]
     covered = [
-        any(one.covers(Cell.parse(cell.format(size)), check) for one in issue.expectations) for size in (1, 2, 3)
+        any(expectation.covers(Cell.parse(cell.format(size)), check) for expectation in issue.expectations)
+        for size in (1, 2, 3)
     ]
     assert covered == [False, True, True]
 
@@ -319,10 +346,12 @@ def test_what_needs_two_ranks_is_not_expected_of_one(name: str) -> None:
     ],
 )
 def test_a_bug_of_accelerate_is_expected_where_it_is(cell: str, check: str, devices: list[str]) -> None:
-    found = {device: applying(shipped(), ("accelerate", "driver:accelerate"), device) for device in ("cpu", "cuda")}
+    known_by_device = {
+        device: applying(shipped(), ("accelerate", "driver:accelerate"), device) for device in ("cpu", "cuda")
+    }
     covered = [
         device
-        for device, known in found.items()
-        if any(one.strict and one.covers(Cell.parse(cell), check) for one in known)
+        for device, known in known_by_device.items()
+        if any(expectation.strict and expectation.covers(Cell.parse(cell), check) for expectation in known)
     ]
     assert covered == devices

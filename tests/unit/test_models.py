@@ -112,8 +112,8 @@ def test_strategies_in_which_all_ranks_must_use_the_same_parameters_say_so(
 
 def test_the_parameters_of_twice_are_views_and_its_attributes_its_blocks() -> None:
     model: Any = models.MODELS.get("twice").make()
-    assert len({one.untyped_storage().data_ptr() for one in model.parameters()}) == 1
-    assert len({one.data_ptr() for one in model.parameters()}) == len(list(model.parameters()))
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
+    assert len({parameter.data_ptr() for parameter in model.parameters()}) == len(list(model.parameters()))
     assert model.linear is model.block.linear
     with pytest.raises(AttributeError, match="'Block' object has no attribute 'nothing'"):
         _ = model.nothing

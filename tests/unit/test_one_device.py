@@ -107,12 +107,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = func._schema.name.split("::")[1]
         if name in CROSSING:
             return result
         # A number from the CPU may take part on a GPU.
-        if len({self.gpu.has(one) for one in given if one.dim()}) > 1:
+        if len({self.gpu.has(tensor) for tensor in given if tensor.dim()}) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, but got cpu and cuda:0 in {name}")
         if any(map(self.gpu.has, given)):
             tree_map_only(torch.Tensor, self.gpu.put, result)
@@ -178,7 +178,7 @@ def test_reference_is_where_its_batches_are(
     _, *steps = perform(driver, Run("reference", ("build_model", "reference", "reference")), tmp_path)
     assert len(steps) == 2
     assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in steps)
-    state = [value for one in driver.optimizer.state.values() for value in one.values()]
+    state = [value for state_of_parameter in driver.optimizer.state.values() for value in state_of_parameter.values()]
     assert {value.device for value in state if value.dim()} == {GPU}
 
 
@@ -189,14 +189,16 @@ def test_reloaded_model_is_where_the_held_out_batch_is(
 ) -> None:
     driver = make(name, strategy, option)
     built, paths = driver.build_model(), RunPaths(tmp_path, tmp_path, tmp_path, 2)
-    state = {key: one for key, one in built.state_dict().items() if "tied" not in option or key != "lm_head.weight"}
+    state = {
+        key: tensor for key, tensor in built.state_dict().items() if "tied" not in option or key != "lm_head.weight"
+    }
     paths.export.mkdir(parents=True, exist_ok=True)
     _options.write_whole(built, state, paths.export)
     log: Any = Log()
     rank = Rank(driver, Run("reload", ("reload", "evaluate")), paths, Observer(), log)
     rank.perform()
     assert log.snapshots[1]["outputs"]
-    assert {one.device for one in rank.unwrapped.parameters()} == {GPU}  # type: ignore[union-attr]
+    assert {parameter.device for parameter in rank.unwrapped.parameters()} == {GPU}  # type: ignore[union-attr]
 
 
 @ALL
@@ -213,7 +215,7 @@ def test_model_for_the_trainer_stays_where_the_driver_made_it(
     monkeypatch.setattr(driver, "train", train)
     monkeypatch.setattr(Rank, "_snapshot", lambda *_, **__: {})
     perform(driver, Run("train", ("build_model", "build")), tmp_path)
-    assert {one.device for one in given[0].parameters()} == {CPU}
+    assert {parameter.device for parameter in given[0].parameters()} == {CPU}
 
 
 @ALL
@@ -233,7 +235,7 @@ def test_walk_in_one_process_is_where_its_batches_are(
     run = Run("called", ("build_model", *(f"{REFERENCE_CALL}{call}" for call in calls)), records_calls=True)
     driver = make(name, strategy)
     assert len(perform(driver, run, tmp_path)) == 1 + len(calls)
-    assert {one.device for one in driver.model.parameters()} == {GPU}
+    assert {parameter.device for parameter in driver.model.parameters()} == {GPU}
 
 
 @ALL
@@ -243,7 +245,7 @@ def test_overflow_evaluation_and_loss_of_a_model_on_the_gpu(name: str, strategy:
     move_to_device(driver.model, str(GPU))
     with driver.overflowing():
         driver.loss(driver.model, 0, 0).backward()
-    assert any(one.grad.isinf().any() or one.grad.isnan().any() for one in driver.model.parameters())
+    assert any(parameter.grad.isinf().any() or parameter.grad.isnan().any() for parameter in driver.model.parameters())
     assert driver.evaluate(driver.model).device == GPU
 
 
@@ -311,13 +313,13 @@ class Own(Driver):
 
     def evaluate(self, model: Module) -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = model.eval()(torch.ones(2, 3, device=self.world.device))
-        return found
+            outputs: torch.Tensor = model.eval()(torch.ones(2, 3, device=self.world.device))
+        return outputs
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
         rows = torch.arange(6.0).view(2, 3).to(self.world.device) + number + rank
-        found: torch.Tensor = model(rows).square().mean()
-        return found
+        loss_tensor: torch.Tensor = model(rows).square().mean()
+        return loss_tensor
 
     def make_optimizer(self, model: Module) -> Any:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -330,7 +332,7 @@ def test_models_of_a_driver_of_ones_own_are_moved(actions: tuple[str, ...], gpu:
     rank = Rank(driver, Run("own", actions), RunPaths(tmp_path, tmp_path, tmp_path, 2), Observer(), log)
     rank.perform()
     model: Any = rank.unwrapped
-    assert {one.device for one in (*model.parameters(), *model.buffers())} == {GPU}
+    assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {GPU}
     assert model[0].weight is model[2].weight
 
 

@@ -33,11 +33,11 @@ def test_steps_of_fewer_and_again_of_more_micro_batches(alone: None) -> None:
     assert tiny.stages
     pipeline, model = Pipeline(tiny.stages, cell, torch.device("cpu")), tiny.make()
     batch = tiny.batch(0, 0)
-    rows_of = [{name: one[row : row + 1] for name, one in batch.items()} for row in (0, 1)]
+    rows_of = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in (0, 1)]
     expected = [tiny.loss(model, one).item() for one in rows_of]
     pipeline.connect(pipeline.keep(model), None)
     for rows in (2, 1, 2):
-        micros = {name: one[:rows] for name, one in batch.items()}
+        micros = {name: tensor[:rows] for name, tensor in batch.items()}
         assert pipeline.step(micros, rows) == pytest.approx(sum(expected[:rows]) / rows)
 
 
@@ -51,5 +51,5 @@ def test_stages_send_tensors_of_the_shape_and_dtype_that_they_are_told(dtype: st
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = tiny.stages.forward(model, batch["input_ids"], first=True, last=False)
         logits = tiny.stages.forward(model, hidden, first=False, last=True)
-    found = [(one.shape, one.dtype) for one in (batch["input_ids"], hidden, logits)]
-    assert found == [(one.shape, one.dtype) for one in tiny.stages.shapes(model, batch)]
+    findings = [(tensor.shape, tensor.dtype) for tensor in (batch["input_ids"], hidden, logits)]
+    assert findings == [(tensor.shape, tensor.dtype) for tensor in tiny.stages.shapes(model, batch)]

@@ -40,9 +40,9 @@ def driver(request: pytest.FixtureRequest) -> type[Driver]:
     [pytest.param(name, marks=[pytest.mark.nightly] * (name in {"sweep", "pairwise"})) for name in all_profiles()],
 )
 def test_every_profile_is_the_same_each_time_and_has_no_cell_twice(profile: str, driver: type[Driver]) -> None:
-    found = of(profile, driver)
-    assert found == of(profile, driver)
-    assert len(found) == len(set(found)) > 0
+    cells = of(profile, driver)
+    assert cells == of(profile, driver)
+    assert len(cells) == len(set(cells)) > 0
 
 
 def test_default_is_the_matrix() -> None:
@@ -51,17 +51,17 @@ def test_default_is_the_matrix() -> None:
 
 
 def test_smoke_has_each_strategy_and_each_precision_that_can_be_run(driver: type[Driver]) -> None:
-    found = of("smoke", driver)
+    cells = of("smoke", driver)
     able = [Cell(s, p) for s, p in itertools.product(*NAMES) if not driver.unsupported_reason(Cell(s, p), "cpu")]
-    assert {cell.strategy for cell in found} == {cell.strategy for cell in able}
-    assert {cell.precision for cell in found} == {cell.precision for cell in able}
-    assert not any(cell.options for cell in found)
-    assert len(found) <= len(NAMES[0]) + len(NAMES[1])
+    assert {cell.strategy for cell in cells} == {cell.strategy for cell in able}
+    assert {cell.precision for cell in cells} == {cell.precision for cell in able}
+    assert not any(cell.options for cell in cells)
+    assert len(cells) <= len(NAMES[0]) + len(NAMES[1])
 
 
 def test_smoke_stays_inside_the_matrix() -> None:
-    found = of("smoke", DRIVERS.get("torch"), Matrix(("fsdp2",), ("fp32", "bf16_pure")))
-    assert [cell.id for cell in found] == ["fsdp2-fp32-w2", "fsdp2-bf16_pure-w2"]
+    cells = of("smoke", DRIVERS.get("torch"), Matrix(("fsdp2",), ("fp32", "bf16_pure")))
+    assert [cell.id for cell in cells] == ["fsdp2-fp32-w2", "fsdp2-bf16_pure-w2"]
 
 
 def test_smoke_runs_a_costly_check_in_one_cell_with_a_reason_in_the_others() -> None:
@@ -83,7 +83,7 @@ def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() ->
     chosen = (plain, lower, recomputed, full, larger, other, staged, spread)
     cells_of = {cell: ["names", "resume", "reshard"] for cell in chosen}
     left = left_out("default", cells_of)
-    assert set(left) == {*((one, "reshard") for one in (lower, recomputed, larger)), (recomputed, "resume")}
+    assert set(left) == {*((cell, "reshard") for cell in (lower, recomputed, larger)), (recomputed, "resume")}
     assert left[recomputed, "resume"].startswith("the default profile runs it in fsdp2-fp32-w2, ")
     # What a check depends on are facets, and where none stands for it, it runs.
     assert not left_out("default", {recomputed: ["resume"]})
@@ -92,10 +92,10 @@ def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() ->
 
 
 def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
-    found = {cell.id for cell in of("full", driver)}
+    cells = {cell.id for cell in of("full", driver)}
     for strategy, precision in itertools.product(*NAMES):
-        assert Cell(strategy, precision).id in found
-        assert Cell.of(strategy, precision, model="mlp").id in found or "model" not in driver.options
+        assert Cell(strategy, precision).id in cells
+        assert Cell.of(strategy, precision, model="mlp").id in cells or "model" not in driver.options
 
 
 def test_full_and_pairwise_add_no_combination_of_strategy_and_precision() -> None:
@@ -103,9 +103,9 @@ def test_full_and_pairwise_add_no_combination_of_strategy_and_precision() -> Non
     matrix = Matrix(("ddp", "fsdp2"), ("fp32",), extra=(Matrix(("fsdp2",), ("fp8",)),))
     claimed = {("ddp", "fp32"), ("fsdp2", "fp32"), ("fsdp2", "fp8")}
     for profile in ("full", "pairwise"):
-        found = of(profile, DRIVERS.get("torch"), matrix)
-        assert {(cell.strategy, cell.precision) for cell in found} == claimed
-        assert any(cell.precision == "fp8" and cell.options for cell in found)
+        cells = of(profile, DRIVERS.get("torch"), matrix)
+        assert {(cell.strategy, cell.precision) for cell in cells} == claimed
+        assert any(cell.precision == "fp8" and cell.options for cell in cells)
 
 
 def pairs(cell: Cell) -> set[tuple[object, object]]:
@@ -143,28 +143,28 @@ def test_full_has_every_two_axes_that_can_each_be_run(cell: str, is_there: bool)
 
 
 def test_two_axes_may_need_another_model_than_each() -> None:
-    found = of("full", DRIVERS.get("trainer"))
+    cells = of("full", DRIVERS.get("trainer"))
     both = "fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-save_only_model"
-    assert {Cell.parse(both), Cell.parse("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model")} <= {*found}
+    assert {Cell.parse(both), Cell.parse("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model")} <= {*cells}
 
 
 def test_pairwise_covers_every_pair_that_can_be_run(driver: type[Driver]) -> None:
-    found = of("pairwise", driver)
-    assert all(not driver.unsupported_reason(cell, "cpu") for cell in found if cell not in of("default", driver))
-    covered = set().union(*(pairs(cell) for cell in found))
+    cells = of("pairwise", driver)
+    assert all(not driver.unsupported_reason(cell, "cpu") for cell in cells if cell not in of("default", driver))
+    covered = set().union(*(pairs(cell) for cell in cells))
     for cell in of("full", driver):
         # With one option at most: what of that can be run must be there, in some cell, pair by pair.
         if not driver.unsupported_reason(cell, "cpu") and not composed(cell):
             missing = {pair for pair in pairs(cell) if None not in pair and "none" not in pair} - covered
             assert not missing, f"{cell}: {missing}"
-    assert len(found) < len(of("full", driver)) / 3
+    assert len(cells) < len(of("full", driver)) / 3
 
 
 def test_pairwise_has_the_suites_own_cells_too() -> None:
     # No pair: one of a strategy, a precision and an option together.
     matrix = Matrix(("zero0",), ("bf16_upcast",), options=({"frozen": True, "grad_accum": 4},))
-    found = of("pairwise", DRIVERS.get("deepspeed"), matrix)
-    assert found[0].id == "zero0-bf16_upcast-w2-grad_accum_4-frozen"
+    cells = of("pairwise", DRIVERS.get("deepspeed"), matrix)
+    assert cells[0].id == "zero0-bf16_upcast-w2-grad_accum_4-frozen"
 
 
 def test_pairwise_without_its_library_says_how_to_get_it() -> None:
@@ -189,17 +189,17 @@ def test_the_sweep_of_a_driver_without_several_models_has_cells() -> None:
         options = ("set",)
         sources = (Source("Linear", "torch.nn.Linear", ("ddp",)), Source("SGD", "torch.optim.SGD", ("ddp",)))
 
-    found = [cell.id for cell in of("sweep", Own)]
-    assert {"ddp-fp32-w2-set_Linear.bias=false", "ddp-fp32-w2-set_SGD.maximize=true"} <= {*found}
-    assert not [one for one in found if "model" in one]
+    cells = [cell.id for cell in of("sweep", Own)]
+    assert {"ddp-fp32-w2-set_Linear.bias=false", "ddp-fp32-w2-set_SGD.maximize=true"} <= {*cells}
+    assert not [cell for cell in cells if "model" in cell]
 
 
 def test_a_built_in_suite_has_its_slice_of_the_sweep_with_what_one_training_shows() -> None:
     for kind in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed):
         driver = DRIVERS.get(kind.driver)
-        found = {cell.id: cell for cell in of("default", driver, kind.matrix) if cell.set}
-        assert tuple(found) == SLICE.get(kind.driver, ())
-        assert not [reason for cell in found.values() if (reason := driver.unsupported_reason(cell, "cpu"))]
+        cells = {cell.id: cell for cell in of("default", driver, kind.matrix) if cell.set}
+        assert tuple(cells) == SLICE.get(kind.driver, ())
+        assert not [reason for cell in cells.values() if (reason := driver.unsupported_reason(cell, "cpu"))]
     cell = Cell.parse(SLICE["deepspeed"][0])
     left = left_out("default", {cell: ["gradients", "resume"], Cell("zero2", "fp32"): ["resume"]})
     assert list(left) == [(cell, "resume")]

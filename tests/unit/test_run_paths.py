@@ -25,19 +25,19 @@ from pytest_distcompat.scenario import (
 
 
 def files(directory: Path) -> dict[str, str]:
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_text(encoding="utf-8") for path in found}
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_text(encoding="utf-8") for path in paths}
 
 
 @pytest.fixture
 def run_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """Directories after a finished run, each with a file that names its run."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
-    found = RunPaths(tmp_path / "run" / "saved", tmp_path / "earlier" / "saved", tmp_path / "run" / "export", 2)
-    for directory in (found.save_to, found.load_from, found.export):
+    made_paths = RunPaths(tmp_path / "run" / "saved", tmp_path / "earlier" / "saved", tmp_path / "run" / "export", 2)
+    for directory in (made_paths.save_to, made_paths.load_from, made_paths.export):
         directory.mkdir(parents=True)
         (directory / "shard").write_text(directory.parent.name, encoding="utf-8")
-    return found
+    return made_paths
 
 
 def clear_on_both_ranks(run_paths: RunPaths, run: Run) -> None:

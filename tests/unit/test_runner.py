@@ -202,7 +202,7 @@ def test_stored_ranks_of_a_run_have_the_cause_first(tmp_path: Path) -> None:
         RankEnd(3, "done"),
     )
     reports = rank_reports(Ending(ends, {}))
-    assert [(one["rank"], one["status"], one["text"]) for one in reports] == [
+    assert [(report["rank"], report["status"], report["text"]) for report in reports] == [
         (1, "raised", "--- rank 0: fake ---\nValueError: no"),
         (2, "stuck", ""),
         (0, "lost peer", "Traceback"),
@@ -234,10 +234,12 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
         runner = Runner(tmp_path / "store", ranks, device="cpu", timeout=1, worker=worker)
         for scenario in (EXPORT, PARITY):
             runner.trace("trainer", cell, scenario)
-    found = [(one.payload["run"]["name"], one.nodes, one.payload["own_disks"]) for one in ranks.requests]
+    started = [
+        (request.payload["run"]["name"], request.nodes, request.payload["own_disks"]) for request in ranks.requests
+    ]
     # What is exported is on the first node. The reference loads nothing, and both workers may read it.
     own = [("train", 2, True), ("reload", 1, True)]
-    assert found == [*own, ("reference", 1, False), *own]
+    assert started == [*own, ("reference", 1, False), *own]
 
 
 def test_runs_of_one_node_have_one_directory(runner: Runner, ranks: Ranks) -> None:

@@ -95,13 +95,13 @@ def fields(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def of(name: str, kind: str = "fields", becomes: str = "") -> dict[str, Field]:
         source = Source(name, f"{HERE}.{name}", ("ddp",), kind, becomes=becomes and f"{HERE}.{becomes}")
-        return {one.name: one for one in read_fields([source])}
+        return {field.name: field for field in read_fields([source])}
 
     return of
 
 
 def test_values_come_from_the_type_without_the_default(fields: Any) -> None:
-    values = {name.removeprefix("Plugin."): one.values for name, one in fields("Plugin").items()}
+    values = {name.removeprefix("Plugin."): field.values for name, field in fields("Plugin").items()}
     assert values.pop("colour") == (f"{Colour.__module__}.Colour.BLUE",)
     assert values == {
         "flag": ("false",),
@@ -119,8 +119,8 @@ def test_subclasses_are_sources_of_their_own(fields: Any) -> None:
 
 
 def test_keys_that_a_reader_looks_up_are_fields_with_their_defaults(fields: Any) -> None:
-    found = fields("read_config", "keys")
-    assert {name: one.default for name, one in found.items()} == {
+    field_by_name = fields("read_config", "keys")
+    assert {name: field.default for name, field in field_by_name.items()} == {
         "read_config.outer.inner": "true",
         "read_config.size": "3",
         "read_config.name": "x",
@@ -153,14 +153,14 @@ def test_limits_of_a_pydantic_field_hold_for_its_values(fields: Any, monkeypatch
         inner=(pydantic.create_model("In", on=(bool, False)), None),
     )
     monkeypatch.setitem(globals(), "Limited", model)
-    found = fields("Limited")
-    assert found["Limited.size"].values == ("1", "2")
-    assert found["Limited.inner.on"].values == ("true",)
+    field_by_name = fields("Limited")
+    assert field_by_name["Limited.size"].values == ("1", "2")
+    assert field_by_name["Limited.inner.on"].values == ("true",)
 
 
 def test_an_environment_variable_is_a_setting_if_it_changes_a_field(fields: Any) -> None:
-    found = fields("Launched", "environment")
-    assert {name: (one.places, one.values) for name, one in found.items()} == {
+    field_by_name = fields("Launched", "environment")
+    assert {name: (field.places, field.values) for name, field in field_by_name.items()} == {
         "env.LAUNCHED_CLIPPING": (("Launched.clipping",), ("0.0", "0.5", "1.0")),
         "env.LAUNCHED_PREFETCH": (("Launched.prefetch",), ("true", "false")),
     }
@@ -168,8 +168,8 @@ def test_an_environment_variable_is_a_setting_if_it_changes_a_field(fields: Any)
 
 
 def test_a_field_and_a_key_of_the_json_say_the_same_if_one_changes_the_other(fields: Any) -> None:
-    found = fields("Launched", becomes="json_of")
-    assert {name: one.places for name, one in found.items()} == {
+    field_by_name = fields("Launched", becomes="json_of")
+    assert {name: field.places for name, field in field_by_name.items()} == {
         "Launched.clipping": ("ds_config.clipping",),
         "Launched.prefetch": ("ds_config.zero_optimization.prefetch",),
         "Launched.level": (),
@@ -181,8 +181,8 @@ def test_a_field_and_a_key_of_the_json_say_the_same_if_one_changes_the_other(fie
 def test_the_same_is_said_twice_with_equal_values_different_ones_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "rules", list)
     place = "ds_config.clipping"
-    found = Field("Launched.clipping", "float", "0.5", ("0.0", "1.0"), ("zero2",), "fp32", (place, "env.NOT_READ_HERE"))
-    assert rules.ruled(found, {"Launched.clipping"}).twice == (
+    field = Field("Launched.clipping", "float", "0.5", ("0.0", "1.0"), ("zero2",), "fp32", (place, "env.NOT_READ_HERE"))
+    assert rules.ruled(field, {"Launched.clipping"}).twice == (
         f"{place}=0.0+Launched.clipping=0.0",
         f"{place}=0.0+Launched.clipping=1.0",
         f"{place}=1.0+Launched.clipping=0.0",
@@ -192,11 +192,11 @@ def test_the_same_is_said_twice_with_equal_values_different_ones_and_auto(monkey
 
 def test_what_is_excluded_is_said_twice_with_the_drivers_value_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = {"fields": ["*.clipping"], "excluded": True, "without": ["parity"], "reason": "an option"}
-    found = Field("Launched.clipping", "float", "", ("0.0", "1.0"), ("zero2",), "fp32", ("ds_config.clipping",))
+    field = Field("Launched.clipping", "float", "", ("0.0", "1.0"), ("zero2",), "fp32", ("ds_config.clipping",))
     monkeypatch.setattr(rules, "rules", lambda: [rule])
-    assert rules.ruled(found).cells == ()
+    assert rules.ruled(field).cells == ()
     monkeypatch.setattr(rules, "rules", lambda: [rule | {"twice": ["0.5", "1.0"], "beside": "A.b=1+"}])
-    assert "A.b=1+ds_config.clipping=0.5+Launched.clipping=1.0" in rules.ruled(found).cells
+    assert "A.b=1+ds_config.clipping=0.5+Launched.clipping=1.0" in rules.ruled(field).cells
     assert [rules.meant_to_fail(f"ds_config.clipping={value}") for value in ("0.5", "auto", "1.0")] == [
         [],
         [],
@@ -325,10 +325,12 @@ def test_a_number_in_a_third_place_is_said_twice() -> None:
 
 
 def test_schedules_and_torchs_optimizers_of_the_json_are_swept() -> None:
-    found = [rules.ruled(Field(f"ds_config.{part}.type", "str", "null", (), ("zero2",), "fp32")) for part in PARTS]
-    assert [one.state for one in found] == ["hinted", "hinted"]
-    assert all(any(value.startswith(name) for value in found[0].values) for name in ("WarmupLR", "OneCycle"))
-    assert any("torch_adam=true" in value for value in found[1].values)
+    fields_of_part = [
+        rules.ruled(Field(f"ds_config.{part}.type", "str", "null", (), ("zero2",), "fp32")) for part in PARTS
+    ]
+    assert [field.state for field in fields_of_part] == ["hinted", "hinted"]
+    assert all(any(value.startswith(name) for value in fields_of_part[0].values) for name in ("WarmupLR", "OneCycle"))
+    assert any("torch_adam=true" in value for value in fields_of_part[1].values)
 
 
 PARTS = ("scheduler", "optimizer")
@@ -472,7 +474,7 @@ def test_each_rule_is_whole() -> None:
     assert all(isinstance(rule["reason"], str) for rule in rules.rules())
     names = {check for rule in rules.rules() for check in (*rule.get("without", ()), *rule.get("checks", ()))}
     assert names <= set(CHECKS.names())
-    assert {one for rule in rules.rules() for one in rule.get("strategies", ())} <= set(STRATEGIES.names())
+    assert {strategy for rule in rules.rules() for strategy in rule.get("strategies", ())} <= set(STRATEGIES.names())
 
 
 def test_sources_that_cannot_be_read_are_a_usage_problem() -> None:
@@ -504,7 +506,7 @@ def test_a_library_that_is_not_installed_has_no_settings(monkeypatch: pytest.Mon
         raise ModuleNotFoundError("No module named 'deepspeed'")
 
     monkeypatch.setitem(globals(), "json_of", json_of_without_deepspeed)
-    assert all(one.places == () for one in fields("Launched", becomes="json_of").values())
+    assert all(field.places == () for field in fields("Launched", becomes="json_of").values())
 
 
 @pytest.mark.spawn
@@ -541,13 +543,15 @@ def test_the_listing_has_a_filter_and_fits_a_terminal(
 @pytest.mark.spawn
 @pytest.mark.nightly
 def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_setting() -> None:
-    found = [one for name in DRIVERS.names() for one in rules.settings_of(rules.sources_of(DRIVERS.get(name)))]
-    assert [one.name for one in found if one.state == "unknown"] == []
+    all_fields = []
+    for name in DRIVERS.names():
+        all_fields.extend(rules.settings_of(rules.sources_of(DRIVERS.get(name))))
+    assert [field.name for field in all_fields if field.state == "unknown"] == []
     patterns = [pattern for rule in rules.rules() if not rule.get("older") for pattern in rule["fields"]]
-    beside = {part.partition("=")[0] for one in found for text in one.twice for part in text.split("+")}
-    names = {one.name for one in found} | beside
+    beside = {part.partition("=")[0] for field in all_fields for text in field.twice for part in text.split("+")}
+    names = {field.name for field in all_fields} | beside
     assert [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)] == []
-    assert len({json.dumps(dataclasses.asdict(one)) for one in found}) > 400
+    assert len({json.dumps(dataclasses.asdict(field)) for field in all_fields}) > 400
 
 
 def test_rows_have_every_pair_of_values() -> None:

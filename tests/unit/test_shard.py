@@ -25,12 +25,12 @@ def test_each_unit_is_in_one_shard_in_whatever_order_it_was_collected() -> None:
     shuffled = list(UNITS)
     random.Random(1).shuffle(shuffled)
     assert divide({unit: UNITS[unit] for unit in shuffled}, None, 4) == plan
-    assert sorted(len([one for one in shard if "cell" in one]) for shard in plan) == [6, 6, 6, 6]
+    assert sorted(len([unit for unit in shard if "cell" in unit]) for shard in plan) == [6, 6, 6, 6]
 
 
 def test_the_last_report_makes_shards_of_equal_duration() -> None:
     seconds = {f"cell-{n}": float(1 + n * n) for n in range(24)}
-    last = report({cell: {cell: one} for cell, one in seconds.items()})
+    last = report({cell: {cell: second} for cell, second in seconds.items()})
     plan = divide({unit: 10.0 for unit in UNITS if "cell" in unit}, last, 4)
     took = [sum(seconds[unit.partition("[")[2][:-1]] for unit in shard) for shard in plan]
     assert max(took) < 1.02 * sum(took) / 4

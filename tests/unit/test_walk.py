@@ -25,7 +25,7 @@ DECLARED = [name for name in DRIVERS.names() if find_driver(name).live_calls is 
 
 
 def calls(text: str) -> list[Call]:
-    return [Call.parse(f"{one})".lstrip(", ")) for one in text.split(")")[:-1]]
+    return [Call.parse(f"{part})".lstrip(", ")) for part in text.split(")")[:-1]]
 
 
 def test_a_call_is_written_as_python_writes_it_and_read_back() -> None:
@@ -46,8 +46,8 @@ def test_an_argument_that_is_given_twice_is_refused() -> None:
 
 
 def test_calls_are_read_as_they_are_offered() -> None:
-    found = read_calls("micro(), step(zero='none', clip='no'), step(zero='keep', clip='value')", Calls)
-    assert list(map(str, found)) == ["micro()", "step(clip='no')", "step(clip='value', zero='keep')"]
+    calls = read_calls("micro(), step(zero='none', clip='no'), step(zero='keep', clip='value')", Calls)
+    assert list(map(str, calls)) == ["micro()", "step(clip='no')", "step(clip='value', zero='keep')"]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_a_call_that_is_not_offered_is_refused(text: str, message: str) -> None:
 
 
 def test_values_of_arguments_come_from_annotations_and_defaults_are_omitted() -> None:
-    found = list(map(str, offered(Calls)))
-    assert found.index("step()") < found.index("step(clip='no', zero='keep')")
-    assert {"zero_grad()", "zero_grad(set_to_none=False)", "freeze(part='blocks.1')"} < set(found)
-    assert "step(clip='norm')" not in found
+    texts = list(map(str, offered(Calls)))
+    assert texts.index("step()") < texts.index("step(clip='no', zero='keep')")
+    assert {"zero_grad()", "zero_grad(set_to_none=False)", "freeze(part='blocks.1')"} < set(texts)
+    assert "step(clip='norm')" not in texts
 
 
 @pytest.mark.parametrize("driver", DECLARED)
@@ -151,9 +151,9 @@ def imagined(*wrong: str) -> Imagined:
 
 @pytest.mark.parametrize("wrong", [("evaluate()",), ("step(clip='value')", "skip()"), ("save()", "load()")])
 def test_what_fails_is_found_and_shrunk_to_the_calls_that_it_takes(wrong: tuple[str, ...]) -> None:
-    found = imagined(*wrong).draw(examples=300, seed=7)
+    calls = imagined(*wrong).draw(examples=300, seed=7)
     needed = ("step()", "save()", "load()") if wrong[0] == "save()" else wrong
-    assert [str(call) for call in found if str(call) in needed] == list(map(str, found))
+    assert [str(call) for call in calls if str(call) in needed] == list(map(str, calls))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -262,15 +262,15 @@ def test_what_a_trainer_does_to_products_of_a_gpu_is_recorded(tmp_path: Path, mo
         driver = TurnsTf32On(Cell.parse("ddp-fp32-w1-compile_aot_eager"), World(0, 1, 0, device))
         run_paths = RunPaths(tmp_path, tmp_path, tmp_path, 1)
         Rank(driver, Run("one", ("build_model", "build")), run_paths, probe, probe).perform()  # type: ignore[arg-type]
-        assert [one.get("products", {}).get("matmul") for one in probe.snapshots] == expected
+        assert [snapshot.get("products", {}).get("matmul") for snapshot in probe.snapshots] == expected
 
 
 def test_importing_the_worker_reads_all_registries() -> None:
     """Ranks are forked from a process that has imported it, and would each list the packages again."""
     read = "[name for name, one in vars(worker).items() if isinstance(one, Registry) and 'by_name' in vars(one)]"
     code = f"from pytest_distcompat import worker\nfrom pytest_distcompat.registry import Registry\nprint(*{read})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"DRIVERS", "MODELS", "PRECISIONS", "STRATEGIES"} <= set(found)
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"DRIVERS", "MODELS", "PRECISIONS", "STRATEGIES"} <= set(completed)
 
 
 @pytest.mark.parametrize(

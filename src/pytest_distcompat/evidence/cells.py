@@ -9,11 +9,11 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
-from pytest_distcompat.cost import sent_bytes, tensor_bytes
+from pytest_distcompat.cost import tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.evidence.values import values_of
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.result import ADDED_EVIDENCE, Row
 from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
@@ -44,10 +44,11 @@ def add_training(row: Row, *runs: RunTrace) -> None:
     row.dtypes = _dtypes(cell, run)
     row.steps = _all_curves(cell, trace)
     row.mesh = mesh(cell, run)
-    row.sent = sent_bytes(run)
     row.memory = _peak_memory(run)
     row.tensor_bytes = tensor_bytes(run)
     row.values = values_of(cell, run)
+    for added in ADDED_EVIDENCE.by_name.values():
+        added.add(row, run)
 
 
 def _all_curves(cell: Cell, trace: Trace) -> dict[str, _Curve]:

@@ -24,7 +24,7 @@ _HELD = ("build", "step", "export")
 def values_of(cell: Cell, run: RunTrace) -> dict[str, Any]:
     """Return the values of a training.
 
-    The result is nothing in another precision, or without values (of no ranks).
+    The result is nothing in another precision, or where no tensor has values.
 
     - ``digests`` has a digest of all parameters, of all buffers, and of each kind of optimizer
       state, by action and kind (``step 2 exp_avg``). They do not depend on how a strategy shards

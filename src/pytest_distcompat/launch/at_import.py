@@ -1,9 +1,10 @@
-"""Watch over imports: what code reads or makes at import that each rank of torchrun would read or make for itself.
+"""Find modules that a process must not import before it forks ranks.
 
-Ranks that are forked from a process share what its modules got when they were imported. ``RANK = os.environ.get("RANK")`` is the
-same on all of them, and so are a directory named after the clock, a random number, a port that was free, the offset of an
-open file. Under torchrun each rank imports the modules itself. ``Watch`` finds such modules, so that the ranks of the tests
-concerned can import them after the fork.
+A module with ``RANK = os.environ.get("RANK")`` at its top is an example: under torchrun, where each
+rank imports the module itself, all ranks have another value, but ranks that are forked from a
+process that has imported it share one. The same is true of a directory named after the clock, a
+random number, a port that was free, or the offset of an open file. ``Watch`` finds such modules
+while they are imported, so that the ranks of the tests concerned import them after the fork.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ EVERY_TEST = ""
 
 @dataclass
 class Findings:
-    """Environment, clock and other state that modules read or created at import.
+    """What modules read or created at import.
 
     Attributes:
-        found: By the name of each environment variable that was read, and by "" for all else: the first finding, as one sentence,
-            by the file of the test module that it concerns, or ``EVERY_TEST``.
+        found: First by the name of the environment variable that was read ("" for everything else),
+            then by the file of the test module that the finding concerns (or ``EVERY_TEST``): the
+            first such finding, as a sentence.
     """
 
     found: dict[str, dict[str, str]] = field(default_factory=lambda: {"": {}})
@@ -54,9 +56,12 @@ class Findings:
         self.found.setdefault(variable, {}).setdefault(file, sentence)
 
     def reason(self, file: str | None, differs: Callable[[str], bool]) -> str:
-        """Return why ranks that run tests of that file, or None: of any, must not share what was imported; empty if they may.
+        """Return why ranks must not share what was imported; empty if they may.
 
-        ``differs`` tells whether they have another value of an environment variable than the process that imported.
+        Args:
+            file: The test module whose tests the ranks run; None if it may be any.
+            differs: Tells whether the ranks have another value of an environment variable than the
+                process that imported the modules.
         """
         for variable, sentence_by_file in self.found.items():
             for concerned_file, sentence in sentence_by_file.items():
@@ -68,7 +73,7 @@ class Findings:
     def join(self, other: Findings) -> None:
         """Add the findings of another process that imported the same modules."""
         for variable, sentence_by_file in other.found.items():
-            # Of both on one file, the one of this process stays.
+            # If both processes have a finding on the same file, that of this one stays.
             self.found[variable] = {**sentence_by_file, **self.found.get(variable, {})}
 
 
@@ -100,12 +105,14 @@ active: Watch | None = None
 class Watch:
     """Finds, in a ``with`` block, what the user's own modules read or make while they are imported.
 
-    The environment is watched by its class, files by ``open`` and by what stays open. Clocks, random numbers, sockets and
-    processes are watched by a profile function, which is there only while the user's own code runs. Afterwards all is as it was.
-    What compiled code reads by itself is not seen.
+    The environment is watched by its class, files by ``open`` and by what stays open. Clocks,
+    random numbers, sockets and processes are watched by a profile function, which is there only
+    while the user's own code runs. Afterwards all is as it was. What compiled code reads by itself
+    is not seen.
 
-    Installed libraries may read the clock and the like: they do so wherever they are imported. But a library that reads which
-    rank it is on, as Lightning does, counts. ``own`` are files of the user's own code that are installed too.
+    Installed libraries may read the clock and the like: they do so wherever they are imported. But
+    a library that reads which rank it is on, as Lightning does, counts. ``own`` are files of the
+    user's own code that are installed too.
     """
 
     def __init__(self, own: Sequence[str] = ()) -> None:
@@ -148,13 +155,14 @@ class Watch:
 
     @property
     def libraries(self) -> list[str]:
-        """The modules of libraries that were imported and that any process may import for ranks, in order."""
+        """The imported modules of libraries that may be imported before ranks are forked, in order."""
         return [name for name in self._libraries if name.partition(".")[0] not in self._ranked]
 
     def watch_loader(self, kind: type[Any], own: Sequence[str] = ()) -> None:
         """Watch the modules that loaders of this class execute.
 
-        Files whose names match a pattern in ``own`` are the user's own code wherever they lie: tests may be installed too.
+        Files whose names match a pattern in ``own`` are the user's own code wherever they lie:
+        tests may be installed too.
         """
         execute = kind.exec_module
         inherited = "exec_module" not in vars(kind)
@@ -176,16 +184,19 @@ class Watch:
             self.undo.callback(setattr, kind, "exec_module", execute)
 
     def hook(self, name: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Watch a hook that calls functions of the user's, beside others. What they read concerns every test.
+        """Watch a hook that calls the user's functions: what they read concerns every test.
 
         If one such function runs ``alone``, what it draws and leaves open is found too.
         """
         return self._running(_Importing(name, "", own=True, alone=alone))
 
     def only_in(self, files: set[str]) -> None:
-        """Make findings concern every test, except those in these test modules, which concern only themselves.
+        """Make findings concern every test, but for those in these test modules.
 
-        A test module whose name occurs in another of the user's modules may be imported there: it concerns every test too.
+        The latter concern only the tests of their module.
+
+        A test module whose name occurs in another of the user's modules may be imported there: it
+        concerns every test too.
         """
         alone = set()
         for file in files:
@@ -198,7 +209,7 @@ class Watch:
                     sentence_by_file.setdefault(EVERY_TEST, sentence_by_file.pop(file))
 
     def is_own(self, file: str) -> bool:
-        """Tell whether that is a file of the user's own code, not of an installed library or of this package."""
+        """Tell whether the file is the user's own code: no installed library, not this package."""
         if not file.endswith(".py") or file.startswith("<"):
             return False
         return os.path.realpath(file) in self._own or not _is_installed(file)
@@ -225,7 +236,7 @@ class Watch:
             self._importing.pop()
 
     def _compare_state(self, *, report: bool) -> None:
-        """Find what the code that ran since the last call left open, and from which generators it drew."""
+        """Find files that code since the last call left open, and generators that it drew from."""
         files = _open_files()
         generators = randomness.states()
         # During a hook, code other than the user's runs too.
@@ -239,7 +250,7 @@ class Watch:
         self._open, self._generators = files, generators
 
     def _add(self, finding: str, file: str, location: str, variable: str = "") -> None:
-        """Add a finding on the code that runs; without a ``location``, it is named by its module or hook."""
+        """Add a finding about the code that runs, at a ``location`` if that is known."""
         importing = self._importing[-1]
         phase = "at import" if importing.file else "while tests are collected"
         culprit = location or importing.file or importing.name
@@ -248,7 +259,10 @@ class Watch:
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
     ) -> bool:
-        """Add a finding if the user's own code caused it; return whether it did. With ``everywhere`` it concerns every test."""
+        """Add a finding if the user's own code caused it; return whether it did.
+
+        With ``everywhere`` the finding concerns every test.
+        """
         if not self._importing or not self._importing[-1].own:
             return False
         while frame is not None:
@@ -266,16 +280,17 @@ class Watch:
         return False
 
     def _concerns_importing_only(self, path: str) -> bool:
-        """Tell whether what a function of that file read can be stored only in the module that is being imported.
+        """Tell whether only the module that is being imported can have stored what was read.
 
-        Another module may store what its function read, and a module imported by a module may be imported elsewhere.
+        Another module may store what its function read, and a module imported by a module may be
+        imported elsewhere.
         """
         if os.path.realpath(path) != self._importing[-1].file:
             return False
         return not any(importer.own for importer in self._importing[:-1])
 
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
-        """Add what a C function reads or changes that is about to be called; ``sys.setprofile`` describes the arguments."""
+        """Add the finding about a C function that is about to be called; see ``sys.setprofile``."""
         if event != "c_call":
             return
         finding = self._read_by(function, frame)
@@ -284,7 +299,7 @@ class Watch:
             self._add_if_own(finding, frame, variable, everywhere=bool(variable))
 
     def _read_by(self, function: Any, frame: FrameType) -> str:
-        """Return what a C function that is about to be called reads or changes; empty if it is the same everywhere."""
+        """Return the finding about a C function that is called; empty if there is none."""
         instance = getattr(function, "__self__", None)
         if isinstance(instance, _random.Random):
             return self._random_number_drawn(function.__name__, instance, frame)
@@ -300,7 +315,7 @@ class Watch:
         return _READ_BY.get((function.__module__, function.__name__), "")
 
     def _random_number_drawn(self, name: str, generator: _random.Random, frame: FrameType) -> str:
-        """Return what a call of a generator's method makes; empty if, with a given seed, it draws the same on every rank."""
+        """Return the finding about a call of a generator's method; empty if it has a given seed."""
         if name == "seed":
             if frame.f_locals.get("a") is not None:
                 self._seeded.add(id(generator))
@@ -311,7 +326,10 @@ class Watch:
         return _MAKES_RANDOM
 
     def _torch_generator_called(self, name: str, generator: Any) -> str:
-        """Return what a call of a torch generator's method reads. What is drawn from the generator is found by its state."""
+        """Return the finding about a call of a torch generator's method.
+
+        Numbers that are drawn are found otherwise: by the generator's state.
+        """
         if name == "manual_seed":
             self._seeded.add(id(generator))
         if name == "seed":
@@ -323,8 +341,8 @@ class Watch:
         return _MAKES_RANDOM if name in {"initial_seed", "get_state"} else ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
-        """Add that a variable was read, if the user's own code did, or if a library asked which rank it is on."""
-        by_default, frame = _user_of_environment(frame)
+        """Add that the user's own code read a variable, or a library read which rank it is on."""
+        by_default, frame = _environment_use(frame)
         if by_default and _is_discarded(frame):
             # Code that only makes sure that there is a value does not store it.
             return
@@ -338,8 +356,8 @@ class Watch:
             self._add(f"reads {name}", EVERY_TEST, "", variable=name)
 
     def _variable_written(self, name: str, frame: FrameType | None) -> None:
-        """Add that a variable of the agent's was set: the agent's value overrides it on ranks that are forked afterwards."""
-        by_default, frame = _user_of_environment(frame)
+        """Add that a variable of the agent was set: on forked ranks it has another value."""
+        by_default, frame = _environment_use(frame)
         if OF_THE_AGENT.fullmatch(name) and not by_default:
             self._add_if_own(f"sets {name}", frame, everywhere=True)
 
@@ -371,12 +389,13 @@ class Watch:
         return False
 
 
-#: A callback for a variable of the environment: its name, empty where the whole environment is read, and the frame.
+#: A callback for a variable of the environment: its name, empty where the whole environment is
+#: read, and the frame.
 _OnVariable = Callable[[str, "FrameType | None"], None]
 
 
 def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) -> None:
-    """Call ``read`` for each variable that is read from now on, and ``written`` for each that is set or removed."""
+    """Have ``read`` called when a variable is read, and ``written`` when one is set or removed."""
     ordinary = type(environ)
 
     def watched(name: str, report: _OnVariable) -> Callable[..., Any]:
@@ -405,8 +424,20 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
     environ.__class__ = type(ordinary.__name__, (ordinary,), methods)
 
 
-def _user_of_environment(frame: FrameType | None) -> tuple[bool, FrameType | None]:
-    """Return whether ``setdefault`` was called, and the frame of who called a function that reads or sets variables."""
+class _EnvironmentUse(NamedTuple):
+    """A call that reads or sets variables.
+
+    Attributes:
+        by_default: Whether ``setdefault`` was called.
+        caller: The frame of the caller.
+    """
+
+    by_default: bool
+    caller: FrameType | None
+
+
+def _environment_use(frame: FrameType | None) -> _EnvironmentUse:
+    """Return the call that a method of the environment is in, outside of the code of ``os``."""
     by_default = False
     while frame is not None and frame.f_globals.get("__name__") in {
         "os",
@@ -415,7 +446,7 @@ def _user_of_environment(frame: FrameType | None) -> tuple[bool, FrameType | Non
     }:
         by_default = by_default or frame.f_code.co_name == "setdefault"
         frame = frame.f_back
-    return by_default, frame
+    return _EnvironmentUse(by_default, frame)
 
 
 def _is_discarded(frame: FrameType | None) -> bool:
@@ -442,20 +473,24 @@ _SETS_THREADS = "sets how many threads torch uses"
 _WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
 #: Functions of ``os`` that change files or processes.
 _CHANGING = (
-    *(
-        "mkdir",
-        "rmdir",
-        "unlink",
-        "remove",
-        "rename",
-        "replace",
-        "link",
-        "symlink",
-        "truncate",
-        "mkfifo",
-        "mknod",
-    ),
-    *("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg"),
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "remove",
+    "rename",
+    "replace",
+    "link",
+    "symlink",
+    "truncate",
+    "mkfifo",
+    "mknod",
+    "fork",
+    "forkpty",
+    "posix_spawn",
+    "posix_spawnp",
+    "system",
+    "kill",
+    "killpg",
 )
 #: By module and name of a C function, what it reads or changes.
 _READ_BY: dict[tuple[str, str], str] = {
@@ -478,10 +513,12 @@ for _name in dir(time):
         _READ_BY["time", _name] = _READS_CLOCK
 for _name in _CHANGING:
     _READ_BY["posix", _name] = f"calls os.{_name}"
-#: What matters only where ranks have another value of a variable, by which they are brought to it after the fork.
+#: A finding, and the variable by which ranks are set right after the fork. The finding matters only
+#: where ranks have another value of it.
 _DECIDED_BY = {_SETS_THREADS: "OMP_NUM_THREADS"}
 _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
-#: Modules that read the clock and write files for their own purposes, such as logging and import, not for their callers.
+#: Modules that read the clock and write files for their own purposes, such as logging and import,
+#: not for their callers.
 _PASSED_OVER = {
     "importlib",
     "_frozen_importlib",
@@ -515,9 +552,10 @@ def _open_files() -> frozenset[tuple[int, str]]:
 
 
 def _shared_memory() -> frozenset[str]:
-    """Return the mappings of memory that a fork would share and other processes would not: no file keeps what is written there.
+    """Return the mappings of memory that forks share, while no file keeps what is written there.
 
-    proc_pid_maps(5): each line has an address, permissions (``s`` is shared), an offset, a device, an inode and a path.
+    proc_pid_maps(5): each line has an address, permissions (``s`` is shared), an offset, a device,
+    an inode and a path.
     """
     mappings = set()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -533,7 +571,7 @@ def _shared_memory() -> frozenset[str]:
 
 @functools.cache
 def _is_installed(file: str) -> bool:
-    """Tell whether the file is of an installed library: Python's own, a site's, the user's, of ``pip --target``."""
+    """Tell whether the file belongs to Python or to an installed library, wherever that is."""
     return os.path.realpath(file).startswith(_installed_in(tuple(sys.path)))
 
 
@@ -552,15 +590,16 @@ def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
     for entry in path:
         if not entry or f"{os.path.realpath(entry)}{os.sep}" in prefixes:
             continue
-        # A directory of ``pip install --target`` has the descriptions of what was installed there beside it. It may be the
-        # project's own directory, so that only what they list is installed.
+        # A directory of ``pip install --target`` has the descriptions of what was installed there
+        # beside it. It may be the project's own directory, so that only what they list is
+        # installed.
         for description in Path(entry).glob("*.dist-info"):
             prefixes += _listed(description)
     return tuple(prefixes)
 
 
 def _listed(description: Path) -> Iterator[str]:
-    """Return the paths that a distribution installed, packages with a separator behind them; without a list, all.
+    """Yield how the paths begin that a distribution installed; its directory without a list.
 
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/#the-record-file
     """

@@ -106,15 +106,16 @@ class Request:
         """The request as a line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
-    def command(self) -> str:
-        """Return the command line that performs this run alone, without pytest and fork servers."""
+    def command(self, meeting: str = "--standalone") -> str:
+        """Return the command line that performs this run alone, without pytest and fork servers.
+
+        Args:
+            meeting: The options of torchrun that say how the agents of several machines meet.
+        """
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
         # torchrun starts its ranks without the flags of its own Python.
         python = f"--no-python {shlex.join(unbuffered())} " if len(interpreter()) > 1 else ""
-        if not self.spread.on_one:
-            where = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
-            return f"torchrun {where} --nproc-per-node {self.spread.local_size} {python}{rank}  # on each node"
-        return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
+        return f"torchrun {meeting} --nproc-per-node {self.spread.local_size} {python}{rank}"
 
 
 #: The value of ``Request.collected`` if ranks run tests of several modules.

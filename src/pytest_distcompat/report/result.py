@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.grouping import grouped
+from pytest_distcompat.registry import Registry
 from pytest_distcompat.status import Status, Verdict
+from pytest_distcompat.trace import RunTrace
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Row:
         steps: Curves such as the loss: a number for each step.
         memory: The peak memory of each rank, in bytes.
         tensor_bytes: The bytes of each kind of tensor, by rank.
-        sent: What rank 0 sends in a step without values, by kind of collective and mesh dimension.
+        sent: What rank 0 sends in a step, by kind of collective and mesh dimension, if an extension adds it.
         values: What a training in float32 computes and saves, to the last bit: ``digests``, ``numbers`` and ``files``.
     """
 
@@ -54,6 +56,25 @@ class Row:
     def of(cls, verdict: Verdict, **more: Any) -> Row:
         """Return the row of the verdict's cell."""
         return cls(verdict.suite, verdict.driver, verdict.cell, verdict.place, **more)
+
+
+@dataclass(frozen=True)
+class AddedEvidence:
+    """Evidence of a training that an extension adds to the row of its cell.
+
+    Attributes:
+        name: A name, which no other extension has.
+        add: Fills in fields of the row, from the run of the training.
+    """
+
+    name: str
+    add: Callable[[Row, RunTrace], None]
+
+
+#: The evidence of extensions.
+ADDED_EVIDENCE: Registry[AddedEvidence] = Registry(
+    "pytest_distcompat.evidence", AddedEvidence, "evidence", has_modules=False
+)
 
 
 def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:

@@ -1,4 +1,4 @@
-"""Values of trainings compared between two reports: bit by bit, within the rounding of the law, or beyond it."""
+"""Compare what trainings computed and saved in two reports: bit by bit, then within rounding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 
-#: How far a number may be off in the first step in which any differs, relative to it: a few roundings of float32.
+#: The relative difference that is rounding in the first step in which any number differs: a few
+#: roundings of float32.
 ROUNDING = 1e-6
-#: How far one may be off in later steps where parity has no tolerance for it; training enlarges a difference.
+#: The relative difference that is rounding in later steps, where training has enlarged it, if the
+#: check ``parity`` has no tolerance for the number.
 LATER = 1e-4
-#: The tolerance by which parity would take two numbers of a step for equal.
+#: By the name of a number, the field of a row's steps with the tolerance of the check ``parity``.
 _TOLERANCES = {"loss": "loss_tolerance", "grad_norm": "grad_norm_tolerance"}
-#: Stands for the step of what is known of the trained model only.
-_AFTER_ALL = 10**9
+#: The step of what is computed or saved after the training.
+_AFTER_TRAINING = 10**9
 #: How many cells and files a line names.
 _NAMED = 3
 
@@ -35,13 +37,16 @@ class Extent(Enum):
 
 @dataclass(frozen=True)
 class ValueChange:
-    """A cell whose training computes or saves something else than in the earlier report, whether its laws hold or not.
+    """A cell whose training computes or saves something else than in the earlier report.
+
+    Its checks may pass in both.
 
     Attributes:
         driver: Its driver.
         cell: The cell's id.
         extent: How much differs.
-        first: What differs first: ``step 1 parameter``, ``the loss of step 2``, or the paths of files.
+        first: What differs first: ``step 1 parameter``, ``the loss of step 2``, or the paths of
+            files.
         relative: The largest difference of a number, relative to it; 0 if no number differs.
     """
 
@@ -71,11 +76,14 @@ class ValueChange:
 
 
 def value_changes(before: Report, after: Report) -> list[ValueChange]:
-    """Return the cells of both reports whose values differ, a cell for its values and once more for its files."""
-    earlier = {(row.suite, row.driver, row.cell): row for row in before.rows if row.values}
+    """Return the changes of the cells in both reports: of their values, and of their files."""
+    earlier_rows: dict[tuple[str, str, str], Row] = {}
+    for row in before.rows:
+        if row.values:
+            earlier_rows[row.suite, row.driver, row.cell] = row
     changes: list[ValueChange] = []
     for row in after.rows:
-        was = earlier.get((row.suite, row.driver, row.cell))
+        was = earlier_rows.get((row.suite, row.driver, row.cell))
         if was is not None and row.values:
             changes += _row_changes(was, row)
     return changes
@@ -94,7 +102,7 @@ def _row_changes(was: Row, row: Row) -> Iterator[ValueChange]:
 
 
 def _first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return what differs first, of what both have; empty if nothing does."""
+    """Return what differs first in the order of the training; empty if nothing does."""
     digests_before: Mapping[str, str] = before.get("digests", {})
     digests_after: Mapping[str, str] = after.get("digests", {})
     differing_digests = [
@@ -112,22 +120,29 @@ def _first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> st
 
 
 def _step_of(name: str) -> int:
-    """Return the step after which a digest was taken: 0 for one from before the first, a large one for one after the last."""
+    """Return the step after which a digest was taken; 0 for one that was taken before the first."""
     action, _, rest = name.partition(" ")
     if action == "build":
         return 0
     number = rest.partition(" ")[0]
-    return int(number) if action == "step" else _AFTER_ALL
+    return int(number) if action == "step" else _AFTER_TRAINING
 
 
 def _step_of_number(pair: _NumberPair) -> int:
-    """Return the step that a number is of; outputs come after all."""
-    return pair.place if pair.name != "outputs" else _AFTER_ALL
+    """Return the step that a number belongs to; outputs are computed after the training."""
+    return pair.place if pair.name != "outputs" else _AFTER_TRAINING
 
 
 @dataclass(frozen=True)
 class _NumberPair:
-    """A number of both reports: its name, its place in its list from 1, and the two values."""
+    """One number in both reports.
+
+    Attributes:
+        name: The name of its list: ``loss``, ``outputs``.
+        place: Its place in the list, from 1: the number of the step, for what has one in each.
+        before: The value in the earlier report; None if it has none.
+        after: The value in the later report; None if it has none.
+    """
 
     name: str
     place: int
@@ -136,7 +151,7 @@ class _NumberPair:
 
     @property
     def relative(self) -> float:
-        """The difference relative to the larger number; 1 where one of the two is none."""
+        """The difference relative to the larger number; 1 if one of the two is missing."""
         if self.before == self.after:
             return 0.0
         if self.before is None or self.after is None:
@@ -145,13 +160,14 @@ class _NumberPair:
 
 
 def _number_pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[_NumberPair]:
-    """Yield the numbers of two rows' values; one that only one of them has is None in the other."""
+    """Yield each number of two rows' values; what only one of them has is None in the other."""
     numbers_before: Mapping[str, Sequence[float | None]] = before.get("numbers", {})
     numbers_after: Mapping[str, Sequence[float | None]] = after.get("numbers", {})
     for name in dict.fromkeys((*numbers_before, *numbers_after)):
         earlier = numbers_before.get(name)
         later = numbers_after.get(name)
-        # A training that broke off early has fewer steps, and is red; one whose losses are all infinite has no numbers.
+        # A training with only infinite losses has no list. One that ended early has a shorter list:
+        # its missing steps are no change of values, as it is red anyway.
         if earlier is None:
             earlier = [None] * len(later or ())
         if later is None:
@@ -163,8 +179,8 @@ def _number_pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterat
 def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
     """Return the largest relative difference of a number, and whether it is more than rounding.
 
-    Later steps enlarge a difference. So the first step in which numbers differ may be off by a few roundings only, and all
-    steps by what parity allows.
+    Training enlarges a difference. So in the first step in which any number differs, only a few
+    roundings are allowed, and in later steps what the check ``parity`` allows.
     """
     differing_pairs = [
         pair for pair in _number_pairs(was.values, row.values) if pair.before != pair.after
@@ -181,7 +197,7 @@ def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
 
 
 def _tolerance(row: Row, pair: _NumberPair) -> float:
-    """Return how far a number of a later step may be off: what parity allows, else what it allows a loss in float32."""
+    """Return by how much a number of a later step may differ: by what parity allows, if known."""
     allowed = row.steps.get(_TOLERANCES.get(pair.name, ""), [])
     if pair.place > len(allowed):
         return LATER
@@ -189,7 +205,7 @@ def _tolerance(row: Row, pair: _NumberPair) -> float:
 
 
 def _changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return what changed of each file that is new, gone, or of another format."""
+    """Return a text for each file that is new, gone, or of another format."""
     changed = []
     for path in dict.fromkeys((*before, *after)):
         if path not in after:
@@ -215,7 +231,7 @@ def digest_of(values: Mapping[str, Any]) -> str:
 
 
 def value_lines(changes: Iterable[ValueChange]) -> Iterator[str]:
-    """Yield a line for each extent, with a line beneath it for each first difference and the cells that have it."""
+    """Yield lines for a terminal: how many cells changed how much, and what differs first."""
     by_extent = grouped((change.extent, change) for change in changes)
     for extent in Extent:
         found = by_extent.get(extent, [])

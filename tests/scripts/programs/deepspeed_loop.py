@@ -35,7 +35,7 @@ engine, _, _, _ = deepspeed.initialize(
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 rows = Rows()
 for step in range(arguments.steps):
-    places = [(step * ranks + rank) * 2 + one for one in range(2)]
+    places = [(step * ranks + rank) * 2 + micro_batch for micro_batch in range(2)]
     batch = torch.stack([rows[place]["input_ids"] for place in places]).to(engine.device)
     loss = engine(input_ids=batch, labels=batch).loss
     engine.backward(loss)

@@ -8,6 +8,6 @@ from pathlib import Path
 import torch
 
 NAMES = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE")
-found: dict[str, str | int | None] = {name: os.environ.get(name) for name in NAMES}
-found["divides"] = sum(function.__name__ == "divide_memory" for function, _ in torch.cuda._queued_calls)
-Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(found), encoding="utf-8")
+variables: dict[str, str | int | None] = {name: os.environ.get(name) for name in NAMES}
+variables["divides"] = sum(function.__name__ == "divide_memory" for function, _ in torch.cuda._queued_calls)
+Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(variables), encoding="utf-8")

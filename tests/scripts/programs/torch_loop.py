@@ -54,7 +54,7 @@ if arguments.resume:
     parts, states = get_state_dict(model, optimizer)
     whole: dict[str, Any] = {"model": parts, "optimizer": states, "scheduler": scheduler.state_dict(), "done": 0}
     saved_by = arguments.saved_by or ranks
-    whole["random"] = {str(one): torch.get_rng_state() for one in range(saved_by)}
+    whole["random"] = {str(rank): torch.get_rng_state() for rank in range(saved_by)}
     dcp.load(whole, checkpoint_id=arguments.resume)  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
     scheduler.load_state_dict(whole["scheduler"])
@@ -78,7 +78,7 @@ while done < arguments.steps:
         everyones: list[torch.Tensor] = [torch.empty_like(torch.get_rng_state()) for _ in range(ranks)]
         dist.all_gather(everyones, torch.get_rng_state())
         whole = {"model": parts, "optimizer": states, "scheduler": scheduler.state_dict(), "done": done}
-        whole["random"] = {str(one): state for one, state in enumerate(everyones)}
+        whole["random"] = {str(rank): state for rank, state in enumerate(everyones)}
         dcp.save(whole, checkpoint_id=arguments.output / f"step-{done}")  # type: ignore[attr-defined]
 if arguments.output:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

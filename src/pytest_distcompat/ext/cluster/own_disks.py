@@ -1,4 +1,4 @@
-"""The directories of a run where each node has its own, below one that lasts as long as the session."""
+"""The directories of a run on nodes that share no file system: each node saves on its own disk."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pytest_distcompat.run_paths import SuitePayload
 
 
 def on_node(payload: SuitePayload, directory: Path, own: Path) -> SuitePayload:
-    """Return the payload for a node that has the run's directories below ``own``, the one to save into being made.
+    """Return the payload with paths on this node's own disk, and make the directory to save into.
 
     Args:
-        payload: The payload as pytest's process sent it.
-        directory: The directory of the run there.
-        own: The directory of this node's runs.
+        payload: The payload as pytest's process sent it, with paths on its own machine.
+        directory: The directory of the run on that machine.
+        own: The directory on this node that holds its runs, for as long as the session lasts.
 
     Raises:
-        FileNotFoundError: What the run loads is not there.
+        FileNotFoundError: If the checkpoint that the run loads is not on this node.
     """
 
     def below_own(path: str) -> Path:
@@ -31,7 +31,7 @@ def on_node(payload: SuitePayload, directory: Path, own: Path) -> SuitePayload:
         raise FileNotFoundError(
             f"the node was lost since run {payload.run.after!r}, whose files were there"
         )
-    # An interrupted run may have left some.
+    # An earlier attempt of this run, which was interrupted, may have left files.
     shutil.rmtree(own / directory.name, ignore_errors=True)
     save_to.mkdir(parents=True)
     return dataclasses.replace(

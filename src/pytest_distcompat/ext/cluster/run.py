@@ -221,7 +221,7 @@ class NodesRun:
             **known_of_run(self.nodes, self._parts, self.request.timeout),
             launch_error="\n".join(errors),
             seconds=clock.now() - began,
-            command=self.request.command(),
+            command=_command(self.request),
         )
         leaks: list[str] = []
         for part in self._parts.values():
@@ -238,3 +238,11 @@ class NodesRun:
                 )
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
+
+
+def _command(request: Request) -> str:
+    """Return the command line that runs the run alone; of one on several nodes, with what torchrun needs on each."""
+    if request.spread.on_one:
+        return request.command()
+    meeting = f"--nnodes {request.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    return f"{request.command(meeting)}  # on each node"

@@ -1,4 +1,8 @@
-"""Weights of the things that candidates are made of: a search draws more often what gave more, or what more branches wait for."""
+"""How often a search draws each option, setting and call, by what candidates with it have reached.
+
+A candidate yields the branches of library code that it reaches and no earlier one did. What yielded
+many branches is drawn more often, and so are settings that many unreached branches read.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,24 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat.ext.search.candidate import Candidate
 
-#: What a thing counts that was never tried: as if it had given so much in one trial.
+#: Added to each yield, so that what was never tried counts as if one trial of it had yielded so
+#: much.
 _PRIOR = 2.0
-#: More unreached branches that read a name do not count: ``enabled`` and ``dtype`` are read everywhere.
+#: At most so many branches that read a name count: ``enabled`` and ``dtype`` are read everywhere.
 _MOST_READERS = 9
 
 
 @dataclass
 class Yields:
-    """New branches and trials by family: the object of a setting, an option, a call. Empty, all are drawn alike.
+    """What candidates have yielded, by family.
+
+    A family is an option, a call, a setting, or all settings of an object. Without any trials, all
+    are drawn equally often.
 
     Attributes:
-        readers: How many branches that no cell reaches read a name.
-        branches: The square roots of the new branches of each trial, summed up, by family.
-        trials: The number of trials by family.
+        readers: By the name of a setting's field, how many unreached branches read such a field.
+        branches: By family, the sum over its trials of the square root of the new branches.
+        trials: By family, the number of trials.
     """
 
     readers: Mapping[str, int] = field(default_factory=dict)
@@ -29,19 +37,20 @@ class Yields:
     trials: dict[str, int] = field(default_factory=dict)
 
     def add(self, candidate: Candidate, new_branches: int) -> None:
-        """Note what a candidate gave; many branches of one trial count less than few of many."""
+        """Add what a candidate yielded.
+
+        By the square root, a few branches in each of many trials count more than many in one trial.
+        """
         for family in set(_families(candidate)):
             self.trials[family] = self.trials.get(family, 0) + 1
             self.branches[family] = self.branches.get(family, 0.0) + new_branches**0.5
 
     def of_setting(self, name: str) -> float:
-        """Return the weight of a setting: that of its object, its own, and that of the branches that read it."""
+        """Return the weight of a setting: by its object, the setting itself, and its readers."""
         readers = min(self.readers.get(name.rpartition(".")[2], 0), _MOST_READERS)
-        return (
-            self._weight(_setting_family(name))
-            * self._weight(f"setting {name}")
-            * math.sqrt(1 + readers)
-        )
+        of_object = self._weight(_setting_family(name))
+        own = self._weight(f"setting {name}")
+        return of_object * own * math.sqrt(1 + readers)
 
     def of_option(self, name: str) -> float:
         """Return the weight of an option."""
@@ -52,10 +61,12 @@ class Yields:
         return self._weight(f"call {name}")
 
     def _weight(self, family: str) -> float:
+        """Return the mean yield of a trial of that family."""
         return (_PRIOR + self.branches.get(family, 0.0)) / (1 + self.trials.get(family, 0))
 
 
 def _families(candidate: Candidate) -> Iterator[str]:
+    """Yield the families that the parts of a candidate belong to."""
     for name, _ in candidate.cell.options:
         if name != "set":
             yield f"option {name}"
@@ -68,5 +79,8 @@ def _families(candidate: Candidate) -> Iterator[str]:
 
 
 def _setting_family(name: str) -> str:
-    """Return the object that has a setting: ``ds_config.zero_optimization`` of ``ds_config.zero_optimization.stage``."""
+    """Return the family of all settings of the object that has this one.
+
+    Of ``ds_config.zero_optimization.stage`` the object is ``ds_config.zero_optimization``.
+    """
     return f"object {name.rpartition('.')[0]}"

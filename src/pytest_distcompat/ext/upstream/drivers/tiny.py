@@ -1,4 +1,4 @@
-"""Base class of the built-in drivers: a tiny model, its optimizer, schedule and data, and the reference."""
+"""Base class of the built-in drivers: a tiny model, its optimizer and data, and the reference."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ if TYPE_CHECKING:
     from pytest_distcompat.world import World
 
 LEARNING_RATE, DECAY, GAMMA = 3e-3, 0.01, 0.95
-#: Steps of an epoch. With accumulation the last one has one micro-batch only, like the end of a real epoch.
+#: Steps of an epoch. With accumulation the last one has one micro-batch only, like the end of a
+#: real epoch.
 EPOCH_STEPS = 8
 #: The number of the batch that ``evaluate`` computes on; no step trains on it.
 HELD_OUT_BATCH = 999
 
 
 class TinyDriver(Driver):
-    """Driver that trains a tiny model with AdamW, a decaying learning rate and clipped gradients."""
+    """Driver that trains a tiny model, with a decaying learning rate and clipped gradients."""
 
     mean: ClassVar[str] = "micro_batch"
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "optimizer_adam8bit": {"model": "wide"},
         "model_wide": {"optimizer": "adam8bit"},
     }
-    #: The values of option ``optimizer`` that update flat partitions of several parameters as they update parameters.
+    #: The values of option ``optimizer`` that compute the same on flat partitions of several
+    #: parameters as on the parameters.
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
-    #: Those that compile their step themselves.
+    #: The values of option ``optimizer`` that compile their step themselves.
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
     #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
     fused: ClassVar[bool] = True
@@ -80,7 +82,9 @@ class TinyDriver(Driver):
         return ()
 
     def setting_or_default(self, default: Any, *keys: str) -> Any:
-        """Return the cell's setting of the first of these keys that it has, so that the reference follows it; else the default.
+        """Return the cell's value of a setting, so that the reference follows it; else the default.
+
+        The first of the keys that the cell sets counts.
 
         Args:
             default: The value without a setting, or with "auto".
@@ -107,7 +111,7 @@ class TinyDriver(Driver):
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """Return why the cell cannot run: the driver, strategy, precision or model cannot, or a library is missing."""
+        """Return why the cell cannot run, for whatever reason; None if it can."""
         for reason in cls._reasons(cell, device):
             if reason:
                 return reason
@@ -115,7 +119,7 @@ class TinyDriver(Driver):
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
-        """Yield the result of each check of the cell: why it cannot run, or None. The first reason is the one to report."""
+        """Yield for each condition why the cell cannot run, or None; the first reason counts."""
         yield super().unsupported_reason(cell, device)
         yield _releases.missing(cls.needs(cell))
         yield STRATEGIES.get(cell.strategy).unsupported_reason(cell)
@@ -148,7 +152,7 @@ class TinyDriver(Driver):
 
     @classmethod
     def _optimizer_reason(cls, cell: Cell, tiny: TinyModel, device: str) -> str | None:
-        """Return why the cell cannot run with its optimizer, another one than AdamW; None if it can."""
+        """Return why the cell cannot run with an optimizer other than AdamW; None if it can."""
         name = cell.option("optimizer")
         precision = PRECISIONS.get(cell.precision)
         if precision.scaled or cell.option("param_groups") or not cell.option("use_orig_params"):
@@ -173,7 +177,7 @@ class TinyDriver(Driver):
 
     @classmethod
     def experts_of(cls, tiny: TinyModel) -> str:
-        """Return the name of the experts that the driver can spread over ranks; empty if the model has none."""
+        """Return the name of the experts that can be spread over ranks; empty if there are none."""
         return tiny.experts
 
     @classmethod
@@ -187,10 +191,11 @@ class TinyDriver(Driver):
         return (*modules, *model_of(cell).preload, *_releases.required(cell, cls.libraries))
 
     def build_model(self) -> Module:
-        """Return the tiny model, made from a fixed seed, in the precision's load dtype; buffers keep their own."""
+        """Return the tiny model, made from a fixed seed, with parameters in the load dtype."""
         model, trained_layers = self._base_model()
         if _loaded.changes_values(self.cell):
-            # What one process gets is what ranks are to get.
+            # The reference trains what ranks train, and reading the model in this way changes its
+            # values.
             model = _loaded.read(self.cell, self.precision, model)
         self._freeze(model)
         if not self.cell.option("lora"):
@@ -214,7 +219,10 @@ class TinyDriver(Driver):
                 model.get_submodule(name).requires_grad_(requires_grad=False)
 
     def own_model(self, given: Module, zero_config: Mapping[str, Any] | None = None) -> Module:
-        """Return the model to train: the given one or, with option ``loaded``, one that is made here and has its values.
+        """Return the model to train.
+
+        It is the given one or, with option ``loaded``, a model that the trainer makes, with its
+        values.
 
         Args:
             given: The model that ``build_model`` returned.
@@ -232,9 +240,10 @@ class TinyDriver(Driver):
         return made
 
     def _base_model(self) -> tuple[Module, list[str] | None]:
-        """Return the model without an adapter, and the names of base layers that are trained beside one; None if none is.
+        """Return the model without an adapter, and the names of layers that are trained beside one.
 
-        With ``lora`` at ``int8`` all linear layers but the last are quantized, and that one is trained.
+        With ``lora`` at ``int8`` all linear layers but the last are quantized, and that one is
+        trained.
         """
         import torch
 
@@ -246,7 +255,8 @@ class TinyDriver(Driver):
                 parameter.data = parameter.data.to(load)
         if self.cell.option("lora") != "int8":
             return model, None
-        # Once its subpackage of the same name is imported, ``torchao.quantization.quantize_`` is that.
+        # Once its subpackage of the same name is imported, ``torchao.quantization.quantize_`` is
+        # that.
         from torchao.quantization.quant_api import Int8WeightOnlyConfig, quantize_
 
         linear = torch.nn.Linear
@@ -262,7 +272,7 @@ class TinyDriver(Driver):
         return model, [last]
 
     def make_optimizer(self, model: Module) -> Any:
-        """Return the optimizer of the trainable parameters, of option ``muon`` two: Muon's are matrices alone."""
+        """Return the optimizer of the trainable parameters; Muon and AdamW for option ``muon``."""
         name = self.cell.option("optimizer")
         if name == "adamw":
             return self.make_adamw(self.groups(model))
@@ -281,14 +291,17 @@ class TinyDriver(Driver):
         return self.muon_and_adamw(groups)
 
     def make_with_settings(self, optimizer_class: Any, groups: Any, **arguments: Any) -> Any:
-        """Return an optimizer of that class, with the driver's rate and decay and what the cell sets of its arguments."""
+        """Return an optimizer of that class, with the driver's and the cell's arguments."""
         settings = {"lr": LEARNING_RATE, "weight_decay": DECAY, **arguments}
         return optimizer_class(
             groups, **self.cell.with_settings(optimizer_class.__name__, settings)
         )
 
     def compile_nothing(self) -> None:
-        """Have an optimizer that compiles itself run uncompiled on the CPU, where its first step would take minutes."""
+        """Have an optimizer that compiles itself run uncompiled on the CPU.
+
+        Its first step would take minutes there.
+        """
         if self.cell.option("optimizer") in self.compile_themselves and self.world.device == "cpu":
             import torch
 
@@ -314,10 +327,12 @@ class TinyDriver(Driver):
 
     def make_adamw(self, groups: Any) -> torch.optim.Optimizer:
         """Return AdamW; option ``param_groups`` exempts biases and norms from weight decay."""
-        # Fused, as in transformers.Trainer: unfused, its operations take a fifth of a suite on the CPU.
+        # Fused, as in transformers.Trainer: unfused, its operations take a fifth of a suite on the
+        # CPU.
         from torch.optim import AdamW
 
-        # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
+        # FSDP1's gradient scaler does not support a fused optimizer:
+        # https://github.com/pytorch/pytorch/issues/140514
         scaled_fsdp1 = self.cell.strategy == "fsdp1" and self.precision.scaled
         arguments = {"fused": self.fused and not scaled_fsdp1}
         if self.cell.tp * self.cell.ep > 1:
@@ -350,7 +365,10 @@ class TinyDriver(Driver):
         ]
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        """Return a scheduler that multiplies the learning rate by 0.95 every ``every`` calls; of several optimizers a list."""
+        """Return a scheduler that multiplies the learning rate by 0.95 every ``every`` calls.
+
+        For a list of optimizers it is a list.
+        """
         from torch.optim.lr_scheduler import StepLR
 
         if isinstance(optimizer, list):
@@ -358,7 +376,7 @@ class TinyDriver(Driver):
         return StepLR(optimizer, step_size=every, gamma=GAMMA)
 
     def micros(self, number: int) -> range:
-        """Return the micro-batches of a step, by their index in the epoch; every epoch has the same."""
+        """Return the indices in the epoch of a step's micro-batches; every epoch has the same."""
         start = number % EPOCH_STEPS * self.accumulate
         return range(start, min(start + self.accumulate, self.epoch))
 
@@ -385,7 +403,10 @@ class TinyDriver(Driver):
         return joined
 
     def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
-        """Yield this rank's micro-batches of a step, each with whether it is the last, and count their tokens."""
+        """Yield this rank's micro-batches of a step, each with whether it is the last.
+
+        Their tokens are counted in ``tokens``.
+        """
         self.tokens = 0
         indices = self.micros(number)
         for index in indices:
@@ -394,9 +415,10 @@ class TinyDriver(Driver):
             yield batch, index == indices[-1]
 
     def seed_rank(self) -> None:
-        """Seed torch differently on each rank, but alike where ranks of tensor parallelism have the same activations.
+        """Seed torch differently on each rank: with one seed dropout would be the same on all.
 
-        With one seed all ranks would drop the same. Under ``sp`` the activations of peers are parts of the sequence.
+        Ranks of one tensor-parallel group get one seed, as they have the same activations; but
+        under ``sp`` each has another part of the sequence.
         """
         import torch
 
@@ -406,7 +428,7 @@ class TinyDriver(Driver):
         torch.manual_seed(1 + rank)
 
     def save_random(self, directory: Path) -> None:
-        """Write this rank's random states: the CPU's and, on a GPU, also that of CUDA, from which dropout draws there."""
+        """Save this rank's random states: the CPU's and, on a GPU, CUDA's, which dropout uses."""
         import torch
 
         states = {"cpu": torch.get_rng_state()}
@@ -415,7 +437,10 @@ class TinyDriver(Driver):
         torch.save(states, directory / f"rng_{self.world.rank}.pt")
 
     def load_random(self, directory: Path, *, required: bool) -> None:
-        """Restore this rank's random states; a rank without saved ones keeps its own, unless they are ``required``."""
+        """Restore this rank's random states.
+
+        A rank without saved ones keeps its own, unless they are ``required``.
+        """
         import torch
 
         path = directory / f"rng_{self.world.rank}.pt"
@@ -432,7 +457,10 @@ class TinyDriver(Driver):
 
     @contextlib.contextmanager
     def overflowing(self) -> Iterator[None]:
-        """Make gradients of one layer infinite on the highest rank: some ranks hold none of it in a flat partition."""
+        """Make the gradients of one layer infinite, on the highest rank alone.
+
+        Where partitions are flat, some ranks hold no part of that layer and must hear of it.
+        """
 
         def hook(_layer: Module, _inputs: Any, output: Any) -> None:
             if output.requires_grad and self.world.rank == self.world.size - 1:
@@ -445,9 +473,10 @@ class TinyDriver(Driver):
             handle.remove()
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
-        """Return the rows of an epoch in the order of batch samplers: micro-batch by micro-batch, rank by rank.
+        """Return the rows of an epoch: micro-batch by micro-batch, rank by rank, as samplers go.
 
-        Ranks of a sequence load several micro-batches, which Ulysses hands out in turn, and want positions too.
+        Ranks of a sequence load several micro-batches, which Ulysses hands out in turn, and want
+        positions too.
         """
         cp = self.cell.cp
         rows: list[dict[str, torch.Tensor]] = []
@@ -461,7 +490,7 @@ class TinyDriver(Driver):
         return rows
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
-        """Return the loss on a micro-batch, counted over epochs."""
+        """Return the loss on a rank's micro-batch; ``number`` counts on from epoch to epoch."""
         return self.tiny.loss(model, self.batch_of(number % self.epoch, rank))
 
     def outputs(self, model: Module) -> torch.Tensor:
@@ -483,7 +512,7 @@ class TinyDriver(Driver):
             return self.outputs(model)
 
     def reload(self, directory: Path) -> Module:
-        """Load the exported files: ``from_pretrained`` for transformers' and PEFT's models, else the state dict."""
+        """Load the exported files: by the ``from_pretrained`` of a library, or as a state dict."""
         if not self.cell.option("lora"):
             return self.tiny.reload(directory)
         from peft import PeftModel
@@ -492,7 +521,7 @@ class TinyDriver(Driver):
         return adapted
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
-        """Take one step on the batches of all ranks, one after the other, in float32, and return the loss."""
+        """Take one step on the batches of all ranks in turn, in float32, and return the loss."""
         from torch.nn.utils import clip_grad_norm_
 
         if self.optimizer is None:
@@ -525,11 +554,16 @@ class TinyDriver(Driver):
 
     @property
     def averaged_over(self) -> str:
-        """Return what has an equal weight in the reference: ``mean``, unless a setting of the cell changes that."""
+        """Return what has equal weight in the reference: ``mean``, or what a setting says."""
         return self.mean
 
     def _weights(self, tokens: Sequence[int], ranks: int) -> list[float]:
-        """Return the weight of each micro-batch's mean in the loss of a step, from their tokens, those of rank 0 first."""
+        """Return the weight of each micro-batch in the loss of a step.
+
+        Args:
+            tokens: The number of tokens of each micro-batch, those of rank 0 first.
+            ranks: The number of ranks.
+        """
         if self.averaged_over == "token":
             return [count / sum(tokens) for count in tokens]
         if self.averaged_over == "rank":
@@ -539,13 +573,17 @@ class TinyDriver(Driver):
                 first = number // micros * micros
                 weights.append(count / sum(tokens[first : first + micros]) / ranks)
             return weights
-        # A batch of the rows of all ranks stands for one of each.
+        # A batch that has the rows of all ranks counts as one micro-batch of each.
         stands_for = ranks if self.tiny.one_batch else 1
-        # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
+        # The last step of an epoch has fewer micro-batches, and is divided by the full count too,
+        # as in trainers that average micro-batches.
         return [stands_for / (self.accumulate * ranks)] * len(tokens)
 
     def _reference_batches(self, number: int, ranks: int) -> list[Batch]:
-        """Return the micro-batches of a step, those of rank 0 first; or, of each index, the rows of all ranks in one."""
+        """Return the micro-batches of a step, those of rank 0 first.
+
+        For some models (``one_batch``) the rows of all ranks are joined to one micro-batch instead.
+        """
         indices = self.micros(number)
         if self.tiny.one_batch:
             return [self._joined(index, ranks) for index in indices]
@@ -574,9 +612,15 @@ def _first_trained_layer(model: Module) -> Module:
 def _averages(
     losses: list[float], tokens: list[int], ranks: int, accumulate: int
 ) -> dict[str, float]:
-    """Return a step's loss by what has an equal weight in it, from the loss and the tokens of each micro-batch.
+    """Return the means that a trainer may take of losses, by what has equal weight in them.
 
-    Micro-batches are ordered rank by rank.
+    A finding about a loss names the mean that it is equal to.
+
+    Args:
+        losses: The loss of each micro-batch, those of rank 0 first.
+        tokens: The number of tokens of each.
+        ranks: The number of ranks.
+        accumulate: How many micro-batches a rank has in a full step.
     """
     micros = len(losses) // ranks
     rank_means = []
@@ -602,7 +646,7 @@ def _weighted_mean(values: list[float], weights: list[int]) -> float:
 
 
 def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
-    """Return why the model cannot be trained on the device, or its checkpoints not be kept on each node; None if it can."""
+    """Return why the model cannot be trained in the cell on that kind of device; None if it can."""
     other_parallelism = (
         cell.dp_size < cell.world_size or cell.ep > 1 or cell.option("dp_replicate") != 1
     )
@@ -617,7 +661,7 @@ def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
 
 
 def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
-    """Return why the model, or the driver of that name, has not an option of the cell; None if they have all."""
+    """Return why the cell's options do not go with its model or the driver; None if they do."""
     elsewhere = driver != "torch" or cell.pp > 1 or bool(cell.option("compile"))
     reentrant = cell.option("activation_checkpointing") == "reentrant"
     # Models of transformers see to the inputs of their blocks.
@@ -699,7 +743,7 @@ def _dtypes_reason(cell: Cell, tiny: TinyModel) -> str | None:
 def _not_quantized(
     cell: Cell, tiny: TinyModel, masters: str, device: str, *, flat: bool
 ) -> str | None:
-    """Return why a cell's optimizer would have no state in 8 bits, or cannot step; None if it has and can.
+    """Return why an 8-bit optimizer cannot step in the cell, or would keep no state in 8 bits.
 
     Args:
         cell: The cell, with ``optimizer`` at ``adam8bit``.
@@ -736,7 +780,10 @@ def _not_quantized(
 
 
 def _no_quantized_base(cell: Cell, driver: str) -> str | None:
-    """Return why the cell cannot train an adapter on a quantized model; None if it can. Measured with torchao 0.18."""
+    """Return why the cell cannot train an adapter on a quantized model; None if it can.
+
+    The reasons were found with torchao 0.18.
+    """
     broadcasts_parameters = cell.strategy == "fsdp1" or (
         cell.strategy == "ddp" and driver != "torch"
     )

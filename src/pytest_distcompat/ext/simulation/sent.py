@@ -1,0 +1,94 @@
+"""What a rank sends in a step, for the report of a simulation: of real ranks the clock says what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_distcompat.cost import nbytes
+from pytest_distcompat.report.result import AddedEvidence, Row
+from pytest_distcompat.trace import MeshDim, RunTrace, Snapshot
+
+#: Kinds of collectives, by how their operators begin; each with the part of its input that a rank of n sends in a ring.
+_KINDS: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Collectives that are counted together: the kind, the mesh dimensions it runs along, and the size of its group."""
+
+    collective: str
+    mesh: str
+    ranks: int
+
+
+def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
+    """Return what rank 0 sends in the recorded step of a simulation, in a ring: by kind of collective and mesh dimension."""
+    if run.has_values or not run.trained:
+        return []
+    snapshot = run.trained[0]
+    dims = _largest_mesh(snapshot)
+    calls = Counter[_Traffic]()
+    sent = Counter[_Traffic]()
+    for info in snapshot.collectives:
+        if not info.ranks:
+            # An operator without ranks, such as ``wait_tensor``, sends nothing.
+            continue
+        collective = _collective_kind(info.op)
+        traffic = _Traffic(collective, _along(dims, info.ranks), len(info.ranks))
+        part_sent = 1.0
+        if collective in _KINDS:
+            part_sent = _KINDS[collective](len(info.ranks))
+        calls[traffic] += info.calls
+        sent[traffic] += round(nbytes(info.total, info.dtype) * part_sent)
+    rows: list[dict[str, Any]] = []
+    for traffic in calls:
+        rows.append(
+            {**dataclasses.asdict(traffic), "calls": calls[traffic], "bytes": sent[traffic]}
+        )
+    return rows
+
+
+def _largest_mesh(snapshot: Snapshot) -> tuple[MeshDim, ...]:
+    """Return the dimensions of the mesh with the most of them on which a parameter lies; none where none lies on one."""
+    largest: tuple[MeshDim, ...] = ()
+    for info in snapshot.parameters:
+        if len(info.layout.dims) > len(largest):
+            largest = info.layout.dims
+    return largest
+
+
+def _collective_kind(op: str) -> str:
+    """Return the kind of a collective by its operator (``allgather_base_`` is ``all_gather``); an unknown one itself."""
+    for kind in _KINDS:
+        if op.replace("_", "").startswith(kind.replace("_", "")):
+            return kind
+    return op
+
+
+def _along(dims: Sequence[MeshDim], ranks: tuple[int, ...]) -> str:
+    """Return the names of the mesh dimensions along which these ranks differ, the outermost first."""
+    names: list[str] = []
+    # Ranks are numbered along the innermost dimension first.
+    for dim in reversed(dims):
+        coordinates = {rank % dim.size for rank in ranks}
+        if len(coordinates) > 1:
+            names.insert(0, dim.name)
+        ranks = tuple(rank // dim.size for rank in ranks)
+    return " x ".join(names)
+
+
+def add_sent(row: Row, run: RunTrace) -> None:
+    """Add what a rank sends to the row of a cell."""
+    row.sent = sent_bytes(run)
+
+
+SENT = AddedEvidence("sent", add_sent)
