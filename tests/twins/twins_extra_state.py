@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.trace import ExtraState
 
 from .declare import Torch, name_of, twin
@@ -116,3 +117,16 @@ class CountsItsOwnSteps(Averages):
         self.steps += 1
         self.seen = self.world.rank + self.steps * self.world.size
         return loss
+
+
+@twin(
+    "extra_state",
+    "zero2-fp32-w2-model_mlp",
+    match=r"model\.global_steps is another after the load than was saved",
+)
+class EngineCountsAnew(DeepSpeedDriver):
+    """The engine forgets at a load how many steps it has taken."""
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        self.model.global_steps = 0

@@ -20,7 +20,7 @@ from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, expert_parallel
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -213,6 +213,11 @@ class DeepSpeedDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
     live_calls: ClassVar[type[Calls]] = DeepSpeedCalls
+    #: The engine's counters, by which it accumulates, schedules and logs.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {
+        "model.global_steps": ExtraState(),
+        "model.global_samples": ExtraState(),
+    }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")

@@ -30,7 +30,7 @@ from pytest_distcompat.parallel.mesh import distributed_config
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.scenario import MESH, STEPS
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -169,6 +169,11 @@ class TrainerDriver(TinyDriver):
     knows_directory: ClassVar[bool] = True
     order: ClassVar[int] = 3
     live_calls: ClassVar[type[Calls]] = TrainerCalls
+    #: Where Trainer is in the training, by which it logs, saves and stops.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {
+        "trainer.state.global_step": ExtraState(),
+        "trainer.state.epoch": ExtraState(),
+    }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
     trainer: Any = None
