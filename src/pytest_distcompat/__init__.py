@@ -1,7 +1,7 @@
 """Compatibility tests for distributed trainers: DDP, FSDP1, FSDP2 and ZeRO, in every precision.
 
-PYTEST_DONT_REWRITE: checks raise messages of their own, and the fork server imports the package before pytest could
-rewrite it.
+PYTEST_DONT_REWRITE: checks raise messages of their own, and the fork server imports the package
+before pytest could rewrite it.
 """
 
 from __future__ import annotations

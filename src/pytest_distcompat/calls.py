@@ -1,7 +1,7 @@
 """Calls of a live trainer: what users call on it in any order, such as ``step(clip='no')``.
 
-A driver declares them as methods of a class (``drivers.Calls``), each with ``training`` or ``observer``. Walks, options and
-reports have them as text.
+A driver declares them as methods of a class (``drivers.Calls``), each with ``training`` or
+``observer``. Walks, options and reports have them as text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 Method = TypeVar("Method", bound=Callable[..., Any])
 #: An action of a run that is a call begins so: ``call step()``.
 CALL = "call "
-#: The action begins so in the reference, the run of one process that a run with calls is compared with.
+#: The action begins so in the reference, the run of one process that a run with calls is compared
+#: with.
 REFERENCE_CALL = "reference "
 #: The call that saves, and goes on in a new process group.
 RESUME = "resume"
@@ -62,8 +63,8 @@ def training(method: Method) -> Method:
 def observer(method: Method) -> Method:
     """Declare a method of a ``Calls`` as a call that must change nothing.
 
-    It may return what is compared with the reference: a tensor of outputs, a model, or tensors by the names of parameters,
-    whole or this rank's part.
+    It may return what is compared with the reference: a tensor of outputs, a model, or tensors by
+    the names of parameters, whole or this rank's part.
     """
     method.kind = "observer"  # type: ignore[attr-defined]  # see above
     return method

@@ -57,10 +57,12 @@ class Option:
         return f"{self.name}_{value}"
 
 
-#: One setting of a library; a cell's id has hyphens, an item's square brackets around what they hold.
+#: One setting of a library; a cell's id has hyphens, an item's square brackets around what they
+#: hold.
 _SETTING = r"\w+\.[\w.]+=[^\s+\[\]-]+"
 
-#: Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
+#: Without transformers the default is what needs none, so that a first run has cells, and known
+#: issues know which.
 _FIRST_MODELS = ("llama", "llama_tied", "mlp")
 if not version_of("transformers"):
     _FIRST_MODELS = ("mlp", "llama", "llama_tied")
@@ -495,9 +497,10 @@ def setting_value(text: str) -> Any:
 class Matrix:
     """Cells that a suite covers: every strategy with every precision, world size and set of options.
 
-    Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the world size of this
-    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
-    ``nodes`` is over how many machines the ranks of each cell are spread; without it the session says.
+    Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the
+    world size of this session (``--distcompat-world-size``). ``extra`` adds single cells, or other
+    matrices, beside the product. ``nodes`` is over how many machines the ranks of each cell are
+    spread; without it the session says.
     """
 
     strategies: tuple[str, ...] = ()
@@ -518,7 +521,8 @@ class Matrix:
         if self.nodes is not None:
             check_count("Matrix(nodes=...)", self.nodes)
         if not self.options:
-            # An empty product would have no cells; a matrix without sets of options means cells without options.
+            # An empty product would have no cells; a matrix without sets of options means cells
+            # without options.
             object.__setattr__(self, "options", ({},))
         for options in self.options:
             for name, value in options.items():

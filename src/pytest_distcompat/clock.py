@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Bound at import, since a test may patch the module. Not ``time.monotonic``: freezegun replaces it in all modules, under
-# whatever name it is bound. It does not replace this function.
+# Bound at import, since a test may patch the module. Not ``time.monotonic``: freezegun replaces it
+# in all modules, under whatever name it is bound. It does not replace this function.
 _read = time.clock_gettime
 _read_ns = time.clock_gettime_ns
 
-#: Who looks at the clock each moment, and did not for so long, had been stopped, in seconds: Slurm suspends jobs, say.
+#: Who looks at the clock each moment, and did not for so long, had been stopped, in seconds: Slurm
+#: suspends jobs, say.
 GAP_S = 5.0
 
 #: Python's own, even if a test patches ``time.sleep``.

@@ -19,8 +19,9 @@ class CompatSuite:
             matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("bf16_upcast",))
             expect = (fails("names", strategy="fsdp2", reason="org/repo#1"),)
 
-    Items read ``TestMyTrainer::test[fsdp2-bf16_upcast-w2:names]``. Override nothing else, so that an upgrade brings
-    new checks. To override ``test`` is an error at collection, and so is an expectation that covers no cell.
+    Items read ``TestMyTrainer::test[fsdp2-bf16_upcast-w2:names]``. Override nothing else, so that
+    an upgrade brings new checks. To override ``test`` is an error at collection, and so is an
+    expectation that covers no cell.
     """
 
     #: ``module:attribute`` of a pytest_distcompat.Driver, or the name of a built-in one.

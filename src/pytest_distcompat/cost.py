@@ -21,12 +21,14 @@ BYTES = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "uint8", "int8", "bool"), 1),
 }
 
-#: Dense bfloat16 operations a second, from the vendor's data sheets, by a part of the device's name.
+#: Dense bfloat16 operations a second, from the vendor's data sheets, by a part of the device's
+#: name.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
-#: From how many elements on a rank on, in blocks of how many, option ``optimizer=adam8bit`` keeps state in 8 bits:
-#: https://github.com/pytorch/ao/tree/main/torchao/optim, which took both numbers from bitsandbytes.
+#: From how many elements on a rank on, in blocks of how many, option ``optimizer=adam8bit`` keeps
+#: state in 8 bits: https://github.com/pytorch/ao/tree/main/torchao/optim, which took both numbers
+#: from bitsandbytes.
 QUANTIZED_FROM, _QUANTIZED_BLOCK = 4096, 256
 
 
@@ -34,10 +36,10 @@ QUANTIZED_FROM, _QUANTIZED_BLOCK = 4096, 256
 class Cost:
     """Cost of the training in a cell.
 
-    ``tokens_per_second`` is for one rank, ``state_bytes`` masters and optimizer state per trained parameter over all
-    ranks, ``memory`` the peak of the rank that needed most, in bytes. ``mfu`` is the fraction of the device's peak that
-    the model's own operations use (6 per parameter and token: https://arxiv.org/abs/2204.02311, appendix B), None where
-    the peak is not known.
+    ``tokens_per_second`` is for one rank, ``state_bytes`` masters and optimizer state per trained
+    parameter over all ranks, ``memory`` the peak of the rank that needed most, in bytes. ``mfu`` is
+    the fraction of the device's peak that the model's own operations use (6 per parameter and
+    token: https://arxiv.org/abs/2204.02311, appendix B), None where the peak is not known.
     """
 
     step_seconds: float
@@ -103,7 +105,8 @@ def is_quantized(state: StateInfo) -> bool:
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
     """Return the bytes of masters and optimizer state on all ranks per trained parameter, after step ``nth``."""
-    # Float32 masters and two moments are 12 bytes: https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
+    # Float32 masters and two moments are 12 bytes:
+    # https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
     trained = trained_elements(run.unwrapped)
     if not trained:
         return 0.0

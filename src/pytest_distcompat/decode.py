@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 def encode(value: Any) -> Any:
     """Return a value of a trace as plain data: dataclasses, also those in tuples and mappings, as dictionaries."""
-    # ``dataclasses.asdict`` copies each number and text too: that took a tenth of the CPU time of a rank.
+    # ``dataclasses.asdict`` copies each number and text too: that took a tenth of the CPU time of a
+    # rank.
     if isinstance(value, tuple):
         # Most are of numbers: the ranks of a mesh, a thousand for each parameter of a large mesh.
         if _PLAIN.issuperset(map(type, value)):
@@ -51,7 +52,8 @@ def prepare(*kinds: type) -> None:
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any] | None:
     """Return the function that decodes a value of that type, None where JSON's own value is right."""
-    # Cached by type: a session reads millions of values, and inspecting the type of each took longer than all checks.
+    # Cached by type: a session reads millions of values, and inspecting the type of each took
+    # longer than all checks.
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _reader_of_fields(kind)
     from_name: Callable[[Any], Any] | None = getattr(kind, "from_name", None)

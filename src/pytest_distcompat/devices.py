@@ -20,7 +20,8 @@ class GpuFacts:
     capability: tuple[int, int] | None
 
 
-#: The process that may not open NVML, and what it was told instead. Processes that are forked from it ask NVML themselves.
+#: The process that may not open NVML, and what it was told instead. Processes that are forked from
+#: it ask NVML themselves.
 _told_process = 0
 _told: GpuFacts | None = None
 
@@ -68,8 +69,8 @@ def gpu_uuids() -> list[str]:
 def gpu_numbers(ids: Sequence[str]) -> list[int] | None:
     """Return the number of each of these GPUs in NVML's order, which is that of their PCI bus.
 
-    None if one of them has no number, as a MIG instance: torch counts no list that mixes numbers and UUIDs
-    (``_parse_visible_devices`` in torch/cuda/__init__.py).
+    None if one of them has no number, as a MIG instance: torch counts no list that mixes numbers
+    and UUIDs (``_parse_visible_devices`` in torch/cuda/__init__.py).
     """
     numbers = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
     if not all(uuid in numbers for uuid in ids):
@@ -122,8 +123,9 @@ def _instances_of(nvml: Any, gpu: Any) -> list[MigInstance]:
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
     """Return the bytes in use on each of these GPUs or MIG instances, without those of other people's processes.
 
-    This process and all below it are no others, nor is memory that no process owns. A device is left out if NVML does not know
-    it, or if another process uses it and NVML does not tell how much.
+    This process and all below it are no others, nor is memory that no process owns. A device is
+    left out if NVML does not know it, or if another process uses it and NVML does not tell how
+    much.
     """
     memory_by_id: dict[str, int] = {}
     processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
@@ -142,8 +144,8 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
 def own_memory(ids: Sequence[str]) -> dict[str, int]:
     """Return the bytes that this process and those below it use on each of these GPUs, for a GPU that other runs share.
 
-    Memory that no process owns may be a neighbour's, whose process ends just now or is not listed. Where NVML lists no
-    processes, as in most containers, nothing is known to be this process's.
+    Memory that no process owns may be a neighbour's, whose process ends just now or is not listed.
+    Where NVML lists no processes, as in most containers, nothing is known to be this process's.
     """
     memory_by_id: dict[str, int] = {}
     for uuid, processes in _query(ids, "nvmlDeviceGetComputeRunningProcesses").items():
@@ -233,12 +235,14 @@ def names_visible(
 ) -> list[str]:
     """Return the UUIDs of the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order; None: it is not set.
 
-    Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML does not list is
-    taken as it is. Like CUDA, stop at the first entry that names nothing, and show nothing if a device is named twice.
-    A GPU in MIG mode stands for its first instance. A lost GPU, an empty text among ``uuids``, is never shown.
+    Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML
+    does not list is taken as it is. Like CUDA, stop at the first entry that names nothing, and show
+    nothing if a device is named twice. A GPU in MIG mode stands for its first instance. A lost GPU,
+    an empty text among ``uuids``, is never shown.
 
-    Numbers are taken to be NVML's. Those of CUDA are the same where CUDA_DEVICE_ORDER is PCI_BUS_ID, and in practice where all
-    GPUs have one name. Where they differ and that is not set, CUDA puts the fastest first, in an order that NVML cannot tell.
+    Numbers are taken to be NVML's. Those of CUDA are the same where CUDA_DEVICE_ORDER is
+    PCI_BUS_ID, and in practice where all GPUs have one name. Where they differ and that is not set,
+    CUDA puts the fastest first, in an order that NVML cannot tell.
 
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
@@ -263,7 +267,8 @@ def _named_device(
 ) -> str | None:
     """Return the UUID of the device that an entry of CUDA_VISIBLE_DEVICES names; None if it names none.
 
-    ``devices`` has for each GPU of ``uuids`` the device that stands for it: itself, or its first MIG instance.
+    ``devices`` has for each GPU of ``uuids`` the device that stands for it: itself, or its first
+    MIG instance.
     """
     if entry.isdigit() and int(entry) < len(devices) and devices[int(entry)]:
         return devices[int(entry)]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 #: The disk is full, or this user has no more of it (a quota).
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-#: As much as a report of an error needs, in bytes: a traceback, and pytest's description of a failure.
+#: As much as a report of an error needs, in bytes: a traceback, and pytest's description of a
+#: failure.
 REPORT_BYTES = 64 * 1024
 
 
@@ -26,7 +27,8 @@ def full_disk_reason(directory: Path, size: int = REPORT_BYTES) -> str:
         size: How many bytes are to be written, to a file that has no name.
 
     Returns:
-        The error of a disk that is full, with its number and the directory. Other errors are none of this function's.
+        The error of a disk that is full, with its number and the directory. Other errors are none
+            of this function's.
 
     """
     try:

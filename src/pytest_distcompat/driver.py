@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 #: The actions that are an optimizer step.
 STEP_ACTIONS = frozenset({"step", "overflow"})
 
-#: The epochs and batches at which a loader is resumed: between two epochs, and in the middle of the second.
+#: The epochs and batches at which a loader is resumed: between two epochs, and in the middle of the
+#: second.
 RESUME_AT = ((1, 0), (1, 2))
 
-#: The methods that every driver must have; a driver with its own ``train`` needs ``build_model`` alone.
+#: The methods that every driver must have; a driver with its own ``train`` needs ``build_model``
+#: alone.
 REQUIRED_METHODS = ("build_model", "build", "step", "save", "load")
 
 #: Called after each action with the action's name and, after a step, the loss on this rank.
@@ -37,10 +39,11 @@ class Plan:
     """Actions of one training, in order.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or ``call`` with a call of a live trainer.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or ``call``
+            with a call of a live trainer.
         first_step: The number of the first step.
-        save_to: The directory to save into; it exists and is the same for all ranks, for those of one node in a cell with
-            ``checkpoints="node"``.
+        save_to: The directory to save into; it exists and is the same for all ranks, for those of
+            one node in a cell with ``checkpoints="node"``.
         load_from: The directory to load from, of which the same is true.
     """
 
@@ -79,7 +82,8 @@ class LiveTrainer:
     optimizer: Any = None
     #: The learning rate scheduler, where there is one.
     scheduler: Any = None
-    #: The gradient scaler of fp16, where there is one; after ``build`` its scale is lowered if the first steps would overflow.
+    #: The gradient scaler of fp16, where there is one; after ``build`` its scale is lowered if the
+    #: first steps would overflow.
     scaler: Any = None
     #: The gradient norm of the last step, before clipping, if the trainer reports it.
     grad_norm: float | None = None
@@ -91,8 +95,8 @@ class LiveTrainer:
         self.world = world
 
 
-# Abilities that a driver may have: each is a method or a few, and the checks that need them are not applicable without. A driver
-# has an ability by overriding its methods.
+# Abilities that a driver may have: each is a method or a few, and the checks that need them are not
+# applicable without. A driver has an ability by overriding its methods.
 
 
 class Exports(LiveTrainer):
@@ -120,28 +124,33 @@ class Exports(LiveTrainer):
 class HasReference(LiveTrainer):
     """Ability to repeat the training in one process, which the checks ``parity``, ``clipping`` and ``gradients`` compare with.
 
-    A driver has it by ``loss`` and ``make_optimizer``, from which ``reference`` is derived, or by a ``reference`` of its own.
+    A driver has it by ``loss`` and ``make_optimizer``, from which ``reference`` is derived, or by a
+    ``reference`` of its own.
     """
 
-    #: What has an equal weight in the gradients of a step, over all ranks: ``token``, ``row``, ``micro_batch`` or ``rank``. Empty
-    #: where the driver does not say.
+    #: What has an equal weight in the gradients of a step, over all ranks: ``token``, ``row``,
+    #: ``micro_batch`` or ``rank``. Empty where the driver does not say.
     mean: ClassVar[str] = ""
-    #: The norm to which the trainer clips gradients, for the derived reference; None if it does not clip.
+    #: The norm to which the trainer clips gradients, for the derived reference; None if it does not
+    #: clip.
     max_norm: float | None = None
-    #: What the loss of the reference's last step would be if something else were averaged: what counts alike -> loss.
+    #: What the loss of the reference's last step would be if something else were averaged: what
+    #: counts alike -> loss.
     averages: Mapping[str, float] = MappingProxyType({})
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
         """Take step ``number`` of the same training in one process, without the trainer, and return the loss.
 
-        Derived for a driver with ``loss`` and ``make_optimizer``: the mean of the ranks' losses, clipped to ``max_norm``, with
-        ``make_scheduler``. A derived reference repeats a mistake of ``loss``, such as a division by the rank's own number of
-        tokens. One that overrides it sets ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
+        Derived for a driver with ``loss`` and ``make_optimizer``: the mean of the ranks' losses,
+        clipped to ``max_norm``, with ``make_scheduler``. A derived reference repeats a mistake of
+        ``loss``, such as a division by the rank's own number of tokens. One that overrides it sets
+        ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
 
         Args:
             model: The unwrapped model, in float32, on this rank's device: ``self.world.device``.
             number: The number of the step; train on batch ``number`` of every rank.
-            ranks: How many data-parallel ranks the compared run has; ``self.cell.world_size`` is the same number here.
+            ranks: How many data-parallel ranks the compared run has; ``self.cell.world_size`` is
+                the same number here.
         """
         import torch
 
@@ -164,7 +173,8 @@ class HasReference(LiveTrainer):
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
         """Return the loss of a model, unwrapped or not, on batch ``number`` of that rank, without a backward pass.
 
-        In the derived reference ``self.world`` is that of one process, ``self.cell.world_size`` that of the compared run.
+        In the derived reference ``self.world`` is that of one process, ``self.cell.world_size``
+        that of the compared run.
         """
         raise NotImplementedError
 
@@ -206,7 +216,8 @@ class HasLoaders(LiveTrainer):
         Args:
             loader: One of ``loaders``.
             count: The number of rows, which does not divide by the ranks.
-            start: Epoch and batch to begin at; where both are 0, save what a later run needs to begin at ``RESUME_AT``.
+            start: Epoch and batch to begin at; where both are 0, save what a later run needs to
+                begin at ``RESUME_AT``.
             directory: Where to save, and what to resume from.
         """
         raise NotImplementedError
@@ -218,7 +229,8 @@ class HasMetrics(LiveTrainer):
     def metrics(self, count: int) -> Mapping[str, float]:
         """Return metrics over rows ``range(count)`` by name, for each way in which the trainer evaluates.
 
-        The check ``evaluation`` compares each with its value in one process, on every rank. ``build`` was not called.
+        The check ``evaluation`` compares each with its value in one process, on every rank.
+        ``build`` was not called.
         """
         raise NotImplementedError
 
@@ -236,7 +248,8 @@ class RenamesKeys(LiveTrainer):
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - for those who override it
         """Return the names that files have in place of the unwrapped model's own, where its library writes others; else nothing.
 
-        For tensors that are joined or split when they are written, which ``saved_name`` cannot express.
+        For tensors that are joined or split when they are written, which ``saved_name`` cannot
+        express.
         """
         return ()
 
@@ -244,17 +257,20 @@ class RenamesKeys(LiveTrainer):
 class HasExtraState(LiveTrainer):
     """State that training depends on beside model, optimizer, scheduler and scaler, for the check ``extra_state``."""
 
-    #: Name of an attribute of the driver, such as ``trainer.ema`` -> what to expect of it. The attribute is a tensor, a module, a
-    #: number, text, a collection of them, or an object with ``state_dict()``.
+    #: Name of an attribute of the driver, such as ``trainer.ema`` -> what to expect of it. The
+    #: attribute is a tensor, a module, a number, text, a collection of them, or an object with
+    #: ``state_dict()``.
     extra_state: ClassVar[Mapping[str, ExtraState]] = {}
 
 
 class HasPipeline(LiveTrainer):
     """What a driver with pipeline parallelism tells of it: each rank holds some stages, consecutive layers of the model."""
 
-    #: The process group of the ranks that hold the stages of one pipeline, in their order; None if each rank has the whole model.
+    #: The process group of the ranks that hold the stages of one pipeline, in their order; None if
+    #: each rank has the whole model.
     pp_group: Any = None
-    #: Under pipeline parallelism the micro-batches of the last step as this rank got them: later stages are fed activations.
+    #: Under pipeline parallelism the micro-batches of the last step as this rank got them: later
+    #: stages are fed activations.
     fed: Sequence[Any] = ()
 
 
@@ -290,16 +306,18 @@ class Driver(
 ):
     """The trainer under test: subclass it, write five methods and name the class ``module:attribute`` in your suite.
 
-    Every rank makes one driver for each run and calls its methods in order. After each action a probe reads
-    ``self.model``, ``self.optimizer`` and ``self.scheduler``. Set them in ``build``, as your trainer has them: the model
-    may be wrapped, and several optimizers (``torch.optim.Muon`` needs a second one) are a list. The probe only reads; it
-    never calls your code.
+    Every rank makes one driver for each run and calls its methods in order. After each action a
+    probe reads ``self.model``, ``self.optimizer`` and ``self.scheduler``. Set them in ``build``, as
+    your trainer has them: the model may be wrapped, and several optimizers (``torch.optim.Muon``
+    needs a second one) are a list. The probe only reads; it never calls your code.
 
-    pytest imports the class too, to find out what it supports. Importing torch at module level makes collection slower.
+    pytest imports the class too, to find out what it supports. Importing torch at module level
+    makes collection slower.
 
-    ``build_model``, ``build``, ``step``, ``save`` and ``load`` are required. ``export``, ``reload``, ``evaluate``,
-    ``reference`` and ``overflow`` enable further checks, which are reported as not applicable without them. ``reference`` is
-    derived for a driver with ``loss`` and ``make_optimizer``.
+    ``build_model``, ``build``, ``step``, ``save`` and ``load`` are required. ``export``,
+    ``reload``, ``evaluate``, ``reference`` and ``overflow`` enable further checks, which are
+    reported as not applicable without them. ``reference`` is derived for a driver with ``loss`` and
+    ``make_optimizer``.
     """
 
     # What it is.
@@ -310,21 +328,24 @@ class Driver(
     order: ClassVar[int] = 100
     #: The libraries whose known issues concern this driver: ``("accelerate", "torch")``.
     libraries: ClassVar[tuple[str, ...]] = ()
-    #: Modules that the fork server imports before the first rank starts, so that ranks need not import them.
+    #: Modules that the fork server imports before the first rank starts, so that ranks need not
+    #: import them.
     preload: ClassVar[tuple[str, ...]] = ()
 
     # What it supports.
 
-    #: The options of a cell that this driver supports; a cell with another option is not run, and the report says why.
+    #: The options of a cell that this driver supports; a cell with another option is not run, and
+    #: the report says why.
     options: ClassVar[tuple[str, ...]] = ()
-    #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it, with their values; profiles
-    #: add them.
+    #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it,
+    #: with their values; profiles add them.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     #: Strategies whose checkpoints can be loaded at another world size.
     reshards: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> the other strategy that can load its checkpoints.
     portable: ClassVar[Mapping[str, str]] = {}
-    #: Whether the trainer knows where it will save when it is built, and must refuse a bad place before it trains.
+    #: Whether the trainer knows where it will save when it is built, and must refuse a bad place
+    #: before it trains.
     knows_directory: ClassVar[bool] = False
 
     @classmethod
@@ -359,8 +380,10 @@ class Driver(
         """Take one optimizer step on batch ``number`` of this rank and return this rank's loss.
 
         Returns:
-            The mean over this rank's rows or tokens, scaled so that the average over ranks is the loss of all; or this
-            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the loss of all together.
+            The mean over this rank's rows or tokens, scaled so that the average over ranks is the
+                loss of all; or this
+            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the
+                loss of all together.
         """
         raise NotImplementedError(_missing(self, "step"))
 
@@ -375,13 +398,14 @@ class Driver(
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Perform the plan's actions in order and report each when it is done.
 
-        Override this instead of the single methods for a trainer that does several actions in one call and reports them
-        by callbacks.
+        Override this instead of the single methods for a trainer that does several actions in one
+        call and reports them by callbacks.
 
         Args:
             model: The model that ``build_model`` returned.
             plan: The actions, and where to save and load.
-            report: Called as ``report(action)`` after each action, after a step as ``report("step", loss)``.
+            report: Called as ``report(action)`` after each action, after a step as ``report("step",
+                loss)``.
         """
         number = plan.first_step
         for action in plan.actions:

@@ -45,26 +45,31 @@ def check_driver(
 ) -> list[Verdict]:
     """Run checks of a driver in every cell, on ranks of this machine, and return their verdicts.
 
-    A program that calls this needs the guard ``if __name__ == "__main__":``, as for ``multiprocessing``.
+    A program that calls this needs the guard ``if __name__ == "__main__":``, as for
+    ``multiprocessing``.
 
     Args:
-        driver: A built-in driver's name, ``"module:attribute"``, or a subclass of Driver that ranks can import.
+        driver: A built-in driver's name, ``"module:attribute"``, or a subclass of Driver that ranks
+            can import.
         cells: Cells or their ids, like ``"fsdp2-bf16_upcast-w2"``, or a Matrix.
         checks: Names of checks. By default all that apply to a cell.
         expect: What does not hold, as in ``CompatSuite.expect``. Known upstream issues are added.
-        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for GPUs if there are enough for the largest cell.
+        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for GPUs if there are enough for the largest
+            cell.
         timeout: The time limit of a run in seconds.
         limits: Limits of measured numbers, by the name of their check: ``{"throughput": 0.9}``.
-        store: A directory for checkpoints and logs. Runs that it already holds are not run again. By default a
-            temporary one.
+        store: A directory for checkpoints and logs. Runs that it already holds are not run again.
+            By default a temporary one.
 
     Returns:
-        A verdict for each check in each cell, in this order. A cell that the driver or the machine cannot run has one
-        verdict, ``skipped``, with the reason; so has a check in ``checks`` that does not apply to a cell.
+        A verdict for each check in each cell, in this order. A cell that the driver or the machine
+            cannot run has one
+        verdict, ``skipped``, with the reason; so has a check in ``checks`` that does not apply to a
+            cell.
 
     Raises:
-        UsageProblem: If a name is unknown, there is no cell, a cell is over several machines, or ranks could not import the
-            driver.
+        UsageProblem: If a name is unknown, there is no cell, a cell is over several machines, or
+            ranks could not import the driver.
 
     Example:
         >>> from pytest_distcompat import check_driver
@@ -105,7 +110,8 @@ def check_driver(
                     verdict, _ = run_check(runner, name, cell, check, expectations)
                     verdicts.append(verdict)
                 elif checks is not None:
-                    # Only a check that the caller named has a verdict that says why it does not apply.
+                    # Only a check that the caller named has a verdict that says why it does not
+                    # apply.
                     verdicts.append(skipped(check.name, cell, reason))
     return verdicts
 
@@ -167,8 +173,8 @@ def local_runner(
 ) -> Iterator[Runner]:
     """Yield a runner on warm ranks of this machine, on leased devices; end its processes afterwards.
 
-    The fork servers import what the driver and the cells' models need. Without ``store`` the runs' directory is
-    temporary. Raises UsageProblem for a cell whose ranks are not all on this machine.
+    The fork servers import what the driver and the cells' models need. Without ``store`` the runs'
+    directory is temporary. Raises UsageProblem for a cell whose ranks are not all on this machine.
     """
     cells = tuple(cells)
     for cell in cells:

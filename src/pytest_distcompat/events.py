@@ -17,7 +17,8 @@ class Event:
     Attributes:
         name: The kind of event, as the line has it.
         rank: The rank that wrote it.
-        time: When, by CLOCK_MONOTONIC, which all processes of a machine share: it orders events across ranks.
+        time: When, by CLOCK_MONOTONIC, which all processes of a machine share: it orders events
+            across ranks.
         memory: The resident memory of the rank then, in bytes.
     """
 

@@ -43,7 +43,8 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-#: Control characters, those that reverse the text that follows (https://trojansource.codes), and surrogates.
+#: Control characters, those that reverse the text that follows (https://trojansource.codes), and
+#: surrogates.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -22,8 +22,9 @@ _LOWER_BOUND = re.compile(r">=([1-9][0-9]*)")
 class Expectation:
     """One declared exception to "every check passes", made by ``fails`` or ``refuses``.
 
-    ``strict``: it is an error if the exception does not occur. ``also``: matches further findings of the same bug.
-    ``until``: the last day (UTC) on which it holds, as ``2026-12-01``; empty for no end.
+    ``strict``: it is an error if the exception does not occur. ``also``: matches further findings
+    of the same bug. ``until``: the last day (UTC) on which it holds, as ``2026-12-01``; empty for
+    no end.
     """
 
     kind: str
@@ -98,11 +99,11 @@ def fails(
         check: The name of the check, ``*`` for all.
         reason: The bug, best as a link.
         match: A regular expression that the failure's message must contain.
-        also: A regular expression for further findings of the same bug. A finding that neither matches is another bug, and a
-            failure.
+        also: A regular expression for further findings of the same bug. A finding that neither
+            matches is another bug, and a failure.
         until: The last day on which the failure is excused, as ``2026-12-01`` (UTC).
-        facets: The cells: each facet takes one value or a tuple of them. ``world_size`` and ``nodes`` also take a lower
-            bound, as ``">=2"`` for a bug that needs two ranks.
+        facets: The cells: each facet takes one value or a tuple of them. ``world_size`` and
+            ``nodes`` also take a lower bound, as ``">=2"`` for a bug that needs two ranks.
 
     Raises:
         UsageProblem: A facet, or a value of it, is unknown, or ``until`` is no day.

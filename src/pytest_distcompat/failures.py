@@ -38,6 +38,7 @@ class RunFailedError(DistcompatError):
 def hides_frames(excinfo: Any) -> bool:
     """Tell whether pytest hides our frames of an error: of one that we raise on purpose, so that it shows the line of the test.
 
-    A module with ``__tracebackhide__ = hides_frames`` shows its frames for all other errors: those are bugs of ours.
+    A module with ``__tracebackhide__ = hides_frames`` shows its frames for all other errors: those
+    are bugs of ours.
     """
     return isinstance(excinfo.value, DistcompatError)

@@ -18,7 +18,8 @@ from pytest_distcompat.trace import RunFailure, Snapshot, Trace
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 #: Exceptions that are not raised on purpose.
 ACCIDENTS = "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|RecursionError"
-#: The error of a driver's method that nobody has written yet: a TODO of ``distcompat init``, or one that is missing.
+#: The error of a driver's method that nobody has written yet: a TODO of ``distcompat init``, or one
+#: that is missing.
 _UNWRITTEN = re.compile(r"NotImplementedError: (TODO: |\w+ has no \w+\(\); a driver needs )")
 #: The longest ``match`` of a declaration to paste, in characters.
 _LONGEST_MATCH = 240
@@ -36,8 +37,9 @@ def judge(
 ) -> Verdict:
     """Return the verdict of a check in a cell. A crash or a hang is never a known failure.
 
-    A failure that an expectation no longer excuses, since its last day is over, says so. Where stand-ins took the place of
-    ranks, a claim that holds has the status that they name, and has not passed.
+    A failure that an expectation no longer excuses, since its last day is over, says so. Where
+    stand-ins took the place of ranks, a claim that holds has the status that they name, and has not
+    passed.
     """
     if trace.stand_in is None:
         return _judge(check, cell, trace, expectations)

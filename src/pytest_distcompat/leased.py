@@ -62,7 +62,8 @@ class LeasedLauncher(Launcher):
 
     def run(self, request: Request) -> Ending:
         """Start the ranks when there are devices for all of them, or raise LeaseTimeout."""
-        # Imports take seconds and need no device, so other runs can use them. ``run`` reports what goes wrong.
+        # Imports take seconds and need no device, so other runs can use them. ``run`` reports what
+        # goes wrong.
         self._launcher.get_warm()
         environment = self._take(request)
         leaks: tuple[str, ...] = ()

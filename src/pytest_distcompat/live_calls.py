@@ -21,23 +21,26 @@ SLOWER = 0.5
 class Calls:
     """Calls in one process, without a strategy: the model of a walk, and what drivers derive theirs from.
 
-    Arguments have annotations ``bool`` or ``Literal``, whose values are drawn. A driver that has fewer values overrides the
-    method, and lists in ``refused`` what it does not have: strategy (``*`` for all) -> pattern of calls -> reason.
+    Arguments have annotations ``bool`` or ``Literal``, whose values are drawn. A driver that has
+    fewer values overrides the method, and lists in ``refused`` what it does not have: strategy
+    (``*`` for all) -> pattern of calls -> reason.
 
     Args:
-        trainer: Has ``model``, ``optimizer``, ``scheduler``, ``epoch``, ``loss(model, number, rank)``, ``outputs(model)``.
+        trainer: Has ``model``, ``optimizer``, ``scheduler``, ``epoch``, ``loss(model, number,
+            rank)``, ``outputs(model)``.
         directory: Where calls may write; all ranks share it.
         ranks: The ranks whose batches this process trains on.
         position: The number of the next batch.
     """
 
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The reference has none of them:
-    #: with such an argument a call does what it does without.
+    #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The
+    #: reference has none of them: with such an argument a call does what it does without.
     passes_on: ClassVar[Mapping[str, str]] = {}
     #: The calls that the trainer does itself, as actions of its plan.
     own: ClassVar[tuple[str, ...]] = ()
-    #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk without this plugin.
+    #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk
+    #: without this plugin.
     script: ClassVar[Mapping[str, str]] = {}
 
     def __init__(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-#: Where repositories have their modules, below the root: https://packaging.python.org/en/latest/discussions/src-layout-vs-flat-layout/.
+#: Where repositories have their modules, below the root:
+#: https://packaging.python.org/en/latest/discussions/src-layout-vs-flat-layout/.
 _LAYOUTS = (".", "src")
 
 

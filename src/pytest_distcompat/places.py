@@ -1,7 +1,7 @@
 """Places of a GPU that runs share: which names can be held at the same time.
 
-``GPU-a`` is a whole GPU, ``GPU-a.place-2-of-4`` the second of its four places. Locks, records, messages and the timeline use
-these names.
+``GPU-a`` is a whole GPU, ``GPU-a.place-2-of-4`` the second of its four places. Locks, records,
+messages and the timeline use these names.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def places_in(name: str) -> int:
 def may_be_held_beside(name: str, other: str) -> bool:
     """Tell whether two processes may hold these two names of one device at the same time.
 
-    Places of a division into two and of one into four exclude each other: together they could be more than the GPU.
+    Places of a division into two and of one into four exclude each other: together they could be
+    more than the GPU.
     """
     return name != other and places_in(name) == places_in(other) > 1

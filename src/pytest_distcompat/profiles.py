@@ -37,9 +37,11 @@ class Selection:
         own: The cells of the suite's matrix.
         strategies: The strategies of the matrix.
         precisions: The precisions of the matrix.
-        world_sizes: The world sizes of the matrix; profiles that take one world size only take the first.
+        world_sizes: The world sizes of the matrix; profiles that take one world size only take the
+            first.
         supported: Tells whether the driver can run a cell here.
-        shared: Returns a directory in which processes of one session share what was read from the libraries; None without one.
+        shared: Returns a directory in which processes of one session share what was read from the
+            libraries; None without one.
     """
 
     driver: type[Driver]
@@ -59,7 +61,8 @@ class Selection:
     def claimed(self) -> tuple[tuple[str, str], ...]:
         """Return each strategy with each precision that the matrix has together with it.
 
-        A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies are not tried with it.
+        A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies
+        are not tried with it.
         """
         return tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in self.own))
 
@@ -80,7 +83,8 @@ class AddedProfile:
         name: The value of ``--distcompat-profile``.
         meaning: What it runs.
         cells: Returns the cells.
-        check: The only check that it runs, in its cells of whatever precision; None for all that apply.
+        check: The only check that it runs, in its cells of whatever precision; None for all that
+            apply.
         left_out: Returns the checks that it does not run, given those that apply to each cell.
         order: Where it stands in lists.
     """

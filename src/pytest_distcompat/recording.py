@@ -29,7 +29,8 @@ class RecordedRank:
 
     Attributes:
         driver: The driver, as a suite names it.
-        cell: The cell whose check needs the run; the run itself may be in another one, as a reference is.
+        cell: The cell whose check needs the run; the run itself may be in another one, as a
+            reference is.
         directory: The directory of the run.
         rank: The number of the rank.
     """

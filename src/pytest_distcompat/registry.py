@@ -27,11 +27,11 @@ def installed_entry_points() -> Any:
 class Registry(Generic[T]):
     """The items of one kind that the modules of a package define, by name, in the order of their ``order``.
 
-    Other installed packages, and extensions, add items by entry points: their group is the package's name, as
-    ``pytest_distcompat.strategies``, their value ``module:item``, or ``module`` for all items of a module. Modules whose
-    name begins with an underscore are left out. An item is an instance of ``kind``, or a subclass that a module defines. A
-    registry without modules has the items of entry points alone. ``group`` is their group, if it is not named after the
-    package.
+    Other installed packages, and extensions, add items by entry points: their group is the
+    package's name, as ``pytest_distcompat.strategies``, their value ``module:item``, or ``module``
+    for all items of a module. Modules whose name begins with an underscore are left out. An item is
+    an instance of ``kind``, or a subclass that a module defines. A registry without modules has the
+    items of entry points alone. ``group`` is their group, if it is not named after the package.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Registry(Generic[T]):
     def by_name(self) -> dict[str, T]:
         """Return each item under its name.
 
-        Raises TypeError if a module of the package defines no item, or one whose name is taken; UsageProblem for an
-        entry point.
+        Raises TypeError if a module of the package defines no item, or one whose name is taken;
+        UsageProblem for an entry point.
         """
         items: dict[str, T] = {}
         for module, item in self._own_items():

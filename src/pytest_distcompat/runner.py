@@ -27,9 +27,11 @@ from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.scenario import Run, Scenario
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
 
-#: The file of a run's directory that is written last: how the run ended. The snapshots, which are larger, are in the rank logs.
+#: The file of a run's directory that is written last: how the run ended. The snapshots, which are
+#: larger, are in the rank logs.
 DONE = "run.json"
-#: How many runs stay decoded in memory: to read a training of 20 steps takes some hundredths of a second.
+#: How many runs stay decoded in memory: to read a training of 20 steps takes some hundredths of a
+#: second.
 DECODED_RUNS_KEPT = 16
 #: The module that a rank of a suite runs.
 WORKER = "pytest_distcompat.worker"
@@ -39,9 +41,9 @@ WORKER = "pytest_distcompat.worker"
 class Runner:
     """Runner of a session: keeps the results in ``store``, a directory that all its xdist workers share.
 
-    ``worker`` is the worker of xdist, whose node agents alone have its checkpoints of each node. ``recorders`` are the
-    extensions' on each rank (``recording``). ``started`` has the directories of the runs that this process has started, each
-    with the name of the run.
+    ``worker`` is the worker of xdist, whose node agents alone have its checkpoints of each node.
+    ``recorders`` are the extensions' on each rank (``recording``). ``started`` has the directories
+    of the runs that this process has started, each with the name of the run.
     """
 
     store: Path
@@ -93,13 +95,15 @@ class Runner:
         # A test, or a cleaner of temporary files, may have removed what later runs load.
         if directory not in self._decoded or not (directory / DONE).exists():
             self.store.mkdir(parents=True, exist_ok=True)
-            # The operating system releases the lock if its holder dies; the next worker then runs the run again.
+            # The operating system releases the lock if its holder dies; the next worker then runs
+            # the run again.
             with FileLock(f"{directory}.lock"):
                 stored = (directory / DONE).exists()
                 self._decoded[directory] = (
                     read_run(directory) if stored else self._run(driver, cell, run, after)
                 )
-            # The checks of a cell follow one another and read the same runs; runs of earlier cells are not needed again.
+            # The checks of a cell follow one another and read the same runs; runs of earlier cells
+            # are not needed again.
             for old in list(self._decoded)[:-DECODED_RUNS_KEPT]:
                 del self._decoded[old]
         trace, command = self._decoded[directory]
@@ -141,7 +145,8 @@ class Runner:
             timeout=self.timeout,
             nodes=run_cell.nodes,
             set=_threads(run_cell, self.device),
-            # A run that loads a checkpoint uses other interpreters than the run that saved it, rank by rank.
+            # A run that loads a checkpoint uses other interpreters than the run that saved it, rank
+            # by rank.
             turn=0 if after is None else 1 if not after.after else 2,
         )
         ending = self.launcher.run(request)
@@ -161,8 +166,8 @@ class Runner:
 
     def _directory(self, driver: str, cell: Cell, run: Run) -> Path:
         """Return the directory of a run, which two checks share if it runs in the same cell for as many ranks."""
-        # A run that loads the checkpoint of another one belongs to that one's cell. The name ends with a hash, since a
-        # driver's name may contain any character.
+        # A run that loads the checkpoint of another one belongs to that one's cell. The name ends
+        # with a hash, since a driver's name may contain any character.
         run_cell = run.cell(cell)
         ranks = f"-of_{cell.dp_size}" if run_cell.world_size != cell.world_size else ""
         origin = f"-after_{cell.id}" if run.after and run_cell != cell else ""
@@ -185,8 +190,9 @@ def _has_own_disks(cell: Cell, run: Run) -> bool:
 
 def _threads(cell: Cell, device: str) -> dict[str, str]:
     """Return OMP_NUM_THREADS=1 for a single rank on the CPU, unless the user has set it."""
-    # torchrun gives a single rank all cores: on a busy machine threads that wait for one another take a hundred times as
-    # long. It must be in the environment, since accelerate would give the rank its cores back.
+    # torchrun gives a single rank all cores: on a busy machine threads that wait for one another
+    # take a hundred times as long. It must be in the environment, since accelerate would give the
+    # rank its cores back.
     is_set = cell.world_size > 1 or device != "cpu" or "OMP_NUM_THREADS" in os.environ
     return {} if is_set else {"OMP_NUM_THREADS": "1"}
 

@@ -216,7 +216,8 @@ REFERENCE_RUN = Run(
     follows=FOLLOWED,
 )
 
-#: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
+#: The reference under autocast: how far rounding alone moves a training, for a model that is not
+#: built in.
 ROUNDED_RUN = dataclasses.replace(
     REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS)
 )
@@ -341,8 +342,8 @@ def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
     """Return runs that read the rows of loaders.
 
     All loaders are read from the beginning; those that can resume are resumed, too; and those that
-    can resume at another world size are resumed at twice as many ranks, except on a mesh: there what
-    is left is shared among more ranks as it is without one.
+    can resume at another world size are resumed at twice as many ranks, except on a mesh: there
+    what is left is shared among more ranks as it is without one.
     """
     runs = [ROWS_RUN]
     if any(loader.resumes for loader in loaders):

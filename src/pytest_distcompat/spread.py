@@ -1,7 +1,7 @@
 """Where the ranks of a run are: over how many machines they are spread, and which those are.
 
-It is plain data about a launch, as torchrun has it, whatever starts the ranks. What starts them on other machines is an
-extension's.
+It is plain data about a launch, as torchrun has it, whatever starts the ranks. What starts them on
+other machines is an extension's.
 """
 
 from __future__ import annotations

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
 class Status(str):
     """The status of one check in one cell: a text that equals its name in reports, as ``Status.FIXED == "fixed?"``.
 
-    An extension adds one by an entry point in the group ``pytest_distcompat.statuses``: of claims that hold in runs of its own
-    kind, which show less than real ranks do (``trace.StandIn``).
+    An extension adds one by an entry point in the group ``pytest_distcompat.statuses``: of claims
+    that hold in runs of its own kind, which show less than real ranks do (``trace.StandIn``).
 
     Attributes:
         name: The name in reports.
-        word: The word in the matrix. Statuses that make a session red are in capitals, so that no colour is needed.
+        word: The word in the matrix. Statuses that make a session red are in capitals, so that no
+            colour is needed.
         style: ``good``, ``known``, ``bad`` or ``dim``.
-        weight: Of two verdicts on a check in a cell the heavier one counts: red, then known, then any that ran.
+        weight: Of two verdicts on a check in a cell the heavier one counts: red, then known, then
+            any that ran.
         order: Its place among all statuses, in counts and lists.
-        heading: The words before its reasons, where a report lists them; empty for a status whose reasons are not listed.
+        heading: The words before its reasons, where a report lists them; empty for a status whose
+            reasons are not listed.
         reason: Of an extension's status: why a claim that holds has not passed.
     """
 
@@ -166,7 +169,8 @@ class Verdict:
         rank: The rank that failed first, or that the finding names.
         reproduce: The command that runs the item alone, empty for an item that came to no verdict.
         teardown: The error of the item's teardown, if that failed too.
-        ended_run: The run that ended early and whose ending is the message; empty for what the check itself found.
+        ended_run: The run that ended early and whose ending is the message; empty for what the
+            check itself found.
         seed: What the runs were drawn by; None if they were not drawn.
     """
 

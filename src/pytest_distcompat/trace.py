@@ -1,7 +1,7 @@
 """Traces: what the probes of all ranks recorded, as plain data, the only thing that leaves the ranks.
 
-Dtypes are torch's names without the prefix (``"float32"``), shapes tuples of ints, a digest a hash of a tensor's local
-values, in whatever dtype (``digests``).
+Dtypes are torch's names without the prefix (``"float32"``), shapes tuples of ints, a digest a hash
+of a tensor's local values, in whatever dtype (``digests``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ T = TypeVar("T")
 REPLICATE = "Replicate"
 #: Placement along a dimension whose ranks hold pieces of the flattened tensor.
 FLAT = "Flat"
-#: Placement of a dimension of which this rank's coordinate alone holds the tensor: a stage of a pipeline, an expert.
+#: Placement of a dimension of which this rank's coordinate alone holds the tensor: a stage of a
+#: pipeline, an expert.
 STAGE = "Stage"
-#: Products of float32 that a GPU computes with 10 bits of each factor: https://docs.pytorch.org/docs/stable/notes/cuda.html
+#: Products of float32 that a GPU computes with 10 bits of each factor:
+#: https://docs.pytorch.org/docs/stable/notes/cuda.html
 TF32 = "tf32"
 
 
@@ -29,18 +31,19 @@ TF32 = "tf32"
 class MeshDim:
     """One dimension of a device mesh, and how a tensor is placed along it.
 
-    A mesh arranges ranks in a grid: four ranks as ``dp_shard`` of size 2 times ``tp`` of size 2, say, with ranks 0 and 1 as
-    neighbours in the innermost dimension, ``tp``.
+    A mesh arranges ranks in a grid: four ranks as ``dp_shard`` of size 2 times ``tp`` of size 2,
+    say, with ranks 0 and 1 as neighbours in the innermost dimension, ``tp``.
 
     Attributes:
         name: The name of the dimension; empty where the mesh has no names.
         size: How many ranks it has.
         coordinate: This rank's index along it.
-        placement: ``Replicate`` (each rank holds the same), ``Shard(0)`` (each holds a piece of the tensor's dimension 0),
-            ``StridedShard(0, 2)`` (a piece of each of 2 pieces that another mesh dimension has made) or ``Partial`` (their sum
-            is the tensor), as torch's DTensor has them; ``Flat``: pieces of the flattened tensor in the order of the ranks, as
-            FSDP1 and ZeRO shard it; ``Stage``: this coordinate alone holds the tensor, as in ``pp``, and in ``ep`` of
-            DeepSpeed's experts.
+        placement: ``Replicate`` (each rank holds the same), ``Shard(0)`` (each holds a piece of the
+            tensor's dimension 0), ``StridedShard(0, 2)`` (a piece of each of 2 pieces that another
+            mesh dimension has made) or ``Partial`` (their sum is the tensor), as torch's DTensor
+            has them; ``Flat``: pieces of the flattened tensor in the order of the ranks, as FSDP1
+            and ZeRO shard it; ``Stage``: this coordinate alone holds the tensor, as in ``pp``, and
+            in ``ep`` of DeepSpeed's experts.
     """
 
     name: str
@@ -54,10 +57,12 @@ class Layout:
     """Which part of a tensor this rank holds.
 
     Attributes:
-        dims: The dimensions of the tensor's mesh, the outermost first; none for a tensor that lies on no mesh.
-        holders: The ranks that together hold one copy of the tensor (its shard group), in the order of their pieces if it is
-            sharded flat; empty if this rank alone holds all of it. Of an expert that is a tensor of its own: the ranks that
-            together hold one copy of all experts.
+        dims: The dimensions of the tensor's mesh, the outermost first; none for a tensor that lies
+            on no mesh.
+        holders: The ranks that together hold one copy of the tensor (its shard group), in the order
+            of their pieces if it is sharded flat; empty if this rank alone holds all of it. Of an
+            expert that is a tensor of its own: the ranks that together hold one copy of all
+            experts.
     """
 
     dims: tuple[MeshDim, ...] = ()
@@ -94,11 +99,12 @@ class Layout:
 class ParameterInfo:
     """One live parameter (or buffer) on one rank.
 
-    ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
-    ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of
-    the optimizer's param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO). ``persistent`` tells
-    of a buffer of the unwrapped model whether it is saved. ``rounded`` is the digest of a tensor of the unwrapped model in the
-    dtype in which the precision computes, empty where that is no other one.
+    ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape``
+    the global shape, ``local_numel`` what this rank stores of it, ``dtype`` that of the local
+    storage. ``held`` says how many entries of the optimizer's param_groups are this very tensor, or
+    None where the optimizer holds flat copies (ZeRO). ``persistent`` tells of a buffer of the
+    unwrapped model whether it is saved. ``rounded`` is the digest of a tensor of the unwrapped
+    model in the dtype in which the precision computes, empty where that is no other one.
     """
 
     name: str
@@ -118,12 +124,13 @@ class ParameterInfo:
 class UnwrappedInfo:
     """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
 
-    ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay whole; 8 bits are for ``linears``.
-    ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
-    cell that the driver supports: only for these does a check know what the trainer was configured with. ``written_names`` may be
-    in files in place of the model's own names. ``evaluating`` are the names of modules in evaluation mode,
-    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor. ``mean`` is what
-    the driver says that gradients are means over.
+    ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay
+    whole; 8 bits are for ``linears``. ``products`` counts the modules that multiply by a matrix,
+    None where they were not counted. ``obeyed`` are the options of a cell that the driver supports:
+    only for these does a check know what the trainer was configured with. ``written_names`` may be
+    in files in place of the model's own names. ``evaluating`` are the names of modules in
+    evaluation mode, ``noncontiguous`` those of parameters whose elements lie in another order in
+    memory than in the tensor. ``mean`` is what the driver says that gradients are means over.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -146,11 +153,12 @@ class UnwrappedInfo:
 class ModelInfo:
     """The live model on one rank.
 
-    ``wrappers`` counts what wraps it (``DDP``, ``FSDP1``, ``FSDP2``, ``DeepSpeedEngine``). ``zero_stage`` is None
-    without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the trainer believes.
-    ``units``, ``checkpointed`` and ``compiled`` are live names of modules that FSDP wraps, whose activations are
-    recomputed, that torch.compile wraps (the root is ``""``). ``float8`` counts layers that compute in 8 bits,
-    ``graphs`` those that torch.compile has made in this process. The ``pp_ranks`` hold the stages of one pipeline,
+    ``wrappers`` counts what wraps it (``DDP``, ``FSDP1``, ``FSDP2``, ``DeepSpeedEngine``).
+    ``zero_stage`` is None without an engine. ``world_size`` is the process group's,
+    ``trainer_world_size`` what the trainer believes. ``units``, ``checkpointed`` and ``compiled``
+    are live names of modules that FSDP wraps, whose activations are recomputed, that torch.compile
+    wraps (the root is ``""``). ``float8`` counts layers that compute in 8 bits, ``graphs`` those
+    that torch.compile has made in this process. The ``pp_ranks`` hold the stages of one pipeline,
     of which the model is one, in their order; empty for a whole model.
     """
 
@@ -174,7 +182,8 @@ class ModelInfo:
 class StateInfo:
     """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition.
 
-    ``dtype`` is that of what is stored, of a quantized tensor its codes'; ``nbytes`` counts its scales too.
+    ``dtype`` is that of what is stored, of a quantized tensor its codes'; ``nbytes`` counts its
+    scales too.
     """
 
     owner: str
@@ -190,10 +199,11 @@ class StateInfo:
 class OptimizerInfo:
     """The optimizer on one rank: ``chain`` from the outermost wrapper to the torch optimizer that steps.
 
-    ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
-    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO);
-    ``masters`` are these parts. ``accumulates`` is what ZeRO adds gradients up in; ``param_groups`` each group's numbers: ``lr``.
-    ``without_gradient`` names the live parameters whose gradient was None, not zero, in all steps since the last snapshot.
+    ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has
+    nothing but these). ``partitioned`` maps a live parameter's name to how many of its elements
+    this rank's flat master holds (ZeRO); ``masters`` are these parts. ``accumulates`` is what ZeRO
+    adds gradients up in; ``param_groups`` each group's numbers: ``lr``. ``without_gradient`` names
+    the live parameters whose gradient was None, not zero, in all steps since the last snapshot.
     """
 
     chain: tuple[str, ...]
@@ -225,11 +235,12 @@ class GradientInfo:
 class StepInfo:
     """State of the stepping torch optimizer during a step: the dtypes of masters, their gradients, states.
 
-    ``square`` is this rank's share of the sum of the squares of all gradients as the optimizer got them, in float64: after
-    unscaling and clipping. The shares of the ``holders``, which hold one copy of the gradients together (empty: this rank alone),
-    add up to the sum: what several of them hold counts once. ``gradients`` are the same gradients by live parameter, those of
-    ZeRO's flat partitions too. Among ``secondary`` ranks ZeRO++ has cut the weights a second time, 0 if not all of them.
-    ``param_groups`` are the numbers of each group as this step had them.
+    ``square`` is this rank's share of the sum of the squares of all gradients as the optimizer got
+    them, in float64: after unscaling and clipping. The shares of the ``holders``, which hold one
+    copy of the gradients together (empty: this rank alone), add up to the sum: what several of them
+    hold counts once. ``gradients`` are the same gradients by live parameter, those of ZeRO's flat
+    partitions too. Among ``secondary`` ranks ZeRO++ has cut the weights a second time, 0 if not all
+    of them. ``param_groups`` are the numbers of each group as this step had them.
     """
 
     optimizer: str
@@ -262,9 +273,10 @@ class CollectiveInfo:
 class FileInfo:
     """One saved file: its path relative to the checkpoint, what it holds and under which keys.
 
-    ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype, where the file has it;
-    ``digests`` its value, in ``Snapshot.saved`` only. An index holds no values: ``files`` says in which file each key stands,
-    and ``total_size`` how many bytes they are, where it does.
+    ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype,
+    where the file has it; ``digests`` its value, in ``Snapshot.saved`` only. An index holds no
+    values: ``files`` says in which file each key stands, and ``total_size`` how many bytes they
+    are, where it does.
     """
 
     path: str
@@ -301,9 +313,10 @@ Sums = tuple[int, float, float]
 class CallInfo:
     """Data by which calls of the live trainer are compared, besides that of any snapshot.
 
-    ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
-    modules in evaluation mode. ``sums`` are this rank's part of what is optimized and of buffers, by live name; ``returned``
-    those of what the call returned, None for nothing to compare.
+    ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for
+    none; ``evaluating`` the modules in evaluation mode. ``sums`` are this rank's part of what is
+    optimized and of buffers, by live name; ``returned`` those of what the call returned, None for
+    nothing to compare.
     """
 
     observes: bool
@@ -319,11 +332,13 @@ class Loader:
 
     Attributes:
         shuffled: Each epoch has another order.
-        filled: The last batches are filled with rows of the beginning, so that all ranks have equally many.
+        filled: The last batches are filled with rows of the beginning, so that all ranks have
+            equally many.
         dropped: Rows that fill no batch are left out.
         resumes: It goes on in the middle of an epoch, in a fresh process group.
         moves: It does so with another number of ranks too.
-        rows: The number of its rows, if not that of all loaders: a data set may have fewer than there are ranks.
+        rows: The number of its rows, if not that of all loaders: a data set may have fewer than
+            there are ranks.
     """
 
     shuffled: bool = True
@@ -340,7 +355,8 @@ class ExtraState:
 
     Attributes:
         changes: It changes within the first three steps.
-        alike: All ranks have the same. Shards of a DTensor are compared where ranks hold the same part.
+        alike: All ranks have the same. Shards of a DTensor are compared where ranks hold the same
+            part.
         comes_back: A checkpoint brings it back.
     """
 
@@ -411,7 +427,8 @@ class DropoutInfo:
     zeros: str
 
 
-#: The entry of ``Snapshot.recomputed`` for blocks that are recomputed re-entrantly without an input that requires a gradient.
+#: The entry of ``Snapshot.recomputed`` for blocks that are recomputed re-entrantly without an input
+#: that requires a gradient.
 WITHOUT_GRADIENT = "without gradient"
 
 
@@ -419,11 +436,12 @@ WITHOUT_GRADIENT = "without gradient"
 class StandIn:
     """What took a snapshot in place of some ranks: one process without peers, whose tensors have no values.
 
-    The launcher of an extension has such runs. What a check may read of them are a run's abilities: ``RunTrace.has_values``,
-    ``RunTrace.has_every_rank``.
+    The launcher of an extension has such runs. What a check may read of them are a run's abilities:
+    ``RunTrace.has_values``, ``RunTrace.has_every_rank``.
 
     Attributes:
-        status: The name of the status of a claim that holds in such a run; it never passes (``status.ADDED_STATUSES``).
+        status: The name of the status of a claim that holds in such a run; it never passes
+            (``status.ADDED_STATUSES``).
         ranks: The ranks for which the snapshot was taken: all that hold as much.
         steps: How many steps of the training it takes, instead of three.
     """
@@ -462,13 +480,14 @@ class Snapshot:
     #: How many tokens, or samples, this rank learned from.
     tokens: int = 0
 
-    # How a step was computed. ``float8``, ``recomputed`` and ``collectives`` are recorded in the third step of a training, or in
-    # its last if it has fewer; with gradient accumulation in every step; and never in a training that resumes from a checkpoint.
+    # How a step was computed. ``float8``, ``recomputed`` and ``collectives`` are recorded in the
+    # third step of a training, or in its last if it has fewer; with gradient accumulation in every
+    # step; and never in a training that resumes from a checkpoint.
 
     #: The number of tensors made in 8 bits.
     float8: int = 0
-    #: Where activations are to be recomputed: how many operators of each kind blocks ran in the forward pass, and how many after
-    #: it, as ``KIND again``.
+    #: Where activations are to be recomputed: how many operators of each kind blocks ran in the
+    #: forward pass, and how many after it, as ``KIND again``.
     recomputed: Mapping[str, int] = field(default_factory=dict)
     #: The peak memory in bytes until then: allocated on the GPU, else resident in the process.
     memory: int = 0
@@ -483,7 +502,8 @@ class Snapshot:
     dropouts: tuple[DropoutInfo, ...] = ()
     #: The weights of tokens in the gradients of each micro-batch, in the first steps of a run.
     token_weights: tuple[TokenWeights, ...] = ()
-    #: At the end of a script: sums of this rank's parts of what is optimized and of buffers, by live name.
+    #: At the end of a script: sums of this rank's parts of what is optimized and of buffers, by
+    #: live name.
     sums: Mapping[str, Sums] = field(default_factory=dict)
     #: A sample of what the model computes on a fixed batch.
     outputs: tuple[float, ...] = ()
@@ -529,13 +549,14 @@ class Snapshot:
     rows: tuple[RowsInfo, ...] = ()
     #: What an evaluation found, by name.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    #: Of a reference: what its loss would be if something else were averaged: what counts alike -> loss.
+    #: Of a reference: what its loss would be if something else were averaged: what counts alike ->
+    #: loss.
     averages: Mapping[str, float] = field(default_factory=dict)
 
     # Of the machine, and of what stood in for ranks.
 
-    #: How the GPU multiplies: ``matmul`` and ``conv`` the precision of float32 (``ieee``, ``tf32``), ``autocast`` its dtype if it
-    #: is on between steps; empty on the CPU.
+    #: How the GPU multiplies: ``matmul`` and ``conv`` the precision of float32 (``ieee``,
+    #: ``tf32``), ``autocast`` its dtype if it is on between steps; empty on the CPU.
     products: Mapping[str, str] = field(default_factory=dict)
     #: What took the snapshot in place of ranks; None for a rank itself.
     stand_in: StandIn | None = None
@@ -577,8 +598,9 @@ class Snapshot:
 class RunFailure:
     """Failure of a run: its ``kind`` (``raised``, ``crashed``, ``hung``), its place and its messages.
 
-    ``action`` is what the first failing ``rank`` was in ("" = outside any action; the rank None where it was none),
-    ``index`` its place in the run; ``message`` the exception's one line, ``text`` the whole story, first cause first.
+    ``action`` is what the first failing ``rank`` was in ("" = outside any action; the rank None
+    where it was none), ``index`` its place in the run; ``message`` the exception's one line,
+    ``text`` the whole story, first cause first.
     """
 
     kind: str
@@ -675,7 +697,8 @@ def shard_groups(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each copy, from the ``holders`` that each rank reports; those of one process group without reports.
 
-    A rank that reports nothing, or itself alone because it holds no element, is in the group of its peers.
+    A rank that reports nothing, or itself alone because it holds no element, is in the group of its
+    peers.
     """
     reported = {group or (rank,) for rank, group in holders.items()}
     ranks_with_peers: set[int] = set()
@@ -695,8 +718,9 @@ def held_indices(
 
     Args:
         shape: That of the whole tensor.
-        cuts: For each mesh dimension that cuts it, from the outermost: the tensor's dimension, into how many pieces that was cut
-            before (``StridedShard``), the size of the mesh dimension, and the rank's coordinate.
+        cuts: For each mesh dimension that cuts it, from the outermost: the tensor's dimension, into
+            how many pieces that was cut before (``StridedShard``), the size of the mesh dimension,
+            and the rank's coordinate.
     """
     indices_by_dim: list[Sequence[int]] = [range(size) for size in shape]
     for dim, pieces, size, coordinate in cuts:
@@ -738,7 +762,8 @@ def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int,
 class Trace:
     """All runs of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers.
 
-    ``saves`` is False for the run of a script that saved nothing, so that nothing is known about files.
+    ``saves`` is False for the run of a script that saved nothing, so that nothing is known about
+    files.
     """
 
     driver: str
@@ -765,7 +790,8 @@ class Trace:
     def name_hosts(self, text: str) -> str:
         """Return a finding with the machines of the ranks that it names.
 
-        Runs of several world sizes spread their ranks otherwise, and a finding may be about either: then a line says how.
+        Runs of several world sizes spread their ranks otherwise, and a finding may be about either:
+        then a line says how.
         """
         failed_runs = [run for run in self if run.end is not None and run.end.message in text]
         # A dictionary, to have each only once.

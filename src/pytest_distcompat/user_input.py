@@ -6,11 +6,13 @@ import re
 
 from pytest_distcompat.failures import UsageProblem
 
-#: The largest number of ranks, machines or GPUs that is taken for meant: no launch of torchrun has had more.
+#: The largest number of ranks, machines or GPUs that is taken for meant: no launch of torchrun has
+#: had more.
 LARGEST_COUNT = 1_000_000
 #: The largest number of a TCP port.
 LARGEST_PORT = 65_535
-#: A host without colons, or an IPv6 address in brackets, and perhaps a port (RFC 3986, section 3.2).
+#: A host without colons, or an IPv6 address in brackets, and perhaps a port (RFC 3986, section
+#: 3.2).
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[^\s:\[\]]+))(?::(?P<port>[0-9]{1,5}))?"
 )

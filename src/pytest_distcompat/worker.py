@@ -333,7 +333,8 @@ class Rank:
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self._placed(self.driver.build_model())
         infos = self._attach(self.unwrapped)
-        # An adapter is written by PEFT. Checks read what rank 0 says, and to find the names takes a save of the model.
+        # An adapter is written by PEFT. Checks read what rank 0 says, and to find the names takes a
+        # save of the model.
         if not self.driver.world.rank and not self.driver.cell.option("lora"):
             written_names = tuple(self.driver.written_names(self.unwrapped))
             if written_names:
@@ -547,7 +548,8 @@ def move_to_device(model: Any, device: str) -> None:
     if not any(tensor.is_meta for tensor in tensors):
         model.to(target)
         return
-    # ``Module.to`` refuses a model with a tensor on meta. Tied weights are one tensor, so that they stay tied.
+    # ``Module.to`` refuses a model with a tensor on meta. Tied weights are one tensor, so that they
+    # stay tied.
     for tensor in elsewhere:
         tensor.data = tensor.data.to(target)
 
@@ -575,16 +577,18 @@ def _uncompiled() -> contextlib.AbstractContextManager[object]:
     return stance
 
 
-#: How many steps of a run are recorded with all values, and the last one: no check compares more of them value by value.
+#: How many steps of a run are recorded with all values, and the last one: no check compares more of
+#: them value by value.
 WHOLE_STEPS = 5
-#: The step of a training, counted from 1, in which single operators are recorded; the last one if it has fewer.
+#: The step of a training, counted from 1, in which single operators are recorded; the last one if
+#: it has fewer.
 OBSERVED_STEP = 3
 
 
 def _end_process_group(driver: Driver) -> None:
     """Destroy the process group of a rank that is done; otherwise NCCL warns."""
-    # The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose destructor may join a
-    # thread that waits for the GIL.
+    # The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose
+    # destructor may join a thread that waits for the GIL.
     from torch import distributed
 
     _alive.append(driver)

@@ -9,8 +9,8 @@ from typing import Any
 
 #: The variable with which NCCL takes several ranks on one GPU (``launch.nccl``).
 SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-#: The variable with the number of ranks, of all runs, that may use a GPU at the same time. Only ranks of a session whose runs
-#: share GPUs have it.
+#: The variable with the number of ranks, of all runs, that may use a GPU at the same time. Only
+#: ranks of a session whose runs share GPUs have it.
 RANKS_PER_GPU = "DISTCOMPAT_RANKS_PER_GPU"
 
 
@@ -44,7 +44,8 @@ class World:
             return cls(rank, size, local_rank, device)
         visible = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        # A rank of a small run has the same part of the memory as that of a large one: its verdict depends on no neighbour.
+        # A rank of a small run has the same part of the memory as that of a large one: its verdict
+        # depends on no neighbour.
         of_all_runs = int(os.environ.get(RANKS_PER_GPU, "1"))
         if "CUDA_VISIBLE_DEVICES" not in os.environ or visible >= local_size:
             return cls(rank, size, local_rank, f"cuda:{local_rank}", ranks_each=of_all_runs)
@@ -87,5 +88,6 @@ class World:
 
 @functools.cache
 def _divide_once_used(world: World, torch: Any) -> None:
-    # Kept ranks ask for it again with each test. torch seeds its generators of CUDA in the same way (torch/cuda/random.py).
+    # Kept ranks ask for it again with each test. torch seeds its generators of CUDA in the same way
+    # (torch/cuda/random.py).
     torch.cuda._lazy_call(world.divide_memory)  # noqa: SLF001 - watched by tests/launch/test_private_names.py

@@ -139,8 +139,8 @@ class Check:
         raises: The names of runs that must end in an exception. If one of them crashes or hangs
             instead, that is the verdict, whatever ``until`` says.
         costly: Whether it takes several runs that no other check reads.
-            depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
-                strategy; None for all. Of several cells that do not differ in them, the default profile
+        depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
+            strategy; None for all. Of several cells that do not differ in them, the default profile
             runs the check in only one.
         remark: What reports say beside a claim that holds.
     """

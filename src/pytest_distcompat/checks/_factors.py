@@ -11,7 +11,8 @@ from pytest_distcompat.trace import RunTrace
 
 def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
     """Return what a number may be too large or too small by, by name."""
-    # A pipeline splits a batch into more micro-batches than accumulation asks for, and a trainer may accumulate unasked.
+    # A pipeline splits a batch into more micro-batches than accumulation asks for, and a trainer
+    # may accumulate unasked.
     micro_batches = int(cell.option("grad_accum"))
     for snapshot in run.at("step"):
         micro_batches = max(micro_batches, len(snapshot.inputs))

@@ -16,7 +16,8 @@ class Part:
     Attributes:
         text: The part, with the dot after it.
         kind: ``prefix`` or ``segment``.
-        extra: Whether the key has it and the model's own name does not; else it is the other way round.
+        extra: Whether the key has it and the model's own name does not; else it is the other way
+            round.
     """
 
     text: str

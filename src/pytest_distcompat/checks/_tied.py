@@ -13,7 +13,8 @@ from pytest_distcompat.trace import RunTrace
 def tied_apart(cell: Cell, run: RunTrace) -> str:
     """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none.
 
-    Each unit gathers and frees its own copy of what is one parameter: https://github.com/pytorch/pytorch/issues/176076.
+    Each unit gathers and frees its own copy of what is one parameter:
+    https://github.com/pytorch/pytorch/issues/176076.
     """
     group = _group_apart(cell, run)
     if not group:

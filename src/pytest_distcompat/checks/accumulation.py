@@ -57,7 +57,8 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
                 *_other_inputs(snapshot, once, micro_batches, is_full=is_full),
                 *_other_optimizer_steps(snapshot, once),
             ]
-            # Inside a compiled graph no hook sees the inputs: then only of full steps the micro-batches are known.
+            # Inside a compiled graph no hook sees the inputs: then only of full steps the
+            # micro-batches are known.
             if snapshot.inputs or is_full:
                 findings += _other_reductions(cell, snapshot, once, micro_batches)
             for finding in findings:

@@ -40,7 +40,8 @@ from pytest_distcompat.trace import (
 )
 from pytest_distcompat.wording import named_ranks
 
-#: The least part of the trainable elements that gradients are; even compressed ones are more, metrics and norms are less.
+#: The least part of the trainable elements that gradients are; even compressed ones are more,
+#: metrics and norms are less.
 MIN_REDUCED_FRACTION = 0.1
 
 
@@ -274,7 +275,8 @@ def _sequence_parallel(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 def _context_parallel(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding unless the ranks of a sequence exchanged something among themselves."""
-    # Where the same ranks share one sequence and all shards, that of parameters proves nothing; there ``parity`` is left.
+    # Where the same ranks share one sequence and all shards, that of parameters proves nothing;
+    # there ``parity`` is left.
     peers = set(cell.cp_peers(snapshot.rank))
     if cell.cp == 1 or _collectives_of_floats(snapshot, peers):
         return
@@ -296,7 +298,8 @@ def _collectives_of_floats(snapshot: Snapshot, ranks: set[int]) -> list[Collecti
 def _secondary_partition(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding unless ZeRO++ had cut all weights a second time (hpZ), among as many ranks as it was asked to."""
     config = cell.settings("ds_config")
-    # DeepSpeed takes all ranks where there are fewer: the size of a node, on the two ranks of a test.
+    # DeepSpeed takes all ranks where there are fewer: the size of a node, on the two ranks of a
+    # test.
     expected = min(int(config.get("zero_optimization.zero_hpz_partition_size", 1)), cell.world_size)
     if expected == 1 or not STRATEGIES.get(cell.strategy).shards:
         return
@@ -326,7 +329,8 @@ class _StoredModel:
     Attributes:
         cell: The cell.
         full_numel_by_name: The number of elements of each parameter, by unwrapped name.
-        is_ignored: Tells of a live or an unwrapped name whether the parameter is left out of the sharding.
+        is_ignored: Tells of a live or an unwrapped name whether the parameter is left out of the
+            sharding.
     """
 
     cell: Cell
@@ -441,7 +445,8 @@ def _shard_group(
 
 def _parameters_not_stored_once(model: _StoredModel, holders: list[_Holder]) -> Iterator[str]:
     """Yield a text for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
-    # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
+    # Flat parameters have no names to compare by. A parameter without a live counterpart is a
+    # finding of the check ``names``.
     cell = model.cell
     strategy = STRATEGIES.get(cell.strategy)
     stored: dict[str, float] = defaultdict(float)

@@ -18,11 +18,13 @@ from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
 
 #: The batches that one rank is given, in order: the rows of each.
 Batches = Sequence[Sequence[int]]
-#: What each rank is given by one loader, by rank: one record for each stretch of epochs that it was read for.
+#: What each rank is given by one loader, by rank: one record for each stretch of epochs that it was
+#: read for.
 RowsByRank = Mapping[int, Sequence[RowsInfo]]
 
 
-#: What decides which rows a rank is given, of cells on a mesh: the default profile asks once for each strategy and mesh.
+#: What decides which rows a rank is given, of cells on a mesh: the default profile asks once for
+#: each strategy and mesh.
 DATA_PLACE = frozenset({"world_size", *MESH}) - {"pp_schedule"}
 
 
@@ -42,7 +44,8 @@ def _not_on_mesh(cell: Cell, driver: type[Driver]) -> str | None:
         return f"data are loaded on a mesh in {cell.precision} as in fp32 and bf16_upcast, where it is tested"
     allowed = {"model", *MESH}
     for key, needed in driver.needs_options.items():
-        # Of several options together, as ``tp+ep``, and of an option with its value, as ``optimizer_muon``.
+        # Of several options together, as ``tp+ep``, and of an option with its value, as
+        # ``optimizer_muon``.
         if allowed.issuperset(key.split("+")):
             allowed.update(needed)
     for name, _ in cell.options:

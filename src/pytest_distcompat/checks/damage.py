@@ -20,7 +20,8 @@ from pytest_distcompat.scenario import (
 )
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
-#: The frames of a traceback: a line ``File "..."``, and the lines below it that are indented further.
+#: The frames of a traceback: a line ``File "..."``, and the lines below it that are indented
+#: further.
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
 #: What a file is after each way to corrupt it, as ``FileInfo.holds`` names the way.
 _CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}

@@ -152,7 +152,8 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _ranks_that_draw(cell: Cell, steps: Sequence[tuple[Snapshot, ...]]) -> set[int]:
     """Return the ranks whose random state changes in every step but the first."""
-    # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in every step drops activations.
+    # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in
+    # every step drops activations.
     ranks = set(range(cell.world_size))
     for snapshots_before, snapshots in itertools.pairwise(steps):
         drawing: set[int] = set()

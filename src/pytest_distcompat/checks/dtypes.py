@@ -270,7 +270,8 @@ def _masters(row: Dtypes, step: StepInfo) -> Iterator[str]:
         yield f"{step.optimizer} updates {_list(step.master)} masters; expected {row.master}"
 
 
-#: Complex dtypes by the real dtype of their parts: an optimizer treats one as two real numbers (``torch.view_as_real``).
+#: Complex dtypes by the real dtype of their parts: an optimizer treats one as two real numbers
+#: (``torch.view_as_real``).
 _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 

@@ -84,7 +84,8 @@ def _with_exported_buffers(
     cell: Cell, train: RunTrace, reloaded: UnwrappedInfo, evaluated: tuple[Snapshot, ...]
 ) -> tuple[Snapshot, ...]:
     """Return the snapshots of the ranks that had the exported buffers, all if none had."""
-    # A rank with statistics of its own (BatchNorm), which are not those in the file, computes something else.
+    # A rank with statistics of its own (BatchNorm), which are not those in the file, computes
+    # something else.
     with_own_buffers = _ranks_with_own_buffers(train, reloaded)
     if len(with_own_buffers) >= cell.world_size:
         return evaluated
@@ -113,7 +114,8 @@ class _ExpectedKeys:
 
     Attributes:
         cell: The cell.
-        names: The model's own names; of a model with an adapter those that PEFT gives the adapter's parameters.
+        names: The model's own names; of a model with an adapter those that PEFT gives the adapter's
+            parameters.
         shapes: The shape under each name, as far as it is known.
         known: All names of the unwrapped model, with those of the adapter.
         written: The names that the model's library writes in place of the model's own.
@@ -256,7 +258,8 @@ def _index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
         indexed_name = index.files.get(pair.key)
         if indexed_name == pair.file_name:
             continue
-        # Readers take the one that the index names, and what is in the other file is lost, or outdated.
+        # Readers take the one that the index names, and what is in the other file is lost, or
+        # outdated.
         if indexed_name is not None and _StoredKey(pair.key, indexed_name) in stored:
             in_second_file.append(pair)
         else:

@@ -64,7 +64,8 @@ class _Difference:
 
     Attributes:
         state: The name of the state.
-        place: Where in the state it is, such as a key of its ``state_dict()``; empty for a state of one value.
+        place: Where in the state it is, such as a key of its ``state_dict()``; empty for a state of
+            one value.
     """
 
     state: str
@@ -115,8 +116,8 @@ def _other_states(
     Args:
         before: One snapshot.
         after: The other one, of the same rank.
-        exact: Whether only whole numbers, texts and the like are compared: numbers with a fraction may differ in their last
-            digits where the same is computed in another order.
+        exact: Whether only whole numbers, texts and the like are compared: numbers with a fraction
+            may differ in their last digits where the same is computed in another order.
     """
     states_before = {info.name: info for info in before.extra}
     for info in after.extra:
@@ -134,8 +135,9 @@ def _first_difference(values: Mapping[str, str], others: Mapping[str, str]) -> s
     """Return the first place at which two values of a state differ, None if there is none.
 
     Args:
-        values: The text or digest at each place. The place of a shard names its region, so that ranks with other shards have no
-            place in common: a shard that only one of the two values has is no difference.
+        values: The text or digest at each place. The place of a shard names its region, so that
+            ranks with other shards have no place in common: a shard that only one of the two values
+            has is no difference.
         others: Those of the other value.
     """
     for place in sorted(values.keys() | others.keys()):

@@ -14,7 +14,8 @@ from pytest_distcompat.scenario import STAGES, TRAIN, Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
-#: How many layers a recipe may leave in more bits, the first and the last: accelerate's leaves both by default.
+#: How many layers a recipe may leave in more bits, the first and the last: accelerate's leaves both
+#: by default.
 UNCONVERTED_LAYERS = 2
 
 

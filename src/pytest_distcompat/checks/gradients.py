@@ -26,13 +26,15 @@ from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, sha
 
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.
 COMPARED = 3
-#: Rounding is measured against this part of the norm of all gradients, if a parameter's is smaller: the gradient of the bias of
-#: attention's keys is zero but for rounding. Of sound runs 1.4e-2 in bf16_upcast, 3.6e-4 in fp16_mixed, 2.3e-2 in fp8 measured.
+#: Rounding is measured against this part of the norm of all gradients, if a parameter's is smaller:
+#: the gradient of the bias of attention's keys is zero but for rounding. Of sound runs 1.4e-2 in
+#: bf16_upcast, 3.6e-4 in fp16_mixed, 2.3e-2 in fp8 measured.
 SMALLEST = 0.01
 #: Parameters whose ratios differ by less have one cause.
 SAME_RATIO = 0.05
 
-#: Unwrapped name -> norm of the gradient of all parts together; None where the parts are not the whole tensor.
+#: Unwrapped name -> norm of the gradient of all parts together; None where the parts are not the
+#: whole tensor.
 Norms = Mapping[str, float | None]
 
 
@@ -282,7 +284,8 @@ def _compare(norms: Norms, expected: Norms, tolerance: float) -> _Comparison:
 def _without_common_ratio(deviations: list[_Deviation], most: float) -> _Comparison:
     """Take out the ratio that more than so many gradients have in common, if there is such a one beside others.
 
-    What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
+    What clipping does to all gradients because some are wrong shows in most of them: it is no
+    finding of its own.
     """
     common: list[_Deviation] = []
     others: list[_Deviation] = []

@@ -96,8 +96,9 @@ def _wrong_sizes(
 ) -> Iterator[_StateSize]:
     """Yield the kinds of state of which the ranks of a stage keep a wrong number of elements.
 
-    Expected is one element for each trained element that has such state, times the copies in which the ranks keep it. With DDP on
-    four ranks that are four copies, with FSDP one, and one over ``dp_replicate`` of two are two.
+    Expected is one element for each trained element that has such state, times the copies in which
+    the ranks keep it. With DDP on four ranks that are four copies, with FSDP one, and one over
+    ``dp_replicate`` of two are two.
 
     Args:
         cell: The cell.
@@ -192,8 +193,8 @@ def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter
     Args:
         run: The training.
         snapshots: Those of the ranks of one stage after three steps.
-        kept: How many elements of each kind these ranks keep. A kind that they lack altogether is returned too, if the ranks of
-            other stages keep it for each element.
+        kept: How many elements of each kind these ranks keep. A kind that they lack altogether is
+            returned too, if the ranks of other stages keep it for each element.
     """
     keys = set(kept)
     for snapshot in snapshots:
@@ -246,8 +247,8 @@ def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[st
     Args:
         snapshots: Those of the ranks of one stage after three steps.
         key: The kind of state.
-        unused: The names of parameters that nothing updates. Those that have such state all the same, or lie in a flat partition,
-            do not count here.
+        unused: The names of parameters that nothing updates. Those that have such state all the
+            same, or lie in a flat partition, do not count here.
     """
     without = set(unused)
     for snapshot in snapshots:
@@ -267,7 +268,8 @@ def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[st
 def _of_another_size(snapshot: Snapshot) -> set[str]:
     """Return the kinds of state that do not have an element for each element of the parameters.
 
-    These are factors of a moment, kinds of one number for a parameter, and kinds that only some of the parameters have.
+    These are factors of a moment, kinds of one number for a parameter, and kinds that only some of
+    the parameters have.
     """
     numel_by_parameter = {info.name: info.local_numel for info in snapshot.parameters}
     #: The parameters that have state.
@@ -277,7 +279,8 @@ def _of_another_size(snapshot: Snapshot) -> set[str]:
         if not state.numel or state.key in {"step", "master"}:
             continue
         numel_by_owner = numel_by_key.setdefault(state.key, {})
-        # For a parameter of one element the sizes always agree; the size of a partition is not known.
+        # For a parameter of one element the sizes always agree; the size of a partition is not
+        # known.
         if numel_by_parameter.get(state.owner, 2) > 1:
             owners.add(state.owner)
             numel_by_owner[state.owner] = state.numel

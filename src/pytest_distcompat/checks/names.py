@@ -117,7 +117,8 @@ def _initial_digests(run: RunTrace) -> Mapping[str, Mapping[int, str]]:
         if snapshot.unwrapped is None:
             continue
         for info in snapshot.unwrapped.parameters:
-            # On the meta device it has no values, and one that was cut while it was loaded has a part of them.
+            # On the meta device it has no values, and one that was cut while it was loaded has a
+            # part of them.
             if info.digest not in {"", EMPTY} and info.local_numel == math.prod(info.shape):
                 digests[info.name][snapshot.rank] = info.digest
     return digests
@@ -143,7 +144,8 @@ class _ExpectedNames:
     Attributes:
         cell: The cell.
         unwrapped: The unwrapped model.
-        first_names: The first name by each other one of the same tensor: of tied parameters, and PEFT's of an adapter's.
+        first_names: The first name by each other one of the same tensor: of tied parameters, and
+            PEFT's of an adapter's.
         parameters: The names of parameters.
         trainable: The names of trainable parameters.
         updated: Those of which an optimizer has state: it has none where it never got a gradient.
@@ -191,7 +193,8 @@ class _ExpectedNames:
     def _names_in_files(self) -> set[str]:
         """Return the names of parameters in the model's own state dict.
 
-        A hook of the model may save a parameter under other names, as torchtitan's does for fused projections.
+        A hook of the model may save a parameter under other names, as torchtitan's does for fused
+        projections.
         """
         own: set[str] = set()
         for name in self.unwrapped.state_dict:
@@ -503,6 +506,7 @@ def _other_shape(expected: _ExpectedNames, file: FileInfo, key: str) -> Iterator
         return
     saved_shape = tuple(file.shapes[key])
     shape = expected.shape(key)
-    # Extra state is in the state dict without being a parameter or a buffer, so its shape is not known.
+    # Extra state is in the state dict without being a parameter or a buffer, so its shape is not
+    # known.
     if shape is not None and saved_shape != shape:
         yield f"{key!r} has shape {saved_shape}; {shape} in the unwrapped model"

@@ -165,8 +165,8 @@ def _moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[st
             if digest != after[name].get(rank):
                 moved.add(name)
     if moved:
-        # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
-        # to change.
+        # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1
+        # takes more than three steps to change.
         moved |= _moved_masters(built, trained)
     return moved
 

@@ -21,12 +21,14 @@ from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, together
 from pytest_distcompat.wording import named_ranks
 
-#: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
-#: places too. ``benchmarks/rounding.py`` measures it on four small models.
+#: A trainer may deviate by so many times what rounding does to the reference, or what the table
+#: allows: it rounds in other places too. ``benchmarks/rounding.py`` measures it on four small
+#: models.
 ROUNDING_FACTOR = 2
 #: Relative, for learning rates, which are products of a few factors.
 RATE_TOLERANCE = 1e-9
-#: Relative: a gradient norm from before clipping that differs less from the one after it was not clipped.
+#: Relative: a gradient norm from before clipping that differs less from the one after it was not
+#: clipped.
 UNCLIPPED = 1e-3
 #: What single parameters are compared on; optimizers of other classes may have further numbers.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas.0", "betas.1", "eps", "momentum")
@@ -117,8 +119,8 @@ def _parts_of_a_sum(
 ) -> bool:
     """Tell whether the losses of data-parallel ranks add up to the reference's, and training is the reference's all the same.
 
-    Such a trainer divides by the tokens of all ranks and sums gradients over ranks. One that divides so and averages
-    gradients has the same losses, and gradients that are too small.
+    Such a trainer divides by the tokens of all ranks and sums gradients over ranks. One that
+    divides so and averages gradients has the same losses, and gradients that are too small.
     """
     snapshots = trace.run("train").at("step", 0)
     references = trace.run("reference").at("reference", 0)
@@ -197,7 +199,8 @@ def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | No
         if len(references) == 1 and len(rounded) == 1:
             deviation = _relative_deviation(number(rounded[0]), number(references[0]))
         deviations.append(deviation)
-    # Measured up to that step and a little beyond, for the trainer's rounding may show earlier; later steps do not count.
+    # Measured up to that step and a little beyond, for the trainer's rounding may show earlier;
+    # later steps do not count.
     return [ROUNDING_FACTOR * max(table, *deviations[: 2 * step + 3]) for step in range(STEPS)]
 
 
@@ -217,7 +220,8 @@ class _Allowance:
 
     Attributes:
         tolerance: Relative to the reference's number.
-        largest: The reference's largest number in the steps so far: where its number is 0 the tolerance is relative to it.
+        largest: The reference's largest number in the steps so far: where its number is 0 the
+            tolerance is relative to it.
     """
 
     tolerance: float
@@ -274,8 +278,8 @@ def _other_loss(
 def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: float) -> str:
     """Return what counts alike in the loss and in the reference's, if the loss is a mean with other weights; else nothing.
 
-    The mean may be multiplied by the number of data parallel ranks, as a loss is that is meant to be a sum of their shares, or by
-    that of micro-batches.
+    The mean may be multiplied by the number of data parallel ranks, as a loss is that is meant to
+    be a sum of their shares, or by that of micro-batches.
     """
     weights = _equal_weights(loss, reference, tolerance)
     reference_weights = _equal_weights(reference.loss or 0.0, reference, tolerance)
@@ -431,7 +435,8 @@ class _NumbersOfParameters:
 
     def __init__(self, run: RunTrace) -> None:
         self._names = Names(run, run.unwrapped) if run.unwrapped else str
-        #: The place of each parameter's group, by rank and by the place of an optimizer's step in the trainer's step.
+        #: The place of each parameter's group, by rank and by the place of an optimizer's step in
+        #: the trainer's step.
         self._group_of: dict[tuple[int, int], dict[str, int]] = {}
 
     def after_step(self, snapshots: tuple[Snapshot, ...]) -> list[_Numbers]:

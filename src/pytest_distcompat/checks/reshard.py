@@ -283,6 +283,6 @@ def _losses_are_comparable(cell: Cell, train: RunTrace, port: RunTrace) -> bool:
         return False
     if PRECISIONS.get(cell.precision).compute == "float32":
         return True
-    # In lower precision each strategy rounds in other places. Of flat parameters, which have no names to compare values by,
-    # losses are compared nevertheless.
+    # In lower precision each strategy rounds in other places. Of flat parameters, which have no
+    # names to compare values by, losses are compared nevertheless.
     return flat_parameters(train.at("save"))

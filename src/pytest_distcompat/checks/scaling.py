@@ -104,7 +104,8 @@ def _not_shrunk(before: Snapshot, after: Snapshot) -> Iterator[str]:
     scale_after = after.scaler.get("scale")
     if scale is None or scale_after is None:
         return
-    # Hysteresis may tolerate an overflow: https://www.deepspeed.ai/docs/config-json/#fp16-training-options.
+    # Hysteresis may tolerate an overflow:
+    # https://www.deepspeed.ai/docs/config-json/#fp16-training-options.
     is_tolerated = after.scaler.get("hysteresis", 1.0) < before.scaler.get("hysteresis", 1.0)
     if scale_after >= scale and not is_tolerated:
         yield f"rank {after.rank}: the scale is {scale_after:g} after an overflow at {scale:g}; expected a smaller one"

@@ -56,7 +56,8 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
         apart: list[str] = []
         others: list[str] = []
         for name, built_digests in built_values.of(kind).items():
-            # Flat parameters have no names to compare by, and a name too many is a finding of the check ``names``.
+            # Flat parameters have no names to compare by, and a name too many is a finding of the
+            # check ``names``.
             if name not in loaded or not built_digests:
                 continue
             expected = _expected_values(cell, kind, loaded[name], built_values.dtypes[kind][name])
@@ -74,7 +75,8 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
 
 def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[str]:
     """Return the names of parameters whose flat pieces follow each other as in memory, so that digests differ."""
-    # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/fsdp/_flat_param.py, ``flatten_tensors``.
+    # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/fsdp/_flat_param.py,
+    # ``flatten_tensors``.
     return unwrapped.noncontiguous if cell.strategy == "fsdp1" else ()
 
 

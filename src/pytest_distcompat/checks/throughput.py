@@ -28,7 +28,8 @@ def _baseline(cell: Cell, driver: type[Driver]) -> str:
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    # The same run as that of the baseline's own cell, so that it is shared if the matrix has that cell.
+    # The same run as that of the baseline's own cell, so that it is shared if the matrix has that
+    # cell.
     baseline = dataclasses.replace(
         TRAIN_RUN, strategy=_baseline(cell, driver), only=("model", "grad_accum")
     )

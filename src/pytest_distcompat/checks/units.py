@@ -128,7 +128,8 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
 
 def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
     """Return the trained layers of blocks that are frozen otherwise."""
-    # PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
+    # PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones:
+    # https://huggingface.co/docs/peft/accelerate/fsdp.
     layers: set[str] = set()
     for block in unwrapped.blocks:
         trained: set[str] = set()
@@ -151,7 +152,8 @@ def _recomputed_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) 
     # A parent of blocks may be marked without being recomputed.
     recomputed &= _blocks_and_modules_inside(unwrapped)
     if not cell.option("activation_checkpointing"):
-        # A script may turn it on by itself; a driver that supports the option was given the cell's value.
+        # A script may turn it on by itself; a driver that supports the option was given the cell's
+        # value.
         if recomputed and requested(cell, unwrapped, "activation_checkpointing"):
             yield f"the activations of {_listed(recomputed)} are recomputed without activation_checkpointing"
         return
@@ -184,7 +186,8 @@ def _recomputed_operators(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         yield f"{counted}; expected none in selective activation checkpointing"
     elif not again and not counts.get("others again"):
         yield "blocks computed nothing again in the backward pass"
-    # A recomputation ends with what it needs, so that the last product of a block is not computed again.
+    # A recomputation ends with what it needs, so that the last product of a block is not computed
+    # again.
     elif mode is True and not again and counts["products"] > counts["calls"]:
         yield f"{counted}; expected all but the last of each block"
 

@@ -26,14 +26,17 @@ from pytest_distcompat.launch import loopback, nccl
 
 #: Where NCCL, and DeepSpeed on the CPU, share memory between ranks.
 SHM = Path("/dev/shm")  # noqa: S108 - only inspected
-#: More than docker's default of 64 MiB: https://docs.docker.com/reference/cli/docker/container/run/#shm-size
+#: More than docker's default of 64 MiB:
+#: https://docs.docker.com/reference/cli/docker/container/run/#shm-size
 LEAST_SHM = 256 << 20
-#: A session of the default profile keeps checkpoints of some hundreds of MiB, until pytest removes them.
+#: A session of the default profile keeps checkpoints of some hundreds of MiB, until pytest removes
+#: them.
 LEAST_TMP = 2 << 30
 HOSTS = Path("/etc/hosts")
 #: The time limit for the import of torch, in seconds.
 IMPORT_TIMEOUT_S = 300.0
-#: How long this machine's name may take to resolve, in seconds. A name server that drops queries takes ten and more.
+#: How long this machine's name may take to resolve, in seconds. A name server that drops queries
+#: takes ten and more.
 RESOLVE_TIMEOUT_S = 2.0
 
 #: Variables by which a trainer takes its process for a rank.
@@ -49,7 +52,8 @@ LAUNCHER_VARIABLES = (
 OURS = "pytest-distcompat"
 #: Packages that depend on one another: a version of one requires versions of the others.
 STACK = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "peft", "safetensors")
-#: The extras for packages of the stack. Others, such as an extra for developers, may pin versions that users do not need.
+#: The extras for packages of the stack. Others, such as an extra for developers, may pin versions
+#: that users do not need.
 EXTRAS = ("", *STACK, "fp8", "lora")
 #: Further packages that tests and reports need.
 FURTHER = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
@@ -67,8 +71,9 @@ class Finding:
 class Machine:
     """Facts about the machine.
 
-    ``torch`` holds ``torch_facts.infos``, or only ``error``; it is empty if nobody asked. Sizes are in bytes, None where
-    unknown. ``gpus`` are all GPUs of the machine, ``visible`` those that CUDA would show a process, both by UUID.
+    ``torch`` holds ``torch_facts.infos``, or only ``error``; it is empty if nobody asked. Sizes are
+    in bytes, None where unknown. ``gpus`` are all GPUs of the machine, ``visible`` those that CUDA
+    would show a process, both by UUID.
     """
 
     environ: Mapping[str, str]
@@ -134,8 +139,8 @@ def torch_infos() -> dict[str, Any]:
 
 def names_loopback(hosts: str) -> bool:
     """Tell whether the text of ``/etc/hosts`` names ::1."""
-    # torch looks for an IPv6 address of localhost first. Without one it takes ``::ffff:127.0.0.1``, which no such file has, and
-    # looks up the name of every address that connects.
+    # torch looks for an IPv6 address of localhost first. Without one it takes ``::ffff:127.0.0.1``,
+    # which no such file has, and looks up the name of every address that connects.
     for line in hosts.splitlines():
         text, _, _comment = line.partition("#")
         words = text.split()

@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 
-#: For cells that compile: torch.compile imports most of itself when it first compiles, seconds of each rank.
+#: For cells that compile: torch.compile imports most of itself when it first compiles, seconds of
+#: each rank.
 _COMPILER_MODULES = (
     # torch._dynamo imports pytest, if it is installed, to trace its context managers.
     "pytest",
@@ -118,7 +119,8 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
         modules += _COMPILER_MODULES
     modules.append(WORKER)
     modules += [f"pytest_distcompat.probe.{name}" for name in ("files", "observe", "snapshot")]
-    # Not the driver's own module, unless it lists itself: at import it may read its rank from the environment.
+    # Not the driver's own module, unless it lists itself: at import it may read its rank from the
+    # environment.
     for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
         modules += registry.modules
     return tuple(dict.fromkeys(modules))

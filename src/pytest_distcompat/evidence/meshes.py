@@ -13,7 +13,8 @@ from pytest_distcompat.excerpt import name_patterns
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FLAT, MeshDim, ParameterInfo, RunTrace, held_indices
 
-#: A placement that shards one dimension of the tensor: its number, and into how many pieces it was cut before.
+#: A placement that shards one dimension of the tensor: its number, and into how many pieces it was
+#: cut before.
 _SHARD = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
 
 
@@ -25,7 +26,8 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
         run: The training.
 
     Returns:
-        Plain data as the schema describes it; None for a mesh of one dimension without tensor or pipeline parallelism.
+        Plain data as the schema describes it; None for a mesh of one dimension without tensor or
+            pipeline parallelism.
     """
     snapshots = run.at("build")
     parameters_by_rank = _parameters_by_rank(cell, run)

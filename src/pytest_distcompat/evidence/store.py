@@ -119,7 +119,8 @@ def read_store(store: Path) -> list[StoredRun]:
         try:
             runs.append(_read_stored(path.parent))
         except (OSError, ValueError, KeyError, TypeError):
-            # The files of a run that begins or ends at this moment, after an interruption, are incomplete.
+            # The files of a run that begins or ends at this moment, after an interruption, are
+            # incomplete.
             continue
     return runs
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-#: The releases of accelerate on which ``on_cpu`` was tested: from the first, up to but without the second.
+#: The releases of accelerate on which ``on_cpu`` was tested: from the first, up to but without the
+#: second.
 TESTED_RELEASES = ("1.6", "2")
 
 
@@ -29,11 +30,11 @@ def check_version(version: str) -> None:
 def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that make ``Accelerator(**settings)`` run the requested strategy on CPU.
 
-    Without them accelerate silently turns an FSDP plugin with ``cpu=True`` into plain DDP, one without it into a bare
-    model without gradient sync, and a DeepSpeed plugin into plain DDP (``AcceleratorState.__init__``). For FSDP the
-    shared state is set beforehand to a multi-device run on "cpu"; setting ``distributed_type`` is not documented.
-    Tested with accelerate 1.6 to 1.15. The version is checked (RuntimeError), and the check ``active`` fails if it
-    stops working.
+    Without them accelerate silently turns an FSDP plugin with ``cpu=True`` into plain DDP, one
+    without it into a bare model without gradient sync, and a DeepSpeed plugin into plain DDP
+    (``AcceleratorState.__init__``). For FSDP the shared state is set beforehand to a multi-device
+    run on "cpu"; setting ``distributed_type`` is not documented. Tested with accelerate 1.6 to
+    1.15. The version is checked (RuntimeError), and the check ``active`` fails if it stops working.
     """
     import os
     from datetime import timedelta

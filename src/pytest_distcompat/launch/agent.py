@@ -25,23 +25,26 @@ from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.process import do_nothing, sweep_shared_memory
 from pytest_distcompat.launch.request import Request
 
-# To format the traceback of a failed run torch imports torch._dynamo, which takes more than a second. That traceback is
-# of no use: the ranks themselves report what they did.
+# To format the traceback of a failed run torch imports torch._dynamo, which takes more than a
+# second. That traceback is of no use: the ranks themselves report what they did.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
-#: How long the agent sleeps before it checks its ranks again, in seconds. torchrun's default of 0.1 s would be most of a warm
-#: run. An interval of a few milliseconds costs no processor time only because a check waits for a change (``WaitingAgent``).
+#: How long the agent sleeps before it checks its ranks again, in seconds. torchrun's default of 0.1
+#: s would be most of a warm run. An interval of a few milliseconds costs no processor time only
+#: because a check waits for a change (``WaitingAgent``).
 MONITOR_INTERVAL_S = 0.001
-#: How long a check waits for a change, in seconds: torch has limits of its own that it tests after each check.
+#: How long a check waits for a change, in seconds: torch has limits of its own that it tests after
+#: each check.
 LONGEST_WAIT_S = 1.0
 
 
 class OneAgent(StaticTCPRendezvous):
     """torchrun's static rendezvous of one agent with itself, on a store whose port the kernel chooses, without a race.
 
-    torch's static rendezvous needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s). The store
-    answers every client that connects, so it listens on the loopback interface only; torch's own choice is all interfaces.
-    Ranks meet on this very store, as they do under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
+    torch's static rendezvous needs a port chosen beforehand, and its c10d one backs off at random
+    (0.1 to 0.4 s). The store answers every client that connects, so it listens on the loopback
+    interface only; torch's own choice is all interfaces. Ranks meet on this very store, as they do
+    under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
     https://pytorch.org/docs/stable/elastic/rendezvous.html
     """
 
@@ -88,7 +91,8 @@ class WaitingAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: Any) -> Any:
         """Wait for a change, then check. A rank that returned waits until the agent has noticed.
 
-        The method and what it reads are private; ``tests/launch/test_private_names.py`` fails when they move.
+        The method and what it reads are private; ``tests/launch/test_private_names.py`` fails when
+        they move.
         """
         context: Any = self._pcontext
         returned = [queue._reader for queue in context._ret_vals.values()]  # noqa: SLF001
@@ -117,7 +121,8 @@ def run(
     """Run one request under torchrun's agent; ``listens`` is called with the port of the store that it opens for other agents.
 
     Returns:
-        The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, and by rank when the agent saw
+        The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``,
+            and by rank when the agent saw
         its process gone (``ended_at``).
     """
     Path(request.directory, "logs").mkdir(exist_ok=True)
@@ -136,13 +141,16 @@ def run(
             if result is not None:
                 first = next(iter(result.failures), None)
         finally:
-            # The parent may have sent it just before it reads the answer. Later the handler would end what comes next.
+            # The parent may have sent it just before it reads the answer. Later the handler would
+            # end what comes next.
             signal.signal(signal.SIGTERM, do_nothing)
     except SignalException:
-        # The parent knows that no rank is left. An agent whose ranks all ended by os._exit(0) would wait for ever.
+        # The parent knows that no rank is left. An agent whose ranks all ended by os._exit(0) would
+        # wait for ever.
         pass
     except Exception:
-        # torch reads the file with a rank's exception, which may be cut (a full disk). Exit codes are there all the same.
+        # torch reads the file with a rank's exception, which may be cut (a full disk). Exit codes
+        # are there all the same.
         if agent is None or agent._pcontext is None:  # noqa: SLF001 - see _exit_codes
             raise
     finally:
@@ -194,8 +202,9 @@ def _stop(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - the signatu
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:
     """Return each rank's exit code, negative for a signal.
 
-    ``agent.run()`` reports only the rank that it noticed first, which need not be the one that failed first. The processes
-    themselves are private to the agent; ``tests/launch/test_private_names.py`` fails when they move.
+    ``agent.run()`` reports only the rank that it noticed first, which need not be the one that
+    failed first. The processes themselves are private to the agent;
+    ``tests/launch/test_private_names.py`` fails when they move.
     """
     context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
     if context is None:

@@ -1,7 +1,8 @@
 """Locks of builds of torch's extensions: a killed build leaves its lock, and all later builds wait for it for ever.
 
-A lock is an empty file ``lock`` in the directory of the build, which the building process keeps open
-(torch/utils/file_baton.py). https://docs.pytorch.org/docs/stable/cpp_extension.html says where these directories are.
+A lock is an empty file ``lock`` in the directory of the build, which the building process keeps
+open (torch/utils/file_baton.py). https://docs.pytorch.org/docs/stable/cpp_extension.html says where
+these directories are.
 """
 
 from __future__ import annotations

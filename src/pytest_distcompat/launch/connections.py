@@ -23,10 +23,11 @@ def of_store(port: int) -> frozenset[int]:
 def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
     """Shut this process's connections to its peers and to the store.
 
-    A thread that waits for a peer in gloo, or for a peer's address in the store, then gets "Connection closed by peer" or the
-    like. gloo's own ``ProcessGroup.abort`` leaves it waiting (torch 2.13). NCCL, which need not use TCP, has its communicator
-    aborted. Nothing is cut where the system does not list connections (psutil.AccessDenied). Connections that come to a store
-    of this process's own stay, and so do those to the store whose file descriptors are in ``keep``.
+    A thread that waits for a peer in gloo, or for a peer's address in the store, then gets
+    "Connection closed by peer" or the like. gloo's own ``ProcessGroup.abort`` leaves it waiting
+    (torch 2.13). NCCL, which need not use TCP, has its communicator aborted. Nothing is cut where
+    the system does not list connections (psutil.AccessDenied). Connections that come to a store of
+    this process's own stay, and so do those to the store whose file descriptors are in ``keep``.
     """
     connections = _connections()
     peers_addresses = {

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 
-#: The all-reduce through /dev/shm: compiled at first use (40 s), and it leaves 66 MiB a rank that nothing unlinks.
+#: The all-reduce through /dev/shm: compiled at first use (40 s), and it leaves 66 MiB a rank that
+#: nothing unlinks.
 OPERATOR = "deepspeed_shm_comm"
 
 
 def without_shared_memory() -> None:
     """Switch DeepSpeed's shared-memory all-reduce off in this process and its forks; gloo does the work then.
 
-    It does nothing where DeepSpeed is not imported. ``__compatible_ops__`` is DeepSpeed's table of the operators that it
-    may build (printed by ``ds_report``), read when its communication back end starts.
+    It does nothing where DeepSpeed is not imported. ``__compatible_ops__`` is DeepSpeed's table of
+    the operators that it may build (printed by ``ds_report``), read when its communication back end
+    starts.
     """
     ops = sys.modules.get("deepspeed.ops")
     if ops is not None:

@@ -12,7 +12,8 @@ from pytest_distcompat.launch.forensics.stacks import without_launcher_in_crash
 
 #: The last lines of each file of a rank's output that a report shows.
 LINES_SHOWN = 40
-#: How many bytes of a file are read for them: a crash writes up to a hundred frames, and the names of all extension modules.
+#: How many bytes of a file are read for them: a crash writes up to a hundred frames, and the names
+#: of all extension modules.
 BYTES_READ = 60_000
 #: The beginning of what faulthandler writes when a process crashes.
 CRASH = "Fatal Python error: "
@@ -22,8 +23,9 @@ CRASH = "Fatal Python error: "
 class Files:
     """The files of the ranks that do a request.
 
-    Ranks of an open run write to the files of the ``run`` that they were started with; ``since`` says how long its logs were when
-    the request began. The agent counts the ranks of its own node: ``first`` is the first rank here.
+    Ranks of an open run write to the files of the ``run`` that they were started with; ``since``
+    says how long its logs were when the request began. The agent counts the ranks of its own node:
+    ``first`` is the first rank here.
     """
 
     run: Path

@@ -1,13 +1,15 @@
 """Fork servers from which warm ranks are started: multiprocessing's own, several of them, started our way.
 
-Ranks of torchrun are processes that were started one by one: each has its own hash seed and its own layout of memory. So there
-are two interpreters (``SIDES``) from which ranks come in turn, and the next run starts with the other one. What goes by the order
-of a set of strings then differs between the ranks of a group, and between the run that saves and the one that loads. Of 4 or 8
-ranks those come from different interpreters whose numbers differ in one binary digit: they are neighbours along a dimension of a
-mesh of 2 x 2 or 2 x 4, and would agree along one of the dimensions if they came strictly in turn.
+Ranks of torchrun are processes that were started one by one: each has its own hash seed and its own
+layout of memory. So there are two interpreters (``SIDES``) from which ranks come in turn, and the
+next run starts with the other one. What goes by the order of a set of strings then differs between
+the ranks of a group, and between the run that saves and the one that loads. Of 4 or 8 ranks those
+come from different interpreters whose numbers differ in one binary digit: they are neighbours along
+a dimension of a mesh of 2 x 2 or 2 x 4, and would agree along one of the dimensions if they came
+strictly in turn.
 
-Each interpreter has a server that has imported libraries. Where tests are collected beforehand, another server, forked from the
-first, has imported the user's modules too.
+Each interpreter has a server that has imported libraries. Where tests are collected beforehand,
+another server, forked from the first, has imported the user's modules too.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from pytest_distcompat.launch import unimported
 
-#: From how many interpreters ranks are forked in turn. A third would make ranks 0 and 2 differ too, but needs memory of its own.
+#: From how many interpreters ranks are forked in turn. A third would make ranks 0 and 2 differ too,
+#: but needs memory of its own.
 SIDES = 2
-#: What a fork server has imported: libraries, or the user's modules too, with the tests collected from them.
+#: What a fork server has imported: libraries, or the user's modules too, with the tests collected
+#: from them.
 LIBRARIES, SESSION = "libraries", "session"
 #: Their log files, by side; the launcher process writes to the first one too.
 LOGS = ("server.log", "other.log")
@@ -39,7 +43,8 @@ LOGS = ("server.log", "other.log")
 class Ends(NamedTuple):
     """A fork server's ends of its sockets and pipes, as file descriptors.
 
-    It listens on ``listener``, ends when the other end of ``alive`` is closed, and writes its status to ``ready``.
+    It listens on ``listener``, ends when the other end of ``alive`` is closed, and writes its
+    status to ``ready``.
     """
 
     listener: int
@@ -108,7 +113,8 @@ class ForkServers:
     def spawn(self, side: int, line: Sequence[str], log: Path) -> None:
         """Start the servers of that side as another interpreter, by a command that gets the ends as JSON.
 
-        Their output goes to ``log``, a file of their own: two that hang at once would write their stacks into each other's.
+        Their output goes to ``log``, a file of their own: two that hang at once would write their
+        stacks into each other's.
         """
         ends = self.ends(side)
         command = [*line, json.dumps(ends)]
@@ -140,9 +146,10 @@ class ForkServers:
     def choose(self, kind: str, turn: int | None, world_size: int) -> None:
         """Have the ranks that multiprocessing starts from now on, rank 0 first, forked from servers of that kind.
 
-        Private names used here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which ``popen_forkserver`` looks up
-        at each call, and three attributes of its fork server. ``tests/launch/test_private_names.py`` fails when they move.
-        Python 3.14 requires a key of those that connect, except with a server that was started without one, as these are; their
+        Private names used here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which
+        ``popen_forkserver`` looks up at each call, and three attributes of its fork server.
+        ``tests/launch/test_private_names.py`` fails when they move. Python 3.14 requires a key of
+        those that connect, except with a server that was started without one, as these are; their
         sockets lie in a directory that only the user can enter.
 
         The parity of ``turn`` says from which side rank 0 comes; None: from another one each time.

@@ -1,8 +1,9 @@
 """Host of a foreign launcher: run it, watch the ranks that it starts, and combine their endings.
 
-``TorchrunLauncher`` does a request so, as a cross-check: the same work by the ``torchrun`` command, without anything warm.
-Unlike ranks of the warm launcher these are not our children, so they announce themselves (in ``rank``, or for scripts in
-``hosted_rank``), and their exit codes are read from torchrun's report or the ranks' files. The launcher can fail too.
+``TorchrunLauncher`` does a request so, as a cross-check: the same work by the ``torchrun`` command,
+without anything warm. Unlike ranks of the warm launcher these are not our children, so they
+announce themselves (in ``rank``, or for scripts in ``hosted_rank``), and their exit codes are read
+from torchrun's report or the ranks' files. The launcher can fail too.
 """
 
 from __future__ import annotations
@@ -40,16 +41,19 @@ from pytest_distcompat.launch.process import (
 from pytest_distcompat.launch.request import Request, Warmth, unbuffered
 from pytest_distcompat.launch.warm import WarmLauncher
 
-#: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
+#: How long a launcher may take to exit after its ranks are gone, and the supervisor after its
+#: launcher, in seconds.
 EXIT_TIMEOUT_S = 5.0
-#: How long ranks and Python's own helpers (resource trackers) may take to exit after their launcher, in seconds.
+#: How long ranks and Python's own helpers (resource trackers) may take to exit after their
+#: launcher, in seconds.
 REMAINDER_TIMEOUT_S = 1.0
 #: How many bytes of a launcher's output are searched, and how many lines of it are shown.
 OUTPUT_BYTES_READ, OUTPUT_LINES_SHOWN = 400_000, 60
 
 #: A failed rank in torchrun's final report.
 _FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
-#: The process of a rank that torchrun ended because another one failed; some versions do not report it.
+#: The process of a rank that torchrun ended because another one failed; some versions do not report
+#: it.
 _ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 #: faulthandler's names of the signals that end a process, and the exit codes.
 _FATAL: dict[str, int] = {
@@ -65,8 +69,9 @@ _FATAL: dict[str, int] = {
 class Hosted:
     """Command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; messages call it ``name``.
 
-    It runs below a process that is an ancestor of the launcher and of all its ranks (``supervisor``). ``unreported`` is the
-    exit code of a rank of which neither its launcher nor its files say one.
+    It runs below a process that is an ancestor of the launcher and of all its ranks
+    (``supervisor``). ``unreported`` is the exit code of a rank of which neither its launcher nor
+    its files say one.
     """
 
     name: str
@@ -280,7 +285,8 @@ class TorchrunLauncher(Launcher):
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu", plain: bool = False) -> None:  # noqa: ARG002 - the launchers' protocol
         self._device = device
-        #: Whether ranks get the user's own environment, but for what keeps those on the CPU off its GPUs.
+        #: Whether ranks get the user's own environment, but for what keeps those on the CPU off its
+        #: GPUs.
         self._plain = plain
 
     def run(self, request: Request) -> Ending:
@@ -289,7 +295,8 @@ class TorchrunLauncher(Launcher):
         path = request.write()
         logs = Path(request.directory) / "logs"
         logs.mkdir(exist_ok=True)
-        # Standalone: the kernel chooses the port. Before torch 2.13 the default was 29500 for every run.
+        # Standalone: the kernel chooses the port. Before torch 2.13 the default was 29500 for every
+        # run.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(request.world_size)]
         command += ["--log-dir", str(logs), "--redirects", "3"]

@@ -85,7 +85,8 @@ class LauncherProcess:
     def intact(self) -> bool:
         """Tell whether the process is there, and its fork servers and their sockets too: without one it must be replaced.
 
-        A server that is unfit, so that no rank is forked from it, may die. A cleaner, or a test, may remove the sockets.
+        A server that is unfit, so that no rank is forked from it, may die. A cleaner, or a test,
+        may remove the sockets.
         """
         if self.dead or not all(path.exists() for path in self._paths):
             return False
@@ -147,7 +148,8 @@ class LauncherProcess:
     ) -> dict[str, Any] | None:
         """Return the process's next answer.
 
-        None when the deadline passes, when there is something to read from another socket, or when the process is gone.
+        None when the deadline passes, when there is something to read from another socket, or when
+        the process is gone.
         """
         while b"\n" not in self._buffer:
             ready, _, _ = select.select(
@@ -227,8 +229,8 @@ class LauncherProcess:
             kill_and_wait(self._process)
             let_tidy_up(tidying)
         finally:
-            # Ctrl-C may interrupt the above, as in a worker of xdist that is done before the others. What is below the process
-            # dies with it.
+            # Ctrl-C may interrupt the above, as in a worker of xdist that is done before the
+            # others. What is below the process dies with it.
             kill_and_wait(self._process)
             self._channel.close()
             self._owned.remove()

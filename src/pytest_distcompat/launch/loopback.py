@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 
-#: By name, as torchrun has it. torch looks up the name of each address that connects. It takes 127.0.0.1 for
-#: ``::ffff:127.0.0.1``, which no /etc/hosts has, so a slow name server would cost each run seconds.
+#: By name, as torchrun has it. torch looks up the name of each address that connects. It takes
+#: 127.0.0.1 for ``::ffff:127.0.0.1``, which no /etc/hosts has, so a slow name server would cost
+#: each run seconds.
 HOST = "localhost"
 
 #: The base class of ``socket.socket``, which plugins replace to forbid connections.

@@ -1,6 +1,7 @@
 """Tell exceptions that only say that another rank is gone from those that are a cause.
 
-A rank decides it, where the exception itself is at hand: a test may raise what it likes, in any words.
+A rank decides it, where the exception itself is at hand: a test may raise what it likes, in any
+words.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _LOST_PEER = re.compile(
     r"NCCL communicator was aborted|connectFullMesh failed|wait timeout after|Application timeout caused pair closure",
     re.IGNORECASE,
 )
-#: torch's Python module that communicates with other ranks, and the C++ source file that gloo's exceptions begin with.
+#: torch's Python module that communicates with other ranks, and the C++ source file that gloo's
+#: exceptions begin with.
 _TORCH_MODULE, _GLOO_SOURCE = "torch.distributed", re.compile(r"\bgloo/")
 
 

@@ -21,11 +21,13 @@ from pytest_distcompat import clock
 #: The file exists if this kernel lists children (CONFIG_PROC_CHILDREN).
 _CHILDREN_FILE = Path("/proc/thread-self/children")
 
-#: How long processes that tidy up after others may take, in seconds. torch's waits two seconds for another user.
+#: How long processes that tidy up after others may take, in seconds. torch's waits two seconds for
+#: another user.
 TIDY_TIMEOUT_S = 4.0
 _TIDYING_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
-#: Device files of accelerators: NVIDIA (also Jetson's, and in WSL), AMD, Intel, Ascend, Cambricon, and the kernel's own class.
+#: Device files of accelerators: NVIDIA (also Jetson's, and in WSL), AMD, Intel, Ascend, Cambricon,
+#: and the kernel's own class.
 _ACCELERATORS = (
     "nvidia*",
     "nvhost*",
@@ -59,8 +61,8 @@ def do_nothing(number: int, frame: object) -> None:
 def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
     """Return a copy of the environment for ranks on ``cpu`` or ``cuda``; on the CPU no GPU is visible.
 
-    Where there is none to hide, no variable is set: code that reads it would work here and fail under torchrun. pytest's own
-    variable ``PYTEST_CURRENT_TEST`` is left out.
+    Where there is none to hide, no variable is set: code that reads it would work here and fail
+    under torchrun. pytest's own variable ``PYTEST_CURRENT_TEST`` is left out.
     """
     of_ranks = dict(environment)
     of_ranks.pop("PYTEST_CURRENT_TEST", None)
@@ -73,7 +75,8 @@ def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
 def user_environment(environment: Mapping[str, str], device: str) -> dict[str, str]:
     """Return a copy of the environment as the user's own torchrun would pass it on; only GPUs stay hidden from ranks on the CPU.
 
-    ``DS_ACCELERATOR`` is the user's own or none: DeepSpeed takes the CPU by itself where it sees no GPU.
+    ``DS_ACCELERATOR`` is the user's own or none: DeepSpeed takes the CPU by itself where it sees no
+    GPU.
     """
     of_ranks = on_device(environment, device)
     if "DS_ACCELERATOR" not in environment:
@@ -115,8 +118,9 @@ def alive(pid: int) -> bool:
 def children(pid: int) -> list[int]:
     """Return the children of that process, zombies among them; none of a process that is gone.
 
-    It reads Linux's own lists: psutil reads the parent of every process of the machine, 30 ms where a thousand run, as on any
-    machine with many cores. https://docs.kernel.org/filesystems/proc.html, 3.7
+    It reads Linux's own lists: psutil reads the parent of every process of the machine, 30 ms where
+    a thousand run, as on any machine with many cores.
+    https://docs.kernel.org/filesystems/proc.html, 3.7
     """
     if not _CHILDREN_FILE.exists():
         try:
@@ -148,8 +152,8 @@ def descendants(pid: int) -> list[psutil.Process]:
 def kill(processes: Iterable[psutil.Process]) -> list[str]:
     """SIGKILL the processes, wait until they are gone, and return the names of those that were killed.
 
-    Zombies count as gone: their parents have to reap them. Processes that tidy up after others are left alone: they end by
-    themselves when the others are gone.
+    Zombies count as gone: their parents have to reap them. Processes that tidy up after others are
+    left alone: they end by themselves when the others are gone.
     """
     doomed = [process for process in processes if not tidies_up(process)]
     names = []
@@ -173,7 +177,8 @@ def let_tidy_up(processes: Iterable[psutil.Process]) -> None:
 def tidies_up(process: psutil.Process) -> bool:
     """Tell whether that process unlinks what its users leave, and ends when they are gone.
 
-    Python's resource tracker does so with semaphores and shared memory, torch's with files of ``file_system`` sharing.
+    Python's resource tracker does so with semaphores and shared memory, torch's with files of
+    ``file_system`` sharing.
     """
     with contextlib.suppress(psutil.Error):
         for argument in process.cmdline():
@@ -185,8 +190,9 @@ def tidies_up(process: psutil.Process) -> bool:
 def kill_and_wait(process: subprocess.Popen[Any]) -> None:
     """SIGKILL a child of ours and wait for it.
 
-    Not by Popen's own ``kill`` and ``wait``: where Ctrl-C comes just as ``poll`` has taken Popen's lock the lock stays taken, and
-    ``wait`` lasts for ever (``_internal_poll`` in https://github.com/python/cpython/blob/3.11/Lib/subprocess.py).
+    Not by Popen's own ``kill`` and ``wait``: where Ctrl-C comes just as ``poll`` has taken Popen's
+    lock the lock stays taken, and ``wait`` lasts for ever (``_internal_poll`` in
+    https://github.com/python/cpython/blob/3.11/Lib/subprocess.py).
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -208,8 +214,9 @@ def await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
 def run_exit_functions() -> None:
     """Call the ``atexit`` functions of the interpreter, in a process that ends without it.
 
-    The standard library has only a private name for that; ``tests/launch/test_private_names.py`` fails when it goes away.
-    What a function raises is printed, and has no other effect, as at an ordinary end.
+    The standard library has only a private name for that; ``tests/launch/test_private_names.py``
+    fails when it goes away. What a function raises is printed, and has no other effect, as at an
+    ordinary end.
     """
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001 - see the docstring
@@ -238,7 +245,8 @@ def sweep_shared_memory(ranks: Iterable[int], master_port: int) -> None:
     """Remove what DeepSpeed's CPU collectives leave in /dev/shm.
 
     They are named ``deepspeed_allreduce_buffer_<uid>_<addr>_<port>_<rank>`` and never unlinked
-    (https://github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). Uid, port and rank make sure that they are ours.
+    (https://github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). Uid, port and rank make sure
+    that they are ours.
     """
     for rank in ranks:
         buffers = f"deepspeed_allreduce_buffer*_{os.getuid()}_*_{master_port}_{rank}"

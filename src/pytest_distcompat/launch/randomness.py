@@ -28,7 +28,8 @@ def states() -> dict[str, Any]:
 def remember_seeds(before: dict[str, Any]) -> None:
     """Find which generators were seeded since they were in those states, and not merely drawn from.
 
-    pytest-random-order draws a number wherever pytest is configured; ranks that all went on from there would draw the same ones.
+    pytest-random-order draws a number wherever pytest is configured; ranks that all went on from
+    there would draw the same ones.
     """
     after = states()
     for name, state in before.items():
@@ -50,8 +51,8 @@ def drawn(name: str, before: Any, after: Any) -> bool:
 def renew() -> None:
     """Give this rank generators as a fresh process has them, except those that a module seeded when it was imported.
 
-    A fork inherits torch's and numpy's generators as they are, so all ranks would draw the same, and Python seeds its own anew. A
-    rank that does several requests gets new generators for each.
+    A fork inherits torch's and numpy's generators as they are, so all ranks would draw the same,
+    and Python seeds its own anew. A rank that does several requests gets new generators for each.
     """
     torch: Any = sys.modules.get("torch")
     numpy: Any = sys.modules.get("numpy.random")
@@ -65,7 +66,8 @@ def renew() -> None:
         numpy.seed()
     if "torch" in _seeded:
         torch.set_rng_state(_seeded["torch"])
-        # A fork seeds CUDA as the import did, once CUDA is initialised; an earlier request may have drawn since.
+        # A fork seeds CUDA as the import did, once CUDA is initialised; an earlier request may have
+        # drawn since.
         torch.cuda.manual_seed_all(torch.initial_seed())
     elif torch is not None:
         torch.default_generator.seed()
@@ -73,8 +75,8 @@ def renew() -> None:
             torch.cuda.seed_all()
 
 
-#: The words that a Mersenne Twister makes at a time, and how often it is drawn from to see whether that leads from one state to
-#: another. No module draws forty thousand numbers at import.
+#: The words that a Mersenne Twister makes at a time, and how often it is drawn from to see whether
+#: that leads from one state to another. No module draws forty thousand numbers at import.
 _WORDS, _MOST_DRAWS = 624, 64
 
 

@@ -1,6 +1,7 @@
 """The main of every rank, warm or cold: sets the process up, calls the target, reports how it ended.
 
-``torchrun --nproc-per-node N -m pytest_distcompat.launch.rank REQUEST`` runs it without a fork server.
+``torchrun --nproc-per-node N -m pytest_distcompat.launch.rank REQUEST`` runs it without a fork
+server.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_fu
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
 from pytest_distcompat.launch.request import Request, set_import_path
 
-#: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
+#: How long a failed rank waits for the others to report a failure of their own before it tears
+#: their connections.
 GRACE = 0.3
 
-#: The option of ``python -m pytest_distcompat.launch.rank`` with the rank in which the user wants a debugger.
+#: The option of ``python -m pytest_distcompat.launch.rank`` with the rank in which the user wants a
+#: debugger.
 DEBUG_OPTION = "--pdb"
 _THREADS = "OMP_NUM_THREADS"
 #: The start method of multiprocessing that modules set in the fork server that imported them.
@@ -55,12 +58,13 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
     die_with_parent()
     lead_session()
     number = int(os.environ["RANK"])
-    # It is opened now, because later this process may be unable to open a file. The watchdog empties it before it requests
-    # stacks again.
+    # It is opened now, because later this process may be unable to open a file. The watchdog
+    # empties it before it requests stacks again.
     stacks = stack_file(request.directory, number).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     flight_recorder.install_handler(request.directory, number)
-    # A forked process inherits multiprocessing's start method; a rank of torchrun has Python's default, or what a module sets.
+    # A forked process inherits multiprocessing's start method; a rank of torchrun has Python's
+    # default, or what a module sets.
     multiprocessing.set_start_method(start_method, force=True)
     prepare(request)
     randomness.renew()
@@ -71,8 +75,9 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
 def lead_session() -> None:
     """Make this process the leader of a session and a process group of its own, as torchrun starts each rank.
 
-    A signal that a test sends to its own group then reaches nothing but the rank and its children. torchrun passes
-    ``start_new_session`` (torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py).
+    A signal that a test sends to its own group then reaches nothing but the rank and its children.
+    torchrun passes ``start_new_session``
+    (torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py).
     """
     if os.getpgid(0) != os.getpid():
         os.setsid()
@@ -83,7 +88,8 @@ def forked(path: str) -> None:
 
     Such a rank ends by ``os._exit``, so the exit functions of its interpreter are called before.
     """
-    # Not after ``main``: torch's agent waits for this function to return, and an exit function may end the process.
+    # Not after ``main``: torch's agent waits for this function to return, and an exit function may
+    # end the process.
     multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
     # By this name code distinguishes a process of a user from one of multiprocessing's workers.
     multiprocessing.current_process().name = "MainProcess"
@@ -95,10 +101,12 @@ def forked(path: str) -> None:
 def forget_parent() -> None:
     """Have ``multiprocessing.parent_process()`` return None, as in a process that a user starts.
 
-    multiprocessing has only private names for it; ``tests/launch/test_private_names.py`` fails when they go away.
+    multiprocessing has only private names for it; ``tests/launch/test_private_names.py`` fails when
+    they go away.
     """
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001 - see the docstring
-    # The number of this process among its parent's, which the names of its own children would begin with.
+    # The number of this process among its parent's, which the names of its own children would begin
+    # with.
     multiprocessing.current_process()._identity = ()  # noqa: SLF001 - see the docstring
 
 
@@ -138,8 +146,8 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
                 report_error(log, error)
             leave_failed(request.directory, request.world_size)
         if pristine_builtins.own_pid() != own:
-            # This is a child that the target forked, and that came back here in the rank's place. The rank itself may be gone:
-            # only it may log that it is done, and answer the parent.
+            # This is a child that the target forked, and that came back here in the rank's place.
+            # The rank itself may be gone: only it may log that it is done, and answer the parent.
             flush()
             pristine_builtins.exit_now(0)
         log.write(Done(own))
@@ -148,7 +156,8 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
 def debug(log: RankLog, error: BaseException) -> None:
     """Start the debugger at an error of the rank to debug; on another rank wait until that one has ended.
 
-    A failed rank that ended at once would take the rank to debug with it. Does nothing in a run without a rank to debug.
+    A failed rank that ended at once would take the rank to debug with it. Does nothing in a run
+    without a rank to debug.
     """
     began = clock.now()
     debugged = log.debugged
@@ -177,7 +186,8 @@ def _use_threads() -> None:
     wanted = os.environ.get(_THREADS, "")
     count = int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
     if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        # At its start torch takes MKL's number, which is no more than there are cores (hyperthreads do not count).
+        # At its start torch takes MKL's number, which is no more than there are cores (hyperthreads
+        # do not count).
         count = min(count, psutil.cpu_count(logical=False) or count)
     torch.set_num_threads(count)
 
@@ -185,8 +195,8 @@ def _use_threads() -> None:
 def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
     """End this rank so that its peers notice, without barrier and without destroying the process group.
 
-    Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at the same moment
-    report their own failure, not the loss of this peer.
+    Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at
+    the same moment report their own failure, not the loss of this peer.
     """
     logs = LogReader(directory, range(world_size))
     request_straggler_stacks(logs.read())
@@ -216,7 +226,8 @@ _GAVE_UP = re.compile(
 def request_straggler_stacks(events: Mapping[int, Sequence[Event]]) -> None:
     """Have the ranks that still run write their stacks, if this rank was the first to give up waiting for them.
 
-    The agent ends them as soon as it sees that this rank is gone, and afterwards their stacks cannot be had.
+    The agent ends them as soon as it sees that this rank is gone, and afterwards their stacks
+    cannot be had.
     """
     gave_up = []
     for logged in events.values():

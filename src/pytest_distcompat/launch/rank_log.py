@@ -16,8 +16,8 @@ from pytest_distcompat.launch.forensics import deaths
 class RankLog:
     """The log of one rank. Each event is written at once, so that a killed rank leaves all its events.
 
-    ``by_hand``: a user runs the run again and looks at a terminal: the log starts afresh, and errors are shown. ``debugged`` is
-    then the rank in which the user wants a debugger.
+    ``by_hand``: a user runs the run again and looks at a terminal: the log starts afresh, and
+    errors are shown. ``debugged`` is then the rank in which the user wants a debugger.
     """
 
     def __init__(

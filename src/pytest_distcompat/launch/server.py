@@ -1,6 +1,7 @@
 """The launcher process: one beside each pytest process, with torch imported, so that pytest need not import it.
 
-It reads one request a line from a socket and answers one JSON line: first that it is warm, then how each run ended.
+It reads one request a line from a socket and answers one JSON line: first that it is warm, then how
+each run ended.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def main(channel_descriptor: str, warmth: str) -> None:
     adopt_orphans()
     _handle_by_default()
     descriptor = int(channel_descriptor)
-    # multiprocessing puts the fork servers' sockets there: into the parent's directory, which is removed with the parent, and
-    # whose path is short enough. This process may be killed at any moment, and could not remove a directory of its own.
+    # multiprocessing puts the fork servers' sockets there: into the parent's directory, which is
+    # removed with the parent, and whose path is short enough. This process may be killed at any
+    # moment, and could not remove a directory of its own.
     tempfile.tempdir = str(Path(warmth).parent)
     multiprocessing.util.get_temp_dir()
     tempfile.tempdir = None
@@ -81,8 +83,8 @@ def main(channel_descriptor: str, warmth: str) -> None:
 def _handle_by_default() -> None:
     """Give signals their default handlers, which ranks inherit, where pytest ignores them, as ``nohup pytest`` does.
 
-    torchrun's agent handles these four (torch/distributed/elastic/multiprocessing/api.py), and what a process handles is
-    handled by default in a program that it starts.
+    torchrun's agent handles these four (torch/distributed/elastic/multiprocessing/api.py), and what
+    a process handles is handled by default in a program that it starts.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -97,7 +99,8 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     # Before the parent gives up, and shows what this process wrote.
     dump_at = clock.now() + 0.9 * warmth_fields["timeout"]
     servers = ForkServers((LIBRARIES, SESSION) if warmth_fields["call"] else (LIBRARIES,))
-    # It imports everything itself, while this process imports torch for itself and for the servers of the first side.
+    # It imports everything itself, while this process imports torch for itself and for the servers
+    # of the first side.
     servers.spawn(
         1, in_new_process("serve_alone", warmth, str(dump_at)), Path(warmth).with_name(LOGS[1])
     )
@@ -140,7 +143,8 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
         ends[SESSION].close()
         with os.fdopen(read, encoding="utf-8") as file:
             libraries = file.read()
-        # For ranks that collect tests themselves, and import the user's own modules themselves. Empty if the other server died.
+        # For ranks that collect tests themselves, and import the user's own modules themselves.
+        # Empty if the other server died.
         if libraries:
             preload.import_modules(json.loads(libraries), dump_at)
         preload.settle(warmth_fields["device"])
@@ -156,7 +160,8 @@ def _serve_session(
 ) -> NoReturn:
     """Be the fork server that collects tests, in a fork of the one that has imported libraries.
 
-    It writes to ``libraries_descriptor``, a pipe to the other server, the names of modules that the tests imported besides.
+    It writes to ``libraries_descriptor``, a pipe to the other server, the names of modules that the
+    tests imported besides.
     """
     die_with_parent()
     # Modules are imported here that may ask for it, or signal their group, as they could on a rank.

@@ -1,7 +1,7 @@
 """Supervisor process of a launcher: it runs one command and adopts all processes that the command leaves behind.
 
-So ranks in sessions of their own, or whose launcher was killed, are its descendants. It kills all of them when its
-standard input closes, even by the death of pytest.
+So ranks in sessions of their own, or whose launcher was killed, are its descendants. It kills all
+of them when its standard input closes, even by the death of pytest.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Sockets are made below them, so they have short names.
 
-An owner keeps a file in its directory locked (flock). The operating system releases the lock when the owner dies, in whatever
-way, and no other process can have it by mistake: process numbers are used again, locks are not.
+An owner keeps a file in its directory locked (flock). The operating system releases the lock when
+the owner dies, in whatever way, and no other process can have it by mistake: process numbers are
+used again, locks are not.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from pathlib import Path
 
 _PREFIX = "distcompat-"
 _LOCK = "owner.lock"
-#: How many bytes the path of a socket may have, with a zero at its end: 108 on Linux, 104 elsewhere (unix(7)).
+#: How many bytes the path of a socket may have, with a zero at its end: 108 on Linux, 104 elsewhere
+#: (unix(7)).
 _SOCKET_PATH_LIMIT = 104
-#: The longest path below the directory for temporary files: multiprocessing's for its fork server, in one of ours.
+#: The longest path below the directory for temporary files: multiprocessing's for its fork server,
+#: in one of ours.
 _LONGEST_PATH_BELOW = "distcompat-xxxxxxxx/pymp-xxxxxxxx/listener-xxxxxxxx"
 _SHORT_ROOT = "/tmp"  # noqa: S108 - tempfile, which makes names that cannot be guessed, is used below it
 
@@ -29,8 +32,8 @@ _SHORT_ROOT = "/tmp"  # noqa: S108 - tempfile, which makes names that cannot be 
 def temporary_root() -> Path:
     """Return the directory for temporary files.
 
-    It is ``/tmp`` if the usual one has so long a name that no socket can be made below it. Schedulers of clusters give each job
-    such a directory.
+    It is ``/tmp`` if the usual one has so long a name that no socket can be made below it.
+    Schedulers of clusters give each job such a directory.
     """
     default = Path(tempfile.gettempdir())
     if len(os.fsencode(default / _LONGEST_PATH_BELOW)) < _SOCKET_PATH_LIMIT:
@@ -44,8 +47,8 @@ class OwnedDirectory:
     """A new directory for temporary files, this process's own until it calls ``remove``, drops the object, or ends.
 
     Args:
-        name: Part of the directory's name. Such a directory is where the user looks for it, and its path may be too long for
-            sockets.
+        name: Part of the directory's name. Such a directory is where the user looks for it, and its
+            path may be too long for sockets.
     """
 
     def __init__(self, name: str = "") -> None:

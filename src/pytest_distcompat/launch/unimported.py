@@ -1,12 +1,13 @@
 """Modules that a fork server imported and its ranks have not: they are hidden, and given back by an import.
 
-``import torch`` alone does not make ``torch.distributed.fsdp`` an attribute, but an import of it anywhere in the process does.
-Ranks are forked from a process in which it was imported, and code that forgets the import would work on them, and fail under
-torchrun.
+``import torch`` alone does not make ``torch.distributed.fsdp`` an attribute, but an import of it
+anywhere in the process does. Ranks are forked from a process in which it was imported, and code
+that forgets the import would work on them, and fail under torchrun.
 
-What each module imports is recorded while libraries are imported. Afterwards all modules are taken out of ``sys.modules`` and
-out of their packages, but for those that ``import torch`` brings and what stays visible imports. An import gives a module back,
-with all that it had imported; its code does not run again.
+What each module imports is recorded while libraries are imported. Afterwards all modules are taken
+out of ``sys.modules`` and out of their packages, but for those that ``import torch`` brings and
+what stays visible imports. An import gives a module back, with all that it had imported; its code
+does not run again.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-#: Modules of these packages stay: pytest's hook would execute those again that it rewrites, and ours it does.
+#: Modules of these packages stay: pytest's hook would execute those again that it rewrites, and
+#: ours it does.
 _STAY = ("pytest_distcompat", "pytest", "_pytest", "pluggy")
 
-#: By the name of each module that was loaded while imports were recorded: the names of modules that it imported.
+#: By the name of each module that was loaded while imports were recorded: the names of modules that
+#: it imported.
 _imported: dict[str, set[str]] = {}
 #: The modules whose code runs, the innermost last.
 _running: list[str] = []
 #: The hidden modules, by name.
 _hidden: dict[str, ModuleType] = {}
-#: By the name of each module that the fork server was told to import: what is given back with it. Ranks import these, and to look
-#: through all that was recorded would copy the memory that they share with the fork server.
+#: By the name of each module that the fork server was told to import: what is given back with it.
+#: Ranks import these, and to look through all that was recorded would copy the memory that they
+#: share with the fork server.
 _given_with: dict[str, tuple[str, ...]] = {}
-#: The names of the modules that were given back, in order, and how many of them before ranks were forked.
+#: The names of the modules that were given back, in order, and how many of them before ranks were
+#: forked.
 _given_back: list[str] = []
 _given_back_before = 0
 
@@ -121,7 +126,8 @@ def _stays(name: str) -> bool:
 def hide() -> None:
     """Hide the modules that were recorded, but for those that a module which stays has imported."""
     for name, names in _imported.items():
-        # A package is imported with each of its modules; and not all that is taken from a module is one.
+        # A package is imported with each of its modules; and not all that is taken from a module is
+        # one.
         names.add(name.rpartition(".")[0])
         names.intersection_update(_imported)
     roots = []

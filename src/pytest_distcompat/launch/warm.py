@@ -117,7 +117,8 @@ class WarmRun:
     def wait(self, watch: Watchdog, replies: Replies | None = None) -> dict[str, Any] | None:
         """Return the agent's final answer.
 
-        None, if the agent does not answer in time, or if all replies have come, whose ranks go on without its answer.
+        None, if the agent does not answer in time, or if all replies have come, whose ranks go on
+        without its answer.
         """
         agent_notified = False
         process = self._process

@@ -10,8 +10,8 @@ from typing import Literal
 from pytest_distcompat.devices import gpu_numbers, visible_ids
 from pytest_distcompat.failures import UsageProblem
 
-#: Variables of visible devices: CUDA's, and HIP's on AMD's GPUs.
-#: ROCR_VISIBLE_DEVICES is not set: HIP numbers the devices within it, so both would filter twice (torch/cuda/__init__.py).
+#: Variables of visible devices: CUDA's, and HIP's on AMD's GPUs. ROCR_VISIBLE_DEVICES is not set:
+#: HIP numbers the devices within it, so both would filter twice (torch/cuda/__init__.py).
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 #: Has CUDA number the GPUs as NVML does; by default it puts the fastest first.
 #: https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
@@ -24,7 +24,8 @@ class Inventory:
 
     Attributes:
         kind: ``gpu`` or ``cpu``.
-        ids: The same for every process of the machine, so that several pytest sessions agree on them.
+        ids: The same for every process of the machine, so that several pytest sessions agree on
+            them.
         ranks_each: How many ranks may share a GPU if there are fewer GPUs than ranks.
         runs_share: Whether ranks of several runs may share a GPU. If not, a run takes whole GPUs.
     """
@@ -54,7 +55,8 @@ class Inventory:
     def needed(self, ranks: int) -> int:
         """Return how many devices to lease for so many ranks.
 
-        Ranks can share cores, so more ranks than CPU slots take all slots. Up to ``ranks_each`` ranks can share a GPU.
+        Ranks can share cores, so more ranks than CPU slots take all slots. Up to ``ranks_each``
+        ranks can share a GPU.
 
         Raises:
             UsageProblem: If there are too few GPUs, or ``ranks`` is below 1.
@@ -71,7 +73,8 @@ class Inventory:
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
         """Return the variables that make only these devices visible; none for CPU slots, to which nothing is pinned.
 
-        GPUs are named by number, because some libraries take ``int`` of each entry (deepspeed/accelerator/cuda_accelerator.py).
+        GPUs are named by number, because some libraries take ``int`` of each entry
+        (deepspeed/accelerator/cuda_accelerator.py).
         """
         if self.kind != "gpu":
             return {}
@@ -90,14 +93,16 @@ def gpus(
 ) -> Inventory:
     """Return the first ``most`` GPUs that are visible to this process, or all of them.
 
-    ``wanted`` are entries of CUDA_VISIBLE_DEVICES to go by instead of its own. Raises UsageProblem if there are none.
+    ``wanted`` are entries of CUDA_VISIBLE_DEVICES to go by instead of its own. Raises UsageProblem
+    if there are none.
     """
     visible = visible_ids(",".join(wanted) or None)
     return Inventory("gpu", tuple(visible[:most]), ranks_each, runs_share)
 
 
-#: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep the cores busy: in the
-#: built-in suite a quarter of two cores is idle with one group at a time, and almost nothing with two.
+#: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep
+#: the cores busy: in the built-in suite a quarter of two cores is idle with one group at a time,
+#: and almost nothing with two.
 SLOTS = 2
 
 

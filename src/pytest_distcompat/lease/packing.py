@@ -1,8 +1,8 @@
 """Order of tests that keeps the devices busy.
 
-Workers take tests in the order of a list, and a request waits for those before it. So large groups go first, and of each size
-the longest: large groups start while many devices are free, and small, short ones fill the gaps at the end. A test that takes
-most of the session goes before them all.
+Workers take tests in the order of a list, and a request waits for those before it. So large groups
+go first, and of each size the longest: large groups start while many devices are free, and small,
+short ones fill the gaps at the end. A test that takes most of the session goes before them all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Demand:
 
     Attributes:
         seconds: How long, None if unknown.
-        items: How many pytest items one worker runs in a row for it: the checks of a suite's cell are one demand.
+        items: How many pytest items one worker runs in a row for it: the checks of a suite's cell
+            are one demand.
     """
 
     id: str

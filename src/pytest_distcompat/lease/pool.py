@@ -1,12 +1,14 @@
 """Pool of devices and places, leased to one process group at a time, among all processes of one user on a machine.
 
-A device is a GPU, a MIG instance, or a CPU slot: the right to run some ranks on the CPU. One is leased while a process holds
-the lock on the device's file and the claim on its name, so the operating system ends the lease of a process that dies, however
-it dies. The claim holds even if a cleaner removes the file. Beside each lock is a record of the holder, for messages, and of the
+A device is a GPU, a MIG instance, or a CPU slot: the right to run some ranks on the CPU. One is
+leased while a process holds the lock on the device's file and the claim on its name, so the
+operating system ends the lease of a process that dies, however it dies. The claim holds even if a
+cleaner removes the file. Beside each lock is a record of the holder, for messages, and of the
 memory in use before the lease. A record without a lock belongs to a holder that died.
 
-Where runs share a GPU, a run of one rank leases one of its places (``places``): it shares the lock on the GPU's file, and
-has a lock and a claim of its own on the place. So it excludes a lease of the whole GPU, and of a GPU divided otherwise.
+Where runs share a GPU, a run of one rank leases one of its places (``places``): it shares the lock
+on the GPU's file, and has a lock and a claim of its own on the place. So it excludes a lease of the
+whole GPU, and of a GPU divided otherwise.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ from pytest_distcompat.lease.timeline import Leak, Span, append
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 from pytest_distcompat.places import may_be_held_beside, place_names
 
-#: Differs between machines, and between boots, because the clock of tickets restarts at boot (``man 4 random``).
+#: Differs between machines, and between boots, because the clock of tickets restarts at boot (``man
+#: 4 random``).
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: How long to wait for a lease, in seconds: longer than any test should hold one.
 TIMEOUT = 3600.0
-#: How many bytes more than before a lease may stay in use after it. The driver's own use varies by a few MiB; the least that
-#: a process uses, a CUDA context, is some hundreds.
+#: How many bytes more than before a lease may stay in use after it. The driver's own use varies by
+#: a few MiB; the least that a process uses, a CUDA context, is some hundreds.
 TOLERANCE = 64 << 20
 #: How long memory may take to become free, in seconds. That of a killed process takes a moment.
 FREE_TIMEOUT_S = 10.0
-#: The intervals in which a request checks its turn and free devices, and between measurements of memory, in seconds.
+#: The intervals in which a request checks its turn and free devices, and between measurements of
+#: memory, in seconds.
 _POLL, _POLL_MEMORY = 0.02, 0.05
 
-#: Returns the bytes in use on each device, by all processes; devices whose use is unknown are left out.
+#: Returns the bytes in use on each device, by all processes; devices whose use is unknown are left
+#: out.
 Memory = Callable[[Sequence[str]], Mapping[str, int]]
 
 
@@ -61,10 +66,13 @@ class Lease:
     """Devices that are leased.
 
     Attributes:
-        ids: The devices; fewer than requested if the request went on without CPU slots that a suspended process holds.
+        ids: The devices; fewer than requested if the request went on without CPU slots that a
+            suspended process holds.
         environment: Variables that make only these devices visible.
-        places: How many runs of one rank may use each of these devices: a rank may use that part of its memory.
-        leak: Memory that a dead holder left before this lease and, after the end of the lease, memory that it left itself.
+        places: How many runs of one rank may use each of these devices: a rank may use that part of
+            its memory.
+        leak: Memory that a dead holder left before this lease and, after the end of the lease,
+            memory that it left itself.
         own_leak: The second of these alone.
     """
 
@@ -128,12 +136,13 @@ class Pool:
     Args:
         directory: The directory of the locks; None for the default one.
         inventory: The devices.
-        memory: Measures the memory of the devices; by default NVML does: all that is in use, or this process's own where runs
-            share GPUs.
+        memory: Measures the memory of the devices; by default NVML does: all that is in use, or
+            this process's own where runs share GPUs.
         free_timeout: How long memory may take to become free after a lease, in seconds.
         timeline: The directory for the record of leases (``lease.timeline``), None for no record.
         worker: The name of this process in that record.
-        session: Names the session that this process belongs to; by default the directory of the record does.
+        session: Names the session that this process belongs to; by default the directory of the
+            record does.
         notify: Shows the user what a request waits for.
 
     Raises:
@@ -157,7 +166,8 @@ class Pool:
         self._own_memory = self.memory or devices.own_memory
         self._run = self.session or str(self.timeline or "")
         self._watch: Watch | None = None
-        #: Holders that a request has given up on, so that the next one need not wait for them again.
+        #: Holders that a request has given up on, so that the next one need not wait for them
+        #: again.
         self._given_up: set[Blocker] = set()
         self._notified: set[str] = set()
 
@@ -167,8 +177,8 @@ class Pool:
     ) -> Iterator[Lease]:
         """Lease devices for so many ranks inside the block, all at once.
 
-        A thread that holds devices already gets those: a test that was lent GPUs starts its scripts on them. If it could wait
-        for more, two such tests could wait for each other for ever.
+        A thread that holds devices already gets those: a test that was lent GPUs starts its scripts
+        on them. If it could wait for more, two such tests could wait for each other for ever.
 
         Args:
             ranks: The number of ranks.
@@ -177,7 +187,8 @@ class Pool:
             whole: Whether to lease whole GPUs where other runs could share them.
 
         Raises:
-            UsageProblem: If there are too few devices, or this thread holds some of them, but too few.
+            UsageProblem: If there are too few devices, or this thread holds some of them, but too
+                few.
             LeaseTimeout: After ``timeout``.
         """
         count = self.inventory.needed(ranks)
@@ -205,7 +216,8 @@ class Pool:
             leaks_of_dead = self._await_dead_holders(names)
             granted_at = clock.now()
             since = clock.wall()
-            # On a device that runs share, all memory in use is also that of neighbours: only this process's own can be told.
+            # On a device that runs share, all memory in use is also that of neighbours: only this
+            # process's own can be told.
             measure = self._own_memory if shares else self._used_memory
             before = measure(ids) if self.inventory.kind == "gpu" else {}
             self._write_records(names, who, since, {} if shares else before)
@@ -312,7 +324,8 @@ class Pool:
         record = self._read_record(name)
         if record is not None and psutil.pid_exists(record.pid):
             return record
-        # A lease writes its record when it has all its devices; until then that of a dead holder may be there, or none.
+        # A lease writes its record when it has all its devices; until then that of a dead holder
+        # may be there, or none.
         unknown = "a lease that is about to begin, or whose record was removed"
         return Holder(name, unknown, self._directory.claimant(name), clock.wall())
 
@@ -321,8 +334,8 @@ class Pool:
     ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
         """Wait until the request has its devices or places, and lock them.
 
-        Devices stay locked while the request waits for more, so that a later request cannot take them. They are given back
-        if another request is to be served first.
+        Devices stay locked while the request waits for more, so that a later request cannot take
+        them. They are given back if another request is to be served first.
 
         Args:
             count: The number of devices.
@@ -332,7 +345,8 @@ class Pool:
             locks: Releases the locks when it is closed.
 
         Returns:
-            For each device the names that are locked, its own or those of its places; and whom the request waited for.
+            For each device the names that are locked, its own or those of its places; and whom the
+                request waited for.
 
         Raises:
             LeaseTimeout: At the deadline.
@@ -367,7 +381,8 @@ class Pool:
                         self._lock_free(count, places, taken, locks)
                     if len(taken) == count or clock.now() >= deadline:
                         break
-                    # Tells the user whom the request waits for. Raises GivenUpError where that never ends.
+                    # Tells the user whom the request waits for. Raises GivenUpError where that
+                    # never ends.
                     watch()
                     clock.sleep(_POLL)
         except GivenUpError:
@@ -408,7 +423,8 @@ class Pool:
         with contextlib.ExitStack() as own:
             if not self._lock(device, own):
                 return ()
-            # Their holders have locked the device's file, but a cleaner may have removed it. CPU slots have no places.
+            # Their holders have locked the device's file, but a cleaner may have removed it. CPU
+            # slots have no places.
             if self.inventory.kind == "gpu" and self._directory.claimed(device) not in (
                 [],
                 [device],
@@ -432,7 +448,8 @@ class Pool:
                     names.append(name)
             if len(names) < count:
                 return ()
-            # After its own locks, so that of two requests that exclude each other one sees the other.
+            # After its own locks, so that of two requests that exclude each other one sees the
+            # other.
             if self._is_excluded(device, names):
                 return ()
             locks.push(own.pop_all())
@@ -528,8 +545,8 @@ def boot_id() -> str:
 def default_directory() -> Path:
     """Return the directory that all pytest sessions of this user on this machine share.
 
-    Its name contains the id of the boot, because machines may share a temporary directory, but not slots and clocks. The host
-    name would not do: containers of one machine have different ones.
+    Its name contains the id of the boot, because machines may share a temporary directory, but not
+    slots and clocks. The host name would not do: containers of one machine have different ones.
     """
     machine = boot_id() or quote(socket.gethostname(), safe="")
     return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}-{machine}"

@@ -1,11 +1,13 @@
 """Queue of requests for devices: each ticket is a file that its owner keeps locked while it waits.
 
-First come, first served. No ticket overtakes an earlier one that may take one of the same devices, so a large request is
-served after those before it, however many small ones follow. Tickets of inventories without a common device do not affect
-each other. A small request that would fit beside a waiting large one waits too; ``packing.py`` makes that rare, because it
-starts with the large ones.
+First come, first served. No ticket overtakes an earlier one that may take one of the same devices,
+so a large request is served after those before it, however many small ones follow. Tickets of
+inventories without a common device do not affect each other. A small request that would fit beside
+a waiting large one waits too; ``packing.py`` makes that rare, because it starts with the large
+ones.
 
-The operating system unlocks the file of a process that dies, which removes its ticket from the queue.
+The operating system unlocks the file of a process that dies, which removes its ticket from the
+queue.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Queue:
     def ticket(self, ids: tuple[str, ...], count: int, who: str) -> Iterator[Ticket]:
         """Have a request stand in the queue in the block. The arguments are as in ``Ticket``."""
         with contextlib.ExitStack() as own:
-            # All processes of a machine share this clock, so numbers grow. The process number keeps two apart that come in the
-            # same nanosecond.
+            # All processes of a machine share this clock, so numbers grow. The process number keeps
+            # two apart that come in the same nanosecond.
             number = clock.now_ns() << 22 | os.getpid()
             mine = Ticket(number, ids, count, who, os.getpid())
             self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
@@ -94,7 +96,8 @@ class Queue:
         """Return all tickets, those of dead processes included."""
         tickets = []
         for text in self._directory.tickets():
-            # It may be half written, or written by another version of this package with other fields.
+            # It may be half written, or written by another version of this package with other
+            # fields.
             with contextlib.suppress(ValueError):
                 tickets.append(decode(Ticket, json.loads(text)))
         return tickets
@@ -103,7 +106,8 @@ class Queue:
         """Restore the ticket if it was removed, so that a later request cannot overtake it."""
         lock = self._own[mine.number]
         if not lock.in_place():
-            # Another process that found the ticket unlocked is about to remove it: try again at the next call.
+            # Another process that found the ticket unlocked is about to remove it: try again at the
+            # next call.
             with contextlib.suppress(TakenError):
                 self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
                 lock.close()

@@ -23,8 +23,9 @@ NOTIFY_OF_WORKERS_AFTER_S = 60.0
 NOTICE_COLUMNS = 100 - len("distcompat: ")
 #: The name of a holder keeps at least this many characters in a notice.
 _NAME_LEAST = 16
-#: After how many seconds of waiting a request goes on without CPU slots that a suspended process holds, or that another session
-#: has held for ``LONG_LEASE_S`` seconds (a debugger). Slots only limit how many ranks share the cores.
+#: After how many seconds of waiting a request goes on without CPU slots that a suspended process
+#: holds, or that another session has held for ``LONG_LEASE_S`` seconds (a debugger). Slots only
+#: limit how many ranks share the cores.
 GIVE_UP_AFTER_S = 5.0
 LONG_LEASE_S = 60.0
 
@@ -39,7 +40,8 @@ class Holder:
         pid: The process that holds it, 0 if unknown.
         since: When the lease began, in seconds since the epoch.
         before: The device's memory in use before the lease, in bytes, if known.
-        run: The pytest session that it belongs to, the same for all xdist workers; empty if unknown.
+        run: The pytest session that it belongs to, the same for all xdist workers; empty if
+            unknown.
     """
 
     id: str
@@ -64,9 +66,10 @@ class Watch:
 
     Attributes:
         blockers: Returns the holders and tickets that the request waits for.
-        given_up: Blockers that earlier requests of this process have given up on, so that the next one does not wait for
-            them again.
-        notified: The sessions and processes that the user was told of, so that each wait for them is not a further line.
+        given_up: Blockers that earlier requests of this process have given up on, so that the next
+            one does not wait for them again.
+        notified: The sessions and processes that the user was told of, so that each wait for them
+            is not a further line.
         run: The pytest session of the request, as in ``Holder``.
         notify: Shows the user a message; None to show none.
     """

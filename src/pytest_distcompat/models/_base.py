@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor]
 
-#: Tokens at the start of a row that have no label. Uneven over ranks and steps: equal numbers would hide a trainer that averages
-#: averages (https://github.com/huggingface/transformers/pull/34191).
+#: Tokens at the start of a row that have no label. Uneven over ranks and steps: equal numbers would
+#: hide a trainer that averages averages (https://github.com/huggingface/transformers/pull/34191).
 PROMPT_LENGTHS = (0, 13, 6, 10, 3)
 
 
@@ -29,11 +29,11 @@ class Stages:
 
     Attributes:
         parts: Names of modules in the order of the forward; those of one part stay together.
-        forward: ``forward(model, received, first=, last=)`` returns what a stage sends to the next one: hidden states of shape
-            (rows, tokens, hidden size), or logits from the last stage.
+        forward: ``forward(model, received, first=, last=)`` returns what a stage sends to the next
+            one: hidden states of shape (rows, tokens, hidden size), or logits from the last stage.
         loss: ``loss(logits, labels)`` returns the loss of the last stage's logits.
-        shapes: ``shapes(model, batch)`` returns tensors like the first stage's tokens, the hidden states between stages, and
-            the last stage's logits.
+        shapes: ``shapes(model, batch)`` returns tensors like the first stage's tokens, the hidden
+            states between stages, and the last stage's logits.
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -56,27 +56,36 @@ class TinyModel:
         outputs: ``outputs(model, batch)`` returns what the model computes.
         reload: Returns the unwrapped model from a directory with the exported files.
         frozen_modules: Names of the modules that option ``frozen`` freezes.
-        ignored_module: Name of the module, of frozen weights, that option ``ignored_modules`` leaves out of the sharding.
+        ignored_module: Name of the module, of frozen weights, that option ``ignored_modules``
+            leaves out of the sharding.
         unit_size: How many parameters make a unit under option ``wrap_policy``.
         lora_targets: Names of the modules that option ``lora`` adapts.
         in_8_bits: Whether it has layers with sizes divisible by 16, as products in 8 bits need.
-        largest: How many elements its largest matrix has, of a model whose optimizer state is quantized.
-        spread: Factor on the loss tolerance of precisions below float32: rounding shows the more, the fewer samples are averaged.
-        gpu_spread: Factor in place of ``spread`` for bfloat16 on a GPU, if it is larger: products are added up in another order.
+        largest: How many elements its largest matrix has, of a model whose optimizer state is
+            quantized.
+        spread: Factor on the loss tolerance of precisions below float32: rounding shows the more,
+            the fewer samples are averaged.
+        gpu_spread: Factor in place of ``spread`` for bfloat16 on a GPU, if it is larger: products
+            are added up in another order.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
-        tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``parallel/tensor_parallel.py``.
-        experts: Name of the module whose experts can be spread: the parameters of FSDP2's hold one in each row of their first
-            dimension, DeepSpeed's has a module for each. Empty without one.
+        tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see
+            ``parallel/tensor_parallel.py``.
+        experts: Name of the module whose experts can be spread: the parameters of FSDP2's hold one
+            in each row of their first dimension, DeepSpeed's has a module for each. Empty without
+            one.
         driver: Name of the only driver that can train it, empty if all can.
         stages: How pipeline parallelism cuts it; None if it cannot.
-        random: Whether its forward draws random numbers; the reference in one process cannot draw those of several ranks.
+        random: Whether its forward draws random numbers; the reference in one process cannot draw
+            those of several ranks.
         only_float32: Whether it is numerically unstable: rounding decides what it computes.
-        one_batch: Whether its forward computes over the rows of all ranks, so that the reference takes them as one batch.
+        one_batch: Whether its forward computes over the rows of all ranks, so that the reference
+            takes them as one batch.
         unused: Whether its forward may use a parameter on one rank and not on another.
         without_loss: Whether no loss comes with its outputs, which then learn fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
-        written_names: Returns the names that its library writes in place of the model's own, if any.
+        written_names: Returns the names that its library writes in place of the model's own, if
+            any.
         unsupported_reason: Why the model cannot be made here; empty if it can.
         preload: Modules that the fork server imports for it.
         order: Where the model stands in lists.

@@ -1,10 +1,12 @@
 """Context parallelism (``cp``): each rank computes on its part of the sequence, with the keys and values of all of it.
 
-A sequence of n tokens over cp ranks: rank r of them has the tokens from r * n / cp to (r + 1) * n / cp, of every row.
+A sequence of n tokens over cp ranks: rank r of them has the tokens from r * n / cp to (r + 1) * n /
+cp, of every row.
 
-torch's own ``context_parallel`` has kernels for GPUs alone: on the CPU it raises ``NotImplementedError`` in the first forward.
-Here keys and values are gathered, as for Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2), through the interface of
-transformers for other attention functions.
+torch's own ``context_parallel`` has kernels for GPUs alone: on the CPU it raises
+``NotImplementedError`` in the first forward. Here keys and values are gathered, as for Llama 3
+(https://arxiv.org/abs/2407.21783, section 3.3.2), through the interface of transformers for other
+attention functions.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def attend(
 
     Args:
         mesh: One dimension, the ranks that have the parts of each sequence.
-        query: (batch, heads, tokens of the part, head size), as are ``key`` and ``value``, with fewer heads.
+        query: (batch, heads, tokens of the part, head size), as are ``key`` and ``value``, with
+            fewer heads.
         key: Keys of the part.
         value: Values of the part.
         scaling: Factor on the products of queries and keys.
@@ -191,8 +194,9 @@ def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
 
 def ulysses_part_loss(engine: Any, batch: Batch) -> torch.Tensor:
     """Return the loss of full rows, of which this rank has the part that Ulysses gives it."""
-    # https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/, with the sum that it advises where the backward
-    # pass of ``all_gather`` cannot be used: on gloo that takes the group's ranks for those of all.
+    # https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/, with the sum that it
+    # advises where the backward pass of ``all_gather`` cannot be used: on gloo that takes the
+    # group's ranks for those of all.
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
     from torch import distributed
     from torch.distributed.nn.functional import all_reduce

@@ -1,10 +1,10 @@
 """Expert parallelism (``ep``): each rank holds some of the experts, and sends its rows to the ranks that hold theirs.
 
-Of n experts, rank r of the ep ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks have other rows each, so that
-they are data-parallel ranks for the layers around the experts.
+Of n experts, rank r of the ep ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks
+have other rows each, so that they are data-parallel ranks for the layers around the experts.
 
-Under FSDP2 as in torchtitan, whose ``ExpertTensorParallel`` cuts each expert too; under ZeRO by DeepSpeed's own layer:
-https://www.deepspeed.ai/tutorials/mixture-of-experts/.
+Under FSDP2 as in torchtitan, whose ``ExpertTensorParallel`` cuts each expert too; under ZeRO by
+DeepSpeed's own layer: https://www.deepspeed.ai/tutorials/mixture-of-experts/.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def spread(experts: Module, mesh: DeviceMesh) -> None:
     Rows are sent to the ranks of their experts, and each of those computes its columns.
 
     Args:
-        experts: Module whose parameters are (experts, outputs, ...), and whose forward takes rows in the order of their experts
-            and how many each has.
+        experts: Module whose parameters are (experts, outputs, ...), and whose forward takes rows
+            in the order of their experts and how many each has.
         mesh: Dimensions ``ep``, ``tp`` or both.
     """
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
@@ -102,7 +102,8 @@ class Exchange:
 
     Attributes:
         mesh: The ranks of ``ep``; None without expert parallelism.
-        columns: The ranks of ``tp``, which compute the columns of an expert; None without tensor parallelism.
+        columns: The ranks of ``tp``, which compute the columns of an expert; None without tensor
+            parallelism.
         width: Columns of a row.
         sent: How many rows this rank sends to each rank.
         received: How many rows this rank receives from each rank.
@@ -199,7 +200,8 @@ def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
     model.moe = model.make_moe(all_experts[0], ep_size=size)
     model.moe.deepspeed_moe.gate.wg = full_layer.gate.wg
     own_experts = model.moe.deepspeed_moe.experts.deepspeed_experts
-    # Neighbours hold the experts together: deepspeed/utils/groups.py, _create_expert_and_data_parallel.
+    # Neighbours hold the experts together: deepspeed/utils/groups.py,
+    # _create_expert_and_data_parallel.
     first = rank % size * len(own_experts)
     originals = all_experts[first : first + len(own_experts)]
     for expert, original in zip(own_experts, originals, strict=True):

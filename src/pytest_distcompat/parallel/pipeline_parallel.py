@@ -1,8 +1,9 @@
 """Pipeline parallelism (``pp``) by ``torch.distributed.pipelining``: each rank keeps the layers of its stages, as in torchtitan.
 
-A stage is a run of the model's layers. It receives hidden states from the stage before it and sends its own to the next one; the
-first receives tokens, the last computes logits and loss. With one stage a rank, rank r holds stage r. Interleaved schedules have
-two a rank: rank r holds stages r and r + pp. A batch passes the stages row by row, in micro-batches.
+A stage is a run of the model's layers. It receives hidden states from the stage before it and sends
+its own to the next one; the first receives tokens, the last computes logits and loss. With one
+stage a rank, rank r holds stage r. Interleaved schedules have two a rank: rank r holds stages r and
+r + pp. A batch passes the stages row by row, in micro-batches.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
@@ -84,7 +85,8 @@ class Pipeline:
         first: Whether this rank has the first stage.
         last: Whether this rank has the last stage.
         modules: Number of a stage of this rank -> its module.
-        shapes: Example tensors that the stage receives and sends; empty if torch is to find out their shapes.
+        shapes: Example tensors that the stage receives and sends; empty if torch is to find out
+            their shapes.
         schedules: Number of micro-batches -> the schedule for it.
     """
 
@@ -108,7 +110,8 @@ class Pipeline:
     def keep(self, model: Any) -> dict[int, Module]:
         """Remove the layers of other ranks from the model, in place, and return the module of each stage of this rank.
 
-        With several stages on a rank each module is a copy of the model that shares the layers of its stage.
+        With several stages on a rank each module is a copy of the model that shares the layers of
+        its stage.
         """
         from pytest_distcompat.parallel.placeholder import Elsewhere
 
@@ -121,7 +124,8 @@ class Pipeline:
         for number in range(self.index, self.cell.stages, self.cell.pp):
             module = model
             if self.cell.stages > self.cell.pp:
-                # What the memo of a deep copy has for an object stands in the object's place: layers of the stage are shared.
+                # What the memo of a deep copy has for an object stands in the object's place:
+                # layers of the stage are shared.
                 memo = {}
                 for name, layer in layers.items():
                     memo[id(layer)] = layer if stage_by_name[name] == number else Elsewhere()
@@ -146,8 +150,8 @@ class Pipeline:
 
         Args:
             modules: Number of a stage of this rank -> its module.
-            example: A batch of one row, for the shapes that the only stage of this rank receives and sends; None if torch is to
-                find them out.
+            example: A batch of one row, for the shapes that the only stage of this rank receives
+                and sends; None if torch is to find them out.
         """
         self.modules = dict(modules)
         if example is None:
@@ -189,7 +193,8 @@ class Pipeline:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        # Each schedule has its own: a stage keeps the number of micro-batches of the last one that was made ready in it.
+        # Each schedule has its own: a stage keeps the number of micro-batches of the last one that
+        # was made ready in it.
         stages = [
             PipelineStage(
                 module, number, self.cell.stages, self.device, group=self.group, **self.shapes
@@ -202,7 +207,8 @@ class Pipeline:
             stages if several_per_rank else stages[0],
             n_microbatches=count,
             loss_fn=lambda logits, labels: self.stages.loss(logits, labels) / divisor,
-            # It would divide once more in each call: https://github.com/pytorch/torchtitan/issues/1733
+            # It would divide once more in each call:
+            # https://github.com/pytorch/torchtitan/issues/1733
             scale_grads=False,
         )
 

@@ -1,8 +1,9 @@
 """Tensor and sequence parallelism by torch's ``parallelize_module``, from the plan of a tiny model.
 
-Tensor parallelism (``tp``) shards the weight of a layer: ``colwise`` by output, so that each rank has some columns of the
-activations; ``rowwise`` by input, so that the ranks' outputs are summed. Sequence parallelism (``sp``) shards the activations
-between such layers along the sequence, over the same ranks.
+Tensor parallelism (``tp``) shards the weight of a layer: ``colwise`` by output, so that each rank
+has some columns of the activations; ``rowwise`` by input, so that the ranks' outputs are summed.
+Sequence parallelism (``sp``) shards the activations between such layers along the sequence, over
+the same ranks.
 
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 
@@ -118,7 +119,8 @@ def parallelize(
     """Shard the model's layers in place.
 
     Args:
-        model: The model; layers of other stages of a pipeline are placeholders, and stay as they are.
+        model: The model; layers of other stages of a pipeline are placeholders, and stay as they
+            are.
         mesh: One dimension, the ranks of tensor parallelism.
         plan: Name of a module, with ``*`` for numbers -> its style.
         experts: Name of the module whose experts are sharded too; empty if there is none.

@@ -1,6 +1,7 @@
 """Hooks of the pytest plugin; the modules that do the work are imported when they are needed.
 
-A session without distributed tests imports this file, ``options`` and what these two import at their top, nothing else.
+A session without distributed tests imports this file, ``options`` and what these two import at
+their top, nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
 
 _MARK = "distcompat"
-# Defined here and not in rank_session: a session without distributed tests does not import that module.
+# Defined here and not in rank_session: a session without distributed tests does not import that
+# module.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
 _COLLECTED: pytest.StashKey[list[pytest.Item]] = (
     pytest.StashKey()
@@ -62,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in given:
         # Reading a value checks it.
         options.setting(config, name)
-    # An xdist controller collects nothing: it learns of distributed tests from the reports of its workers.
+    # An xdist controller collects nothing: it learns of distributed tests from the reports of its
+    # workers.
     if given or _is_controller(config):
         session = session_of(config)
         # The report of one rank is not the outcome: that is decided by the reports of all ranks.
@@ -150,7 +153,8 @@ def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> pytest.Class | list[pytest.Item] | None:
     """Collect a suite whatever its name is. A mistake in its class is a collection error."""
-    # A module that defines a suite has imported this one; other sessions must not pay for the import.
+    # A module that defines a suite has imported this one; other sessions must not pay for the
+    # import.
     suite = sys.modules.get("pytest_distcompat.compat_suite")
     if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
@@ -279,7 +283,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         return
     if _is_controller(config) and not hasattr(config, "workerinput"):
         return
-    # On a full disk there is no launcher process; the tests themselves report what they cannot write.
+    # On a full disk there is no launcher process; the tests themselves report what they cannot
+    # write.
     with contextlib.suppress(OSError):
         session_of(config).launcher.warm_up()
     if session_of(config).placement.elsewhere:
@@ -319,8 +324,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """Apply pytest-timeout's limit to the process group: without the warm-up, and with the stacks of a hang.
 
-    pytest-timeout's own timer would end the launcher and show frames of this plugin, or end the whole session. Several items
-    of a suite share its runs, which have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
+    pytest-timeout's own timer would end the launcher and show frames of this plugin, or end the
+    whole session. Several items of a suite share its runs, which have ``--distcompat-timeout``.
+    https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
     """
     if item.get_closest_marker(_MARK) is not None:
         from pytest_distcompat.plugin.marked.run import TIME_LIMIT

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.plugin.marked.outcome import Outcome
     from pytest_distcompat.status import Verdict
 
-#: The attribute of a report that carries the ``AppliedIssues`` of an item from an xdist worker to the controller.
+#: The attribute of a report that carries the ``AppliedIssues`` of an item from an xdist worker to
+#: the controller.
 ATTRIBUTE = "distcompat_declared"
 
 
@@ -150,7 +151,8 @@ class Declared:
     ) -> None:
         """Turn a declared failure into an xfail, and a pass where a failure is declared strictly into a failure.
 
-        A crash or a hang is ``hard`` and never excused. A report that an xfail mark decided stays as it is.
+        A crash or a hang is ``hard`` and never excused. A report that an xfail mark decided stays
+        as it is.
         """
         applied = AppliedIssues()
         item.stash[APPLIED] = applied
@@ -190,8 +192,8 @@ class Declared:
     def stale(self) -> list[str]:
         """Return the issues that excused nothing, each with the number of items that it covers.
 
-        If only a part of the tests was selected, or the session ended early, an issue that covers nothing is not stale: the
-        tests that it covers may be among those that did not run.
+        If only a part of the tests was selected, or the session ended early, an issue that covers
+        nothing is not stale: the tests that it covers may be among those that did not run.
         """
         lines = []
         incomplete = self._broken_off or is_partial(self._session.config)

@@ -82,8 +82,8 @@ def shared_dir(request: pytest.FixtureRequest) -> Path:
 def process_group(request: pytest.FixtureRequest, world: World) -> Iterator[Any]:
     """Initialize the default process group for the test, and destroy it after the test.
 
-    A test whose trainer initializes the group does not use this fixture. A rank that fails does not destroy the group, where
-    it would wait for its peers.
+    A test whose trainer initializes the group does not use this fixture. A rank that fails does not
+    destroy the group, where it would wait for its peers.
     """
     import torch
     from torch import distributed
@@ -97,7 +97,8 @@ def process_group(request: pytest.FixtureRequest, world: World) -> Iterator[Any]
         return
     distributed.init_process_group(world.backend)
     if world.backend == "gloo":
-        # gloo returns as soon as this rank is connected: it could end before another rank has connected to it.
+        # gloo returns as soon as this rank is connected: it could end before another rank has
+        # connected to it.
         distributed.barrier()
     yield distributed.group.WORLD
     if distributed.is_initialized():

@@ -26,10 +26,12 @@ class Option:
     """An option and the ini key of the same name, ``distcompat_<short>``.
 
     Attributes:
-        read: Parses the text of the option, or raises UsageProblem with the allowed values. For an option whose ``metavar``
-            begins with ``FILE`` its second argument is the directory that relative paths start from.
+        read: Parses the text of the option, or raises UsageProblem with the allowed values. For an
+            option whose ``metavar`` begins with ``FILE`` its second argument is the directory that
+            relative paths start from.
         help: What pytest's ``--help`` says of it.
-        repeated: Whether the option may be given several times; its text then has one line for each.
+        repeated: Whether the option may be given several times; its text then has one line for
+            each.
         alias: Another name, which works as well.
     """
 
@@ -73,7 +75,8 @@ class Setting:
     origin: str
 
 
-# Parsers: each returns the value of an option's text, or raises UsageProblem with the allowed values.
+# Parsers: each returns the value of an option's text, or raises UsageProblem with the allowed
+# values.
 
 
 def choice(*allowed: str) -> Callable[[str], str]:
@@ -214,7 +217,8 @@ def _read_report(path: Path) -> Any:
     return Report.read(path)
 
 
-#: The help begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
+#: The help begins with a verb and names the unit and the default, in the terms of
+#: docs/architecture.md.
 _ALL = (
     Option(
         "gpus",
@@ -403,7 +407,8 @@ def setting(config: pytest.Config, name: str) -> Setting:
     option = options_of(config)[name]
     given = config.getoption(name)
     ini = _in_file(config, option)
-    # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
+    # An empty value on the command line overrides the file too: no baseline this time, or an unset
+    # shell variable.
     if given is not None:
         # A conftest may have set it to another type.
         text = "\n".join(given) if option.repeated else str(given)

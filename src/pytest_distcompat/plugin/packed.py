@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScheduling
 
-#: A function from the collected node ids and the number of workers to lists of indices, each for one worker in a row.
+#: A function from the collected node ids and the number of workers to lists of indices, each for
+#: one worker in a row.
 Plan = Callable[[Sequence[str], int], Sequence[Sequence[int]]]
-#: How many tests a worker has at a time: the one that runs, and the next one, which its teardown needs to know
-#: (``--dist load --maxschedchunk 1``; https://pytest-xdist.readthedocs.io/en/stable/distribution.html).
+#: How many tests a worker has at a time: the one that runs, and the next one, which its teardown
+#: needs to know (``--dist load --maxschedchunk 1``;
+#: https://pytest-xdist.readthedocs.io/en/stable/distribution.html).
 IN_HAND = 2
 
 
 class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untyped here
     """Hands out the planned units one at a time to the next free worker, then all other tests as ``--dist load`` does.
 
-    xdist's own rule hands out slices of consecutive tests: one worker would get all large tests, and the checks of a cell would
-    go to several workers, which would wait for one another's runs. A session without distributed tests has an empty plan.
+    xdist's own rule hands out slices of consecutive tests: one worker would get all large tests,
+    and the checks of a cell would go to several workers, which would wait for one another's runs. A
+    session without distributed tests has an empty plan.
     """
 
     collection: list[str] | None

@@ -91,8 +91,8 @@ def write_demands(
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
     """Return the name of a test's demand and its number of ranks; None for an ordinary test.
 
-    All checks in a cell of a suite have one demand, because they share runs. So have marked tests that
-    share ranks by an extension.
+    All checks in a cell of a suite have one demand, because they share runs. So have marked tests
+    that share ranks by an extension.
     """
     mark = mark_of(item)
     if mark is not None:

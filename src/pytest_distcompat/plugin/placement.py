@@ -20,7 +20,8 @@ class Placement:
     Attributes:
         machines: Over how many machines a test of this session is spread at most.
         machines_of_workers: Over how many machines the runs of xdist workers are dealt out.
-        hint: What follows on a message that ranks cannot be spread evenly, for a test whose mark does not say how.
+        hint: What follows on a message that ranks cannot be spread evenly, for a test whose mark
+            does not say how.
     """
 
     machines_of_workers = 1

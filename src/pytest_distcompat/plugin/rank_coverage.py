@@ -7,8 +7,8 @@ from typing import Any
 
 from pytest_distcompat.plugin.session import DistcompatSession
 
-#: What coverage has to patch: fork servers are subprocesses, and ranks end by ``os._exit``. It can from 7.10 on
-#: (https://coverage.readthedocs.io/en/latest/config.html#run-patch).
+#: What coverage has to patch: fork servers are subprocesses, and ranks end by ``os._exit``. It can
+#: from 7.10 on (https://coverage.readthedocs.io/en/latest/config.html#run-patch).
 _PATCHES = ("subprocess", "_exit")
 
 

@@ -10,7 +10,8 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.report.compare import SELECTING
 
-#: The part after the module's path, with the ``@group`` that xdist appends. The id of a parameter may contain an @ too.
+#: The part after the module's path, with the ``@group`` that xdist appends. The id of a parameter
+#: may contain an @ too.
 _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
 
 
@@ -32,8 +33,8 @@ def cell_name(item: pytest.Item, cell: Cell) -> str:
 def strip_group(config: pytest.Config, nodeid: str) -> str:
     """Return the node id without the ``@group`` that xdist appends.
 
-    Workers append it under ``--dist loadgroup`` to tests with ``xdist_group``. Ranks, reports and the user's next command
-    line use the id without it.
+    Workers append it under ``--dist loadgroup`` to tests with ``xdist_group``. Ranks, reports and
+    the user's next command line use the id without it.
     """
     # In a worker --dist is "no"; xdist sets the option loadgroup there instead.
     if config.getoption("dist", "no") != "loadgroup" and not config.getoption("loadgroup", False):
@@ -59,7 +60,8 @@ def is_narrowed(config: pytest.Config) -> bool:
 def is_partial(config: pytest.Config) -> bool:
     """Tell whether tests were selected in any way: also by paths below the root, or by this plugin's own options.
 
-    A baseline counts tests that those leave out as missing; a known issue that covers only such tests is not stale.
+    A baseline counts tests that those leave out as missing; a known issue that covers only such
+    tests is not stale.
     """
     if is_narrowed(config):
         return True

@@ -61,8 +61,8 @@ class DistcompatSession:
         self.config = config
         #: When the session began, by CLOCK_MONOTONIC.
         self.began = clock.now()
-        #: Modules that the fork server imports. Optimizers and DistributedDataParallel import the last when they are made:
-        #: more than a second on every rank that has to do it itself.
+        #: Modules that the fork server imports. Optimizers and DistributedDataParallel import the
+        #: last when they are made: more than a second on every rank that has to do it itself.
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
         #: Whether the fork server makes pytest's session too, since there are marked tests.
         self.collects = False
@@ -254,7 +254,8 @@ class DistcompatSession:
     def verifies(self, nodeid: str) -> bool:
         """Tell whether that item is run a second time, under cold torchrun. Each day selects other items."""
         today = int(clock.wall() // 86400)
-        # crc32 and not hash(): all xdist workers must select the same items, and each has its own hash seed.
+        # crc32 and not hash(): all xdist workers must select the same items, and each has its own
+        # hash seed.
         return zlib.crc32(f"{today} {nodeid}".encode()) % 10000 < 100 * self.verified
 
     @property
@@ -502,7 +503,8 @@ class DistcompatSession:
         try:
             warnings.warn(DistcompatWarning(text), stacklevel=2)
         except DistcompatWarning:
-            # Warnings are errors (-W error). Raising this one would end the session or hide the failure of the ranks.
+            # Warnings are errors (-W error). Raising this one would end the session or hide the
+            # failure of the ranks.
             with warnings.catch_warnings():
                 warnings.simplefilter("always", DistcompatWarning)
                 warnings.warn(DistcompatWarning(text), stacklevel=2)
@@ -527,8 +529,8 @@ class DistcompatSession:
 def session_basetemp(config: pytest.Config) -> Path:
     """Return the base temporary directory of this session; pytest removes it as it does for ``tmp_path``.
 
-    Outside a fixture it can be read only from the private ``config._tmp_path_factory``, as pytest-xdist does.
-    ``tests/plugin/test_private_names.py`` fails when that goes away.
+    Outside a fixture it can be read only from the private ``config._tmp_path_factory``, as
+    pytest-xdist does. ``tests/plugin/test_private_names.py`` fails when that goes away.
     """
     base: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # noqa: SLF001
     return base

@@ -42,12 +42,14 @@ def read_shard(text: str) -> Shard | None:
 def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[list[str]]:
     """Divide units into shards of about equal duration, in the same way on every machine.
 
-    A run that several units share counts once in a shard. Units are placed twice, the longest first: each where it ends
-    earliest, and each where it also adds little, which keeps units that share long runs together. The shorter division counts.
+    A run that several units share counts once in a shard. Units are placed twice, the longest
+    first: each where it ends earliest, and each where it also adds little, which keeps units that
+    share long runs together. The shorter division counts.
 
     Args:
         sizes: The number of tests in each unit.
-        last: The report with the seconds of each unit's runs; a unit that it lacks takes the median for each of its tests.
+        last: The report with the seconds of each unit's runs; a unit that it lacks takes the median
+            for each of its tests.
         count: The number of shards.
     """
     seconds = _seconds_of_runs(sizes, last)
@@ -106,7 +108,8 @@ class _Option:
     """A shard in which a unit can be placed; the least is the best.
 
     Attributes:
-        weighted_end: When the shard would end, in seconds, with what the unit adds counted more than once.
+        weighted_end: When the shard would end, in seconds, with what the unit adds counted more
+            than once.
         units: How many units the shard has: among shards that are alike the one with the fewest.
         number: The number of the shard, from 0.
         added: The seconds that the unit adds.
@@ -125,9 +128,11 @@ def _place(
 
     Args:
         order: The units.
-        seconds: The runs of each unit, each with its seconds; a run of several units counts once in a shard.
+        seconds: The runs of each unit, each with its seconds; a run of several units counts once in
+            a shard.
         count: The number of shards.
-        weight: How much the seconds that a unit adds to a shard count, beside the time at which the shard would end.
+        weight: How much the seconds that a unit adds to a shard count, beside the time at which the
+            shard would end.
     """
     shards: list[list[str]] = [[] for _ in range(count)]
     runs_of_shard: list[set[str]] = [set() for _ in range(count)]

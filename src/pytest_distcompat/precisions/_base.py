@@ -12,9 +12,10 @@ from pytest_distcompat.cell import Cell
 class Precision:
     """Dtypes, by torch's names, and tolerances.
 
-    A precision is mixed if ``compute`` and ``master`` differ; the strategy then decides what it stores and reduces in.
-    The trainer gets a model in ``load``. ``master`` is also the dtype of optimizer state. Tolerances are relative, over
-    20 steps: docs/checks.md. With ``float8`` linear layers multiply in 8 bits; their output is in ``compute``.
+    A precision is mixed if ``compute`` and ``master`` differ; the strategy then decides what it
+    stores and reduces in. The trainer gets a model in ``load``. ``master`` is also the dtype of
+    optimizer state. Tolerances are relative, over 20 steps: docs/checks.md. With ``float8`` linear
+    layers multiply in 8 bits; their output is in ``compute``.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Linear layers multiply in 8 bits, everything else is bfloat16 with float32 masters.
 
-With torchao or Transformer Engine: https://huggingface.co/docs/accelerate/usage_guides/low_precision_training
+With torchao or Transformer Engine:
+https://huggingface.co/docs/accelerate/usage_guides/low_precision_training
 """
 
 from pytest_distcompat.precisions._base import Precision

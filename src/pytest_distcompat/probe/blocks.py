@@ -16,8 +16,8 @@ def is_a(module: Module, *names: str) -> bool:
 
 def unwrapped(module: Module) -> Module:
     """Return the module inside torch's wrappers, however many there are; the module itself if nothing wraps it."""
-    # torch.compile and activation checkpointing have no public attribute for the module that they wrap;
-    # ``tests/scripts/test_private_names.py`` fails when the private ones change.
+    # torch.compile and activation checkpointing have no public attribute for the module that they
+    # wrap; ``tests/scripts/test_private_names.py`` fails when the private ones change.
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -34,9 +34,9 @@ def unwrapped(module: Module) -> Module:
 
 def declared_blocks(model: Module) -> tuple[str, ...]:
     """Return the sorted class names of the blocks that the model declares, or else those that its submodules declare."""
-    # ``_no_split_modules`` of transformers and diffusers is private, but accelerate and transformers wrap by it
-    # (https://huggingface.co/docs/accelerate/usage_guides/fsdp). ``tests/scripts/test_private_names.py`` fails when it
-    # changes.
+    # ``_no_split_modules`` of transformers and diffusers is private, but accelerate and
+    # transformers wrap by it (https://huggingface.co/docs/accelerate/usage_guides/fsdp).
+    # ``tests/scripts/test_private_names.py`` fails when it changes.
     declared = set(getattr(model, "_no_split_modules", None) or ())
     if not declared:
         for child in model.children():

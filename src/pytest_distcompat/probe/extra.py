@@ -30,7 +30,8 @@ def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[Ext
     """Return the values of a driver's ``states``: names of attributes, which may have dots, and what is expected of each.
 
     Raises:
-        TypeError: If the driver has no such attribute, or an attribute has values that cannot be compared.
+        TypeError: If the driver has no such attribute, or an attribute has values that cannot be
+            compared.
     """
     found: list[ExtraStateInfo] = []
     for name, expected in states.items():

@@ -25,8 +25,8 @@ class SavedFile:
     Attributes:
         path: A path that torch and safetensors can open.
         name: The path from the checkpoint's directory on, as messages have it.
-        key_prefix: What comes before the file's keys in the whole model's state dict: ``2.`` in the module directory
-            ``2_Dense`` of a composite model, else empty.
+        key_prefix: What comes before the file's keys in the whole model's state dict: ``2.`` in the
+            module directory ``2_Dense`` of a composite model, else empty.
     """
 
     path: Path
@@ -37,7 +37,8 @@ class SavedFile:
 def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
     """Return every file below the directory that holds keys of a model or an optimizer, as ``prefix`` and path.
 
-    Call it when all ranks have finished writing. The keys of a composite model begin with the name of their module.
+    Call it when all ranks have finished writing. The keys of a composite model begin with the name
+    of their module.
     """
     infos: list[FileInfo] = []
     for file in _files(directory):
@@ -56,7 +57,8 @@ def _with_key_prefix(info: FileInfo, key_prefix: str) -> FileInfo:
 def read_saved(directory: Path) -> tuple[FileInfo, ...]:
     """Return every file below the directory that holds a model, with digests of its values, an optimizer or a scheduler.
 
-    Call it when all ranks have finished writing. It reads all tensors of the model, which is too slow for every cell.
+    Call it when all ranks have finished writing. It reads all tensors of the model, which is too
+    slow for every cell.
     """
     infos: list[FileInfo] = []
     for file in _files(directory):
@@ -150,8 +152,9 @@ def _is_state_dict(data: Mapping[Any, Any]) -> bool:
 
 def module_directories(directory: Path) -> dict[str, str]:
     """Map the name of each module directory of a composite model to its module's name; empty for another directory."""
-    # sentence-transformers writes each module of its Sequential into a directory of its own, the first one (its name is empty)
-    # into the model's, and lists them in modules.json: https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
+    # sentence-transformers writes each module of its Sequential into a directory of its own, the
+    # first one (its name is empty) into the model's, and lists them in modules.json:
+    # https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
     try:
         modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -172,7 +175,8 @@ def _is_own_or_child(path: str) -> bool:
 
 def module_prefix(directory: Path) -> str:
     """Return what comes before the keys of files in a composite model's module directory: ``2.`` for ``2_Dense``."""
-    # The directory is the model's own, where its first module is, or that of another module of the model above.
+    # The directory is the model's own, where its first module is, or that of another module of the
+    # model above.
     name = module_directories(directory).get("")
     if name is None:
         name = module_directories(directory.parent).get(directory.name)
@@ -194,7 +198,8 @@ def readable(directory: Path) -> Iterator[Path]:
         yield directory
 
 
-#: How the names of indices of sharded weights end: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints.
+#: How the names of indices of sharded weights end:
+#: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints.
 INDEX = (".safetensors.index.json", ".bin.index.json")
 #: Suffixes of the files that ``torch.save`` writes.
 PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})
@@ -205,7 +210,8 @@ SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_
 _PARTS = {"model": MODEL, "optimizer": OPTIMIZER, "scheduler": SCHEDULER}
 
 
-#: The dtype names of safetensors and torch's name for each: https://huggingface.co/docs/safetensors/index#format.
+#: The dtype names of safetensors and torch's name for each:
+#: https://huggingface.co/docs/safetensors/index#format.
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -287,10 +293,11 @@ def _dcp_values(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
     """Map each key to its part (``model``, ``optimizer``, ``scheduler`` or empty) and its name there.
 
-    The planner records the path of each key in the nested state dict: ``("app", "model", "layers.0.weight")`` in
-    torch's recipe (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). Otherwise the
-    segment before the first dot is tried. If no key belongs to a model, top-level tensors are a model's own state dict;
-    torchtitan saves it like this, beside ``optimizer``.
+    The planner records the path of each key in the nested state dict: ``("app", "model",
+    "layers.0.weight")`` in torch's recipe
+    (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). Otherwise the
+    segment before the first dot is tried. If no key belongs to a model, top-level tensors are a
+    model's own state dict; torchtitan saves it like this, beside ``optimizer``.
     """
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     stored = metadata.state_dict_metadata
@@ -333,7 +340,8 @@ def _pickled(data: Any, name: str) -> Iterator[FileInfo]:
             form = "deepspeed" if part == "module" else "torch"
             shapes = _uncut(data, _shapes(data[part]))
             if is_deepspeed:
-                # ZeRO-3 writes empty tensors here for the parameters that it partitioned: their values are elsewhere.
+                # ZeRO-3 writes empty tensors here for the parameters that it partitioned: their
+                # values are elsewhere.
                 shapes = {key: shape for key, shape in shapes.items() if shape != (0,)}
             if shapes:
                 yield FileInfo(f"{name}:{part}", form, "model", tuple(shapes), shapes)
@@ -402,8 +410,9 @@ def _uncut(
     data: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes with the full one for each tensor of which a rank of DeepSpeed's AutoTP has saved its shard."""
-    # The file itself says so, for its conversion (https://github.com/deepspeedai/DeepSpeed/pull/7908): a pattern of names, the
-    # shapes of the ranks' shards, and the full shape.
+    # The file itself says so, for its conversion
+    # (https://github.com/deepspeedai/DeepSpeed/pull/7908): a pattern of names, the shapes of the
+    # ranks' shards, and the full shape.
     full_shapes = dict(shapes)
     info = data.get("universal_checkpoint_info") or {}
     sharded = info.get("affine_map", {}).get("params", {})

@@ -1,6 +1,7 @@
 """Reader of optimizers, of the gradients that they get, and of learning rate schedulers.
 
-A trainer's optimizer is a torch optimizer in any number of wrappers, or several of those. The torch optimizer updates one of:
+A trainer's optimizer is a torch optimizer in any number of wrappers, or several of those. The torch
+optimizer updates one of:
 
 - the live parameters, those of the model as the trainer has wrapped it;
 - master copies of them in float32, a tensor for each (DeepSpeed without ZeRO);
@@ -66,7 +67,8 @@ def entries(optimizer: Any) -> list[torch.Tensor]:
 
 def chain(optimizer: Any) -> list[Any]:
     """Return the wrappers of one optimizer, the outermost first, and at the end the torch optimizer."""
-    # AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all have the inner one as ``.optimizer``.
+    # AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all have the
+    # inner one as ``.optimizer``.
     links = [optimizer]
     while True:
         inner = getattr(links[-1], "optimizer", None)
@@ -77,7 +79,8 @@ def chain(optimizer: Any) -> list[Any]:
 
 def _delegate(optimizer: Any) -> Any:
     """Return the optimizer that a torch optimizer delegates its step to, or the optimizer itself."""
-    # ZeroRedundancyOptimizer's ``optim`` holds this rank's parameters and their state; its own state is what was loaded.
+    # ZeroRedundancyOptimizer's ``optim`` holds this rank's parameters and their state; its own
+    # state is what was loaded.
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -95,8 +98,8 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
     """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of."""
-    # DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
-    # ``tests/launch/test_private_names.py`` fails when they change.
+    # DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that
+    # are not documented; ``tests/launch/test_private_names.py`` fails when they change.
     for link in links(optimizer):
         low_precision_groups = getattr(link, "fp16_groups", None)
         master_groups = getattr(link, "fp32_groups", None)
@@ -139,8 +142,10 @@ def read_optimizer(
     Args:
         model: The trainer's model.
         optimizer: The trainer's optimizer, with its wrappers; of several a list.
-        whole: Whether state is read; otherwise only class names and the numbers of the parameter groups are.
-        without_gradient: The ``id`` of each tensor that the optimizer stepped on without a gradient.
+        whole: Whether state is read; otherwise only class names and the numbers of the parameter
+            groups are.
+        without_gradient: The ``id`` of each tensor that the optimizer stepped on without a
+            gradient.
 
     Raises:
         TypeError: If one of the optimizers has no ``param_groups``.
@@ -161,7 +166,8 @@ def read_optimizer(
     partitioned = _partitioned(model)
     layouts = wrapper_layouts(model)
     partition = partition_layout(model, layouts)
-    # DeepSpeed's flat partitions are no parameters of the model, so what an entry belongs to is not known by identity.
+    # DeepSpeed's flat partitions are no parameters of the model, so what an entry belongs to is not
+    # known by identity.
     unowned = [parameter for parameter in optimized if id(parameter) not in owners]
     masters: tuple[StateInfo, ...] = ()
     if stepping:
@@ -228,7 +234,8 @@ def _states(
         for parameter, state in torch_optim.state.items():
             owner = owners.get(id(parameter), f"partition {number}")
             original = low_precision.get(id(parameter), parameter)
-            # For a plain tensor that no wrapper holds: a parameter is whole on each rank, anything else is a flat partition.
+            # For a plain tensor that no wrapper holds: a parameter is whole on each rank, anything
+            # else is a flat partition.
             plain_layout = WHOLE if id(parameter) in owners else partition
             layout = layouts.get(id(original)) or layout_of(parameter, plain_layout)
             if id(parameter) not in live:
@@ -296,9 +303,10 @@ def _state(
 
 def _partitioned(model: Module) -> dict[str, int]:
     """Return how many elements of each live parameter this rank's flat masters hold, where DeepSpeed has such masters."""
-    # ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it. ZeRO-1 and 2 have only the
-    # private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
-    # which a probe must not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
+    # ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it.
+    # ZeRO-1 and 2 have only the private ``_hp_mapping``: the public accessors
+    # (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce, which a probe must
+    # not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
     numel_by_id = {id(parameter): master.numel() for _, parameter, master in flat_masters(model)}
     partitioned: dict[str, int] = {}
     for name, parameter in named_parameters(model):
@@ -412,9 +420,10 @@ def _zero3_master(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
     """Return a master as a view of its flat partition, wherever that is; as it is given if it is swapped out to a disk."""
-    # Of a partition that is offloaded to the CPU DeepSpeed's public accessor returns a copy on the GPU
-    # (``DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param``), and only a view leads to the gradient. The attributes are
-    # private: ``tests/launch/test_private_names.py`` fails when they go away.
+    # Of a partition that is offloaded to the CPU DeepSpeed's public accessor returns a copy on the
+    # GPU (``DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param``), and only a view leads to the
+    # gradient. The attributes are private: ``tests/launch/test_private_names.py`` fails when they
+    # go away.
     optimizer = parameter._z3_optimizer  # noqa: SLF001 - see above
     group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
     partition: torch.Tensor = optimizer.fp32_partitioned_groups_flat[group]
@@ -447,7 +456,8 @@ def _read_scheduler(scheduler: Any) -> str:
     }
     text = json.dumps(state, sort_keys=True, default=repr)
     rates: Any = None
-    # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first step.
+    # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first
+    # step.
     with contextlib.suppress(AttributeError, AssertionError):
         rates = scheduler.get_last_lr()
     digest_of_state = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -470,11 +480,13 @@ def read_gradients(
     Args:
         model: The trainer's model; None if it is not known.
         optimizer: The trainer's optimizer, with its wrappers.
-        tensors: What the torch optimizer is about to update, each with the number of its parameter group.
+        tensors: What the torch optimizer is about to update, each with the number of its parameter
+            group.
         single: Whether the gradients of single parameters are returned too.
 
     Returns:
-        ``square``, ``holders`` and ``gradients`` of a ``StepInfo``: this rank's share of the sum of the squares of all gradients;
+        ``square``, ``holders`` and ``gradients`` of a ``StepInfo``: this rank's share of the sum of
+            the squares of all gradients;
         the ranks whose shares add up to that sum; the gradient of each parameter.
     """
     names = {} if model is None else owner_names(model, optimizer)
@@ -504,8 +516,9 @@ def read_gradients(
         fragments = list(_gradients_of_fragments(model, partitions, layout_of_partition))
         gradients += fragments
         if any(info.layout != layout_of_partition for info in fragments):
-            # The fragments of one partition lie over ranks in different ways, so that each counts by its own layout: what tensor
-            # parallelism has left whole its ranks hold several times.
+            # The fragments of one partition lie over ranks in different ways, so that each counts
+            # by its own layout: what tensor parallelism has left whole its ranks hold several
+            # times.
             squares = [(info.layout, info.square) for info in gradients]
     square, holders = _square_and_holders(squares)
     if not single or model is None:

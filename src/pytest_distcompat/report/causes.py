@@ -27,7 +27,8 @@ class Cause:
 
     Attributes:
         results: The verdicts.
-        follows: The number of the cause that may explain this one, counted from 1; None if there is none.
+        follows: The number of the cause that may explain this one, counted from 1; None if there is
+            none.
     """
 
     results: tuple[Verdict, ...]
@@ -66,8 +67,9 @@ class Cause:
 def causes(results: Iterable[Verdict]) -> list[Cause]:
     """Return the causes of the red verdicts, those of a suite together, a cause before what may follow from it.
 
-    A run that ends early may follow from what a check has found in the same cell: the check read what the ranks recorded
-    before. An optimizer with stale parameters is found before torch fails to save it.
+    A run that ends early may follow from what a check has found in the same cell: the check read
+    what the ranks recorded before. An optimizer with stale parameters is found before torch fails
+    to save it.
     """
     causes_in_order: list[Cause] = []
     # A cell of a suite, to the number of the first cause that a check found in it.
@@ -126,7 +128,8 @@ def _key(result: Verdict) -> tuple[str, str]:
     """Return the key of a result's cause; a result without a message is a cause of its own."""
     cause = wording(result)
     if not result.ended_run:
-        # Findings of one kind name one tensor or another; exceptions that name another key have another cause.
+        # Findings of one kind name one tensor or another; exceptions that name another key have
+        # another cause.
         cause = _NAME.sub("#", cause)
     return result.place, cause or result.nodeid
 
@@ -150,8 +153,8 @@ def unshown(count: int) -> str:
 def _headline(result: Verdict) -> str:
     """Return the line of the message that names the failure.
 
-    Some first lines need the next one: ``Error(s) in loading state_dict for X:``, or an exception that contains the tracebacks
-    of other ranks.
+    Some first lines need the next one: ``Error(s) in loading state_dict for X:``, or an exception
+    that contains the tracebacks of other ranks.
     """
     paragraph, _, _ = result.message.strip().partition("\n\n")
     first_line, _, rest = paragraph.partition("\n")

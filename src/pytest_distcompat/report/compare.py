@@ -41,8 +41,8 @@ class Comparison:
     """Differences between two reports.
 
     Attributes:
-        broken: Verdicts that are red now and were not, or are red in another way: a crash instead of a finding, or with a
-            failed teardown.
+        broken: Verdicts that are red now and were not, or are red in another way: a crash instead
+            of a finding, or with a failed teardown.
         fixed: Verdicts that were red, or known failures, and are neither now.
         missing: Verdicts that ran before and not now.
         still: Verdicts that are as red as they were.
@@ -224,8 +224,8 @@ def _change(result: Verdict, before: str, after: str, why: str) -> Change:
 def _earlier_verdicts(before: Report, after: Report) -> dict[int, Verdict]:
     """Return the earlier verdict for each later one, by the index of the later one.
 
-    Verdicts pair by node id, else by suite. A suite that moved is found by its name; of several of one name the first becomes
-    the first.
+    Verdicts pair by node id, else by suite. A suite that moved is found by its name; of several of
+    one name the first becomes the first.
     """
     pairing = _Pairing(before, after)
     pairing.pair(_by_item)

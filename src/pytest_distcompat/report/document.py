@@ -22,13 +22,15 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.status import ADDED_STATUSES, Status, Verdict, all_statuses
 
-#: The format of the JSON: raised when a key changes its meaning or is removed. New keys may be added at any time.
+#: The format of the JSON: raised when a key changes its meaning or is removed. New keys may be
+#: added at any time.
 FORMAT = 2
 
 #: How a session ended, from bad to good.
 ENDINGS = ("internal error", "interrupted", "stopped", "finished")
 
-#: The longest message of a verdict, in characters: the full text of a failed run is stored once, with the run.
+#: The longest message of a verdict, in characters: the full text of a failed run is stored once,
+#: with the run.
 MAX_MESSAGE = 2500
 
 #: The deepest nesting of a document. A report has six levels.
@@ -154,7 +156,8 @@ class Report:
 def counts(report: Report) -> dict[str, int]:
     """Count the verdicts that were selected, that ran and that were not reached; and those of each status.
 
-    ``ran`` shows a suite that stops running: it is ``selected`` without what was skipped and what was not reached.
+    ``ran`` shows a suite that stops running: it is ``selected`` without what was skipped and what
+    was not reached.
     """
     results_by_status = Counter(result.status for result in report.results)
     all_counts = {

@@ -1,7 +1,7 @@
 """Annotations of a run on GitHub: an error for each cause in a report, and for each other test that failed.
 
-``python -m pytest_distcompat.report.github DIRECTORY CODE BELOW`` prints them for the reports in a directory, pytest's exit
-code, and the directory in which pytest ran:
+``python -m pytest_distcompat.report.github DIRECTORY CODE BELOW`` prints them for the reports in a
+directory, pytest's exit code, and the directory in which pytest ran:
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#setting-an-error-message.
 """
 

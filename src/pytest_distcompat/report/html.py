@@ -37,8 +37,8 @@ _TEMPLATES = resources.files("pytest_distcompat.report") / "templates"
 def html(report: Report) -> str:
     """Return the page.
 
-    Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in the head lets the browser
-    run the page's own script, by its hash, and load nothing.
+    Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in
+    the head lets the browser run the page's own script, by its hash, and load nothing.
     """
     return _render(
         "page",

@@ -14,7 +14,8 @@ from pytest_distcompat.report.result import Row, Table, not_applicable_reasons, 
 from pytest_distcompat.report.settings import settings_tables
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut, follows
 
-#: The longest chat message, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
+#: The longest chat message, in characters (Slack cuts at 3000:
+#: https://docs.slack.dev/reference/block-kit/blocks/section-block).
 CHAT = 2999
 #: How many causes a page and a chat message show at most.
 CAUSES = 50

@@ -19,9 +19,9 @@ _Session = dict[str, Any]
 def merge(reports: Sequence[Report]) -> Report:
     """Merge reports into one.
 
-    Of several verdicts on a check in a cell the worst counts, and one that ran counts more than one that was skipped. An item
-    that ran in any of the reports was reached. Names, dtypes, steps and cost of a cell are those of the first report that has
-    them.
+    Of several verdicts on a check in a cell the worst counts, and one that ran counts more than one
+    that was skipped. An item that ran in any of the reports was reached. Names, dtypes, steps and
+    cost of a cell are those of the first report that has them.
     """
     results = _worst_results(reports)
     merged = Report(

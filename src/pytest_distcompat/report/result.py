@@ -26,14 +26,18 @@ class Row:
         not_applicable: The checks without a verdict, each with the reason.
         cost: The fields of ``cost.Cost``; None for a number that JSON does not have.
         runs: The ids of the runs that its checks read.
-        names: The parameters, each with its name in the unwrapped model, in the live one and in files.
+        names: The parameters, each with its name in the unwrapped model, in the live one and in
+            files.
         dtypes: The dtypes of each kind of tensor, as promised and as seen.
-        mesh: The ranks at their coordinates, and the parts of the parameters that they hold; None for a plain list of ranks.
+        mesh: The ranks at their coordinates, and the parts of the parameters that they hold; None
+            for a plain list of ranks.
         steps: Curves such as the loss: a number for each step.
         memory: The peak memory of each rank, in bytes.
         tensor_bytes: The bytes of each kind of tensor, by rank.
-        sent: What rank 0 sends in a step, by kind of collective and mesh dimension, if an extension adds it.
-        values: What a training in float32 computes and saves, to the last bit: ``digests``, ``numbers`` and ``files``.
+        sent: What rank 0 sends in a step, by kind of collective and mesh dimension, if an extension
+            adds it.
+        values: What a training in float32 computes and saves, to the last bit: ``digests``,
+            ``numbers`` and ``files``.
     """
 
     suite: str

@@ -132,9 +132,10 @@ class Trend:
     Attributes:
         nights: The sessions.
         histories: The verdicts on each check of each cell.
-        costs: By cell, for each night the seconds of all items, and the peak memory of the fullest rank in bytes; None
-            without a figure.
-        value_turns: The nights in which trainings began to compute or save something else, whatever their verdicts.
+        costs: By cell, for each night the seconds of all items, and the peak memory of the fullest
+            rank in bytes; None without a figure.
+        value_turns: The nights in which trainings began to compute or save something else, whatever
+            their verdicts.
     """
 
     nights: tuple[Night, ...]
@@ -299,7 +300,8 @@ def _reduced(report: Report) -> _Session:
 def _value_turns(sessions: Sequence[_Session]) -> Iterator[ValueTurn]:
     """Yield each night in which cells have other values than in the last night that knows theirs.
 
-    Cells whose earlier nights differ are turns of their own, since other versions may have changed in between.
+    Cells whose earlier nights differ are turns of their own, since other versions may have changed
+    in between.
     """
     last_night: dict[str, int] = {}
     for night, session in enumerate(sessions):
@@ -410,7 +412,8 @@ def _history(
         until = stretches[position + 1].first_night
         mended = differing(nights[last_red.last_night].versions, nights[until].versions)
     turns = _turns_with_equal_versions(verdicts, first_equal)
-    # One turn with equal versions may be a change of the user's own code, which a report does not know.
+    # One turn with equal versions may be a change of the user's own code, which a report does not
+    # know.
     if until is None and turns[first_equal[last_red.first_night]] < 2:
         kind = "broken"
     elif max(turns.values()) > 1:
@@ -463,7 +466,8 @@ def _compared(nights: Sequence[Night], histories: Iterable[History]) -> Iterator
     """Yield the nights with their counts of verdicts, and with what changed since the night before."""
     counts = [Counter[str]() for _ in nights]
     for history in histories:
-        # The first night has none to differ from; a check that is new after it and red counts as newly red.
+        # The first night has none to differ from; a check that is new after it and red counts as
+        # newly red.
         red_before = False
         for number, status in history.ran:
             counts[number]["ran"] += 1

@@ -57,14 +57,15 @@ OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpo
 class WrapSpec:
     """Which modules of a model a strategy wraps one by one, as its driver knows them.
 
-    A plan of tensor parallelism names no layer of a block that is already wrapped: layers are sharded before blocks are wrapped,
-    as https://github.com/pytorch/torchtitan orders it.
+    A plan of tensor parallelism names no layer of a block that is already wrapped: layers are
+    sharded before blocks are wrapped, as https://github.com/pytorch/torchtitan orders it.
 
     Attributes:
         blocks: Class names of the modules to wrap.
         min_num_params: How many parameters make a unit under option ``wrap_policy``.
         ignored_modules: Names of the modules to leave out; empty unless the cell asks for some.
-        tp_plan: Name of a module -> its style of tensor parallelism, see ``parallel/tensor_parallel.py``.
+        tp_plan: Name of a module -> its style of tensor parallelism, see
+            ``parallel/tensor_parallel.py``.
         experts: Name of the module that expert parallelism shards; empty if there is none.
         find_unused: Whether a rank may leave out parameters that another uses.
         prepare: Recomputes and compiles blocks; a strategy calls it where its library wants that.
@@ -85,7 +86,8 @@ class WrapSpec:
     def units(self, model: Module) -> list[Module]:
         """Return the blocks to shard one by one.
 
-        A block that shares a parameter with a module outside it is none of them: both then are in the unit around them.
+        A block that shares a parameter with a module outside it is none of them: both then are in
+        the unit around them.
         """
         owners: dict[int, set[Module]] = {}
         for module in model.modules():
@@ -105,7 +107,8 @@ class WrapSpec:
 
 #: Backend config for torch: (model, precision, cell, device, wrap) -> the wrapped model.
 TorchConfig = Callable[["Module", Precision, Cell, "torch.device", WrapSpec], "Module"]
-#: Backend config for accelerate and Trainer: -> keyword arguments for accelerate.Accelerator or TrainingArguments.
+#: Backend config for accelerate and Trainer: -> keyword arguments for accelerate.Accelerator or
+#: TrainingArguments.
 ArgumentsConfig = Callable[[Precision, Cell, WrapSpec], Mapping[str, Any]]
 #: Backend config for DeepSpeed: (precision, cell) -> the JSON for deepspeed.initialize.
 DeepSpeedConfig = Callable[[Precision, Cell], Mapping[str, Any]]
@@ -121,15 +124,19 @@ class Strategy:
         dtypes: Returns the strategy's row of the dtype table for a precision.
         wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it.
         kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it.
-        shards: Whether each rank stores only its shard of the live parameters: its rows of each, or its part of flat ones.
-        bare_alone: Whether a library may leave out the wrapper on a single rank, since nothing is to be reduced.
+        shards: Whether each rank stores only its shard of the live parameters: its rows of each, or
+            its part of flat ones.
+        bare_alone: Whether a library may leave out the wrapper on a single rank, since nothing is
+            to be reduced.
         kind_alone: The kind of the live parameters on a single rank; empty if it is ``kind``.
         leading: Segments that the strategy puts in front of live names.
         wrappers: Segments that the strategy puts into live names.
         zero_stage: The ZeRO stage; None for strategies that are not DeepSpeed's.
         flat_masters: Whether the optimizer updates flat partitions of master weights.
-        reduces_each_micro_batch: Whether gradients are reduced after each micro-batch, since no rank keeps full ones.
-        torch: Backend config for torch; None, as for the other libraries, if the library does not have the strategy.
+        reduces_each_micro_batch: Whether gradients are reduced after each micro-batch, since no
+            rank keeps full ones.
+        torch: Backend config for torch; None, as for the other libraries, if the library does not
+            have the strategy.
         accelerate: Backend config for accelerate.
         transformers: Backend config for transformers.Trainer.
         deepspeed: Backend config for DeepSpeed's own API.
@@ -160,8 +167,9 @@ class Strategy:
     def canonical(self, name: str, cell: Cell, unwrapped: Iterable[str]) -> str:
         """Return the unwrapped model's name for a live one: without the segments that the cell's wrappers put in.
 
-        The segment of a wrapper that the cell does not ask for stays, so that the name is not an unwrapped one. So does
-        a segment that is part of one of the ``unwrapped`` names (a submodule called ``module``).
+        The segment of a wrapper that the cell does not ask for stays, so that the name is not an
+        unwrapped one. So does a segment that is part of one of the ``unwrapped`` names (a submodule
+        called ``module``).
         """
         known = set(unwrapped)
         removable = set(self.wrappers)

@@ -22,8 +22,8 @@ STATE_DICT_TYPES = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
 
 def dtypes(precision: Precision) -> Dtypes:
     """Return the dtype row: shards and optimizer in the master dtype, products and reductions in the compute dtype."""
-    # As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the reduce dtype to the
-    # compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
+    # As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the
+    # reduce dtype to the compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
     master, compute = precision.master, precision.compute
     return Dtypes(
         storage=master,
@@ -108,7 +108,8 @@ def _common_settings(cell: Cell) -> dict[str, Any]:
         "state_dict_type": STATE_DICT_TYPES[str(cell.option("state_dict"))],
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("cpu_offload")),
-        # It has no word for recomputation in a backward pass of its own, which the model does itself.
+        # It has no word for recomputation in a backward pass of its own, which the model does
+        # itself.
         "activation_checkpointing": cell.option("activation_checkpointing") is True,
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
@@ -128,13 +129,14 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
 def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
     if cell.tp * cell.ep > 1:
-        # The model is loaded in shards, see ``distributed_config``, and Trainer takes sizes from it.
+        # The model is loaded in shards, see ``distributed_config``, and Trainer takes sizes from
+        # it.
         return {}
     settings = {
         "version": version,
         **_common_settings(cell),
-        # Synchronising module states needs a GPU; the ranks start from the same seed anyway. FSDP2 has no such setting, yet
-        # transformers 4 synchronises by default.
+        # Synchronising module states needs a GPU; the ranks start from the same seed anyway. FSDP2
+        # has no such setting, yet transformers 4 synchronises by default.
         "sync_module_states": False,
     }
     if cell.option("wrap_policy") == "size":

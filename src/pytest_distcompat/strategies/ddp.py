@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    # Mixed precision is autocast here: parameters and gradients keep the master's dtype, so gradients are reduced in it.
+    # Mixed precision is autocast here: parameters and gradients keep the master's dtype, so
+    # gradients are reduced in it.
     master = precision.master
     return Dtypes(
         storage=master,
@@ -45,7 +46,8 @@ def _torch(
     device_ids = [device.index] if device.type == "cuda" else None
     settings: dict[str, Any] = {"device_ids": device_ids}
     if cell.option("lora") == "int8":
-        # DDP broadcasts flat tensors, which torchao's have no view for ('aten.view'). All ranks have quantized the same.
+        # DDP broadcasts flat tensors, which torchao's have no view for ('aten.view'). All ranks
+        # have quantized the same.
         settings["init_sync"] = False
     if cell.pp > 1:
         settings["process_group"] = _fsdp.mesh(cell, device).get_group()
@@ -75,7 +77,8 @@ DDP = Strategy(
     wrapper="DDP",
     kind="Tensor",
     shards=False,
-    # accelerate, and with it Trainer, wraps no DDP on one GPU (``Accelerator.multi_device``); on one CPU rank it does.
+    # accelerate, and with it Trainer, wraps no DDP on one GPU (``Accelerator.multi_device``); on
+    # one CPU rank it does.
     bare_alone=True,
     leading=("module",),
     torch=_torch,

@@ -44,8 +44,8 @@ def _torch(
     wrapped = FullyShardedDataParallel(
         model, **cell.with_settings("FullyShardedDataParallel", settings)
     )
-    # Blocks are recomputed inside the units, as in its tutorial: around them units are gathered twice, and ``get_state_dict``
-    # leaves ``_fsdp_wrapped_module`` in the optimizer's names.
+    # Blocks are recomputed inside the units, as in its tutorial: around them units are gathered
+    # twice, and ``get_state_dict`` leaves ``_fsdp_wrapped_module`` in the optimizer's names.
     wrap.prepare(model)
     return wrapped
 
@@ -66,7 +66,8 @@ FSDP1 = Strategy(
     wrapper="FSDP1",
     kind="FSDP1 shard",
     shards=True,
-    # On one rank FSDP1 turns every sharding strategy into NO_SHARD, whose parameters are full, plain tensors.
+    # On one rank FSDP1 turns every sharding strategy into NO_SHARD, whose parameters are full,
+    # plain tensors.
     kind_alone="Tensor",
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,

@@ -57,7 +57,8 @@ def _torch(
     if experts is not None:
         _shard_experts(experts, cell, device, settings)
         blocks.remove(experts)
-    # Blocks before the root, and those in another one before that: an outer unit then has the parameters of no inner one.
+    # Blocks before the root, and those in another one before that: an outer unit then has the
+    # parameters of no inner one.
     for block in reversed(blocks):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
@@ -86,8 +87,8 @@ def _shard_experts(
 ) -> None:
     """Shard a module of experts in place: by expert, by column under tensor parallelism, and what is left of both by FSDP2.
 
-    Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are ``dp_shard`` ranks of the other
-    layers, so that ``dp_shard`` is smaller here by that factor.
+    Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are
+    ``dp_shard`` ranks of the other layers, so that ``dp_shard`` is smaller here by that factor.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -123,7 +124,8 @@ def on_last_dimension(parameter: torch.nn.Parameter) -> Any:
 class Prefetch:
     """How many blocks each block has gathered early.
 
-    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html (set_modules_to_forward_prefetch).
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    (set_modules_to_forward_prefetch).
 
     Attributes:
         forward: How many of those after it, in its forward.

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 def _dtypes(precision: Precision) -> Dtypes:
     """Return the dtype row: parameters and reductions in the compute dtype, masters and state in the master dtype."""
-    # DeepSpeed always keeps float32 masters (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Since 0.18 it has a
-    # low-precision mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
+    # DeepSpeed always keeps float32 masters
+    # (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Since 0.18 it has a low-precision
+    # mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
     master, compute = precision.master, precision.compute
     return Dtypes(
         storage=compute,
@@ -33,12 +34,14 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     """Return the DeepSpeed JSON, for torch's AdamW: DeepSpeed's would be compiled first."""
     bf16: dict[str, Any] = {"enabled": precision.compute == "bfloat16"}
     if precision.master == "bfloat16":
-        # With the first key alone DeepSpeed asks for offload; both together are its low-precision mode.
+        # With the first key alone DeepSpeed asks for offload; both together are its low-precision
+        # mode.
         bf16["bf16_master_weights_and_grads"] = True
         bf16["bf16_optimizer_states"] = True
     zero: dict[str, Any] = {
         "stage": stage,
-        # By default stage 3 keeps parameters of less than 100 thousand elements whole: all of a tiny model.
+        # By default stage 3 keeps parameters of less than 100 thousand elements whole: all of a
+        # tiny model.
         "stage3_param_persistence_threshold": 0,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
@@ -151,7 +154,8 @@ _UNSUPPORTED = {
     ),
 }
 
-#: Models whose ranks use different parameters in a step -> why no stage that partitions state trains them.
+#: Models whose ranks use different parameters in a step -> why no stage that partitions state
+#: trains them.
 _PARTITIONED = dict.fromkeys(
     ("model_branch", "model_hf:longcat_flash"),
     "all ranks must use the same parameters (https://github.com/deepspeedai/DeepSpeed/issues/1355)",
@@ -170,7 +174,8 @@ def _zero(stage: int, meaning: str, options: dict[str, str]) -> Strategy:
         shards=stage == 3,
         leading=("module",),
         zero_stage=stage,
-        # Without ZeRO masters are one copy for each parameter, which the probe takes for the parameters.
+        # Without ZeRO masters are one copy for each parameter, which the probe takes for the
+        # parameters.
         flat_masters=stage > 0,
         # Gradients are partitioned from stage 2 on, and the engine raises in no_sync().
         reduces_each_micro_batch=stage >= 2,
@@ -200,6 +205,7 @@ ZERO2 = _zero(2, "optimizer state and gradients partitioned", _no_meta_init(2))
 ZERO3 = _zero(
     3,
     "optimizer state, gradients and parameters partitioned",
-    # "MiCS ZeRO-3 sharding has been removed", says DeepSpeed: https://github.com/deepspeedai/DeepSpeed/issues/8489.
+    # "MiCS ZeRO-3 sharding has been removed", says DeepSpeed:
+    # https://github.com/deepspeedai/DeepSpeed/issues/8489.
     {"dp_replicate_2": "copies of shards were DeepSpeed's MiCS, which it removed in 0.19.8"},
 )

@@ -50,8 +50,9 @@ def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
 class DistributedTest:
     """Base class of tests that run on ``world_size`` ranks, once for each if it is a list, in a process group.
 
-    A mark ``world_size`` on a test takes precedence over the class. ``tmp_path``, ``tmpdir`` and ``class_tmpdir`` are one
-    directory for all ranks of a test. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    A mark ``world_size`` on a test takes precedence over the class. ``tmp_path``, ``tmpdir`` and
+    ``class_tmpdir`` are one directory for all ranks of a test.
+    https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
     """
 
     world_size: int | Sequence[int] = 2
@@ -98,8 +99,9 @@ _CLASSES: dict[tuple[str, str], Any] = {}
 class DistributedFixture(metaclass=_FixtureClass):
     """Base class of fixtures whose method ``run`` runs on ``world_size`` ranks of its own before the test.
 
-    The arguments of ``run`` are fixtures, and go to the ranks by pickle. Rank 0 of the test starts these ranks, on the
-    devices that it has, and the test's other ranks wait. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    The arguments of ``run`` are fixtures, and go to the ranks by pickle. Rank 0 of the test starts
+    these ranks, on the devices that it has, and the test's other ranks wait.
+    https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
     """
 
     world_size: int | None = None

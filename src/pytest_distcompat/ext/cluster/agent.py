@@ -1,7 +1,7 @@
 """The node agent: joins pytest's process, keeps a warm launcher process, and runs its node's part of each run.
 
-The ranks' logs are written below a directory of this node, and streamed to pytest's process. What ranks of other nodes log that
-ranks here or the watchdog must know comes back the same way.
+The ranks' logs are written below a directory of this node, and streamed to pytest's process. What
+ranks of other nodes log that ranks here or the watchdog must know comes back the same way.
 """
 
 from __future__ import annotations
@@ -284,8 +284,8 @@ class _Agent:
                     self._messages.put(message)
         except (OSError, NotProvedError):
             pass
-        # Without the session nothing may go on here, a run that it interrupted least of all. The main thread ends what it has
-        # started.
+        # Without the session nothing may go on here, a run that it interrupted least of all. The
+        # main thread ends what it has started.
         self._over = True
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -302,7 +302,8 @@ class _Agent:
         # Once: a second signal must not interrupt what ends the processes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not self._over:
-            # Before ranks end, which those of other nodes notice. The other thread sends it: this one may be sending right now.
+            # Before ranks end, which those of other nodes notice. The other thread sends it: this
+            # one may be sending right now.
             self._leaving.set()
             self._said.wait(SAID_S)
         raise _EndedError

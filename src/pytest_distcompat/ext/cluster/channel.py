@@ -1,14 +1,16 @@
 """The channel between pytest's process and a node agent: messages of JSON over TCP, between peers that know a token.
 
-Pytest's process serves, agents connect. First each side proves that it knows the token, without sending it:
+Pytest's process serves, agents connect. First each side proves that it knows the token, without
+sending it:
 
 1. pytest -> agent: a random nonce;
 2. agent -> pytest: another nonce, and an HMAC of "agent" and both nonces, with the token as its key;
 3. pytest -> agent: an HMAC of "pytest" and both nonces.
 
-From the nonces and the token both derive a key of this connection. Then messages follow in both directions: the length of the
-body (4 bytes), an HMAC (32 bytes) with that key of the direction, the number of the message and the body, and the body. So a
-message cannot be forged, repeated, left out or sent back. Nothing is unpickled here.
+From the nonces and the token both derive a key of this connection. Then messages follow in both
+directions: the length of the body (4 bytes), an HMAC (32 bytes) with that key of the direction, the
+number of the message and the body, and the body. So a message cannot be forged, repeated, left out
+or sent back. Nothing is unpickled here.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from pytest_distcompat.launch import loopback
 HANDSHAKE_TIMEOUT_S = 5.0
 #: How many peers may be proving themselves at once; others wait in the listener's queue.
 HANDSHAKES = 16
-#: A peer is lost if its machine has answered nothing for so long, in seconds. The kernel answers, so that a process may be busy
-#: or stopped.
+#: A peer is lost if its machine has answered nothing for so long, in seconds. The kernel answers,
+#: so that a process may be busy or stopped.
 SILENCE_S = 6
-#: TCP keepalive: after a second in which nothing comes the kernel sends a probe each second, and gives up after so many.
-#: https://man7.org/linux/man-pages/man7/tcp.7.html
+#: TCP keepalive: after a second in which nothing comes the kernel sends a probe each second, and
+#: gives up after so many. https://man7.org/linux/man-pages/man7/tcp.7.html
 _KEEPALIVE_OPTIONS = {
     socket.TCP_KEEPIDLE: 1,
     socket.TCP_KEEPINTVL: 1,
@@ -75,7 +77,8 @@ class Channel:
         self.peer = str(connection.getpeername()[0])
         #: When the handshake must be over; None after it.
         self._deadline: float | None = clock.now() + HANDSHAKE_TIMEOUT_S
-        # The directions of messages: of those that this side sends (``_ours``), and of those that the peer sends.
+        # The directions of messages: of those that this side sends (``_ours``), and of those that
+        # the peer sends.
         if serves:
             nonces = self._serve_handshake(token)
             self._ours = b"p"

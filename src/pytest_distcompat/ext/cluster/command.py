@@ -116,7 +116,8 @@ def _sbatch(options: argparse.Namespace) -> int:
         )
     for name, pattern, expected in _TEXTS:
         value = getattr(options, name)
-        # Not ``match`` with ``$``, which lets a line end pass: the value becomes a line of a shell script.
+        # Not ``match`` with ``$``, which lets a line end pass: the value becomes a line of a shell
+        # script.
         if value and not re.fullmatch(pattern, value):
             raise UsageProblem(f"--{name} {value!r} is not right: expected {expected}")
     wanted = {
@@ -126,7 +127,8 @@ def _sbatch(options: argparse.Namespace) -> int:
         "gpus-per-node": options.gpus_per_node,
         "time": options.time,
         "partition": options.partition,
-        # pytest itself gets the signal before the limit, so that it ends its nodes and writes its reports.
+        # pytest itself gets the signal before the limit, so that it ends its nodes and writes its
+        # reports.
         "signal": "B:INT@60",
     }
     of_nodes = ("--distcompat-nodes", str(options.nodes), "--distcompat-executor", "slurm")

@@ -12,7 +12,8 @@ from typing import Any
 from pytest_distcompat.devices import visible_gpus
 from pytest_distcompat.installed import PACKAGES, versions
 
-#: By how many seconds the clocks of two nodes may differ, and how much of /dev/shm must be free, in MiB.
+#: By how many seconds the clocks of two nodes may differ, and how much of /dev/shm must be free, in
+#: MiB.
 CLOCKS_S, SHM_MIB = 5.0, 32
 #: Directories that hold no source of the repository.
 _NOT_SOURCE = {"node_modules", "__pycache__", "build", "dist", "site-packages"}

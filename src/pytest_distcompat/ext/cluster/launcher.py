@@ -1,10 +1,12 @@
 """The launcher of runs that span nodes: pytest's side of the node agents. Runs on one node go to another launcher.
 
-On each node an agent runs (``agent``), which joins pytest's process by a channel, is told what to run, and starts the ranks
-there. ``Node`` is an agent as pytest sees it. ``Membership`` has the agents of a session started, and waits until all have
-joined. ``NodesLauncher`` gives them the runs, each of which is a ``NodesRun``.
+On each node an agent runs (``agent``), which joins pytest's process by a channel, is told what to
+run, and starts the ranks there. ``Node`` is an agent as pytest sees it. ``Membership`` has the
+agents of a session started, and waits until all have joined. ``NodesLauncher`` gives them the runs,
+each of which is a ``NodesRun``.
 
-A scheduler, such as Slurm or Ray, may count the devices of the nodes: then each run asks it for them.
+A scheduler, such as Slurm or Ray, may count the devices of the nodes: then each run asks it for
+them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-#: Events that the other nodes need: all but the large ones, and those with process numbers of this node.
+#: Events that the other nodes need: all but the large ones, and those with process numbers of this
+#: node.
 _NOT_FORWARDED = re.compile(r'\{"event": "(start|action|snapshot)"')
 _TIME = re.compile(r'"time": (\d+\.\d+)')
 

@@ -1,6 +1,7 @@
 """The nodes of a session: their agents are started, join, are lost, and are started again.
 
-A scheduler may take all nodes away, as when the job's time is over; the executor knows whether it does (``Executor.taken``).
+A scheduler may take all nodes away, as when the job's time is over; the executor knows whether it
+does (``Executor.taken``).
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ class Membership:
         self._listener: Listener | None = None
         self._processes: list[subprocess.Popen[str]] = []
         self._token = settings.token or secrets.token_hex(32)
-        #: The agents that were started again, by the node that was lost; None for one that a user has to start.
+        #: The agents that were started again, by the node that was lost; None for one that a user
+        #: has to start.
         self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
         self._spare = list(settings.spare)
         #: The nodes that were found to be alike.
         self._alike: set[Node] = set()
         #: Whether the executor's scheduler counts devices.
         self._accounts = executor.accounts
-        #: Why a scheduler takes all nodes away, so that no later run can start; empty while it does not.
+        #: Why a scheduler takes all nodes away, so that no later run can start; empty while it does
+        #: not.
         self.taken = ""
 
     def present(self, count: int) -> list[Node]:

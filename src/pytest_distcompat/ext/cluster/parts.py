@@ -10,8 +10,9 @@ from typing import Any
 from pytest_distcompat.ext.cluster.node import Node
 from pytest_distcompat.launch.forensics.ending import RankProcess
 
-#: How a node ended its part of a run, as its agent says it (``agent``): its ranks' ``processes``, what is ``known`` of the
-#: launch, ``leaks``, and ``output``; ``lost``, why the node is gone, if it is.
+#: How a node ended its part of a run, as its agent says it (``agent``): its ranks' ``processes``,
+#: what is ``known`` of the launch, ``leaks``, and ``output``; ``lost``, why the node is gone, if it
+#: is.
 Part = dict[str, Any]
 #: The part of a node whose ranks were never started.
 NOT_STARTED: Part = {"processes": {}, "known": {}, "output": {}}

@@ -12,9 +12,11 @@ class Place:
     Attributes:
         number: Which of the run's nodes it is, from 0: torchrun's group rank.
         address: The node's own address, by which the ranks of other nodes reach it.
-        store: Address and port of the store on which the nodes meet; the port is 0 for node 0, which opens the store.
+        store: Address and port of the store on which the nodes meet; the port is 0 for node 0,
+            which opens the store.
         run_id: The run's id, which all nodes have from pytest's process.
-        rendezvous: The function by which the node's agent meets the others. The launcher process imports it, as it needs torch.
+        rendezvous: The function by which the node's agent meets the others. The launcher process
+            imports it, as it needs torch.
     """
 
     number: int

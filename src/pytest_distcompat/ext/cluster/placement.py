@@ -23,7 +23,8 @@ class ClusterPlacement(Placement):
     """The placement of a session over nodes, or on other nodes than this one.
 
     Attributes:
-        worker_nodes: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
+        worker_nodes: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on
+            this node.
         shares: Whether a test needs a directory that all its nodes share.
     """
 

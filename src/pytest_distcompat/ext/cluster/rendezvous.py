@@ -29,9 +29,10 @@ MEETING_INTERVAL_S = 0.02
 class SeveralNodes(DynamicRendezvousHandler):
     """torchrun's c10d rendezvous of the agents of several nodes.
 
-    torch lets the store of the ranks listen on all interfaces; this one listens on the node's own address. torch numbers nodes by
-    address and process number; here pytest's process has numbered them. These methods, and the names by which torch waits, are
-    private; ``tests/launch/test_private_names.py`` fails when they go away.
+    torch lets the store of the ranks listen on all interfaces; this one listens on the node's own
+    address. torch numbers nodes by address and process number; here pytest's process has numbered
+    them. These methods, and the names by which torch waits, are private;
+    ``tests/launch/test_private_names.py`` fails when they go away.
     """
 
     #: The port of the ranks' store.

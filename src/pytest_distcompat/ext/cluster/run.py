@@ -44,7 +44,8 @@ class NodesRun:
     Attributes:
         nodes: The nodes; the first has the lowest ranks and opens the store.
         request: What is run.
-        environment: The environment of this process when the session began; nodes are sent what has changed since.
+        environment: The environment of this process when the session began; nodes are sent what has
+            changed since.
         settings: The nodes of the session.
         taken: Returns why a scheduler takes all nodes away; empty if it does not.
         given: The GPUs that a scheduler gave the run, by node.
@@ -80,7 +81,8 @@ class NodesRun:
         self.request.write()
         began = clock.now()
         if not self.settings.node:
-            # A node that leases its devices may wait for them first: there the limit begins with the first line of a rank's log.
+            # A node that leases its devices may wait for them first: there the limit begins with
+            # the first line of a rank's log.
             self._limit.begin()
         run_id = uuid.uuid4().hex
         self._send(0, run_id, (self.nodes[0].channel.peer, 0))

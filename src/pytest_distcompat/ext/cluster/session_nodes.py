@@ -22,7 +22,8 @@ class Wanted:
 
     Attributes:
         nodes: The most nodes that a test spans.
-        worker_nodes: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
+        worker_nodes: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on
+            this node.
         shares: Whether a test needs a directory that all its nodes share.
     """
 

@@ -18,7 +18,8 @@ class Settings:
         token: What they must know; empty for a random one.
         wait: How long they may take to join, in seconds.
         shared: A directory that all nodes must share; empty if they need none.
-        node: The node that has all runs of this process, and leases its devices itself; empty where runs span nodes.
+        node: The node that has all runs of this process, and leases its devices itself; empty where
+            runs span nodes.
         spare: The nodes that have all runs in turn where ``node`` is lost.
         timeline: The directory where leases are recorded.
         worker: The xdist worker whose leases they are.

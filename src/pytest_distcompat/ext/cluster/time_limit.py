@@ -10,8 +10,8 @@ from pytest_distcompat.ext.cluster.node import Node
 
 #: How long a node may take after the time limit, in seconds.
 AFTER_LIMIT_S = 8.0
-#: How long a job may be suspended while pytest runs on, in seconds. An agent that never runs again, though its node answers,
-#: looks like that.
+#: How long a job may be suspended while pytest runs on, in seconds. An agent that never runs again,
+#: though its node answers, looks like that.
 SUSPENDED_S = 3600.0
 
 
@@ -27,7 +27,8 @@ class TimeLimit:
         #: The nodes that were suspended at the last look, and when that was.
         self._suspended: list[Node] = []
         self._looked_at = clock.now()
-        #: Since when some node has been suspended; counted anew after this process was stopped itself.
+        #: Since when some node has been suspended; counted anew after this process was stopped
+        #: itself.
         self._suspended_since = self._looked_at
 
     def begin(self) -> None:
@@ -49,7 +50,8 @@ class TimeLimit:
             running: The nodes that have not ended their parts.
             now: The time, by ``clock.now``.
         """
-        # Where this process has not looked for so long it was stopped itself, as a whole job is, and all nodes with it.
+        # Where this process has not looked for so long it was stopped itself, as a whole job is,
+        # and all nodes with it.
         suspended: list[Node] = []
         for node in running:
             if now - min(self._looked_at, node.beat_at) > clock.GAP_S:

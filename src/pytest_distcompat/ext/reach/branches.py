@@ -84,7 +84,8 @@ class Function:
 class SourceFile:
     """The functions of a file, and the branches in them.
 
-    What a module does when it is imported is left out: fork servers import the libraries, not ranks.
+    What a module does when it is imported is left out: fork servers import the libraries, not
+    ranks.
 
     Attributes:
         statements: The first line of each statement, as bits; of these an executed line is one.
@@ -176,7 +177,8 @@ class AnalysedFile:
         for line, target in self._reporter.translate_arcs([arc]):
             number = self._number_by_arc.get((line, target))
             if line == target and line in self._only_target:
-                # sys.monitoring reports a line without where it leads; a line that leads nowhere else is no branch.
+                # sys.monitoring reports a line without where it leads; a line that leads nowhere
+                # else is no branch.
                 number = self._number_by_arc.get((line, self._only_target[line]))
             if number is not None:
                 branches.append(number)
@@ -292,8 +294,8 @@ class _Scopes:
 
     def _enter(self, node: ast.FunctionDef | ast.AsyncFunctionDef, names: tuple[str, ...]) -> None:
         """Add a function; ``names`` are those of the functions and classes around it, and its own."""
-        # Python runs the definition where it stands, not in the function. A signature may take several lines; the body
-        # of ``def f(): ...`` is on the line of its definition.
+        # Python runs the definition where it stands, not in the function. A signature may take
+        # several lines; the body of ``def f(): ...`` is on the line of its definition.
         first = node.body[0].lineno - 1
         last = node.end_lineno or node.lineno
         scope = _Scope(

@@ -29,7 +29,8 @@ class ChangedPlace:
         removed: The numbers of the old lines that are gone or replaced.
         after: The old line that the new ones come after; 0 at the start.
         text: The first new line, or the first removed one where none is new.
-        defines: Whether the first new line defines a function or class, so that no old line says who executes it.
+        defines: Whether the first new line defines a function or class, so that no old line says
+            who executes it.
     """
 
     file: FileId
@@ -66,7 +67,8 @@ class CellReach:
     Attributes:
         places: How many it executes.
         alone: How many of them no other cell executes.
-        weight: The sum over its places of one divided by the number of cells that execute the place.
+        weight: The sum over its places of one divided by the number of cells that execute the
+            place.
     """
 
     cell: str

@@ -36,7 +36,8 @@ def _add_rank(found: ReachMap, path: Path, analysed: dict[FileId, AnalysedFile])
         context = Context(written["driver"], written["cell"], action)
         for number, lines in arcs_of.items():
             file_id = names[int(number)]
-            # A directory that is left out is traced too; another node may have another release, with other files.
+            # A directory that is left out is traced too; another node may have another release,
+            # with other files.
             if file_id in analysed:
                 arcs = zip(lines[::2], lines[1::2], strict=True)
                 found.add(file_id, context, analysed[file_id].executed(arcs))

@@ -52,7 +52,8 @@ LIBRARIES = (
             "distributed/_composable/**/*.py",
         ),
     ),
-    # The hooks by which adapters come into a model and out of a checkpoint; of the tuners, LoRA is what cells train.
+    # The hooks by which adapters come into a model and out of a checkpoint; of the tuners, LoRA is
+    # what cells train.
     Library("peft", ("*.py", "utils/**/*.py", "tuners/*.py", "tuners/lora/**/*.py")),
     # The hooks of FSDP2's gathers, and optimizers whose state is quantized.
     Library("torchao", ("float8/**/*.py", "optim/**/*.py")),

@@ -15,7 +15,8 @@ from pytest_distcompat.grouping import grouped
 class Context:
     """Who executed something: a driver, the cell whose check needs the run, and the action.
 
-    The run itself may be in another cell, as a reference on one process is. Of cells that share a run it is one.
+    The run itself may be in another cell, as a reference on one process is. Of cells that share a
+    run it is one.
     """
 
     driver: str
@@ -193,7 +194,8 @@ class FileReach:
             (branch_reach.branch.function, branch_reach) for branch_reach in self.branches()
         )
         for function in self.file.functions:
-            # Of several functions with one name, such as a property's getter and setter, the first has all branches.
+            # Of several functions with one name, such as a property's getter and setter, the first
+            # has all branches.
             own_branches = tuple(branches.pop(function.name, ()))
             yield FunctionReach(function, self.contexts_of_lines(function.body), own_branches)
 

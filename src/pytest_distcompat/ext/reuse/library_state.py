@@ -29,8 +29,8 @@ class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
         return not self == before
 
 
-#: Names of those of torch's settings, below ``torch``, that ``_named_flags`` does not find by itself; an older release may lack
-#: some. Functions are called.
+#: Names of those of torch's settings, below ``torch``, that ``_named_flags`` does not find by
+#: itself; an older release may lack some. Functions are called.
 _FLAGS = (
     *(
         "get_default_dtype",
@@ -64,7 +64,8 @@ _FLAGS = (
 _SAFE_PACKAGES = frozenset({"torch", "deepspeed"})
 #: Half of it is 0 if denormal numbers are flushed to 0.
 _SMALLEST_NORMAL = sys.float_info.min
-#: The functions of torch that are replaced most often: by tests, and by DeepSpeed while it builds a model in parts.
+#: The functions of torch that are replaced most often: by tests, and by DeepSpeed while it builds a
+#: model in parts.
 _patched = attrgetter(
     *("empty", "zeros", "ones", "full", "tensor", "randn", "save", "load"),
     *(
@@ -112,7 +113,8 @@ _HOOKS = {"torch.nn.modules.module": "_global_", "torch.optim.optimizer": "_glob
 def _values(*names: str) -> Callable[[Any], list[object]]:
     """Return a reader of a module's attributes, called if they are functions; None for what cannot be read.
 
-    An older release may lack one. torch refuses the old way to set the precision of products once the new one was used.
+    An older release may lack one. torch refuses the old way to set the precision of products once
+    the new one was used.
     """
     getters = tuple(map(attrgetter, names))
 
@@ -243,7 +245,8 @@ _of_decimal = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp"
 # A digest of a module that holds settings; torch makes a new one only after a change.
 _get_hash = methodcaller("get_hash")
 
-#: Settings that always have a value: by the name in messages, the module that must be imported, and what reads the setting.
+#: Settings that always have a value: by the name in messages, the module that must be imported, and
+#: what reads the setting.
 SETTINGS: _Settings = {
     "torch's global flags": ("torch", _torch_flags),
     "torch's global hooks": ("torch", lambda _: list(map(len, _hook_dicts()))),

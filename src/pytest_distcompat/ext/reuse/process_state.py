@@ -47,11 +47,13 @@ from pytest_distcompat.ext.reuse.library_state import SETTINGS, SINGLETONS, Regi
 from pytest_distcompat.launch.process import children
 from pytest_distcompat.launch.unimported import loaded
 
-#: How much more a rank may use than at its beginning before it ends; memory in bytes. What a library opens once is no leak.
+#: How much more a rank may use than at its beginning before it ends; memory in bytes. What a
+#: library opens once is no leak.
 _LIMITS = {"memory": 256 * 2**20, "native threads": 32, "open files": 128, "child processes": 0}
 
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-#: ``signal.getsignal`` makes an enum of each result if it can, which would take a third of the time of a comparison.
+#: ``signal.getsignal`` makes an enum of each result if it can, which would take a third of the time
+#: of a comparison.
 _handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _RESOURCES = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
@@ -77,8 +79,9 @@ _ERROR_HANDLERS = (
     "backslashreplace",
     "namereplace",
 )
-#: prctl(2): the signal at the parent's death, for which torch.multiprocessing has a function; the name, which setproctitle sets;
-#: whether orphans come to this process, as a test that watches its children may have it. No library sets the others.
+#: prctl(2): the signal at the parent's death, for which torch.multiprocessing has a function; the
+#: name, which setproctitle sets; whether orphans come to this process, as a test that watches its
+#: children may have it. No library sets the others.
 _GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
 _libc = ctypes.CDLL(None)
 
@@ -176,7 +179,8 @@ def _state_of_libraries() -> dict[str, Any]:
     """Return the settings and singletons of the libraries that are loaded."""
     state: dict[str, Any] = {}
     for name, (module_name, read) in SETTINGS.items():
-        # A library that is hidden from this rank has its first settings: a test that imports it may change them at once.
+        # A library that is hidden from this rank has its first settings: a test that imports it may
+        # change them at once.
         module = loaded(module_name)
         if module is not None:
             state[name] = _read(read, module)
@@ -286,8 +290,8 @@ def _read(read: Callable[[Any], object], module: Any) -> object:
 def _has_frozen_objects() -> bool:
     """Tell whether there are objects that garbage collection passes over, as a fork server has them.
 
-    Python counts them one by one: 40 ms in a rank that has transformers imported. Those that a test releases are among the
-    others afterwards, of which a rank has few.
+    Python counts them one by one: 40 ms in a rank that has transformers imported. Those that a test
+    releases are among the others afterwards, of which a rank has few.
     """
     frozen = _frozen_at_first()
     if frozen:
@@ -310,7 +314,8 @@ def _working_directory() -> str:
 def _first_of_temporaries() -> str:
     """Return the directory that ``tempfile`` takes at its first use.
 
-    To call ``tempfile.gettempdir`` would fix that directory, which then no longer followed ``TMPDIR``.
+    To call ``tempfile.gettempdir`` would fix that directory, which then no longer followed
+    ``TMPDIR``.
     """
     directory = "/tmp"  # noqa: S108 - as tempfile has it
     for name in ("TMPDIR", "TEMP", "TMP"):
@@ -454,8 +459,8 @@ class _Loggers:
 def _at_exit() -> tuple[int, int]:
     """Return how many functions wait for the end of the interpreter, and of a multiprocessing process, which a rank is.
 
-    They belong to the test that registered them. The standard library has only private names for them;
-    ``tests/launch/test_private_names.py`` fails when these go away.
+    They belong to the test that registered them. The standard library has only private names for
+    them; ``tests/launch/test_private_names.py`` fails when these go away.
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001
     return atexit._ncallbacks(), len(registry)  # noqa: SLF001

@@ -22,11 +22,11 @@ from pytest_distcompat.launch.process import flush
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 
-#: Time limits of the check of the process group: in seconds, and as a fraction of the request's own limit, so that a slow
-#: check does not look like a request that hangs.
+#: Time limits of the check of the process group: in seconds, and as a fraction of the request's own
+#: limit, so that a slow check does not look like a request that hangs.
 GROUP_CHECK_TIMEOUT_S, GROUP_CHECK_PART_OF_LIMIT = 5.0, 0.25
-#: Time limits of destroying the process group, in seconds: it waits for collectives that a peer never joins. The second is
-#: shorter, because the end of the process destroys the group too.
+#: Time limits of destroying the process group, in seconds: it waits for collectives that a peer
+#: never joins. The second is shorter, because the end of the process destroys the group too.
 DESTROY_TIMEOUT_S, DESTROY_TIMEOUT_AT_END_S = 5.0, 1.0
 
 _CLEARED = "distcompat/cleared/"
@@ -63,7 +63,8 @@ class Store:
     def clear(self) -> None:
         """Remove the keys that process groups left, which a new group would take for its own.
 
-        All ranks call it together. In a torch without ``list_keys`` nothing can be removed; ``has_leftover_keys`` is true then.
+        All ranks call it together. In a torch without ``list_keys`` nothing can be removed;
+        ``has_leftover_keys`` is true then.
         """
         self._clears += 1
         done = f"{_CLEARED}{self._clears}"
@@ -108,7 +109,8 @@ class ReusedRank:
     def begin(self, request: Request) -> None:
         """Record the state after ``rank.prepare``, if this request has other settings than the last.
 
-        With the same settings the recorded state is still right: a request that changes it ends the ranks.
+        With the same settings the recorded state is still right: a request that changes it ends the
+        ranks.
         """
         settings = (request.set, request.unset, request.cwd, request.import_path)
         if settings != self._settings:
@@ -151,7 +153,8 @@ class ReusedRank:
             return
         destroyed = self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)
         if not destroyed:
-            # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy the group.
+            # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy
+            # the group.
             atexit.register(os._exit, 0)
             atexit.register(flush)
 
@@ -181,10 +184,12 @@ class ReusedRank:
     def begin_group_check(self) -> Callable[[float], bool]:
         """Start a collective on the process group; call it when all ranks have finished the request.
 
-        A collective that the request left unmatched would pair with this one. Returns a function that waits up to so many
-        seconds and returns whether the group is the original one and the collective gave the right result.
+        A collective that the request left unmatched would pair with this one. Returns a function
+        that waits up to so many seconds and returns whether the group is the original one and the
+        collective gave the right result.
         """
-        # A test may have replaced the default group, a mode or a function of torch, so any of these calls may raise.
+        # A test may have replaced the default group, a mode or a function of torch, so any of these
+        # calls may raise.
         try:
             import torch
             from torch import distributed
@@ -223,7 +228,8 @@ reused: ReusedRank | None = None
 def serve(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run the requests that arrive on the socket ``payload["socket"]``, one line each, until it is closed.
 
-    A request that fails ends this process, as it ends any rank. After any other, send the names of changed state.
+    A request that fails ends this process, as it ends any rank. After any other, send the names of
+    changed state.
     """
     global reused  # noqa: PLW0603 - what runs in this process looks it up here
     reused = ReusedRank(log.path.parent)
@@ -231,8 +237,8 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
     try:
         _serve(reused, payload["socket"], log.rank, requests)
     except BaseException as error:
-        # The parent reads the log of the last request. The error also goes up to the log of this run, where the next
-        # request's notice finds it.
+        # The parent reads the log of the last request. The error also goes up to the log of this
+        # run, where the next request's notice finds it.
         if requests:
             with contextlib.closing(RankLog(requests[-1].directory, log.rank)) as last:
                 rank.report_error(last, error)
@@ -266,8 +272,8 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
         rank.perform(request)
         # What comes next in this run's logs is the next request's.
         flush()
-        # The check starts only when all ranks have finished the request, so that it cannot pair with a collective that a
-        # test left unmatched.
+        # The check starts only when all ranks have finished the request, so that it cannot pair
+        # with a collective that a test left unmatched.
         wait_for_all = reused.store.announce_done()
         changed = reused.changes()
         wait_for_all()

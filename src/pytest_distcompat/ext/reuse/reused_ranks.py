@@ -23,8 +23,9 @@ SERVE = "pytest_distcompat.ext.reuse.request_loop:serve"
 class Reuse:
     """Which requests may share ranks, and for how long.
 
-    Requests of one ``scope`` share ranks; they must all have the same world size. The ranks end after the ``last`` request,
-    after ``uses`` requests, after any failure, and when a request left a change that the next one could see.
+    Requests of one ``scope`` share ranks; they must all have the same world size. The ranks end
+    after the ``last`` request, after ``uses`` requests, after any failure, and when a request left
+    a change that the next one could see.
     """
 
     scope: str
@@ -55,7 +56,8 @@ class ReusedRanks(Replies):
         self.uses += 1
         self.current_request = request
         self.replies = {}
-        # The ranks write there. They do not need the request's file, which is for running the request again by hand.
+        # The ranks write there. They do not need the request's file, which is for running the
+        # request again by hand.
         Path(request.directory).mkdir(parents=True, exist_ok=True)
         for rank in self._buffers:
             self._send_current(rank)
@@ -123,7 +125,8 @@ class ReusedRanks(Replies):
     def _ranks_with(self, changed: list[str]) -> str:
         """Return the ranks that reported these changes, as text.
 
-        An unsound process group is reported by several ranks, and none of them is more to blame than the others.
+        An unsound process group is reported by several ranks, and none of them is more to blame
+        than the others.
         """
         ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
         if len(ranks) == 1:

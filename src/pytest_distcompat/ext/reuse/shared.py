@@ -92,8 +92,9 @@ class SharedRanks:
     def end(self, next_item: pytest.Item | None) -> None:
         """End ranks that are kept, unless the next item runs on them: they would hold devices for nothing.
 
-        They tear down the fixtures that their tests shared, as pytest does after the last test that could have used them, even if
-        that one was skipped. A rank that does not end well is an error of the ended item's teardown.
+        They tear down the fixtures that their tests shared, as pytest does after the last test that
+        could have used them, even if that one was skipped. A rank that does not end well is an
+        error of the ended item's teardown.
         """
         problem = self._retire(next_item)
         if problem:

@@ -125,7 +125,8 @@ def _files(repository: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
 
     Args:
         repository: what the repository contains.
-        chosen: the driver that the user asked for; empty if it is to be derived from the repository.
+        chosen: the driver that the user asked for; empty if it is to be derived from the
+            repository.
     """
     driver_file = _driver_text(repository, chosen)
     if driver_file:
@@ -287,8 +288,8 @@ def _directories_on_path(repository: Repository) -> set[Path]:
     on_path = {repository.tests, *repository.pythonpath}
     if repository.importlib_mode:
         return on_path
-    # ``python -m pytest`` puts the working directory there. ``pytest`` does only for a conftest.py or a package of tests:
-    # https://docs.pytest.org/en/stable/explanation/pythonpath.html
+    # ``python -m pytest`` puts the working directory there. ``pytest`` does only for a conftest.py
+    # or a package of tests: https://docs.pytest.org/en/stable/explanation/pythonpath.html
     conftest = repository.root / "conftest.py"
     package = repository.root / repository.tests / "__init__.py"
     if conftest.exists() or package.exists():

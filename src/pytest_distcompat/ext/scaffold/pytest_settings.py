@@ -25,7 +25,8 @@ else:
 #: Where pytest looks for its settings, in its own order, with the table that they stand in
 #: (https://docs.pytest.org/en/stable/reference/customize.html).
 TABLES = (
-    # The tables of pytest 9, whose values have types. It refuses a pyproject.toml that has its old table too.
+    # The tables of pytest 9, whose values have types. It refuses a pyproject.toml that has its old
+    # table too.
     ("pytest.toml", "pytest"),
     (".pytest.toml", "pytest"),
     ("pytest.ini", "pytest"),

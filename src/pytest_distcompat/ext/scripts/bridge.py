@@ -1,7 +1,8 @@
 """CPU bridge: makes accelerate and transformers run FSDP and DeepSpeed on CPU ranks over gloo.
 
-``launch.accelerate_cpu`` says why and how. Here it is called when a script makes its first ``PartialState``, which
-every use of accelerate does, and ``TrainingArguments`` get ``use_cpu=True``. Every report names the bridge.
+``launch.accelerate_cpu`` says why and how. Here it is called when a script makes its first
+``PartialState``, which every use of accelerate does, and ``TrainingArguments`` get
+``use_cpu=True``. Every report names the bridge.
 """
 
 from __future__ import annotations

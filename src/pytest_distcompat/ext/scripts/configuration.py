@@ -1,6 +1,7 @@
 """Configuration files for ``accelerate launch`` and DeepSpeed, made from the backend configs of the strategies.
 
-https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, https://www.deepspeed.ai/docs/config-json/
+https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch,
+https://www.deepspeed.ai/docs/config-json/
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def find_configuration(
 ) -> Path:
     """Return the file for ``accelerate launch``: the given one, the cell's in a given directory, or a new one.
 
-    Raises UsageProblem if a given directory has no file for the cell, or no file can describe the cell.
+    Raises UsageProblem if a given directory has no file for the cell, or no file can describe the
+    cell.
     """
     if given is None:
         return write_configuration(cell, directory, blocks)
@@ -64,8 +66,8 @@ def find_configuration(
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
     """Write the cell's YAML file, and the DeepSpeed JSON file that it refers to; return the path of the YAML file.
 
-    ``blocks`` are class names of the modules that FSDP wraps one by one; if empty, those that the model declares.
-    Raises UsageProblem if no file can describe the cell.
+    ``blocks`` are class names of the modules that FSDP wraps one by one; if empty, those that the
+    model declares. Raises UsageProblem if no file can describe the cell.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"
@@ -165,7 +167,8 @@ def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
     """Return the ``fsdp_config`` of TrainingArguments with accelerate's keys, and with ``blocks`` in place of a declaration."""
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
-    # With replicas the strategy would import accelerate here, and ``parallelism_config`` describes them.
+    # With replicas the strategy would import accelerate here, and ``parallelism_config`` describes
+    # them.
     one_replica = cell.without("dp_replicate")
     arguments = strategy.transformers(PRECISIONS.get(cell.precision), one_replica, WrapSpec())
     settings: dict[str, Any] = {}

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from pytest_distcompat.decode import decode
 
-#: The directory of the run: logs of the ranks, and ``probe.json``, which says what the probe should record.
+#: The directory of the run: logs of the ranks, and ``probe.json``, which says what the probe should
+#: record.
 RUN = "DISTCOMPAT_RUN"
-#: The process that is the rank. A process with another number has inherited the variable and is no rank.
+#: The process that is the rank. A process with another number has inherited the variable and is no
+#: rank.
 RANK_PID = "DISTCOMPAT_RANK_PID"
 #: Set to ``1`` to install the CPU bridge.
 ON_CPU = "DISTCOMPAT_ON_CPU"
@@ -25,7 +27,8 @@ _PROBE = "probe.json"
 
 def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
     """Return the environment with the variables that start the probe in every Python process."""
-    # Every process inherits them: through torchrun, accelerate, deepspeed, ``mp.spawn``, shells and ``uv run``.
+    # Every process inherits them: through torchrun, accelerate, deepspeed, ``mp.spawn``, shells and
+    # ``uv run``.
     own = environment.get("PYTHONPATH")
     path = f"{SITE}{os.pathsep}{own}" if own else str(SITE)
     return {**environment, "PYTHONPATH": path, RUN: str(directory)}
@@ -35,9 +38,10 @@ def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
 class ProbeConfig:
     """Settings of the probe in each rank of a script.
 
-    ``steps`` optimizer steps are recorded in full, of later ones only losses and learning rates; with 0 there is no
-    probe. All ranks exit after the checkpoint of step ``stop_after``, as if preempted, unless it is 0. ``blocks`` are
-    class names of the modules that are sharded one by one; if empty, those that the model declares.
+    ``steps`` optimizer steps are recorded in full, of later ones only losses and learning rates;
+    with 0 there is no probe. All ranks exit after the checkpoint of step ``stop_after``, as if
+    preempted, unless it is 0. ``blocks`` are class names of the modules that are sharded one by
+    one; if empty, those that the model declares.
     """
 
     steps: int = 5

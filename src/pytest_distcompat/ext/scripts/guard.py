@@ -33,8 +33,8 @@ def attempt(
 ) -> Any:
     """Call ``function`` and return its result; None if it raises, or if the probe has failed before.
 
-    ``where`` names the call of the script. With ``always`` a probe that failed before is called too, to report how the
-    rank ended or to undo a change.
+    ``where`` names the call of the script. With ``always`` a probe that failed before is called
+    too, to report how the rank ended or to undo a change.
     """
     global _failed  # noqa: PLW0603 - a process has one probe
     if _failed and not always:

@@ -1,7 +1,7 @@
 """Reports of a rank that a foreign launcher has started: its number, its start and its end.
 
-A rank is a process that has RANK in its environment, or that becomes one by ``init_process_group`` (``mp.spawn``,
-mpirun). Its child processes are no ranks, although they inherit its environment.
+A rank is a process that has RANK in its environment, or that becomes one by ``init_process_group``
+(``mp.spawn``, mpirun). Its child processes are no ranks, although they inherit its environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pytest_distcompat.ext.scripts.environment import RANK_PID, RUN
 if TYPE_CHECKING:
     from pytest_distcompat.launch.rank_log import RankLog
 
-#: The outermost frame of an exception that ends a process: the main module, or the function that runs ``python -m``.
+#: The outermost frame of an exception that ends a process: the main module, or the function that
+#: runs ``python -m``.
 _OUTERMOST = frozenset({"<module>", "_run_module_as_main"})
 
 
@@ -40,7 +41,8 @@ class HostedRank:
         self._end_logged = False
         #: Is called before the end is logged.
         self.before_end: Callable[[], None] = lambda: None
-        #: The last ``sys.exit``, which the script may have caught, and the exception that was being handled then.
+        #: The last ``sys.exit``, which the script may have caught, and the exception that was being
+        #: handled then.
         self._exit: SystemExit | None = None
         self._cause: BaseException | None = None
 
@@ -59,7 +61,8 @@ class HostedRank:
         faulthandler.register(STACK_SIGNAL, file=self._open("stack"), all_threads=True)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self._open("fault"))
-        # A process that SIGTERM ends runs no Python code any more; ``chain`` keeps the signal's effect.
+        # A process that SIGTERM ends runs no Python code any more; ``chain`` keeps the signal's
+        # effect.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             faulthandler.register(
                 signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True
@@ -142,7 +145,8 @@ class HostedRank:
         if isinstance(error, SystemExit):
             code = _exit_code(error)
             if error is self._exit and code:
-                # The cause of a ``sys.exit(1)`` inside an ``except``, as in mp.spawn, is the exception.
+                # The cause of a ``sys.exit(1)`` inside an ``except``, as in mp.spawn, is the
+                # exception.
                 error = self._cause
             else:
                 error = None
@@ -160,7 +164,8 @@ class HostedRank:
         if error is None and self._exit is not None and _ends_process(self._exit.__traceback__):
             error = self._exit
         if error is None and sys.excepthook is not self._hook:
-            # The script has replaced the hook (rich, a debugger), so use Python's own record of the last exception.
+            # The script has replaced the hook (rich, a debugger), so use Python's own record of the
+            # last exception.
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         return error
 
@@ -188,7 +193,8 @@ def current_rank() -> HostedRank | None:
 
 def claim(rank: int) -> HostedRank | None:
     """Make this process that rank and return it; None for a child of a rank, or if another process is it already."""
-    # Several processes, or programs in one process (``os.execv``), may be the rank one after the other if each ends well.
+    # Several processes, or programs in one process (``os.execv``), may be the rank one after the
+    # other if each ends well.
     global _current  # noqa: PLW0603 - a process is one rank
     if current_rank() is not None:
         return _current

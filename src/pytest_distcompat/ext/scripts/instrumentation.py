@@ -19,9 +19,9 @@ from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.ext.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
 from pytest_distcompat.world import World
 
-#: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late: when it is called, the
-#: files that other libraries wrote for the Trainer would already count as checkpoints of their own.
-#: ``tests/scripts/test_private_names.py`` fails when it changes.
+#: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late:
+#: when it is called, the files that other libraries wrote for the Trainer would already count as
+#: checkpoints of their own. ``tests/scripts/test_private_names.py`` fails when it changes.
 SAVE = "_save_checkpoint"
 
 #: Lightning is installed under two names, each with classes of its own.

@@ -36,8 +36,8 @@ __tracebackhide__ = hides_frames
 class Host:
     """Where scripts run: the ``device`` (``cpu`` or ``cuda``), and what ``launch`` takes if it is given nothing else.
 
-    Without a ``directory`` each run has a temporary one, which is removed at the end of this process, however it ends, unless the
-    run failed.
+    Without a ``directory`` each run has a temporary one, which is removed at the end of this
+    process, however it ends, unless the run failed.
     """
 
     device: str
@@ -126,8 +126,8 @@ def launch(
         host: Where it runs; by default on all GPUs of the machine, or on two CPU ranks.
 
     Raises:
-        RunFailedError: If the launcher or a rank failed, unless ``allow_failure``, or failed otherwise than ``fails`` says.
-            The message reports all ranks, the first cause first.
+        RunFailedError: If the launcher or a rank failed, unless ``allow_failure``, or failed
+            otherwise than ``fails`` says. The message reports all ranks, the first cause first.
         Incompatible: If a run that must fail does not.
         UsageProblem: For a wrong argument.
         LeaseTimeout: If the devices do not become free in time.
@@ -233,10 +233,12 @@ def _uses_configuration(
 ) -> bool:
     """Tell whether the run needs a configuration file, given or made.
 
-    Raises UsageProblem if one is given that nothing uses, or if an argument stands for one that there will not be.
+    Raises UsageProblem if one is given that nothing uses, or if an argument stands for one that
+    there will not be.
     """
     named = any("{configuration}" in argument for argument in arguments)
-    # Make no file that is not used: a script may do what no file can describe (fp8 under DeepSpeed).
+    # Make no file that is not used: a script may do what no file can describe (fp8 under
+    # DeepSpeed).
     is_read = named or launcher == "accelerate"
     if configuration and not is_read:
         unused = f"launcher {launcher!r} takes none, and no argument has {{configuration}} in it"
@@ -303,9 +305,9 @@ def command_line(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the command line that runs ``script`` on ``world_size`` ranks with logs in ``directory``, and its variables.
 
-    A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables (``PET_*``,
-    https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an unknown launcher, a missing
-    script or command.
+    A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables
+    (``PET_*``, https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an
+    unknown launcher, a missing script or command.
     """
     logs = directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -320,7 +322,8 @@ def command_line(
             f"there is no script {script!r}; a module goes by '-m', 'name', a command by launcher='cli'"
         )
     if launcher == "torchrun":
-        # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each other.
+        # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each
+        # other.
         start = [
             sys.executable,
             "-m",

@@ -84,8 +84,9 @@ def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
 def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
     """Load the model at ``path`` and return it as an unwrapped model, or return the ``problem``.
 
-    The answer also has the ``files`` of the model, and whether its values are those in the files (``stored``), or those of
-    a model that a library made of them, perhaps under names of its own (``renamed_by_library``).
+    The answer also has the ``files`` of the model, and whether its values are those in the files
+    (``stored``), or those of a model that a library made of them, perhaps under names of its own
+    (``renamed_by_library``).
     """
     from pytest_distcompat.checks.export import PREFIX
     from pytest_distcompat.probe.files import module_directories, read_files
@@ -116,7 +117,8 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         return answer
     composite_class = _composite_class(directory)
     if composite_class is not None:
-        # The library renames keys when it saves and when it loads: its names are those of the model that it makes of them.
+        # The library renames keys when it saves and when it loads: its names are those of the model
+        # that it makes of them.
         return (
             answer
             | {"stored": False, "renamed_by_library": True}
@@ -164,7 +166,8 @@ def _files_of_model(
 ) -> list[FileInfo]:
     """Return the files of the model at ``path``: that file, or those in that directory and its module directories.
 
-    If they hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
+    If they hold no model, it is all files below the directory, except for the checkpoints that the
+    run wrote there.
     """
     from pytest_distcompat.probe.files import module_directories
 

@@ -1,10 +1,10 @@
 """Recorder of snapshots in an unmodified script, as the methods of a driver would have left them.
 
-``wrappers`` report the script's library calls. Of these the recorder makes snapshots of ``build_model`` (before
-anything wraps the model), ``build`` (just before the first step), ``step`` (when the next call begins, because only
-then the scheduler has stepped too), ``save``, ``load`` and ``export``. A snapshot's index follows from the number of
-steps, so that ranks agree on it although one of them may save alone. The recorder takes part in no collective and
-changes nothing.
+``wrappers`` report the script's library calls. Of these the recorder makes snapshots of
+``build_model`` (before anything wraps the model), ``build`` (just before the first step), ``step``
+(when the next call begins, because only then the scheduler has stepped too), ``save``, ``load`` and
+``export``. A snapshot's index follows from the number of steps, so that ranks agree on it although
+one of them may save alone. The recorder takes part in no collective and changes nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Recorder:
             self.device = f"{config.device}:{os.environ.get('LOCAL_RANK', '0')}"
         #: The optimizer steps that are finished.
         self.steps = 0
-        #: How many wrapped calls are going on, one inside the other, and how many of them do not train.
+        #: How many wrapped calls are going on, one inside the other, and how many of them do not
+        #: train.
         self.depth = 0
         self._ignored_depth = 0
         self.tracked = TrackedObjects(config.blocks)
@@ -65,8 +66,8 @@ class Recorder:
         self._root: weakref.ref[Module] | None = None
         #: The model that is trained, as the trainer wrapped it.
         self._model: weakref.ref[Module] | None = None
-        #: The model since its last step: a script whose ``main`` returns has none when the process ends. Its optimizer is held
-        #: anyway, and with it the parameters.
+        #: The model since its last step: a script whose ``main`` returns has none when the process
+        #: ends. Its optimizer is held anyway, and with it the parameters.
         self._trained_model: Module | None = None
         #: True inside a step of a DeepSpeed engine, where the model is in an intermediate state.
         self.in_engine = False
@@ -77,7 +78,8 @@ class Recorder:
         self._pending: dict[str, Any] | None = None
         #: Whether a checkpoint was loaded before the first step.
         self._loaded = False
-        #: Action -> fields of the snapshots after a load, written only if the loaded model is never trained.
+        #: Action -> fields of the snapshots after a load, written only if the loaded model is never
+        #: trained.
         self._untrained_snapshots: dict[str, dict[str, Any]] = {}
         #: Whether the first step has begun, and whether there was a process group then.
         self._built = False
@@ -89,7 +91,8 @@ class Recorder:
         self._should_stop = False
         #: Whether this rank alone has written a file after the last step.
         self._wrote_file = False
-        #: Whether the ranks have compared what they wrote after the step at which the run may be stopped.
+        #: Whether the ranks have compared what they wrote after the step at which the run may be
+        #: stopped.
         self._compared = False
         #: Whether the script has read a file of ``torch.save``.
         self._read_file = False
@@ -100,7 +103,8 @@ class Recorder:
         from torch import distributed
 
         self.call_unobserved(self.finish_step)
-        # Without its process group a rank of ZeRO-3 does not know its shards; it was recorded before the group was destroyed.
+        # Without its process group a rank of ZeRO-3 does not know its shards; it was recorded
+        # before the group was destroyed.
         if not self._had_process_group or distributed.is_initialized():
             self.call_unobserved(self.record_final_model)
         if not self._built:
@@ -124,8 +128,9 @@ class Recorder:
     def inside_call(self, *, training: bool = False) -> Iterator[bool]:
         """Mark the time inside a wrapped call; yield whether it is the outermost one, which is the script's own.
 
-        Only calls in ``training`` compute gradients or step: ``torch.distributed.checkpoint.state_dict`` steps without
-        gradients to create optimizer state.
+        Only calls in ``training`` compute gradients or step:
+        ``torch.distributed.checkpoint.state_dict`` steps without gradients to create optimizer
+        state.
         """
         outermost = self.depth == 0
         self.depth += 1
@@ -157,7 +162,8 @@ class Recorder:
             # A script that goes on to another model may have left the last one.
             self._trained_model = None
             self.tracked.models.append(weakref.ref(value))
-            # Before FSDP's own hook, to see the inputs of the rank and not those of its shard of the model.
+            # Before FSDP's own hook, to see the inputs of the rank and not those of its shard of
+            # the model.
             guarded = guard.guarded("a forward pre-hook of a model", self._forward)
 
             def hook(*arguments: Any) -> None:
@@ -179,8 +185,8 @@ class Recorder:
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Record the inputs of the outermost model: the first wrapped model that computes in training."""
-        # ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates over a copy of the
-        # hooks.
+        # ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates
+        # over a copy of the hooks.
         import torch
 
         if kwargs is None or not (torch.is_grad_enabled() and module.training):

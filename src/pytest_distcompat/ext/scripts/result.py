@@ -31,10 +31,12 @@ _E = TypeVar("_E", bound=Event)
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
 __tracebackhide__ = hides_frames
 
-#: The checks that can judge one run. The others need several runs, or actions that only drivers have.
+#: The checks that can judge one run. The others need several runs, or actions that only drivers
+#: have.
 SCRIPT_CHECKS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
 FINAL_MODEL_CHECK = "final_model_loadable"
-#: The step that they judge. In earlier steps a warm-up may change nothing, and a gradient scaler may skip the update.
+#: The step that they judge. In earlier steps a warm-up may change nothing, and a gradient scaler
+#: may skip the update.
 JUDGED_STEP = 3
 #: The index of snapshots of files that are read after the run: behind every step.
 _FILES_INDEX = 10**9
@@ -49,9 +51,10 @@ MODEL_CALLS = (
 class ScriptRun:
     """One run of a script on all its ranks.
 
-    ``cell`` is what should have been running, None if ``launch`` was given no strategy. ``directory`` holds the logs
-    and snapshots of the ranks. ``output`` is where the script should leave its model, if given. ``saved_name`` returns
-    the unwrapped name of a key in the script's files.
+    ``cell`` is what should have been running, None if ``launch`` was given no strategy.
+    ``directory`` holds the logs and snapshots of the ranks. ``output`` is where the script should
+    leave its model, if given. ``saved_name`` returns the unwrapped name of a key in the script's
+    files.
     """
 
     ending: Ending
@@ -133,13 +136,15 @@ class ScriptRun:
     def check(self, *names: str) -> None:
         """Judge the run by these checks: ``active names optimizer dtypes memory units float8 final_model_loadable``.
 
-        A check that does not apply to the run (``units`` under DDP, ``float8`` without fp8) is skipped; ``verdicts`` says why.
+        A check that does not apply to the run (``units`` under DDP, ``float8`` without fp8) is
+        skipped; ``verdicts`` says why.
 
         Args:
             *names: The ids of the checks.
 
         Raises:
-            Incompatible: With the findings of all checks; also if there was nothing to probe, or no check applies.
+            Incompatible: With the findings of all checks; also if there was nothing to probe, or no
+                check applies.
             UsageProblem: For an unknown name, or if ``launch`` was given no strategy.
 
         """
@@ -308,7 +313,8 @@ class ScriptRun:
         if checkpoints:
             return [*checkpoints, *others]
         if output and not _holds_model(others):
-            # The probe does not see all writing: ``safetensors.torch.save`` gives bytes, and a file may get its name later.
+            # The probe does not see all writing: ``safetensors.torch.save`` gives bytes, and a file
+            # may get its name later.
             others.append(files_by_path[output])
         if not self._should_save and not _holds_model(others):
             return []

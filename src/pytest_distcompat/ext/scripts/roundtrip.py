@@ -170,8 +170,8 @@ class RoundTrip:
     def _loaded(self, *, explain: bool) -> Iterator[str]:
         """Yield differences between saved and loaded values.
 
-        They are compared on any number of ranks, but only where steps cannot be compared bit by bit, or to ``explain``
-        why steps differ.
+        They are compared on any number of ranks, but only where steps cannot be compared bit by
+        bit, or to ``explain`` why steps differ.
         """
         saved = _at_save(self.stopped, self.save_at)
         loaded = _at_load(self.resumed)
@@ -241,9 +241,9 @@ def resume_roundtrip(
 ) -> RoundTrip:
     """Run the script to its end, again until it has saved, and resumed from there; all of ``same`` must agree.
 
-    All runs get the same total number of steps, so that learning rates agree; the probe stops the one that saves. With
-    ``save_at=total``, where the resumed run only evaluates, and with ``reshard_to`` the loaded values are compared with
-    the saved ones instead of the steps.
+    All runs get the same total number of steps, so that learning rates agree; the probe stops the
+    one that saves. With ``save_at=total``, where the resumed run only evaluates, and with
+    ``reshard_to`` the loaded values are compared with the saved ones instead of the steps.
 
     Args:
         script: As for ``launch``.
@@ -347,7 +347,8 @@ def _check_arguments(
 def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
     """Return the path of what was saved after that step, None without one.
 
-    A checkpoint that all ranks wrote comes first. Of several files of single ranks it is their directory.
+    A checkpoint that all ranks wrote comes first. Of several files of single ranks it is their
+    directory.
     """
     saved = [event for event in run.saved() if event.index // STRIDE == save_at]
     checkpoints = [event.path for event in saved if event.everyone]

@@ -1,7 +1,8 @@
 """Wrappers of library calls in a script, by which the probe sees them; arguments and results are passed on unchanged.
 
-A wrapper is a generator function: the original call runs at its ``yield``, which returns the result. Only the outermost
-call counts: when ``Accelerator.prepare`` calls ``fully_shard``, that call is not the script's.
+A wrapper is a generator function: the original call runs at its ``yield``, which returns the
+result. Only the outermost call counts: when ``Accelerator.prepare`` calls ``fully_shard``, that
+call is not the script's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pytest_distcompat.ext.scripts.recorder import Recorder
 Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]
 Steps = Generator[None, Any, None]
-#: (recorder, positional arguments, keyword arguments) -> generator that runs before and after the call.
+#: (recorder, positional arguments, keyword arguments) -> generator that runs before and after the
+#: call.
 Wrapper = Callable[[Recorder, Arguments, Keywords], Steps]
 
 
@@ -102,7 +104,8 @@ def wraps(
 ) -> Wrapper:
     """Make a wrapper of a call that wraps models among its arguments; ``made`` picks what it has made.
 
-    ``first``: the first argument that may be a model. ``compiles``: the probe's hooks must be removed, as in a compiled model.
+    ``first``: the first argument that may be a model. ``compiles``: the probe's hooks must be
+    removed, as in a compiled model.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -146,8 +149,8 @@ def saves(
 ) -> Wrapper:
     """Make a wrapper of a call that writes to ``where`` (result, arguments, keyword arguments), if that is not None.
 
-    If ``everyone`` calls it, training can resume from it; ``model``: the file should hold the model, and not anything
-    else.
+    If ``everyone`` calls it, training can resume from it; ``model``: the file should hold the
+    model, and not anything else.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -182,7 +185,8 @@ def _around(before: str = "", after: str = "") -> Wrapper:
 loads = _around(after="after_load")
 #: Wraps ``torch.load``, which hands over the parts of a file before the script loads them.
 reads_file = _around(after="after_file_load")
-#: Wraps a call that comes when training is over: the trained model is recorded before the script drops it.
+#: Wraps a call that comes when training is over: the trained model is recorded before the script
+#: drops it.
 may_end_training = _around(before="record_final_model")
 #: Wraps a call whose optimizer steps do not belong to the training.
 ignores_steps = _around()

@@ -20,7 +20,8 @@ class Candidate:
     Attributes:
         driver: The driver's name.
         cell: Strategy, precision, options and settings.
-        calls: Calls of the live trainer. Without any it trains, saves, loads and exports as in every cell.
+        calls: Calls of the live trainer. Without any it trains, saves, loads and exports as in
+            every cell.
     """
 
     driver: str

@@ -1,8 +1,9 @@
 """The search itself, a coverage-guided fuzzer: which candidate is tried next, what is kept of it, how a failure is reduced.
 
-A candidate is a cell, perhaps with calls of its live trainer. One that reaches branches of the installed libraries that none has
-reached before is kept. The next candidate is drawn from all that are possible, or is a neighbour of a kept one: it differs in an
-option, a setting or a call. A candidate that breaks the law (``trial``) is reduced to the parts that it needs to fail.
+A candidate is a cell, perhaps with calls of its live trainer. One that reaches branches of the
+installed libraries that none has reached before is kept. The next candidate is drawn from all that
+are possible, or is a neighbour of a kept one: it differs in an option, a setting or a call. A
+candidate that breaks the law (``trial``) is reduced to the parts that it needs to fail.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _FRESH = 0.5
 _DRAWS = 2000
 #: The most trials that the reduction of one failure takes.
 _REDUCTION_TRIALS = 24
-#: A kept candidate that the stack refused is varied as rarely as if so many of its neighbours had reached nothing new.
+#: A kept candidate that the stack refused is varied as rarely as if so many of its neighbours had
+#: reached nothing new.
 _BARREN_IF_REFUSED = 20
 
 #: Runs a candidate and judges it.
@@ -55,9 +57,11 @@ class Search:
     Args:
         spaces: The candidates of each driver.
         state: What was tried before; each trial is added to it.
-        known: The branches that are not new: those that a cell of the map reaches. What a trial reaches is added.
+        known: The branches that are not new: those that a cell of the map reaches. What a trial
+            reaches is added.
         functions: Returns the functions that have some branches, those with most of them first.
-        readers: For each name, such as a setting's, how many branches that no cell reaches have it in their condition.
+        readers: For each name, such as a setting's, how many branches that no cell reaches have it
+            in their condition.
         guided: Whether neighbours of kept candidates are tried; otherwise all are drawn alike.
     """
 
@@ -105,7 +109,8 @@ class Search:
 
     def _draw(self) -> tuple[Candidate, Kept | None] | None:
         """Return a candidate that was not tried, and what it is a neighbour of; None if none is left."""
-        # By the number of those tried, so that a search which goes on draws as one that never stopped.
+        # By the number of those tried, so that a search which goes on draws as one that never
+        # stopped.
         random = Random(f"{self.state.seed} {self.state.shard} {len(self.state.tried)}")  # noqa: S311 - no secret
         spaces = list(self._spaces.values())
         for _ in range(_DRAWS):

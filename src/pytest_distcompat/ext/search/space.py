@@ -1,8 +1,9 @@
 """All candidates of a search: cells of a driver with options and settings, and perhaps calls of the live trainer.
 
-They are drawn at random, either from nothing (``fresh``) or as a neighbour of one that has reached new branches: with another
-strategy, option, setting or call. What is drawn need not go together, say an option that the strategy does not have; then there
-is no candidate, and the caller draws again.
+They are drawn at random, either from nothing (``fresh``) or as a neighbour of one that has reached
+new branches: with another strategy, option, setting or call. What is drawn need not go together,
+say an option that the strategy does not have; then there is no candidate, and the caller draws
+again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _OPTIONS_OF_CALLS = frozenset(
 )
 #: Settings by which DeepSpeed compiles an operator of its own for minutes, in each run anew.
 _COMPILED = frozenset({"ds_config.zero_force_ds_cpu_optimizer"})
-#: What a candidate that is drawn from nothing has, as often as it stands here: calls, a setting, or options alone.
+#: What a candidate that is drawn from nothing has, as often as it stands here: calls, a setting, or
+#: options alone.
 _KINDS = ("calls", "calls", "setting", "setting", "setting", "option")
 #: The probability that a call is drawn with an argument that it passes on to the library.
 _ARGUMENT_GIVEN = 0.7

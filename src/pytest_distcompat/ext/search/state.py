@@ -74,7 +74,8 @@ class State:
         seed: What it draws by.
         shard: Its part of several, as ``1/2``.
         versions: The release of each library.
-        tried: All candidates, as text, in their order, with the number of branches that each one reached first.
+        tried: All candidates, as text, in their order, with the number of branches that each one
+            reached first.
         refused: How many of them the stack refused in words.
         seconds: How long it has run.
         kept: What reached something new.

@@ -1,8 +1,8 @@
 """Trials: run a candidate on real ranks, read which branches of the stack it reaches, and judge it by a law.
 
-The stack is torch and the libraries above it. The law is the oracle of the search, and needs no expected values: a training
-passes all checks, and calls of a live trainer have the effect that they have in one process. Or the stack refuses the candidate
-with an exception that says why.
+The stack is torch and the libraries above it. The law is the oracle of the search, and needs no
+expected values: a training passes all checks, and calls of a live trainer have the effect that they
+have in one process. Or the stack refuses the candidate with an exception that says why.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Outcome:
 
     Attributes:
         branches: All branches that it reached.
-        problem: How it breaks the law: the check or call, and the first finding; empty if it does not.
+        problem: How it breaks the law: the check or call, and the first finding; empty if it does
+            not.
         refused: The words with which the stack refused it; empty if it did not.
         seconds: How long it took.
     """
@@ -69,7 +70,8 @@ class Trials:
     """Runs candidates, on fork servers that begin with the first candidate of a driver.
 
     Args:
-        known: The branches that are not new. Candidates that reach others get more checks. What they reach is not added here.
+        known: The branches that are not new. Candidates that reach others get more checks. What
+            they reach is not added here.
     """
 
     def __init__(self, known: Branches) -> None:

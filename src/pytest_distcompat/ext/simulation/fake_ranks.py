@@ -1,7 +1,7 @@
 """Entry point of a simulation: takes the part of each rank that differs, without peers and without values.
 
-Floating-point tensors are fake (shape and dtype alone), whole numbers are real: data and masks keep their control flow. torch's
-fake process group takes every collective for done.
+Floating-point tensors are fake (shape and dtype alone), whole numbers are real: data and masks keep
+their control flow. torch's fake process group takes every collective for done.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class _SimulatedRank(Rank):
 @contextlib.contextmanager
 def fake_ranks(rank: int, size: int) -> Iterator[None]:
     """Be that rank of a process group without peers; tensors made inside have no values, unless they are of whole numbers."""
-    # All of it is private: torch's fake process group (registered as a backend by the import), fake tensors, and the function
-    # that disables modes. ``tests/launch/test_simulated.py`` fails when they change.
+    # All of it is private: torch's fake process group (registered as a backend by the import), fake
+    # tensors, and the function that disables modes. ``tests/launch/test_simulated.py`` fails when
+    # they change.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -125,7 +126,8 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
     store: Any = FakeStore()
     distributed.init_process_group("fake", store=store, rank=rank, world_size=size)
     begin, distributed.init_process_group = distributed.init_process_group, again
-    # ``Module.to`` swaps fake parameters in place, which torch refuses where it holds weak references to them itself.
+    # ``Module.to`` swaps fake parameters in place, which torch refuses where it holds weak
+    # references to them itself.
     utils: Any = torch.utils
     checked, utils.weakref = utils.weakref, SimpleNamespace(getweakrefs=lambda _: ())
     try:
@@ -163,7 +165,8 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 class _EqualChunks(TorchFunctionMode):
     """Mode in which chunks of a tensor without values that are equally large are one tensor: ``fully_shard`` makes one a rank.
 
-    Where the tensor is shorter than there are ranks, it makes empty ones of the first chunk (``new_empty(0)``).
+    Where the tensor is shorter than there are ranks, it makes empty ones of the first chunk
+    (``new_empty(0)``).
     """
 
     def __init__(self) -> None:

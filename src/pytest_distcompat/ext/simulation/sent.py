@@ -12,7 +12,8 @@ from pytest_distcompat.cost import nbytes
 from pytest_distcompat.report.result import AddedEvidence, Row
 from pytest_distcompat.trace import MeshDim, RunTrace, Snapshot
 
-#: Kinds of collectives, by how their operators begin; each with the part of its input that a rank of n sends in a ring.
+#: Kinds of collectives, by how their operators begin; each with the part of its input that a rank
+#: of n sends in a ring.
 _KINDS: dict[str, Callable[[int], float]] = {
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: (n - 1) / n,

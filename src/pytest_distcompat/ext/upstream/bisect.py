@@ -25,8 +25,9 @@ Outcome = TypeVar("Outcome")
 def releases_of(text: str, directory: Path) -> list[str]:
     """Return the releases of a range, the oldest first. Raises UsageProblem, also if pip or git fails.
 
-    ``PACKAGE==FIRST..LAST``: releases of the package index, pre-releases left out. ``PACKAGE @ git+URL@FIRST..LAST``: commits of
-    the first-parent history, from a clone that is kept in the directory.
+    ``PACKAGE==FIRST..LAST``: releases of the package index, pre-releases left out. ``PACKAGE @
+    git+URL@FIRST..LAST``: commits of the first-parent history, from a clone that is kept in the
+    directory.
     """
     match = _RANGE.fullmatch(text.strip())
     if match is None:
@@ -75,7 +76,8 @@ def bisect(
     Args:
         releases: the oldest first.
         run: runs the tests with a release.
-        red: tells whether an outcome is red; None if it is neither red nor green. The release next to such a one is taken.
+        red: tells whether an outcome is red; None if it is neither red nor green. The release next
+            to such a one is taken.
 
     Yields:
         The outcome of each run.

@@ -154,7 +154,8 @@ def _releases(options: argparse.Namespace) -> int:
     with named_in_errors():
         directory.mkdir(parents=True, exist_ok=True)
         if options.output is not None:
-            # Whether it can be written shows before the sessions. This appends nothing, so an existing page stays as it is.
+            # Whether it can be written shows before the sessions. This appends nothing, so an
+            # existing page stays as it is.
             options.output.open("ab").close()
     arguments = options.arguments
     if arguments[:1] == ["--"]:
@@ -324,7 +325,8 @@ def _run(
         report = Report.read(report_file)
     except UsageProblem:
         return Run(release, None, f"no report, pytest ended with {code}: {log}", code)
-    # Exit code 1 is explained by red verdicts. Without any, another test failed, or a file could not be imported.
+    # Exit code 1 is explained by red verdicts. Without any, another test failed, or a file could
+    # not be imported.
     explained = code == 0 or (code == 1 and counts(report)["red"])
     problem = "" if explained else f"pytest ended with {code}: {log}"
     return Run(release, report, problem, code)

@@ -1,8 +1,9 @@
 """A pytest plugin that runs the cells in a file, in its order: ``-p pytest_distcompat.ext.upstream.selected``.
 
-A line of the file is a driver and a cell, and the actions that matter: ``accelerate/fsdp2-fp32-w2: save, load``. Of a cell, the
-checks run whose runs do one of these actions; without actions all checks run. ``* accelerate/*`` stands for all cells like this
-that no line names, and ``- accelerate/ddp-fp32-w2`` names one that does not run.
+A line of the file is a driver and a cell, and the actions that matter: ``accelerate/fsdp2-fp32-w2:
+save, load``. Of a cell, the checks run whose runs do one of these actions; without actions all
+checks run. ``* accelerate/*`` stands for all cells like this that no line names, and ``-
+accelerate/ddp-fp32-w2`` names one that does not run.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def read_selection(path: Path) -> Selection:
         elif mark == "-":
             selection.left_out.add(rest.strip())
         else:
-            # A driver may be module:attribute, and a cell has model_hf:gpt2; the actions come after a colon and a blank.
+            # A driver may be module:attribute, and a cell has model_hf:gpt2; the actions come after
+            # a colon and a blank.
             cell, _, actions = line.partition(": ")
             # "call step" is one action.
             selection.named[cell.strip()] = Chosen(

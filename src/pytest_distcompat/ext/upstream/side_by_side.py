@@ -18,8 +18,8 @@ from packaging.utils import canonicalize_name
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import fits, version_of
 
-#: Packages that are never installed as a requirement of another: torch takes gigabytes, and packages compiled against it
-#: would have to change too.
+#: Packages that are never installed as a requirement of another: torch takes gigabytes, and
+#: packages compiled against it would have to change too.
 PACKAGES_KEPT = ("torch",)
 #: How many times newly installed packages may require further ones.
 MAX_ROUNDS = 5
@@ -55,8 +55,8 @@ def file_name(release: str) -> str:
 def install(release: str, directory: Path) -> Path:
     """Return the directory with these releases and what they require beyond the installed packages; make it if needed.
 
-    One from a URL that names no commit, or that no longer meets its requirements, is installed again. Raises UsageProblem
-    if pip fails.
+    One from a URL that names no commit, or that no longer meets its requirements, is installed
+    again. Raises UsageProblem if pip fails.
     """
     pinned = requirements(release)
     target = directory / file_name(release)

@@ -24,7 +24,8 @@ class TestTorch(CompatSuite):
                 ("fp32",),
                 options=(
                     {"state_dict": "full"},
-                    # By inductor; accelerate's suite compiles blocks. To compile a Llama takes every rank many seconds.
+                    # By inductor; accelerate's suite compiles blocks. To compile a Llama takes
+                    # every rank many seconds.
                     {"compile": True, "model": "mlp"},
                     {"activation_checkpointing": True},
                     {"cpu_offload": True},
@@ -182,7 +183,8 @@ class TestDeepSpeed(CompatSuite):
         extra=(
             *map(Cell.parse, SLICE["deepspeed"]),
             Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
-            # An overflow stays on one rank where the optimizer is partitioned and the gradients are not.
+            # An overflow stays on one rank where the optimizer is partitioned and the gradients are
+            # not.
             Matrix(("zero1",), ("fp16_mixed",)),
             Matrix(
                 ("zero3",),

@@ -8,7 +8,8 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.ext.upstream.models import architectures
 from pytest_distcompat.profiles import AddedProfile, LeftOut, Selection
 
-#: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.
+#: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may
+#: depend on the model's modules.
 ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
 ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
 

@@ -1,7 +1,8 @@
 """Does a trainer do what one process does, whatever its user calls in whatever order?
 
-A walk is a sequence of calls of a live trainer. Its runs are called ``walk-3-0``, ``walk-3-1``, ... (a new process group after
-each load of a checkpoint), and ``walk-3-reference`` is the same sequence in one process, on the unwrapped model.
+A walk is a sequence of calls of a live trainer. Its runs are called ``walk-3-0``, ``walk-3-1``, ...
+(a new process group after each load of a checkpoint), and ``walk-3-reference`` is the same sequence
+in one process, on the unwrapped model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ TOLERANCE = 1e-5
 ROUNDED_TOLERANCE = 5e-2
 #: The calls that change no bit of what is trained, though they are no observers.
 _QUIET = frozenset({"skip", "new_epoch"})
-#: Fields of a snapshot that such a call leaves as they are, besides parameters, buffers and gradients.
+#: Fields of a snapshot that such a call leaves as they are, besides parameters, buffers and
+#: gradients.
 _UNCHANGED_FIELDS = ("optimizer", "scheduler", "rng", "scaler")
 #: The longest text of a difference that a finding shows.
 _LONGEST_DIFFERENCE = 160
@@ -34,10 +36,12 @@ _LONGEST_DIFFERENCE = 160
 def walk(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a live trainer does what one process does, in whatever order its user calls it.
 
-    Walks that failed once are replayed, new ones are drawn; the first that fails is shrunk. Observers (unwrap, state dict,
-    evaluate) must change no bit. After each call names, dtypes, shards, modes, losses and parameters are compared.
+    Walks that failed once are replayed, new ones are drawn; the first that fails is shrunk.
+    Observers (unwrap, state dict, evaluate) must change no bit. After each call names, dtypes,
+    shards, modes, losses and parameters are compared.
 
-    If it fails: repeat the walk alone (``distcompat walk --calls``), or run the script that it prints.
+    If it fails: repeat the walk alone (``distcompat walk --calls``), or run the script that it
+    prints.
     """
     for name, run in trace.runs.items():
         if not name.endswith("-reference"):
@@ -58,7 +62,8 @@ def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
         reference: The name of the reference's run.
 
     Returns:
-        The number of calls after which the walk was equal to its reference, and the findings after the next call: none if the
+        The number of calls after which the walk was equal to its reference, and the findings after
+            the next call: none if the
         whole walk was.
     """
     reference_run = trace.runs[reference]
@@ -76,7 +81,8 @@ def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
 class _RecordedCall:
     """Place of a call's snapshots in a trace.
 
-    ``index`` is the call's index in the run ``run`` of the walk, ``reference_index`` that in the run of the reference.
+    ``index`` is the call's index in the run ``run`` of the walk, ``reference_index`` that in the
+    run of the reference.
     """
 
     call: Call
@@ -119,7 +125,8 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
         return
     assert run.unwrapped is not None
     names = Names(run, run.unwrapped)
-    # A trainer that loads may wrap the model only then, so a later run is compared with the build of the first.
+    # A trainer that loads may wrap the model only then, so a later run is compared with the build
+    # of the first.
     first_run = trace.runs[reference.replace("reference", "0")]
     built = _by_rank(first_run.at("build"))
     before = _by_rank(run.at_index(recorded.index - 1))
@@ -360,7 +367,8 @@ def _inexact_sums(
     Args:
         title: How the finding begins.
         names: The unwrapped model's names, with the number of elements of each.
-        sums_by_rank: The sums of what each rank has, by unwrapped name: of whole tensors, or of parts that are whole together.
+        sums_by_rank: The sums of what each rank has, by unwrapped name: of whole tensors, or of
+            parts that are whole together.
         expected: The sums of the whole tensors.
         tolerance: How far they may be apart, relative to the largest possible sum.
     """

@@ -22,7 +22,8 @@ from pytest_distcompat.installed import version_of
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.trace import RunTrace, Trace
 
-#: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not mended yet, makes fail.
+#: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not
+#: mended yet, makes fail.
 CORPUS = Path(__file__).with_name("corpus.json")
 #: How many calls a walk has at most.
 LENGTH = 10
@@ -76,7 +77,8 @@ class Explorer:
     driver: str
     cell: Cell
     note: Callable[[Walk, Sequence[str]], None] = lambda walk, wrong: None  # noqa: ARG005
-    #: The calls of walks that failed, up to the call that did, with what is wrong; and of beginnings that passed.
+    #: The calls of walks that failed, up to the call that did, with what is wrong; and of
+    #: beginnings that passed.
     failed: dict[_Calls, list[str]] = field(default_factory=dict)
     passed: set[_Calls] = field(default_factory=set)
     #: The runs of the walks that failed, by those calls.
@@ -90,7 +92,8 @@ class Explorer:
     def check(self, calls: Sequence[Call]) -> _Calls:
         """Run a walk; return its calls up to the one that failed, or nothing.
 
-        One that begins like another that failed, or is the beginning of one that passed, is not run.
+        One that begins like another that failed, or is the beginning of one that passed, is not
+        run.
         """
         walk = Walk(tuple(calls), self.kind.live_calls)
         for length in range(1, len(walk.calls) + 1):
@@ -204,7 +207,8 @@ class Explorer:
         kind = self.kind.live_calls
         reasons = refused(kind, self.cell.strategy)
         possible = [call for call in offered(kind) if call not in reasons]
-        # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1 steps after a micro-batch.
+        # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1
+        # steps after a micro-batch.
         updates = [call for call in possible if call.name in UPDATES] or possible
         call = strategies.one_of(
             strategies.sampled_from(updates), strategies.sampled_from(possible)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
 
-#: Built-in driver -> the strategy under which every read-only call is made: the one that has most of them.
+#: Built-in driver -> the strategy under which every read-only call is made: the one that has most
+#: of them.
 _STRATEGY_BY_DRIVER = {
     "torch": "fsdp2",
     "accelerate": "fsdp2",

@@ -1,7 +1,8 @@
 """The collective that each rank of a hang waits in, or where else it is: from its Python stack and flight recorder.
 
-The stack is there whatever the rank does. The recorder adds the group, the number and the tensors, if torch has one, if it
-could write (a rank that holds the GIL in a thread cannot), and for collectives only: gloo records no send and recv.
+The stack is there whatever the rank does. The recorder adds the group, the number and the tensors,
+if torch has one, if it could write (a rank that holds the GIL in a thread cannot), and for
+collectives only: gloo records no send and recv.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from pytest_distcompat.launch.forensics.stacks import Frame, nearest, threads
 
 _C10D = "/torch/distributed/distributed_c10d.py"
-#: Of the functions there, those that send from one rank to another, and those that wait without a record.
+#: Of the functions there, those that send from one rank to another, and those that wait without a
+#: record.
 _P2P = re.compile(r"send|recv")
 _UNRECORDED = re.compile(r"_group|subgroups|monitored_barrier")
 #: Collectives whose tensors may differ between ranks.
@@ -32,8 +34,8 @@ _DESCRIPTIONS_SHOWN = 4
 class Collective:
     """One collective as the flight recorder has it: the ``number``-th of its ``group``.
 
-    ``key`` distinguishes groups of one name; ``tensors`` are the types and shapes of all its inputs; ``p2p``: a send or recv,
-    which have numbers of their own.
+    ``key`` distinguishes groups of one name; ``tensors`` are the types and shapes of all its
+    inputs; ``p2p``: a send or recv, which have numbers of their own.
     """
 
     name: str
@@ -164,7 +166,8 @@ def read_wait_state(record: str, stack: str) -> WaitState | None:
     waits = _called_function(frames)
     unfinished = _unfinished_collective(recorded, waits)
     if not waits and unfinished and frames[0].of_torch:
-        # In backward(), or in the wait of FSDP2: torch is in the collective, whatever code called it.
+        # In backward(), or in the wait of FSDP2: torch is in the collective, whatever code called
+        # it.
         waits = unfinished.name
     return WaitState(
         nearest(frames), waits, unfinished, recorded, connecting=frames[0].of_rendezvous
@@ -211,8 +214,8 @@ def _unfinished_collective(recorded: Iterable[Collective], waits: str) -> Collec
 def read_record(record: str) -> Iterable[Collective]:
     """Return what a rank's recorders held, in order: a line of JSON for each recorder.
 
-    A line that a dying rank left half written is passed over. Of a group that was destroyed and made again only the collectives
-    after that are returned: their numbers begin anew.
+    A line that a dying rank left half written is passed over. Of a group that was destroyed and
+    made again only the collectives after that are returned: their numbers begin anew.
     """
     entries: list[Mapping[str, Any]] = []
     for line in record.splitlines():

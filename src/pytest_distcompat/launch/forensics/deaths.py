@@ -32,8 +32,8 @@ def resident_memory() -> int:
 def out_of_memory_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory since it booted, in any control group.
 
-    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files counts the same by group; a rank may be in another
-    group than its parent, so the sum of all is compared.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files counts the same by
+    group; a rank may be in another group than its parent, so the sum of all is compared.
     """
     try:
         with pristine_builtins.open_file("/proc/vmstat", encoding="ascii") as file:
@@ -46,7 +46,8 @@ def out_of_memory_kills() -> int:
 def explain(number: int, oom_kills: int | None, memory: int) -> Iterator[str]:
     """Yield lines on a rank's death: usual causes of the signal, out-of-memory kills, the rank's last memory.
 
-    ``oom_kills`` were since the rank started, None if unknown; ``memory`` is in bytes, 0 if unknown.
+    ``oom_kills`` were since the rank started, None if unknown; ``memory`` is in bytes, 0 if
+    unknown.
     """
     cause = _CAUSES.get(number)
     if cause is None:

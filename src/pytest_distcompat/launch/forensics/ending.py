@@ -1,7 +1,7 @@
 """The ending of a run, from what its ranks wrote and how their processes ended: never weaker than the worst rank.
 
-The rank that failed first is the cause and is shown first; ranks that only lost their peer, or were ended because of
-it, are folded under it.
+The rank that failed first is the cause and is shown first; ranks that only lost their peer, or were
+ended because of it, are folded under it.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 class RankEnd:
     """How one rank ended.
 
-    ``status``: ``done``; ``raised`` (it reported an exception); ``excused`` (it reported one that its test allows);
-    ``killed`` and ``exited`` (it could not report; a rank that is lost with its node is killed too);
-    ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped`` (consequences of another rank's end);
-    ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``wait_state``;
-    one that others gave up waiting for has the ``stack``. ``lost``: what it raised only says that another rank is gone.
+    ``status``: ``done``; ``raised`` (it reported an exception); ``excused`` (it reported one that
+    its test allows); ``killed`` and ``exited`` (it could not report; a rank that is lost with its
+    node is killed too); ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped``
+    (consequences of another rank's end); ``missing`` (it never started). A rank that is stuck has a
+    ``stack`` and, made of that, a ``wait_state``; one that others gave up waiting for has the
+    ``stack``. ``lost``: what it raised only says that another rank is gone.
     """
 
     rank: int
@@ -90,8 +91,9 @@ class RankEnd:
 class Ending:
     """How all ranks of a run ended, and what each wrote.
 
-    ``leaks`` says what stayed in use of the devices after the ranks were gone: a failure, however they ended. ``builds`` names
-    the processes whose builds of an extension the ranks waited for. ``properties`` are added to those of a marked test.
+    ``leaks`` says what stayed in use of the devices after the ranks were gone: a failure, however
+    they ended. ``builds`` names the processes whose builds of an extension the ranks waited for.
+    ``properties`` are added to those of a marked test.
     """
 
     ranks: tuple[RankEnd, ...]
@@ -320,14 +322,16 @@ class RankProcess:
 
     Attributes:
         code: The exit code; negative for signals, None where unknown.
-        ended_by_us: Whether it was killed at the time limit, or because it outlived another rank's failure.
+        ended_by_us: Whether it was killed at the time limit, or because it outlived another rank's
+            failure.
         ended_at: When the agent saw that it was gone, None where it did not.
         output: The last lines of its output.
         stack: The stacks that it wrote when it was asked to.
         record: What torch's flight recorder held, as the rank wrote it.
         node: The name of its node in a run of several.
         lost: Why its node is gone; empty while it is there.
-        no_space: Why it could not write a report; empty if its directory has room for one, or it needed none.
+        no_space: Why it could not write a report; empty if its directory has room for one, or it
+            needed none.
     """
 
     code: int | None = None
@@ -353,8 +357,9 @@ def conclude(
 ) -> Ending:
     """Put together what is known of each rank: what it logged, and how its process ended. It reads and changes nothing.
 
-    ``ended_since`` is when the first rank was killed by us, ``first`` the rank that the agent saw fail first, ``oom_kills`` what
-    ``deaths.out_of_memory_kills`` returned after the run; ``more`` are further fields of the ``Ending``.
+    ``ended_since`` is when the first rank was killed by us, ``first`` the rank that the agent saw
+    fail first, ``oom_kills`` what ``deaths.out_of_memory_kills`` returned after the run; ``more``
+    are further fields of the ``Ending``.
     """
     allows_waiting = any(map(is_excused, events.values()))
     ends = []
@@ -384,7 +389,8 @@ def _with_times_of_death(
 ) -> list[RankEnd]:
     """Return the ends, those of ranks that could not report with the time at which the agent saw them gone.
 
-    The agent stops looking once it has seen a rank gone: a rank that died unseen did so at that time or later.
+    The agent stops looking once it has seen a rank gone: a rank that died unseen did so at that
+    time or later.
     """
     died_at = {}
     for rank, process in processes.items():
@@ -601,10 +607,12 @@ def _consequence(end: RankEnd, first: int | None) -> str:
     if end.message.startswith(_LOST):
         # Whatever the reason names: SIGTERM, say.
         return ""
-    # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
+    # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its
+    # SIGTERM elsewhere.
     if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
         return "stopped"
-    # gloo throws in a thread of its own, where nothing catches it: abort() in a rank whose peer went away.
+    # gloo throws in a thread of its own, where nothing catches it: abort() in a rank whose peer
+    # went away.
     if end.status == "killed" and "SIGABRT" in end.message and aborted_by_lost_peer(end.output):
         return "lost peer"
     return ""
@@ -623,8 +631,8 @@ def _without_late_leavers(ends: Sequence[RankEnd]) -> list[RankEnd]:
 def _fold_without_cause(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
     """Return the ends of ranks each of which is another's consequence.
 
-    A rank that raised is nearer to the cause than those that were ended. One that lost a peer needed those that had finished,
-    also those that the agent ended while they were leaving.
+    A rank that raised is nearer to the cause than those that were ended. One that lost a peer
+    needed those that had finished, also those that the agent ended while they were leaving.
     """
     any_raised = any(end.status == "raised" for end in ends)
     finished = [end.rank for end in ends if isinstance(end.last, Done)]

@@ -1,7 +1,8 @@
 """torch's flight recorder in a rank: written to a file when the parent sends a signal, for the report of a hang.
 
-The recorder is a ring of the last collectives of this process. torch starts it by itself (``TORCH_FR_BUFFER_SIZE``, 2000
-entries by default); gloo and NCCL fill it. https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+The recorder is a ring of the last collectives of this process. torch starts it by itself
+(``TORCH_FR_BUFFER_SIZE``, 2000 entries by default); gloo and NCCL fill it.
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Makes a rank write what its flight recorder holds. A real-time signal, because programs do not use those.
+#: Makes a rank write what its flight recorder holds. A real-time signal, because programs do not
+#: use those.
 RECORDER_SIGNAL = signal.SIGRTMIN + 8
 
 #: The line that marks the end of the file.
@@ -33,16 +35,18 @@ def record_file(directory: str | Path, rank: int) -> Path:
 def install_handler(directory: str | Path, rank: int) -> None:
     """Write the flight recorder whenever ``RECORDER_SIGNAL`` comes from now on; do nothing where that is impossible.
 
-    A Python handler would wait for the main thread, which hangs in C. A thread of our own would be seen by tests, cause a
-    warning at each fork (Python 3.12), and not run while another thread holds the GIL. So the C library calls us in the midst
-    of what the main thread does, with or without the GIL. In rare cases that goes wrong, which does not matter: the parent
-    either kills this process at once thereafter, and has its Python stacks already, or the process sleeps in C without the GIL.
+    A Python handler would wait for the main thread, which hangs in C. A thread of our own would be
+    seen by tests, cause a warning at each fork (Python 3.12), and not run while another thread
+    holds the GIL. So the C library calls us in the midst of what the main thread does, with or
+    without the GIL. In rare cases that goes wrong, which does not matter: the parent either kills
+    this process at once thereafter, and has its Python stacks already, or the process sleeps in C
+    without the GIL.
     """
     with contextlib.suppress(OSError, MemoryError, AttributeError):
         file = -1
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _write(file))
-        # It is opened now because at the time of a hang this process may be unable to open a file, and not earlier
-        # because the parent takes the file as a sign that there is a handler.
+        # It is opened now because at the time of a hang this process may be unable to open a file,
+        # and not earlier because the parent takes the file as a sign that there is a handler.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         file = os.open(record_file(directory, rank), flags, 0o644)
         ctypes.CDLL(None).signal(int(RECORDER_SIGNAL), handler)
@@ -60,9 +64,10 @@ def _write(file: int) -> None:
 def dumps() -> list[Callable[[], bytes]]:
     """Return the functions that dump the recorders as JSON: one for NCCL, if torch has it, and one for the others.
 
-    Both are private to torch. They are the only way to a recorder that works without a time limit of NCCL's, and they are fit
-    for a process that hangs: they take no stacks. ``tests/faults/test_private_names.py`` fails when they move. The list is empty
-    if torch is not imported or has none.
+    Both are private to torch. They are the only way to a recorder that works without a time limit
+    of NCCL's, and they are fit for a process that hangs: they take no stacks.
+    ``tests/faults/test_private_names.py`` fails when they move. The list is empty if torch is not
+    imported or has none.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     of_all_recorders = []

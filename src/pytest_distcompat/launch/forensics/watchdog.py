@@ -33,8 +33,8 @@ from pytest_distcompat.launch.request import Request
 
 #: How often the logs are read, in seconds.
 CHECK_INTERVAL_S = 0.2
-#: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0 and without a last event
-#: (``os._exit(0)``), which the agent does not notice.
+#: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0
+#: and without a last event (``os._exit(0)``), which the agent does not notice.
 VANISHED_AFTER = 1.0
 #: How long the other ranks may live on after a rank failed, in seconds.
 FAILED_AFTER = 5.0
@@ -42,14 +42,16 @@ FAILED_AFTER = 5.0
 LEAVING_AFTER = 2.0
 #: How long a rank gets to write its stack, in seconds.
 STACK_TIMEOUT_S = 1.0
-#: How long it gets to write what torch recorded, in seconds: a rank whose GIL is held by a thread in C never does.
+#: How long it gets to write what torch recorded, in seconds: a rank whose GIL is held by a thread
+#: in C never does.
 RECORD_TIMEOUT_S = 1.0
 
 
 class Watchdog:
     """The watchdog of one run: it kills what must be killed, and remembers why.
 
-    The launcher calls ``check`` now and then. Once the watchdog has ``acted`` no rank is left, as far as it can know.
+    The launcher calls ``check`` now and then. Once the watchdog has ``acted`` no rank is left, as
+    far as it can know.
     """
 
     def __init__(self, request: Request, files: Files | None = None) -> None:
@@ -69,7 +71,8 @@ class Watchdog:
         self.timed_out = False
         self.ended_by_us: list[int] = []
         self.ended_since = math.inf
-        #: Since when a rank is gone without a last event, and since when one has failed; infinity while none is, or has.
+        #: Since when a rank is gone without a last event, and since when one has failed; infinity
+        #: while none is, or has.
         self._vanished_since = math.inf
         self._failed_since = math.inf
         self._stall_detector = StallDetector()
@@ -141,8 +144,9 @@ class Watchdog:
     ) -> Ending:
         """Return how the run ended, from the logs and files of its ranks. Locks of builds that they left are removed.
 
-        ``codes`` and ``ended_at`` (when each was seen gone) are in the order of the ranks that were started here, ``also_ended``
-        are ranks that others than the watchdog killed, and ``more`` are further arguments of ``ending.conclude``.
+        ``codes`` and ``ended_at`` (when each was seen gone) are in the order of the ranks that were
+        started here, ``also_ended`` are ranks that others than the watchdog killed, and ``more``
+        are further arguments of ``ending.conclude``.
         """
         events = self.logs.read()
         ranks = self.request.here
@@ -191,7 +195,8 @@ class Watchdog:
         living = {rank: pid for rank, pid in pids_of(events).items() if alive(pid)}
         self.ended_by_us = []
         for rank in living:
-            # At the time limit, a rank that raised before is about to end by itself. What one raises from here on is our doing.
+            # At the time limit, a rank that raised before is about to end by itself. What one
+            # raises from here on is our doing.
             if not (timed_out and of_kind(Error, events[rank])):
                 self.ended_by_us.append(rank)
         if timed_out:
@@ -212,7 +217,8 @@ class Watchdog:
         def all_written() -> bool:
             return all(path.exists() and path.stat().st_size > 0 for path in files.values())
 
-        # A signal handler writes them. A rank in an uninterruptible call never does, so the wait is short.
+        # A signal handler writes them. A rank in an uninterruptible call never does, so the wait is
+        # short.
         clock.wait_until(all_written, STACK_TIMEOUT_S, every=0.02)
         clock.sleep(0.05)
         return {rank: read_file(path) for rank, path in files.items()}
@@ -220,7 +226,8 @@ class Watchdog:
     def _wait_in_torch(self, pids: Mapping[int, int]) -> bool:
         """Tell whether these ranks, which sleep, all wait for other ranks."""
         stacks = self._take_stacks(pids)
-        # A line of the user's may call C++ code that waits, which leaves nothing in the Python stack.
+        # A line of the user's may call C++ code that waits, which leaves nothing in the Python
+        # stack.
         elsewhere = {rank: pids[rank] for rank, stack in stacks.items() if not in_torch(stack)}
         for rank, pid in elsewhere.items():
             if not may_wait_for_work(pid, stacks[rank]):

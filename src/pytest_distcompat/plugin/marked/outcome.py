@@ -38,7 +38,8 @@ NOT_RUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest
 #: The statuses of ranks that do not explain a failure: they ended well, or because of another rank.
 NO_CAUSE = frozenset({"done", "lost peer", "stopped"})
 
-#: The kinds of error that a test allows: a rank that skipped, and one that failed as its xfail mark expects.
+#: The kinds of error that a test allows: a rank that skipped, and one that failed as its xfail mark
+#: expects.
 EXCUSED = frozenset({XFAILED, SKIPPED_ELSEWHERE})
 
 
@@ -66,8 +67,8 @@ class Outcome:
     """The outcome that the parent reports.
 
     Attributes:
-        kind: ``passed``, ``failed``, ``skipped`` or ``xfailed``. A pass with a text is an unexpected one: a rank added a strict
-            xfail mark to its item, and the item passed.
+        kind: ``passed``, ``failed``, ``skipped`` or ``xfailed``. A pass with a text is an
+            unexpected one: a rank added a strict xfail mark to its item, and the item passed.
         hard: Whether a failure is more than an exception, so that no xfail mark excuses it.
         assertion: Whether all ranks that are a cause of a failure failed by an assertion.
     """
@@ -99,7 +100,8 @@ class _LoggedPhases:
 
     Attributes:
         whole: The phases that the rank finished, in order.
-        unfinished: The phase in which a rank ended, as far as its subtests tell; only of ranks that ran some in it.
+        unfinished: The phase in which a rank ended, as far as its subtests tell; only of ranks that
+            ran some in it.
     """
 
     whole: Mapping[int, list[Phase]]
@@ -268,7 +270,8 @@ def _skipped(phases: _LoggedPhases) -> Outcome | None:
 def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
     """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark; None for any other.
 
-    What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as expected.
+    What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as
+    expected.
     """
     strict = _strict_passes(phases)
     if strict and len(strict) == len(phases.whole):
@@ -387,8 +390,9 @@ def finish_report(
     error = call.excinfo.value if call.excinfo is not None else None
     if isinstance(error, RankFailure):
         represent(report, str(error), outcome.location)
-        # The ranks have applied their xfail marks to the exceptions themselves; here pytest applied the mark to RankFailure. A
-        # report that another plugin turned into a pass, by running the test again, is left alone.
+        # The ranks have applied their xfail marks to the exceptions themselves; here pytest applied
+        # the mark to RankFailure. A report that another plugin turned into a pass, by running the
+        # test again, is left alone.
         if error.hard or hasattr(report, "wasxfail"):
             unexcused(report)
     elif outcome.kind == "skipped" and outcome.location is not None:

@@ -16,13 +16,16 @@ from pytest_distcompat.events import Event
 from pytest_distcompat.excerpt import encodable, excerpt, explained
 from pytest_distcompat.missing_module import hint_of
 
-#: The kinds of error of a rank that skipped while other ranks did not, and of one that failed as its xfail mark expects.
+#: The kinds of error of a rank that skipped while other ranks did not, and of one that failed as
+#: its xfail mark expects.
 SKIPPED_ELSEWHERE, XFAILED = "skip", "xfail"
 
-#: Captured output is cut in the middle to this many characters; all of it is in the run's directory.
+#: Captured output is cut in the middle to this many characters; all of it is in the run's
+#: directory.
 SECTION_CHARACTERS = 65536
 
-#: The text of an exception and the value of a property are cut to this many characters: pytest's process keeps them.
+#: The text of an exception and the value of a property are cut to this many characters: pytest's
+#: process keeps them.
 TEXT_CHARACTERS = 2**20
 
 #: The first line of an exception is cut to this many characters where it becomes a headline.
@@ -74,7 +77,8 @@ class Phase(Event, name="phase"):
     def ending(self) -> tuple[str, str] | None:
         """The kind and message of the error that ends the rank after this phase; None if the rank goes on.
 
-        A skip ends the rank if other ranks go on. A subtest ends nothing: it counts when its phase is over.
+        A skip ends the rank if other ranks go on. A subtest ends nothing: it counts when its phase
+        is over.
         """
         if self.subtest:
             return None
@@ -177,7 +181,8 @@ class _Result:
         outcome: ``passed``, ``failed``, ``skipped`` or ``xfailed``.
         message: One line: of the exception, or the reason of a skip or an xfail.
         text: The whole text.
-        location: The path, the line (from 1) and the message of a failure or a skip, where pytest knows them.
+        location: The path, the line (from 1) and the message of a failure or a skip, where pytest
+            knows them.
     """
 
     outcome: str
@@ -230,7 +235,8 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
     for line in text.splitlines():
         if line.strip():
             last = line.strip()
-    # An error without a crash location (an unknown fixture) still has lines that pytest marks with E.
+    # An error without a crash location (an unknown fixture) still has lines that pytest marks with
+    # E.
     for line in text.splitlines():
         if line.strip().startswith("E  "):
             return line.strip().removeprefix("E").strip()
@@ -262,16 +268,16 @@ def _serializable(value: Any) -> Any:
     return value
 
 
-# Subtests: parts of a test with reports of their own; one that fails makes its test fail. They are pytest 9's (fixture
-# ``subtests``, unittest's ``subTest``) or those of the plugin pytest-subtests. In both the terminal plugin counts them, which
-# ranks do not have.
+# Subtests: parts of a test with reports of their own; one that fails makes its test fail. They are
+# pytest 9's (fixture ``subtests``, unittest's ``subTest``) or those of the plugin pytest-subtests.
+# In both the terminal plugin counts them, which ranks do not have.
 
 
 def name_of(report: pytest.TestReport) -> str:
     """Return the name of a subtest, ``[message] (parameters)``; empty for the report of a whole phase.
 
-    A report of a subtest is recognized by not being a plain TestReport: pytest 8 has no class for it, and that of the plugin
-    pytest-subtests has another name than that of pytest 9.
+    A report of a subtest is recognized by not being a plain TestReport: pytest 8 has no class for
+    it, and that of the plugin pytest-subtests has another name than that of pytest 9.
     """
     if type(report) is pytest.TestReport or not hasattr(report, "context"):
         return ""

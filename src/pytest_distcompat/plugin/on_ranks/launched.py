@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 #: Set in the configuration of a session on a rank.
 ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
-#: Whether an item, an ordinary test, starts ranks itself: how those ended then decides over an xfail.
+#: Whether an item, an ordinary test, starts ranks itself: how those ended then decides over an
+#: xfail.
 STARTS_RANKS: pytest.StashKey[bool] = pytest.StashKey()
 WORLD: pytest.StashKey[World] = pytest.StashKey()
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
-#: Set in the configuration of a rank that collects the tests it runs; any other runs the item of its request.
+#: Set in the configuration of a rank that collects the tests it runs; any other runs the item of
+#: its request.
 COLLECTS: pytest.StashKey[bool] = pytest.StashKey()
-#: Set on a rank for the processes that it starts: they inherit a launcher's variables, and are no ranks.
+#: Set on a rank for the processes that it starts: they inherit a launcher's variables, and are no
+#: ranks.
 HIDDEN = "DISTCOMPAT_INSIDE"
 
 

@@ -16,8 +16,8 @@ from _pytest._io import TerminalWriter
 def no_terminal(config: pytest.Config) -> None:
     """Block pytest's terminal plugin, and have ``config.get_terminal_writer()`` return a writer to /dev/null.
 
-    Without the plugin that method raises. pytest 8 calls it for colours whenever an assertion that compares fails, and plugins
-    that print call it too. ``_pytest._io.TerminalWriter`` is private;
+    Without the plugin that method raises. pytest 8 calls it for colours whenever an assertion that
+    compares fails, and plugins that print call it too. ``_pytest._io.TerminalWriter`` is private;
     ``tests/plugin/test_private_names.py`` fails when it changes.
     """
     config.pluginmanager.set_blocked("terminal")
@@ -30,7 +30,8 @@ def no_terminal(config: pytest.Config) -> None:
 def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[None]:
     """Capture this rank's output as pytest does, but into named files, which are still there when the rank dies.
 
-    ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` fails when it changes.
+    ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` fails when
+    it changes.
     """
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:

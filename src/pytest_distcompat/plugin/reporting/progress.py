@@ -19,14 +19,16 @@ from pytest_distcompat.report.document import Report
 #: Seconds between two updates of the line, and the number of runs that it names.
 RENEWED = 0.5
 NAMED = 4
-#: Without a terminal: seconds between two lines at least, and the age in seconds from which a run is named.
+#: Without a terminal: seconds between two lines at least, and the age in seconds from which a run
+#: is named.
 HEARTBEAT = 60.0
 
 _CLEAR_BELOW = "\n\x1b[2K"
 _UP = "\x1b[1A"
 
 
-#: From which share of the expected work the pace of this session counts, and not that of the earlier one.
+#: From which share of the expected work the pace of this session counts, and not that of the
+#: earlier one.
 OWN_PACE = 0.1
 
 

@@ -15,17 +15,20 @@ def represent(
 ) -> None:
     """Have a failing report show a text.
 
-    Not as a plain string: pytest repeats the whole of that in its summary (where the variable ``CI`` is set, and with ``-vv``)
-    and in JUnit's ``message``, and annotations of a pull request have no line.
+    Not as a plain string: pytest repeats the whole of that in its summary (where the variable
+    ``CI`` is set, and with ``-vv``) and in JUnit's ``message``, and annotations of a pull request
+    have no line.
 
-    ``_pytest._code`` is private. ``pytest.ExceptionInfo.getrepr`` returns its types, but only for real exceptions; xdist can
-    serialize them. ``tests/plugin/test_private_names.py`` fails when they change.
+    ``_pytest._code`` is private. ``pytest.ExceptionInfo.getrepr`` returns its types, but only for
+    real exceptions; xdist can serialize them. ``tests/plugin/test_private_names.py`` fails when
+    they change.
 
     Args:
         report: The report, which is changed in place.
         text: The whole text.
         location: The file and line (from 1) of the failure; by default those of the test.
-        short: The line for summaries, JUnit's ``message`` and annotations; by default the first line of the text.
+        short: The line for summaries, JUnit's ``message`` and annotations; by default the first
+            line of the text.
     """
     path, line, _ = report.location
     path, line, _ = location or (path, (line or 0) + 1, "")

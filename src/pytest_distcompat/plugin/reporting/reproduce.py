@@ -13,10 +13,11 @@ import pytest
 from pytest_distcompat.plugin.options import options_of
 from pytest_distcompat.plugin.selection import strip_group
 
-#: The key of ``workerinput`` with the arguments of the controller: a worker itself gets its options as values.
+#: The key of ``workerinput`` with the arguments of the controller: a worker itself gets its options
+#: as values.
 ARGUMENTS = "distcompat_arguments"
-#: pytest's own options, with and without a value, that set configuration, plugins and warning filters, or how modules are
-#: imported. All others select tests, report, or belong to a conftest.
+#: pytest's own options, with and without a value, that set configuration, plugins and warning
+#: filters, or how modules are imported. All others select tests, report, or belong to a conftest.
 _WITH_VALUE = (
     ("-c", "--config-file"),
     ("--rootdir",),
@@ -97,7 +98,8 @@ def _read_pytest_flags(config: pytest.Config) -> Iterator[str]:
     for flag, *_ in _WITH_VALUE:
         for value in parsed[flag]:
             if flag == "-p" and value.startswith("no:"):
-                # Mostly a plugin that changes order, cache or colours, which does not matter for one item.
+                # Mostly a plugin that changes order, cache or colours, which does not matter for
+                # one item.
                 continue
             if len(flag) == 2:
                 yield flag

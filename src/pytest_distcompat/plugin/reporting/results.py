@@ -81,7 +81,8 @@ class Results:
         self._own_failures = 0
         self._versions = versions()
         self._written: list[str] = []
-        #: The number of this shard, the division, and in which shards a cell can run; None without shards.
+        #: The number of this shard, the division, and in which shards a cell can run; None without
+        #: shards.
         self._shard: dict[str, Any] | None = None
         self._progress: Progress | None = None
 
@@ -317,7 +318,8 @@ class Results:
                     missing.append(change)
             comparison.missing = missing
         regressed = bool(comparison.broken or comparison.missing)
-        # pytest counts more than tests: modules that cannot be imported, and failures of other plugins (pytest-cov).
+        # pytest counts more than tests: modules that cannot be imported, and failures of other
+        # plugins (pytest-cov).
         only_verdicts = 0 < session.testsfailed == self._own_failures
         session_info = self.report.session
         session_info["baseline"] = comparison.to_json(self.session.setting("baseline").text)

@@ -36,8 +36,9 @@ MARKUP: Mapping[str, Mapping[str, bool]] = {
 def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
     """Have pytest show one failure of each cause, in the order of the causes, with the other verdicts beneath it.
 
-    With ``-vv`` it shows all. ``_pdbshown`` is pytest's own attribute for failures that it leaves out of that section, but not
-    out of its short summary; ``tests/plugin/test_private_names.py`` fails when that changes.
+    With ``-vv`` it shows all. ``_pdbshown`` is pytest's own attribute for failures that it leaves
+    out of that section, but not out of its short summary; ``tests/plugin/test_private_names.py``
+    fails when that changes.
     """
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     if terminal is None or config.get_verbosity() > 1:

@@ -1,8 +1,8 @@
 """Cells and checks that ranks which share a GPU cannot run through gloo.
 
 torch documents all_reduce and broadcast alone for gloo with tensors on a GPU
-(https://docs.pytorch.org/docs/stable/distributed.html#backends). On an H100 DDP, ZeRO and sharded FSDP2 trained with it; the rest
-below ended with SIGSEGV or ``writev: Bad address`` (docs/gpu.md).
+(https://docs.pytorch.org/docs/stable/distributed.html#backends). On an H100 DDP, ZeRO and sharded
+FSDP2 trained with it; the rest below ended with SIGSEGV or ``writev: Bad address`` (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Option ``loaded``: models that a trainer makes itself, which ZeRO-3 partitions parameter by parameter meanwhile.
 
-https://huggingface.co/docs/transformers/deepspeed, https://deepspeed.readthedocs.io/en/latest/zero3.html
+https://huggingface.co/docs/transformers/deepspeed,
+https://deepspeed.readthedocs.io/en/latest/zero3.html
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
 
-#: The options that all drivers of tiny models have, and those that the drivers of FSDP have besides.
+#: The options that all drivers of tiny models have, and those that the drivers of FSDP have
+#: besides.
 OF_ALL = (
     "model",
     "compile",
@@ -134,7 +135,8 @@ def clip_on_meshes(
     Args:
         parameters: The parameters, whose gradients are changed in place.
         max_norm: The norm to clip to.
-        stages: The process group of the stages of a pipeline, for the norm over all of them; None without a pipeline.
+        stages: The process group of the stages of a pipeline, for the norm over all of them; None
+            without a pipeline.
     """
     import torch
     from torch.nn.utils import get_total_norm

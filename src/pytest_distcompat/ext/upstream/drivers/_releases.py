@@ -16,9 +16,11 @@ from pytest_distcompat.strategies import STRATEGIES
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
-#: From here on ``fsdp`` of TrainingArguments is a bool and all else is in ``fsdp_config``; before, it is a list of flags.
+#: From here on ``fsdp`` of TrainingArguments is a bool and all else is in ``fsdp_config``; before,
+#: it is a list of flags.
 FSDP_BY_CONFIG = Version("5.10")
-#: From here on ``fsdp_config`` has FSDP's version too; before, ``accelerate launch`` sets it in the environment.
+#: From here on ``fsdp_config`` has FSDP's version too; before, ``accelerate launch`` sets it in the
+#: environment.
 FSDP_VERSION_BY_CONFIG = Version("5.0")
 
 
@@ -33,7 +35,8 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
     if cell.option("optimizer") == "adam8bit":
         yield "torchao>=0.11"
     if cell.option("lora") == "int8":
-        # Tried with torchao 0.18 and PEFT 0.21; sources of earlier ones than these lack the tensors of ``Int8WeightOnlyConfig``.
+        # Tried with torchao 0.18 and PEFT 0.21; sources of earlier ones than these lack the tensors
+        # of ``Int8WeightOnlyConfig``.
         yield "torchao>=0.16"
         yield "peft>=0.19"
     precision = PRECISIONS.get(cell.precision)
@@ -55,7 +58,8 @@ def _required_of_accelerate(cell: Cell) -> Iterator[str]:
 
 
 def _required_of_transformers(cell: Cell) -> Iterator[str]:
-    # Before, Trainer prepares the model without its optimizer: https://github.com/huggingface/transformers/pull/37147
+    # Before, Trainer prepares the model without its optimizer:
+    # https://github.com/huggingface/transformers/pull/37147
     if cell.strategy == "fsdp2":
         yield "transformers>=4.51"
     if cell.option("dp_replicate") != 1:
@@ -64,7 +68,8 @@ def _required_of_transformers(cell: Cell) -> Iterator[str]:
         # ``DistributedConfig`` has changed in each of the releases before.
         yield "transformers>=5.23"
     if cell.option("optimizer") == "sgd":
-        # Before, ``optim_args`` are not read for SGD, which has no momentum then: 5.0 has not, 5.10 has.
+        # Before, ``optim_args`` are not read for SGD, which has no momentum then: 5.0 has not, 5.10
+        # has.
         yield "transformers>=5.10"
 
 

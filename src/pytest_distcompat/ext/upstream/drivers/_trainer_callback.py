@@ -38,8 +38,9 @@ def _tokens_of_step(driver: Any, number: int) -> int:
 
 def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C901 - its class needs transformers, so it is defined inside
     """Return a callback that reports each action, and requests a checkpoint where the plan saves."""
-    # It reports a step from ``on_log``, when optimizer and scheduler have stepped and no checkpoint is saved yet, and
-    # ``build`` or ``load`` at the beginning of the first step, when random states are restored.
+    # It reports a step from ``on_log``, when optimizer and scheduler have stepped and no checkpoint
+    # is saved yet, and ``build`` or ``load`` at the beginning of the first step, when random states
+    # are restored.
     from transformers import TrainerCallback
 
     save_after_steps = _save_steps(plan)

@@ -1,6 +1,7 @@
 """Driver for DeepSpeed's own API: ``deepspeed.initialize``, the engine's forward, backward, step and checkpoints.
 
-https://deepspeed.readthedocs.io/en/latest/initialize.html, https://deepspeed.readthedocs.io/en/latest/training.html
+https://deepspeed.readthedocs.io/en/latest/initialize.html,
+https://deepspeed.readthedocs.io/en/latest/training.html
 """
 
 from __future__ import annotations
@@ -268,7 +269,8 @@ class DeepSpeedDriver(TinyDriver):
         if self.cell.option("loaded").startswith("from"):  # type: ignore[union-attr]
             from transformers.integrations import HfDeepSpeedConfig
 
-            # While it lives, transformers makes models in parts: https://huggingface.co/docs/transformers/deepspeed
+            # While it lives, transformers makes models in parts:
+            # https://huggingface.co/docs/transformers/deepspeed
             self.loading_config = HfDeepSpeedConfig(config)
         self.raw = self.own_model(model, config)
         if self.precision.float8:
@@ -276,7 +278,8 @@ class DeepSpeedDriver(TinyDriver):
         if self.cell.option("activation_checkpointing"):
             _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw), self.cell)
         if self.cell.option("meta_init"):
-            # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
+            # Parameters are partitioned one by one; the whole model need not fit into one rank's
+            # memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
         if self.cell.ep > 1:
             expert_parallel.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
@@ -360,7 +363,8 @@ class DeepSpeedDriver(TinyDriver):
 
     def _named(self, part: str) -> dict[str, Any]:
         """Return what the JSON has in that part: Muon's name, and what the cell's settings put there."""
-        # DeepSpeed's own Muon alone knows which matrices a flat partition has parts of. Its own AdamW would be compiled.
+        # DeepSpeed's own Muon alone knows which matrices a flat partition has parts of. Its own
+        # AdamW would be compiled.
         muon = {
             "type": "Muon",
             "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True},
@@ -408,7 +412,8 @@ class DeepSpeedDriver(TinyDriver):
     @property
     def backward_divisor(self) -> int:
         """Return what the loss is divided by before the backward pass, so that gradients are those of the loss."""
-        # Each rank of a sequence adds the whole loss's gradients. Only ZeRO-3 divides by all ranks (docs/upstream.md).
+        # Each rank of a sequence adds the whole loss's gradients. Only ZeRO-3 divides by all ranks
+        # (docs/upstream.md).
         if self.strategy.shards:
             return 1
         return self.cell.cp
@@ -439,8 +444,8 @@ class DeepSpeedDriver(TinyDriver):
 
     def _convert(self, directory: Path, universal: Path) -> None:
         """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0."""
-        # https://www.deepspeed.ai/tutorials/universal-checkpointing/; the flag says that tensor parallelism split
-        # nothing, unless the checkpoint says what it did.
+        # https://www.deepspeed.ai/tutorials/universal-checkpointing/; the flag says that tensor
+        # parallelism split nothing, unless the checkpoint says what it did.
         from argparse import Namespace
 
         from deepspeed.checkpoint.ds_to_universal import main
@@ -530,6 +535,7 @@ def saved_on(directory: Path) -> tuple[int, int] | None:
 
 def whole_weights(engine: Any) -> dict[str, Any]:
     """Return the state dict of a model that tensor parallelism has cut, with whole weights on rank 0."""
-    # The method is private, and accelerate and Trainer call it: ``save_16bit_model`` writes the parts of rank 0 alone
-    # (docs/upstream.md). It leaves buffers out. A test of ``tests/launch/test_private_names.py`` fails when it goes away.
+    # The method is private, and accelerate and Trainer call it: ``save_16bit_model`` writes the
+    # parts of rank 0 alone (docs/upstream.md). It leaves buffers out. A test of
+    # ``tests/launch/test_private_names.py`` fails when it goes away.
     return {**engine.module_state_dict(), **(engine._consolidated_16bit_state_dict() or {})}  # noqa: SLF001 - see above

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.models import Batch
 
 
-#: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat tensor.
+#: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat
+#: tensor.
 _FIXED = "DDP reduces what was trainable when it wrapped the model: DistributedDataParallel's documentation warns of changes"
 _NO_FSDP1 = "FSDP1 flattens what was trainable when it wrapped the model"
 
@@ -284,7 +285,8 @@ class TorchDriver(TinyDriver):
 
     #: What writes a checkpoint while training goes on; it is waited for after the next step.
     saving: Any = None
-    #: The process group for it: on the group of the training, its collectives would pair with those of steps.
+    #: The process group for it: on the group of the training, its collectives would pair with those
+    #: of steps.
     saving_group: Any = None
     #: The model inside torch.compile's wrapper, with the methods of its strategy.
     wrapped: Any = None
@@ -292,7 +294,8 @@ class TorchDriver(TinyDriver):
     context: Any = None
     #: This rank's stage; None without pipeline parallelism.
     pipeline: Any = None
-    #: Whether a checkpoint has the optimizer's state by the name of each parameter alone, so that each stage has its own.
+    #: Whether a checkpoint has the optimizer's state by the name of each parameter alone, so that
+    #: each stage has its own.
     flat: bool = False
 
     @classmethod
@@ -502,7 +505,8 @@ class TorchDriver(TinyDriver):
     def _options(self) -> Any:
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-        # No cpu_offload: on CPU ranks FSDP1's crashes (https://github.com/pytorch/pytorch/issues/188989).
+        # No cpu_offload: on CPU ranks FSDP1's crashes
+        # (https://github.com/pytorch/pytorch/issues/188989).
         settings = {
             "full_state_dict": self.cell.option("state_dict") == "full",
             "flatten_optimizer_state_dict": self.flat,
@@ -577,7 +581,8 @@ class TorchDriver(TinyDriver):
                 # The others get it from rank 0.
                 state |= {"model": {}, "optimizer": {}}
         else:
-            # What it saves keeps the form of what it loaded, so that stages can load it again. By names there are no lists.
+            # What it saves keeps the form of what it loaded, so that stages can load it again. By
+            # names there are no lists.
             keys = FileSystemReader(directory).read_metadata().state_dict_metadata
             self.flat |= (
                 not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()

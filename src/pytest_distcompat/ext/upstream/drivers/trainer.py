@@ -1,7 +1,7 @@
 """Driver for transformers.Trainer: all strategies by TrainingArguments, checkpoints by Trainer while it trains.
 
-https://huggingface.co/docs/transformers/main_classes/trainer, https://huggingface.co/docs/transformers/fsdp,
-https://huggingface.co/docs/transformers/deepspeed
+https://huggingface.co/docs/transformers/main_classes/trainer,
+https://huggingface.co/docs/transformers/fsdp, https://huggingface.co/docs/transformers/deepspeed
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch
 
-#: The only decaying schedule that does not depend on how many steps are left. Before transformers 5 the time scale is not
-#: passed on, and the rate hardly changes.
+#: The only decaying schedule that does not depend on how many steps are left. Before transformers 5
+#: the time scale is not passed on, and the rate hardly changes.
 SCHEDULE: dict[str, Any] = {
     "lr_scheduler_type": "inverse_sqrt",
     "lr_scheduler_kwargs": {"timescale": 10},
@@ -83,7 +83,8 @@ class TrainerCalls(Calls):
     def evaluate(self) -> None:  # type: ignore[override]  # in no_grad alone
         """Evaluate by ``Trainer.evaluate``."""
         rows = self.trainer.dataset(self.trainer.world.size)
-        # Trainer looks for labels among the arguments of the model's forward, and model mlp has none.
+        # Trainer looks for labels among the arguments of the model's forward, and model mlp has
+        # none.
         self.trainer.trainer.label_names = ["labels"]
         self.trainer.trainer.evaluate(rows[: self.trainer.world.size * 4])
         # As Trainer does it, in the next step.
@@ -234,7 +235,8 @@ class TrainerDriver(TinyDriver):
             DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay"
         )
         if not self.cell.option("use_orig_params"):
-            # A flat parameter belongs to one group as a whole: https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
+            # A flat parameter belongs to one group as a whole:
+            # https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
             return [{"params": list(trained.values()), "weight_decay": decay}]
         # A public method that reads nothing of its Trainer.
         decayed_names = set(Trainer.get_decay_parameter_names(self, model))
@@ -274,7 +276,8 @@ class TrainerDriver(TinyDriver):
             "output_dir": str(plan.save_to),
             "per_device_train_batch_size": len(next(iter(batch.values()))),
             "gradient_accumulation_steps": self.accumulate,
-            # With no step to go at the end of an epoch Trainer would return before its callback sees the load.
+            # With no step to go at the end of an epoch Trainer would return before its callback
+            # sees the load.
             "max_steps": plan.last_step + (not plan.steps),
             "optim": OPTIMIZERS.get(str(self.cell.option("optimizer")), "adamw_torch"),
             "optim_args": self.optimizer_arguments,
@@ -364,7 +367,8 @@ class TrainerDriver(TinyDriver):
             def log(self, logs: dict[str, float], *rest: Any) -> None:
                 """Log the loss of the step as it was."""
                 if "loss" in logs:
-                    # The sum of the losses of the steps, which are logged one by one. Added up, a NaN would stay.
+                    # The sum of the losses of the steps, which are logged one by one. Added up, a
+                    # NaN would stay.
                     logs["loss"] = self._total_loss_scalar
                     self._total_loss_scalar = 0.0
                 super().log(logs, *rest)
@@ -373,8 +377,8 @@ class TrainerDriver(TinyDriver):
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan in one call of ``Trainer.train``; a callback reports the actions, see ``make_callback``."""
-        # An error while the Trainer is created is one of the build; with a checkpoint all up to the first step is the
-        # load.
+        # An error while the Trainer is created is one of the build; with a checkpoint all up to the
+        # first step is the load.
         import os
 
         from transformers import PrinterCallback, TrainingArguments
@@ -415,7 +419,8 @@ class TrainerDriver(TinyDriver):
             if checkpoint is None:
                 raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
             if self.in_parts:
-                # Trainer cannot resume such a model: training begins anew, from the weights that were saved.
+                # Trainer cannot resume such a model: training begins anew, from the weights that
+                # were saved.
                 plan = dataclasses.replace(plan, first_step=0)
                 make(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
@@ -598,12 +603,14 @@ def _as_lists(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.tolist() for name, value in row.items()}
 
 
-#: Model -> the experts that transformers' plan spreads. The files of other models name each expert by itself.
+#: Model -> the experts that transformers' plan spreads. The files of other models name each expert
+#: by itself.
 EXPERTS = {
     "hf:gpt_oss": "model.layers.*.mlp.experts",
     "hf:granitemoe_swa": "model.layers.*.block_sparse_moe.experts",
 }
-#: Model -> the layers that transformers' plan cuts, of those with experts; the plan of gpt_oss cuts the last layer alone.
+#: Model -> the layers that transformers' plan cuts, of those with experts; the plan of gpt_oss cuts
+#: the last layer alone.
 LAYERS = {
     "hf:granitemoe_swa": {
         "model.layers.*.self_attn.q_proj": "colwise",
@@ -704,10 +711,12 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
 def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, Any]:
     """Return the arguments that make ``TrainingArguments(**settings)`` run the requested strategy on CPU.
 
-    A model ``in_parts`` runs under no strategy of accelerate, which refuses its mesh on what it takes for CPUs.
+    A model ``in_parts`` runs under no strategy of accelerate, which refuses its mesh on what it
+    takes for CPUs.
     """
-    # ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world size of 1. For FSDP
-    # ``use_configured_state``, a public option, makes Trainer use the state that ``launch.accelerate_cpu`` sets.
+    # ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world
+    # size of 1. For FSDP ``use_configured_state``, a public option, makes Trainer use the state
+    # that ``launch.accelerate_cpu`` sets.
     from pytest_distcompat.launch import accelerate_cpu
 
     if settings.get("deepspeed") and settings.get("parallelism_config"):

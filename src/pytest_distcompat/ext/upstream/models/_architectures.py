@@ -62,7 +62,8 @@ RULES: Rules = (
     (r"(sliding_window|attention_window|window_size|local_window)", 8),
     (r"first_k_dense_replace|num_dense_layers|num_nextn_predict_layers", 1),
 )
-#: Further rules for other tasks than causal language models, whose fields may hold a list, a size for each stage.
+#: Further rules for other tasks than causal language models, whose fields may hold a list, a size
+#: for each stage.
 RULES_OF_TASKS: Rules = (
     (r".*image_size|.*input_size", 32),
     (r".*patch_size", 8),
@@ -179,7 +180,8 @@ def _entry(model: str) -> _Entry:
 def of_tasks() -> dict[str, str]:
     """Return the class that the profile ``zoo`` trains for each task but causal language models; empty if it can train none.
 
-    It is the first one of transformers' table that has no reason in BLANK, if possible of a model type that no other task has.
+    It is the first one of transformers' table that has no reason in BLANK, if possible of a model
+    type that no other task has.
     """
     class_by_task = {}
     used_types = set(_tables().get(CAUSAL, ()))
@@ -379,7 +381,8 @@ def _outputs(model: Module, batch: Batch) -> torch.Tensor:
 
 
 def _reload(model: str, directory: Path) -> Module:
-    # Not by the auto class, which does not know the config of some text models that it has made itself.
+    # Not by the auto class, which does not know the config of some text models that it has made
+    # itself.
     loaded: Module = _model_class(model).from_pretrained(directory)
     return loaded
 
@@ -449,7 +452,8 @@ def architecture(name: str) -> TinyModel:
         bound(_reload),
         find_blocks=bound(_blocks),
         in_8_bits=False,
-        # 1.3e-3 measured in fp32 after four steps, of Gemma 4, whose gradients agree in the first three.
+        # 1.3e-3 measured in fp32 after four steps, of Gemma 4, whose gradients agree in the first
+        # three.
         norm_spread=10.0,
         # Some have parameters that no output of their task needs.
         unused=True,

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 VOCABULARY, TOKENS, CHOICES, CLASSES, ROWS = 128, 16, 3, 5, 2
 #: Samples of a row of sound, and frames of its spectrogram.
 SAMPLES, FRAMES = 8000, 64
-#: Tasks with a label for each token, and with one for each row. Outputs of other tasks learn fixed targets.
+#: Tasks with a label for each token, and with one for each row. Outputs of other tasks learn fixed
+#: targets.
 LABELS_OF_TOKENS = r".*_lm|speech_seq_2_seq|image_text_to_text|token_classification"
 OTHER_LABELS = r"ctc|(document_)?question_answering"
 LABELS_OF_ROWS = (
@@ -177,8 +178,8 @@ def tensors(outputs: Any) -> Iterator[torch.Tensor]:
 def loss_to_targets(outputs: Any) -> torch.Tensor:
     """Return the loss of the outputs to fixed targets.
 
-    The outputs are bounded, since some are masked with infinite ones. The targets go beyond these bounds: a loss that nears 0
-    would show rounding only.
+    The outputs are bounded, since some are masked with infinite ones. The targets go beyond these
+    bounds: a loss that nears 0 would show rounding only.
     """
     import torch
 

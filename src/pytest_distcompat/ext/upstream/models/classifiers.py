@@ -31,9 +31,11 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
         "unit_size": 200,
         "in_8_bits": False,
         "preload": ("pytest_distcompat.ext.upstream.models.modules", "safetensors.torch"),
-        # 1.3e-3 measured in bf16_upcast (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
+        # 1.3e-3 measured in bf16_upcast (autocast over float32 masters under DDP), 2.7e-3 with
+        # bfloat16 masters.
         "spread": 1.7,
-        # 2.2e-3 measured on an H100 in bf16_upcast (accelerate, DeepSpeed), where products are added up in another order.
+        # 2.2e-3 measured on an H100 in bf16_upcast (accelerate, DeepSpeed), where products are
+        # added up in another order.
         "gpu_spread": 3.0,
     }
     return TinyModel(name, **{**common, **fields})
@@ -100,14 +102,16 @@ def _tp_plan(*layers: str) -> dict[str, str]:
     return {**dict.fromkeys(("inlet", *layers), "colwise_gather"), "outlet": "rowwise_split"}
 
 
-#: MLP as nn.Module: odd sizes (uneven shards, of thirteen features), a persistent and a non-persistent buffer, a frozen layer.
+#: MLP as nn.Module: odd sizes (uneven shards, of thirteen features), a persistent and a
+#: non-persistent buffer, a frozen layer.
 MLP_MODEL = _classifier(
     "mlp", "MLP", ignored_module="frozen", tp_plan=_tp_plan("blocks.*.linear"), order=2
 )
-#: One block that each forward uses two times, and a layer whose weight is used outside its own forward. The parameters are
-#: views of one storage, and attributes are handed on to the block.
+#: One block that each forward uses two times, and a layer whose weight is used outside its own
+#: forward. The parameters are views of one storage, and attributes are handed on to the block.
 TWICE = _classifier("twice", "Twice", order=3)
-#: Parameters and buffers as no library's own model has them: empty, smaller than the ranks, of many dtypes.
+#: Parameters and buffers as no library's own model has them: empty, smaller than the ranks, of many
+#: dtypes.
 ODD = _classifier("odd", "Odd", order=4)
 #: A parameter of no dimension, as a learned temperature is.
 SCALAR = _classifier("scalar", "Scalar", order=5)
@@ -121,8 +125,8 @@ DROPOUT = _classifier("dropout", "Dropout", tp_plan=_tp_plan("block.linear"), ra
 WRAPPER_NAMES = _classifier("wrapper_names", "WrapperNames", order=7)
 #: BatchNorm, whose buffers each rank fills from its own data.
 BATCHNORM = _classifier("batchnorm", "BatchNorm", only_float32=True, order=9)
-#: SyncBatchNorm, whose statistics are those of the rows of all ranks. Measured with torch 2.13, whose DDP says of the module:
-#: "SyncBatchNorm layers only work with GPU modules".
+#: SyncBatchNorm, whose statistics are those of the rows of all ranks. Measured with torch 2.13,
+#: whose DDP says of the module: "SyncBatchNorm layers only work with GPU modules".
 SYNCBATCHNORM = _classifier(
     "syncbatchnorm",
     "SyncBatchNorm",
@@ -131,11 +135,12 @@ SYNCBATCHNORM = _classifier(
     not_on_cpu="torch's SyncBatchNorm refuses CPU tensors: 'SyncBatchNorm expected input tensor to be on GPU or XPU'",
     order=9,
 )
-#: Mixture of experts: each row goes to one of them, and an expert may get none on a rank. 1.7e-3 measured in bf16_upcast
-#: (torch).
+#: Mixture of experts: each row goes to one of them, and an expert may get none on a rank. 1.7e-3
+#: measured in bf16_upcast (torch).
 MOE = _classifier("moe", "MixtureOfExperts", spread=2.5, order=10)
-#: Mixture of experts whose weights are one tensor, which expert parallelism can shard. As torchtitan has it: the router is
-#: replicated, experts are sharded by the driver (``parallel/expert_parallel.py``).
+#: Mixture of experts whose weights are one tensor, which expert parallelism can shard. As
+#: torchtitan has it: the router is replicated, experts are sharded by the driver
+#: (``parallel/expert_parallel.py``).
 MOE_FUSED = _classifier(
     "moe_fused",
     "FusedMixture",
@@ -155,8 +160,8 @@ MOE_DEEPSPEED = _classifier(
     spread=2.5,
     order=12,
 )
-#: MLP whose layers are wide enough for quantized optimizer state, on each of four ranks that shard it. 2.1e-3 measured in
-#: bf16_upcast, with optimizer state in 8 bits up to 6.8e-3.
+#: MLP whose layers are wide enough for quantized optimizer state, on each of four ranks that shard
+#: it. 2.1e-3 measured in bf16_upcast, with optimizer state in 8 bits up to 6.8e-3.
 WIDE = _classifier(
     "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=13
 )

@@ -88,8 +88,8 @@ _PRELOAD = (
 )
 
 
-#: As transformers has it (``LlamaConfig.base_model_tp_plan``), with the embeddings, and what sequence parallelism needs;
-#: ``parallel/tensor_parallel.py`` says what each style means.
+#: As transformers has it (``LlamaConfig.base_model_tp_plan``), with the embeddings, and what
+#: sequence parallelism needs; ``parallel/tensor_parallel.py`` says what each style means.
 _TP_PLAN = {
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",

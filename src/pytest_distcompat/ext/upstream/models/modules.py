@@ -29,9 +29,10 @@ class Block(nn.Module):
 class MLP(nn.Module):
     """Classifier with uneven sizes, buffers and a frozen layer: (batch, features) -> (batch, classes).
 
-    It calls no function of this module: a script for a bug report (``ext/walk/script.py``) has its source and Block's alone.
-    Buffers are cast where they are used, because neither FSDP2 nor DeepSpeed casts them: a bfloat16 activation times a
-    float32 buffer is float32, which the next layer's bfloat16 weights do not accept.
+    It calls no function of this module: a script for a bug report (``ext/walk/script.py``) has its
+    source and Block's alone. Buffers are cast where they are used, because neither FSDP2 nor
+    DeepSpeed casts them: a bfloat16 activation times a float32 buffer is float32, which the next
+    layer's bfloat16 weights do not accept.
     """
 
     scale: torch.Tensor
@@ -86,7 +87,8 @@ class OneBlock(nn.Module):
 class Twice(OneBlock):
     """Classifier that runs one block two times, and uses a weight by ``functional.linear``.
 
-    Its parameters are views of one storage. It hands attributes that it lacks on to its block, and uses one of them.
+    Its parameters are views of one storage. It hands attributes that it lacks on to its block, and
+    uses one of them.
     """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
@@ -159,7 +161,8 @@ class SyncBatchNorm(BatchNorm):
 class MixtureOfExperts(OneBlock):
     """Classifier that sends each row to one of four experts, and learns to rate all of them alike.
 
-    A row's largest feature chooses the expert, as in https://arxiv.org/abs/2106.04426: rounding could decide a choice by scores.
+    A row's largest feature chooses the expert, as in https://arxiv.org/abs/2106.04426: rounding
+    could decide a choice by scores.
     """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
@@ -173,14 +176,16 @@ class MixtureOfExperts(OneBlock):
         x = self.block(_enter(self.inlet, x))
         scores = torch.softmax(self.router(x).float(), dim=-1)
         output = x
-        # An expert computes on no rows too: all ranks call the same modules, and each parameter has a gradient.
+        # An expert computes on no rows too: all ranks call the same modules, and each parameter has
+        # a gradient.
         for number, expert in enumerate(self.experts):
             rows = (expert_of_row == number).nonzero().flatten()
             computed = expert(x[rows])
             weights = scores[rows, number, None].to(x.dtype)
             weighted = (computed * weights).to(x.dtype)
             output = output.index_add(0, rows, weighted)
-        # In the logits: a trainer that takes the loss from logits alone learns from the auxiliary loss too.
+        # In the logits: a trainer that takes the loss from logits alone learns from the auxiliary
+        # loss too.
         balance = _balance(functional.one_hot(expert_of_row, 4), scores)
         logits: torch.Tensor = self.outlet(output) / (1 + 0.1 * balance).to(output.dtype)
         return logits
@@ -194,7 +199,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class Experts(nn.Module):
     """Linear layers with their weights in one tensor: (experts, width, width), and biases (experts, width).
 
-    Under expert parallelism the tensors are sharded on their first dimension, and a rank computes its own experts.
+    Under expert parallelism the tensors are sharded on their first dimension, and a rank computes
+    its own experts.
     """
 
     def __init__(self, count: int, width: int) -> None:
@@ -244,7 +250,8 @@ class FusedMixture(OneBlock):
 class DeepSpeedMixture(nn.Module):
     """Classifier with DeepSpeed's mixture of experts (https://deepspeed.readthedocs.io/en/latest/moe.html).
 
-    A row's largest feature, which is among the inputs of the gate, chooses the expert: the gate learns how much of it to take.
+    A row's largest feature, which is among the inputs of the gate, chooses the expert: the gate
+    learns how much of it to take.
     """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
@@ -253,7 +260,8 @@ class DeepSpeedMixture(nn.Module):
 
         self.inlet = nn.Linear(features, width)
         self.block = Block(width)
-        # Nothing is dropped or drawn, so that it does not matter how many ranks rows are spread over.
+        # Nothing is dropped or drawn, so that it does not matter how many ranks rows are spread
+        # over.
         settings = {"num_experts": 4, "min_capacity": 0, "drop_tokens": False, "use_rts": False}
         self.make_moe = functools.partial(MoE, width + 4, **settings)
         self.moe: Any = self.make_moe(nn.Linear(width + 4, width + 4))
@@ -361,7 +369,8 @@ class WrapperNames(nn.Module):
         super().__init__()
         self.inlet = nn.Linear(features, width)
         inner = nn.Sequential(OrderedDict(_checkpoint_wrapped_module=Block(width)))
-        # The names of torch.compile and of FSDP1; the innermost is that of activation checkpointing.
+        # The names of torch.compile and of FSDP1; the innermost is that of activation
+        # checkpointing.
         self._orig_mod = nn.Sequential(OrderedDict(_fsdp_wrapped_module=inner))
         self.outlet = nn.Linear(width, classes)
 

@@ -231,7 +231,8 @@ def _values_to_pair(
         if options.pairs not in setting.strategies:
             continue
         if setting.precision != "fp32" or setting.options or setting.without:
-            # Settings that need another precision or option, or change the training on purpose, are tried alone.
+            # Settings that need another precision or option, or change the training on purpose, are
+            # tried alone.
             continue
         values = list(setting.values)
         if options.report:

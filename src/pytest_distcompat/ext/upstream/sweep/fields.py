@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-#: Whole numbers and fractions to try: small ones, a prime, and one that is larger than any tiny model.
+#: Whole numbers and fractions to try: small ones, a prime, and one that is larger than any tiny
+#: model.
 NUMBERS = (0, 1, 2, 7, 1_000_003)
 FRACTIONS = (0.0, 0.5, 1.0)
 _VALUES: Mapping[type, tuple[Any, ...]] = {
@@ -46,13 +47,17 @@ class Source:
     """An object whose fields a driver sets.
 
     Attributes:
-        name: How a setting names it: ``ds_config`` in ``ds_config.zero_optimization.overlap_comm=false``.
-        target: Its import path: a dataclass, a pydantic model, a function, or a class with keyword arguments.
+        name: How a setting names it: ``ds_config`` in
+            ``ds_config.zero_optimization.overlap_comm=false``.
+        target: Its import path: a dataclass, a pydantic model, a function, or a class with keyword
+            arguments.
         strategies: The strategies under which the driver makes it.
-        kind: ``fields``; ``subclasses``, if ``target`` is the base of the classes that are meant; ``keys``, if ``target``
-            reads a dictionary whose keys are the fields; ``environment`` for the variables that ``target`` reads when it is made.
+        kind: ``fields``; ``subclasses``, if ``target`` is the base of the classes that are meant;
+            ``keys``, if ``target`` reads a dictionary whose keys are the fields; ``environment``
+            for the variables that ``target`` reads when it is made.
         precision: The precision under which it matters.
-        becomes: The import path of a function from what ``target`` makes to the settings of ``ds_config`` that come of it.
+        becomes: The import path of a function from what ``target`` makes to the settings of
+            ``ds_config`` that come of it.
     """
 
     name: str
@@ -111,7 +116,8 @@ def read_fields(sources: list[Source]) -> list[Field]:
     for source in sources:
         library, _, _ = source.target.partition(".")
         if library not in _OPTIONAL or importlib.util.find_spec(library) is not None:
-            # TrainingArguments of transformers 4 set variables with which accelerate's plugin then refuses to be made.
+            # TrainingArguments of transformers 4 set variables with which accelerate's plugin then
+            # refuses to be made.
             with mock.patch.dict(os.environ):
                 fields += _fields_of(source)
     return fields
@@ -327,7 +333,8 @@ def _taken_out(target: Any, keywords: str) -> Iterator[_Member]:
         if not isinstance(node, ast.Call) or ast.unparse(node.func) != f"{keywords}.pop":
             continue
         name, *rest = node.args
-        # In a loop over names it takes out what is obsolete; what begins with an underscore is the library's own.
+        # In a loop over names it takes out what is obsolete; what begins with an underscore is the
+        # library's own.
         if not isinstance(name, ast.Constant) or str(name.value).startswith("_"):
             continue
         default = rest[0].value if rest and isinstance(rest[0], ast.Constant) else None
@@ -377,7 +384,8 @@ def _values(kind: Any, default: Any) -> list[Any]:
     values: list[Any] = []
     for part in _parts(kind):
         values += _values_of_part(part, default)
-    # None beside nothing that can be derived is the default of most such fields, and says nothing alone.
+    # None beside nothing that can be derived is the default of most such fields, and says nothing
+    # alone.
     if default is None and all(value is None for value in values):
         return []
     return values

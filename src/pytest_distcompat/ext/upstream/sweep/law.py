@@ -1,7 +1,7 @@
 """The law of cells with settings: under a setting that the stack accepts all claims hold, or the stack refuses it in time.
 
-Where two settings say different values of the same, either may win. So there is a reference for each, and all claims must hold
-against the same one of them.
+Where two settings say different values of the same, either may win. So there is a reference for
+each, and all claims must hold against the same one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pytest_distcompat.law import CheckLike, Law
 from pytest_distcompat.scenario import REFERENCE_RUN, Run, Scenario
 from pytest_distcompat.trace import RunFailure, Trace
 
-#: The name of the reference that follows the other one of two settings which say different values of the same.
+#: The name of the reference that follows the other one of two settings which say different values
+#: of the same.
 OTHER_REFERENCE = "other_reference"
 #: Cells of the sweep that every session of a built-in suite has.
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
@@ -176,7 +177,8 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
 def _refused_setting(end: RunFailure | None) -> list[Expectation]:
     """Return a refusal for a run that ended before its first step with an error that speaks of the setting.
 
-    Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user has set.
+    Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user
+    has set.
     """
     if end is None or end.action not in BUILDS:
         return []

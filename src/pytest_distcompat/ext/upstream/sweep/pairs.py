@@ -11,7 +11,8 @@ from pytest_distcompat.failures import UsageProblem
 _Row = tuple[str, ...]
 #: What came of a row: nothing if all claims hold, else how it failed.
 Outcome = Callable[[_Row], str]
-#: What differs between failures of one cause: it is chance which rank fails first, and other settings give other numbers.
+#: What differs between failures of one cause: it is chance which rank fails first, and other
+#: settings give other numbers.
 _CHANCE = re.compile(r"\branks? \d+|\d[\d.e+-]*")
 
 
@@ -44,7 +45,8 @@ def _without_defaults(levels: Iterable[str]) -> _Row:
 def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
     """Return a part of a failing row that fails, and no longer does without any one of its settings.
 
-    By removing halves, quarters and so on (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input").
+    By removing halves, quarters and so on (Zeller and Hildebrandt, "Simplifying and isolating
+    failure-inducing input").
     """
     size = max(len(row) // 2, 1)
     while True:
@@ -66,7 +68,8 @@ def reduced_failures(
 ) -> Iterator[tuple[_Row, str]]:
     """Yield each smallest failing part of a row, with its outcome.
 
-    A part that fails loses its last setting, and the rest of the row is tried again: a refusal must not hide other pairs.
+    A part that fails loses its last setting, and the rest of the row is tried again: a refusal must
+    not hide other pairs.
 
     Args:
         row: The settings.

@@ -22,8 +22,9 @@ from pytest_distcompat.failures import UsageProblem
 
 #: What DeepSpeed's JSON says where another place decides.
 _AUTO = "auto"
-#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``. ``older``: of releases before today's. ``axis``:
-#: the facet of a cell, with a value, that asks what is excluded. ``places``: other settings that say the same.
+#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``. ``older``: of
+#: releases before today's. ``axis``: the facet of a cell, with a value, that asks what is excluded.
+#: ``places``: other settings that say the same.
 _KEYS = {
     *(
         "values",
@@ -47,7 +48,8 @@ class Setting:
 
     Attributes:
         name: The field's full name.
-        state: ``swept``, with values from its type; ``hinted``, with values from the rules; ``excluded``; or ``unknown``.
+        state: ``swept``, with values from its type; ``hinted``, with values from the rules;
+            ``excluded``; or ``unknown``.
         values: The values to try, as text.
         reason: Why it is excluded, or has hints.
         strategies: Where it is tried.
@@ -55,8 +57,8 @@ class Setting:
         options: Options of its cells.
         without: Checks that it is meant to fail.
         checks: Checks with runs of their own that concern it.
-        twice: It and another setting that says the same, joined by ``+``: with equal values, with different ones, and with
-            DeepSpeed's "auto".
+        twice: It and another setting that says the same, joined by ``+``: with equal values, with
+            different ones, and with DeepSpeed's "auto".
     """
 
     name: str
@@ -101,7 +103,8 @@ def rule_of(name: str) -> dict[str, Any]:
         excluding_reason = combined.get("reason")
         combined.update(rule)
         if excluded_before:
-            # What excludes a field is why it is excluded, whatever later rules say about others like it.
+            # What excludes a field is why it is excluded, whatever later rules say about others
+            # like it.
             combined["reason"] = excluding_reason
     return combined
 

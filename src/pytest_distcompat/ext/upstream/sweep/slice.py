@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-#: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
+#: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with
+#: runs of their own.
 SWEEP_CHECKS = (
     "active",
     "names",
@@ -14,7 +15,8 @@ SWEEP_CHECKS = (
     "gradients",
     "accumulation",
 )
-#: Cells of the sweep that the built-in suites have in every session, by driver: chosen as docs/sweep.md says.
+#: Cells of the sweep that the built-in suites have in every session, by driver: chosen as
+#: docs/sweep.md says.
 SLICE = {
     "accelerate": (
         "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
