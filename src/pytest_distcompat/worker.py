@@ -508,7 +508,9 @@ class Rank:
 
         driver = self.driver
         extra: dict[str, Any] = {}
-        if whole and driver.extra_state:
+        # The reference of calls has a model, and no trainer.
+        has_trainer = type(driver.caller) is not Calls
+        if whole and has_trainer and driver.extra_state:
             from pytest_distcompat.probe.extra import read_extra_state
 
             extra["extra"] = read_extra_state(driver, driver.extra_state)
@@ -518,10 +520,7 @@ class Rank:
             device=driver.world.device,
             scheduler=driver.scheduler,
             scaler=driver.scaler,
-            # The reference of calls has no trainer.
-            trainer_world_size=None
-            if type(driver.caller) is Calls
-            else driver.trainer_world_size(),
+            trainer_world_size=driver.trainer_world_size() if has_trainer else None,
             whole=whole,
             without_gradient=self.observer.without_gradient(),
             pp_group=driver.pp_group,

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pytest_distcompat.launch.forensics.ending import RankEnd
+from pytest_distcompat.ext.reuse.keeper import RankKeeper
+from pytest_distcompat.ext.reuse.reused_ranks import Reuse
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
+from pytest_distcompat.launch.request import Request
 from pytest_distcompat.plugin.selection import strip_group
 
 if TYPE_CHECKING:
@@ -51,7 +54,15 @@ def test_ranks_and_the_reproduce_command_know_the_test_without_it(
     added = property(lambda item: whole.fget(item) + "@one" * bool(getattr(item.config.option, "loadgroup", False)))
     monkeypatch.setattr(pytest.Item, "nodeid", added)
     pytester.makeconftest("def pytest_configure(config): config.option.loadgroup = True")
-    ranks.answer = lambda request: ranks.ending((RankEnd(0, "killed", "was killed by SIGKILL"), ()))
+    killed = ranks.ending((RankEnd(0, "killed", "was killed by SIGKILL"), ()))
+    payloads: list[Any] = []
+
+    def run(_: RankKeeper, request: Request, reuse: Reuse) -> Ending:
+        payloads.append(request.payload)
+        return killed
+
+    ranks.can_open = True
+    monkeypatch.setattr(RankKeeper, "run", run)
     path = pytester.makepyfile(
         """
         import pytest
@@ -63,7 +74,7 @@ def test_ranks_and_the_reproduce_command_know_the_test_without_it(
     result = pytester.runpytest_inprocess("-p", "no:randomly")
     result.assert_outcomes(failed=2)
     first, second = (f"{path.name}::test_{name}" for name in ("one", "two"))
-    order = [(request.payload["nodeid"], request.payload["next"]) for request in ranks.requests]
+    order = [(payload["item"]["nodeid"], payload["next"]) for payload in payloads]
     assert order == [(first, second), (second, None)]
     # Where CI is set, pytest's summary says it all once more.
     commands = dict.fromkeys(line for line in result.outlines if line.startswith("reproduce: "))

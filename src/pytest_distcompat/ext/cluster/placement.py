@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Matrix
-from pytest_distcompat.launch.launcher import Launcher
-from pytest_distcompat.launch.request import Warmth
-from pytest_distcompat.lease import Inventory, Pool
 from pytest_distcompat.plugin.placement import Placement
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.spread import Spread
 
 if TYPE_CHECKING:
     from pytest_distcompat.ext.cluster.launcher import NodesLauncher
+    from pytest_distcompat.launch.launcher import Launcher
+    from pytest_distcompat.launch.request import Warmth
+    from pytest_distcompat.lease import Inventory, Pool
 
 
 class ClusterPlacement(Placement):
