@@ -143,6 +143,7 @@ def test_a_run_without_the_probe(run: Launch) -> None:
         torch_loop(run, "ddp", watch_steps=0).check("active")
 
 
+@pytest.mark.nightly
 def test_weights_that_are_not_the_trained_ones(run: Launch) -> None:
     """Those of six steps, where eight were taken."""
     older = torch_loop(run, "ddp").output

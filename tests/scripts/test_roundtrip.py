@@ -123,6 +123,7 @@ def by_file(script: Path, host: Host, **settings: Any) -> RoundTrip:
 
 
 @pytest.mark.spawn
+@pytest.mark.nightly
 def test_a_file_of_torch_save_is_a_checkpoint(host: Host) -> None:
     round_trip = by_file(BY_FILE, host)
     taken = [len(run.trace.indices("step")) for run in (round_trip.through, round_trip.stopped, round_trip.resumed)]

@@ -37,7 +37,6 @@ class Seeds(TorchDriver):
         "active": r"rank 1: \d+ parameters differ from rank 0's after three steps",
         "resume": r"other values after the load",
     },
-    daily=True,
 )
 class OwnSeedOfEachPart(Seeds):
     """Peers of tensor parallelism drop others of the activations that all of them have: each trains another model."""

@@ -50,7 +50,6 @@ class NoPlanFits(Torch):
     "active",
     "fsdp2-fp32-w4-activation_checkpointing-tp_2",
     match=r"^rank 0: of the blocks 'model\.layers\.0', 'model\.layers\.1' no layer is cut; expected 2 parts of tensor parallelism",
-    daily=True,
 )
 class RecomputedBeforeItIsCut(Torch):
     """Blocks are wrapped before the plan is applied, whose names fit embeddings and head alone: torch warns and goes on."""
@@ -372,9 +371,7 @@ class GradientsTimesSequenceParallelSize(DeepSpeedDriver):
     backward_divisor = 1
 
 
-@twin(
-    "parity", ULYSSES, match=r"^step 1: .*the loss is .* in the reference", also={**GRADIENTS, **CLIPPING}, daily=True
-)
+@twin("parity", ULYSSES, match=r"^step 1: .*the loss is .* in the reference", also={**GRADIENTS, **CLIPPING})
 class MeansOfPartsAveraged(DeepSpeedDriver):
     """Parts of a sequence count alike, however many tokens of each are trained on."""
 
