@@ -167,7 +167,8 @@ def test_axes_beside_replicas_and_beside_other_computations(pytester: pytest.Pyt
 
 def test_accelerate_lacks_one_class_to_put_tensor_parallelism_beside_fsdp2(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(with_the_class=WITH_THE_CLASS)
-    verdicts = results(pytester, "-k", "tp_2", suite=ACCELERATE)
+    # Loaders need no model: what is known of theirs stays.
+    verdicts = results(pytester, "-k", "tp_2 and not coverage and not evaluation", suite=ACCELERATE)
     # Known to fail, and with the class nothing does.
     assert {verdict["status"] for verdict in verdicts} == {"fixed?"}
     assert {verdict["check"] for verdict in verdicts} >= {"active", "parity", "resume", "reshard", "export"}
