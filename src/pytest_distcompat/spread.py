@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
+from pytest_distcompat.wording import listed_ranks
+
 #: Ranks by their numbers, as messages have them, whose machine is not said yet.
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)\b(?! on | others| more)")
 
@@ -89,6 +91,5 @@ class Hosts:
             ranks_by_host.setdefault(self.names[int(rank)], []).append(rank)
         parts: list[str] = []
         for host, ranks in ranks_by_host.items():
-            noun = "ranks" if len(ranks) > 1 else "rank"
-            parts.append(f"{noun} {', '.join(ranks)} on {host}")
+            parts.append(f"{listed_ranks(ranks)} on {host}")
         return ", ".join(parts)

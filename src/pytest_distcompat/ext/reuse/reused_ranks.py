@@ -15,6 +15,7 @@ from pathlib import Path
 from pytest_distcompat.launch.files import Files, log_sizes
 from pytest_distcompat.launch.launcher import OpenRun, Replies
 from pytest_distcompat.launch.request import Request
+from pytest_distcompat.wording import listed_ranks
 
 SERVE = "pytest_distcompat.ext.reuse.request_loop:serve"
 
@@ -128,12 +129,10 @@ class ReusedRanks(Replies):
         An unsound process group is reported by several ranks, and none of them is more to blame
         than the others.
         """
-        ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
-        if len(ranks) == 1:
-            return f"rank {ranks[0]}"
-        if self.complete and len(ranks) == len(self.replies):
+        ranks = [rank for rank, reply in sorted(self.replies.items()) if reply == changed]
+        if self.complete and 1 < len(ranks) == len(self.replies):
             return "all ranks"
-        return f"ranks {', '.join(ranks)}"
+        return listed_ranks(ranks)
 
     def dismiss(self) -> None:
         """End the ranks' request loops by closing their sockets."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_distcompat.launch.forensics.stacks import Frame, nearest, threads
+from pytest_distcompat.wording import listed_ranks
 
 _C10D = "/torch/distributed/distributed_c10d.py"
 #: Of the functions there, those that send from one rank to another, and those that wait without a
@@ -274,7 +275,7 @@ def _describe_tensors(dtypes: Iterable[str], shapes: Iterable[object]) -> str:
 def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
     """Return one line that says which ranks are where; ranks at the same place are named together."""
     if not any(wait_states.values()):
-        return f"{_ranks(list(wait_states))} still running"
+        return f"{listed_ranks(list(wait_states))} still running"
     ranks_by_description: dict[str, list[int]] = {}
     for rank, state in wait_states.items():
         description = state.description() if state else ""
@@ -284,12 +285,12 @@ def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
     for ranks in groups[:_DESCRIPTIONS_SHOWN]:
         state = wait_states[ranks[0]]
         description = state.description(plural=len(ranks) > 1) if state else "gave no stack"
-        parts.append(f"{_ranks(ranks)} {description}")
+        parts.append(f"{listed_ranks(ranks)} {description}")
     elsewhere: list[int] = []
     for ranks in groups[_DESCRIPTIONS_SHOWN:]:
         elsewhere += ranks
     if elsewhere:
-        parts.append(f"{_ranks(elsewhere)} elsewhere")
+        parts.append(f"{listed_ranks(elsewhere)} elsewhere")
     return "; ".join(parts)
 
 
@@ -306,8 +307,3 @@ def first_mismatch(wait_states: Mapping[int, WaitState | None]) -> Mismatch | No
         if len(signatures) > 1:
             return Mismatch(number, collective_by_rank)
     return None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}"
