@@ -341,6 +341,11 @@ def named_stage(run: RunTrace, ranks: Sequence[int]) -> str:
     return f"{words} (stage {stages.pop()})"
 
 
+def trainable_names(parameters: Iterable[ParameterInfo]) -> set[str]:
+    """Return the names of the parameters that are trained."""
+    return {info.name for info in parameters if info.trainable}
+
+
 def is_sharded_along(info: ParameterInfo, name: str) -> bool:
     """Tell whether the parameter is sharded along the mesh dimension of that name."""
     dim = info.layout.dim(name)

@@ -20,7 +20,13 @@ from pytest_distcompat.checks._base import (
     trained_again,
 )
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.model_values import GroupNumber, held_states, same_dtype, unlike
+from pytest_distcompat.model_values import (
+    GroupNumber,
+    held_states,
+    same_dtype,
+    trainable_names,
+    unlike,
+)
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -512,14 +518,5 @@ def _observed(
             yield f"rank {after.rank}: the gradient scaler {another}"
         if before.rng != after.rng:
             yield f"rank {after.rank}: the random state {another}"
-        if _trainable_names(before) != _trainable_names(after):
+        if trainable_names(before.parameters) != trainable_names(after.parameters):
             yield f"rank {after.rank}: the set of trainable parameters {another}"
-
-
-def _trainable_names(snapshot: Snapshot) -> set[str]:
-    """Return the names of the parameters that are trained."""
-    names: set[str] = set()
-    for info in snapshot.parameters:
-        if info.trainable:
-            names.add(info.name)
-    return names

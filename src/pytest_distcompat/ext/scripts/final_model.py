@@ -12,7 +12,7 @@ from pytest_distcompat.checks import and_others, named_ranks
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.decode import decode
 from pytest_distcompat.ext.scripts.recorder import END, STRIDE
-from pytest_distcompat.model_values import adapter_name
+from pytest_distcompat.model_values import adapter_name, trainable_names
 from pytest_distcompat.trace import FileInfo, ParameterInfo, RunTrace, Snapshot, UnwrappedInfo
 
 
@@ -95,17 +95,8 @@ def _compare(
     train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)
     reloaded = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
     reload = RunTrace("reload", 1, (reloaded,), cell=cell.id)
-    compared_names = _trainable_names(unwrapped) if only_adapter else None
+    compared_names = trainable_names(unwrapped.parameters) if only_adapter else None
     yield from same_values(train, reload, only=compared_names)
-
-
-def _trainable_names(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the names of the parameters that are trained."""
-    names: set[str] = set()
-    for info in unwrapped.parameters:
-        if info.trainable:
-            names.add(info.name)
-    return names
 
 
 def _with_names_of_adapted(unwrapped: UnwrappedInfo, adapter: UnwrappedInfo) -> UnwrappedInfo:
@@ -113,7 +104,7 @@ def _with_names_of_adapted(unwrapped: UnwrappedInfo, adapter: UnwrappedInfo) -> 
 
     PEFT saves the adapter only, under shorter names.
     """
-    name_by_key = {adapter_name(name): name for name in _trainable_names(unwrapped)}
+    name_by_key = {adapter_name(name): name for name in trainable_names(unwrapped.parameters)}
     return _renamed(adapter, lambda key: name_by_key.get(key, key))
 
 
