@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED, TRAIN
-from pytest_distcompat.trace import Snapshot, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 #: Relative. Weights are read from gradients that may be in bfloat16.
 TOLERANCE = 0.03
@@ -32,43 +33,39 @@ def _not_read(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
-def _found(cell: Cell, trace: Trace) -> str:
+def _measured(cell: Cell, trace: Trace) -> str:
     """Return over what gradients are a mean and, where that is not each token, the loss of the joined batch beside it."""
     run = trace.run()
-    possible = set(MEANS)
-    for nth in range(SAVED):
-        rows = _parts(run.at("step", nth))
-        if not rows:
-            return ""
-        possible = {name for name in possible if _is_equal(rows, name)}
-    text = f"gradients give {_words(possible)} the same weight"
-    if "token" in possible:
+    steps = _steps(run)
+    if len(steps) < SAVED or not all(step.rows for step in steps):
+        return ""
+    means = steps[-1].means
+    text = f"gradients give {_words(means)} the same weight"
+    if "token" in means:
         return text
-    return text + _joined_loss(run.at("step"))
+    return text + _joined_loss(run.at("step"), steps[0].rows)
 
 
-def _joined_loss(snapshots: Sequence[Snapshot]) -> str:
+def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
     """Return the words for the loss of the first step over the tokens of all ranks together, beside the mean of the ranks'.
 
     A reference that is derived from the trainer's own loss has the same mean, and cannot show it.
     """
-    total = 0.0
+    tokens_by_rank: Counter[int] = Counter()
+    for row in rows:
+        tokens_by_rank[row.rank] += row.tokens
     losses = 0.0
-    tokens = 0
+    weighted = 0.0
     for snapshot in snapshots:
         if snapshot.loss is None:
             return ""
-        of_rank = 0
-        for weights in snapshot.token_weights:
-            for row in weights.rows:
-                of_rank += row.tokens
         losses += snapshot.loss
-        total += snapshot.loss * of_rank
-        tokens += of_rank
+        weighted += snapshot.loss * tokens_by_rank[snapshot.rank]
+    tokens = tokens_by_rank.total()
     if not tokens:
         return ""
     mean_of_ranks = losses / len(snapshots)
-    return f"; in step 1 the ranks' losses have the mean {mean_of_ranks:.6g}, weighted by their tokens {total / tokens:.6g}"
+    return f"; in step 1 the ranks' losses have the mean {mean_of_ranks:.6g}, weighted by their tokens {weighted / tokens:.6g}"
 
 
 @check(
@@ -76,7 +73,7 @@ def _joined_loss(snapshots: Sequence[Snapshot]) -> str:
     until=(("train", "step", SAVED - 1),),
     order=5,
     not_applicable=_not_read,
-    remark=_found,
+    remark=_measured,
 )
 def mean(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that gradients are a mean over tokens, rows, micro-batches or ranks: over what the driver says, if it does.
@@ -96,22 +93,18 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
         names = ", ".join(repr(name) for name in MEANS)
         yield f"the driver's mean is {declared!r}; expected one of {names}"
         return
-    possible = set(MEANS)
-    for nth in range(SAVED):
-        parts = _parts(run.at("step", nth))
-        if parts is None:
+    steps = _steps(run)
+    means = frozenset(MEANS)
+    for number, step in enumerate(steps, start=1):
+        if not step.means:
+            other = f"gradients are a mean with other weights than those of {_words(means)}"
+            yield f"step {number}: {other}: {_example(step.rows)}"
             return
-        fitting: set[str] = set()
-        for name in possible:
-            if _is_equal(parts, name):
-                fitting.add(name)
-        if not fitting:
-            other = f"gradients are a mean with other weights than those of {_words(possible)}"
-            yield f"step {nth + 1}: {other}: {_example(parts)}"
-            return
-        possible = fitting
-    if declared and declared not in possible:
-        yield f"gradients give {_words(possible)} the same weight; the driver says {MEANS[declared]}"
+        means = step.means
+    if len(steps) < SAVED:
+        return
+    if declared and declared not in means:
+        yield f"gradients give {_words(means)} the same weight; the driver says {MEANS[declared]}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,33 @@ class _Row:
     weight: float
 
 
-def _parts(snapshots: Iterable[Snapshot]) -> list[_Row] | None:
+@dataclass(frozen=True)
+class _Step:
+    """A step whose weights are known.
+
+    Attributes:
+        rows: Its rows on all ranks.
+        means: Over what gradients may be a mean, in this step and all before it.
+    """
+
+    rows: list[_Row]
+    means: frozenset[str]
+
+
+def _steps(run: RunTrace) -> list[_Step]:
+    """Return the first steps of a run, up to the first whose weights are unknown."""
+    steps: list[_Step] = []
+    means = frozenset(MEANS)
+    for nth in range(SAVED):
+        rows = _rows_of(run.at("step", nth))
+        if rows is None:
+            break
+        means = frozenset(name for name in means if _is_equal(rows, name))
+        steps.append(_Step(rows, means))
+    return steps
+
+
+def _rows_of(snapshots: Iterable[Snapshot]) -> list[_Row] | None:
     """Return the rows of a step on all ranks; None if the weights of any row are unknown."""
     rows: list[_Row] = []
     for snapshot in snapshots:
