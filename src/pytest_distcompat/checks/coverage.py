@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
@@ -21,8 +21,6 @@ Batches = Sequence[Sequence[int]]
 #: What each rank is given by one loader, by rank: one record for each stretch of epochs that it was
 #: read for.
 RowsByRank = Mapping[int, Sequence[RowsInfo]]
-
-
 #: What decides which rows a rank is given, of cells on a mesh: the default profile asks once for
 #: each strategy and mesh.
 DATA_PLACE = frozenset({"world_size", *MESH}) - {"pp_schedule"}
@@ -125,9 +123,9 @@ def _rows_by_loader(run: RunTrace | None) -> Mapping[str, RowsByRank]:
 
 def _unlike_peers(cell: Cell, rows_by_rank: RowsByRank) -> Iterator[str]:
     """Yield a finding for each rank that is given other rows than the first of those with which it shares them."""
-    first_of_place: dict[int, int] = {}
+    first_by_place = _first_ranks(cell, rows_by_rank)
     for rank, infos in sorted(rows_by_rank.items()):
-        first = first_of_place.setdefault(cell.dp_rank(rank), rank)
+        first = first_by_place[cell.dp_rank(rank)]
         if infos[0].epochs == rows_by_rank[first][0].epochs:
             continue
         rows = f"{_listed(_epoch(infos[0], 0))} and {_listed(_epoch(rows_by_rank[first][0], 0))}"
@@ -137,13 +135,16 @@ def _unlike_peers(cell: Cell, rows_by_rank: RowsByRank) -> Iterator[str]:
 
 def _once_for_peers(cell: Cell, rows_by_rank: RowsByRank) -> RowsByRank:
     """Return what the first rank of those that share rows is given, for each of them."""
-    places: set[int] = set()
-    once: dict[int, Sequence[RowsInfo]] = {}
-    for rank, infos in sorted(rows_by_rank.items()):
-        if cell.dp_rank(rank) not in places:
-            places.add(cell.dp_rank(rank))
-            once[rank] = infos
-    return once
+    first_ranks = _first_ranks(cell, rows_by_rank).values()
+    return {rank: rows_by_rank[rank] for rank in first_ranks}
+
+
+def _first_ranks(cell: Cell, ranks: Iterable[int]) -> dict[int, int]:
+    """Return the first of the ranks that share rows, by their place among the data parallel ranks."""
+    first_by_place: dict[int, int] = {}
+    for rank in sorted(ranks):
+        first_by_place.setdefault(cell.dp_rank(rank), rank)
+    return first_by_place
 
 
 def _only_records(rows_by_rank: RowsByRank) -> list[RowsInfo]:

@@ -10,9 +10,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.compat_suite import CompatSuite
 from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.expect import Expectation
-from pytest_distcompat.failures import (
-    UsageProblem,
-)
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.suite.declared_names import check_names
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES

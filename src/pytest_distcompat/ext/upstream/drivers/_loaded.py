@@ -130,7 +130,6 @@ def make(
 def read(cell: Cell, precision: Precision, base: Any) -> Module:
     """Write a model's files and read them."""
     import torch
-    from torch import distributed
 
     with _shared_directory() as directory:
         written = base
@@ -140,9 +139,8 @@ def read(cell: Cell, precision: Precision, base: Any) -> Module:
             written = copy.deepcopy(written)
             written.resize_token_embeddings(written.config.vocab_size + 1)
         written.save_pretrained(directory, **cell.settings("save_pretrained"))
-        if distributed.is_initialized():
-            # Rank 0 alone has written.
-            distributed.barrier()
+        # Rank 0 alone has written.
+        _wait_for_all_ranks()
         torch.manual_seed(SEED)
         settings = {"dtype": getattr(torch, precision.load)}
         if written is not base:
@@ -177,6 +175,14 @@ def _shared_directory() -> Iterator[str]:
         shutil.rmtree(directories[0])
 
 
+def _wait_for_all_ranks() -> None:
+    """Wait until all ranks of the process group are here; in one process without a group there is nothing to wait for."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.barrier()
+
+
 def _has_other_sizes(cell: Cell) -> bool:
     """Tell whether the files have embeddings of another size, which the cell's setting ignores."""
     return bool(cell.settings("from_pretrained").get("ignore_mismatched_sizes"))
@@ -198,12 +204,10 @@ def fill(made: Module, base: Module) -> None:
 def with_adapter(model: Module, given: Any) -> Module:
     """Return the model with the adapter of another one, which is written and read."""
     from peft import PeftModel
-    from torch import distributed
 
     with _shared_directory() as directory:
         given.save_pretrained(directory)
-        if distributed.is_initialized():
-            distributed.barrier()
+        _wait_for_all_ranks()
         adapted: Module = PeftModel.from_pretrained(
             model, directory, is_trainable=True, autocast_adapter_dtype=False
         )
