@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.ext.upstream.sweep.fields import Source
@@ -94,7 +94,9 @@ def make(
     precision: Precision,
     base: Any,
     make_anew: Callable[[], Module],
+    *,
     zero_config: Mapping[str, Any] | None,
+    run_directory: Path | None,
 ) -> Module:
     """Return a new model with the values of another one, made as option ``loaded`` says.
 
@@ -104,6 +106,7 @@ def make(
         base: The other model, without an adapter.
         make_anew: Returns a model of this kind.
         zero_config: DeepSpeed's JSON, for ``zero_init``.
+        run_directory: The directory of the run, in which ranks share files.
     """
     import torch
 
@@ -122,16 +125,16 @@ def make(
             copy.deepcopy(base.config), **cell.with_settings("from_config", settings)
         )
     else:
-        return read(cell, precision, base)
+        return read(cell, precision, base, run_directory)
     fill(made, base)
     return made
 
 
-def read(cell: Cell, precision: Precision, base: Any) -> Module:
-    """Write a model's files and read them."""
+def read(cell: Cell, precision: Precision, base: Any, run_directory: Path | None) -> Module:
+    """Write a model's files, in a directory of the run if there are several ranks, and read them."""
     import torch
 
-    with _shared_directory() as directory:
+    with _shared_directory(run_directory, "loaded") as directory:
         written = base
         if cell.option("loaded") == "from_backbone":
             written = base.base_model
@@ -157,22 +160,22 @@ def read(cell: Cell, precision: Precision, base: Any) -> Module:
 
 
 @contextlib.contextmanager
-def _shared_directory() -> Iterator[str]:
-    """Make a directory that all ranks of the process group share, and remove it once all are done with it."""
+def _shared_directory(run_directory: Path | None, name: str) -> Iterator[Path]:
+    """Give a directory that all ranks of the process group share, until all are done with it.
+
+    Args:
+        run_directory: The directory of the run, which pytest removes with it. One process needs none.
+        name: The name of the directory there.
+    """
     from torch import distributed
 
-    if not distributed.is_initialized():
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
         with tempfile.TemporaryDirectory() as directory:
-            yield directory
+            yield Path(directory)
         return
-    directories = [""]
-    if distributed.get_rank() == 0:
-        directories = [tempfile.mkdtemp()]
-    distributed.broadcast_object_list(directories, src=0)
-    yield directories[0]
+    assert run_directory is not None
+    yield run_directory / name
     distributed.barrier()
-    if distributed.get_rank() == 0:
-        shutil.rmtree(directories[0])
 
 
 def _wait_for_all_ranks() -> None:
@@ -201,11 +204,11 @@ def fill(made: Module, base: Module) -> None:
             parameter.data.copy_(values[name].data)
 
 
-def with_adapter(model: Module, given: Any) -> Module:
+def with_adapter(model: Module, given: Any, run_directory: Path | None) -> Module:
     """Return the model with the adapter of another one, which is written and read."""
     from peft import PeftModel
 
-    with _shared_directory() as directory:
+    with _shared_directory(run_directory, "adapter") as directory:
         given.save_pretrained(directory)
         _wait_for_all_ranks()
         adapted: Module = PeftModel.from_pretrained(

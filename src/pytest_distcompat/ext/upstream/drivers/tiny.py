@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
     from pytest_distcompat.world import World
 
@@ -62,6 +63,8 @@ class TinyDriver(Driver):
         self.tiny: TinyModel = model_of(cell)
         self.blocks = self._block_names()
         self.accumulate = int(cell.option("grad_accum"))
+        #: The directory of the run, which its ranks share; None before ``train``.
+        self.run_directory: Path | None = None
         self.max_norm = self.setting_or_default(
             MAX_NORM,
             "TrainingArguments.max_grad_norm",
@@ -190,13 +193,18 @@ class TinyDriver(Driver):
             modules.append("peft")
         return (*modules, *model_of(cell).preload, *_releases.required(cell, cls.libraries))
 
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
+        """Do the plan, whose run has a directory that all its ranks share."""
+        self.run_directory = plan.save_to.parent
+        super().train(model, plan, report)
+
     def build_model(self) -> Module:
         """Return the tiny model, made from a fixed seed, with parameters in the load dtype."""
         model, trained_layers = self._base_model()
         if _loaded.changes_values(self.cell):
             # The reference trains what ranks train, and reading the model in this way changes its
             # values.
-            model = _loaded.read(self.cell, self.precision, model)
+            model = _loaded.read(self.cell, self.precision, model, self.run_directory)
         self._freeze(model)
         if not self.cell.option("lora"):
             return model
@@ -233,10 +241,17 @@ class TinyDriver(Driver):
         base = self._base_model()[0] if self.cell.option("lora") else given
         if _loaded.changes_values(self.cell):
             base = self._base_model()[0]
-        made = _loaded.make(self.cell, self.precision, base, self.tiny.make, zero_config)
+        made = _loaded.make(
+            self.cell,
+            self.precision,
+            base,
+            self.tiny.make,
+            zero_config=zero_config,
+            run_directory=self.run_directory,
+        )
         self._freeze(made)
         if self.cell.option("lora"):
-            return _loaded.with_adapter(made, given)
+            return _loaded.with_adapter(made, given, self.run_directory)
         return made
 
     def _base_model(self) -> tuple[Module, list[str] | None]:

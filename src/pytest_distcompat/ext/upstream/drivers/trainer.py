@@ -384,6 +384,7 @@ class TrainerDriver(TinyDriver):
         from transformers import PrinterCallback, TrainingArguments
         from transformers.trainer_utils import get_last_checkpoint
 
+        self.run_directory = plan.save_to.parent
         os.environ.update(self.environment())
         self.compile_nothing()
 
