@@ -92,7 +92,7 @@ class NodesLauncher(Launcher):
         """Run the request on these nodes once it has its devices, and record the lease of those that a scheduler gave."""
         who = current_item() or request.directory
         requested_at = clock.now()
-        with self.devices(nodes, request.world_size // request.nodes, who) as given:
+        with self.devices(nodes, request.spread.local_size, who) as given:
             granted_at = clock.now()
             run = NodesRun(
                 nodes,

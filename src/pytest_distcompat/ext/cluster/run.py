@@ -60,7 +60,6 @@ class NodesRun:
 
     def __post_init__(self) -> None:
         self._directory = Path(self.request.directory)
-        self._ranks_each = self.request.world_size // len(self.nodes)
         #: By the name of each node that has ended its part of the run: how it ended.
         self._parts: dict[str, Part] = {}
         #: When a part failed, and when the others were told to stop.
@@ -205,7 +204,7 @@ class NodesRun:
         events = LogReader(self._directory, range(self.request.world_size)).read()
         for number, node in enumerate(self.nodes):
             part = self._parts[node.name]
-            ranks = range(number * self._ranks_each, (number + 1) * self._ranks_each)
+            ranks = self.request.spread.ranks_on(number)
             for rank in ranks:
                 processes[rank] = process_of(rank, node, part)
             if "lost" in part:
