@@ -203,7 +203,10 @@ def check(
     depends_on: frozenset[str] | None = None,
     remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
-    """Make a ``Check`` of a function: it has the function's name, and the docstring is its claim."""
+    """Return a decorator that makes a ``Check`` of a claim.
+
+    The check has the function's name, and its text is the function's docstring.
+    """
 
     def check_of(claim: Claim) -> Check:
         return Check(
@@ -235,6 +238,12 @@ class _TextOfRanks:
     before: str
     after: str = ""
 
+    def line(self, ranks: list[str]) -> str:
+        """Return the finding about these ranks; about no rank, if there are none."""
+        if not ranks:
+            return self.before
+        return f"{self.before}{listed_ranks(ranks)}{self.after}"
+
 
 def message(findings: list[str]) -> str:
     """Return the first findings, one a line, and how many more there are.
@@ -249,14 +258,11 @@ def message(findings: list[str]) -> str:
         else:
             text = _TextOfRanks(of_rank["before"], of_rank["after"])
             ranks_by_text.setdefault(text, []).append(of_rank["rank"])
-    lines: list[str] = []
-    for text, ranks in ranks_by_text.items():
-        if ranks:
-            lines.append(f"{text.before}{listed_ranks(ranks)}{text.after}")
-        else:
-            lines.append(text.before)
-    if len(lines) > FINDINGS_SHOWN:
-        lines[FINDINGS_SHOWN:] = [f"... and {len(lines) - FINDINGS_SHOWN} more"]
+    lines = [text.line(ranks) for text, ranks in ranks_by_text.items()]
+    surplus = len(lines) - FINDINGS_SHOWN
+    if surplus > 0:
+        del lines[FINDINGS_SHOWN:]
+        lines.append(f"... and {surplus} more")
     return "\n".join(lines)
 
 
@@ -277,8 +283,9 @@ def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveIn
     parallelism or of a pipeline.
     """
     for info in snapshot.collectives:
-        sums_floats = info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype
-        if sums_floats and not _moves_activations(cell, snapshot.rank, info):
+        if info.op not in REDUCTIONS or info.numel <= 1:
+            continue
+        if "float" in info.dtype and not _moves_activations(cell, snapshot.rank, info):
             yield info
 
 
@@ -334,8 +341,10 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
     A comparison would not notice: two infinite losses are equal.
     """
     for snapshot in snapshots:
-        if snapshot.loss is None or not math.isfinite(snapshot.loss):
-            yield f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; expected a finite number"
+        loss = snapshot.loss
+        if loss is None or not math.isfinite(loss):
+            finding = f"the loss of {step} is {loss}; expected a finite number"
+            yield f"rank {snapshot.rank}: {finding}"
 
 
 def stale(optimizer: OptimizerInfo, when: str = "") -> str:
@@ -369,7 +378,9 @@ def _in_mode(mode: str, modules: set[str], step: str) -> str:
     """Return the words for modules that are in a mode; the whole model has an empty name."""
     if "" in modules:
         return f"the whole model is in {mode} mode in {step}"
-    return f"{len(modules)} modules are in {mode} mode in {step}, first {min(modules)!r}"
+    count = len(modules)
+    first = min(modules)
+    return f"{count} modules are in {mode} mode in {step}, first {first!r}"
 
 
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
@@ -382,8 +393,11 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
     for snapshot in trained:
         before[snapshot.rank] += len(snapshot.steps)
     for snapshot in loaded:
-        # Not ``> 0``, which is false for NaN.
-        steps = sum(step.square != 0 for step in snapshot.steps)
+        steps = 0
+        for step in snapshot.steps:
+            # Not ``> 0``, which is false for NaN.
+            if step.square != 0:
+                steps += 1
         if steps and steps >= before[snapshot.rank]:
             finding = f"the optimizer took {steps} steps with gradients during the load"
             expected = "expected the state to be read from the checkpoint, not trained again"
@@ -393,7 +407,11 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
 def _options_beside_checkpoints(cell: Cell) -> list[str]:
     """Return the cell's options but those that matter only when a checkpoint is saved or loaded."""
     read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
-    return [name for name, _ in cell.options if name not in read_at_checkpoints]
+    names: list[str] = []
+    for name, _ in cell.options:
+        if name not in read_at_checkpoints:
+            names.append(name)
+    return names
 
 
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
@@ -419,5 +437,6 @@ def saved_as_elsewhere(cell: Cell) -> str | None:
             changes = f"{name} changes how the model is trained, not what is saved"
             return f"{changes}, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:
-        return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, where it is tested"
+        alike = f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast"
+        return f"{alike}, where it is tested"
     return None

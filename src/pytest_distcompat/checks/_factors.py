@@ -21,11 +21,25 @@ def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
         factors[f"the size of {axis}"] = int(cell.option(axis))
     if cell.dp_size < cell.world_size:
         factors["the number of data-parallel ranks"] = cell.dp_size
-    return {name: factor for name, factor in factors.items() if factor > 1}
+    factors_above_one: dict[str, int] = {}
+    for name, factor in factors.items():
+        if factor <= 1:
+            continue
+        factors_above_one[name] = factor
+    return factors_above_one
 
 
 def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> str:
-    """Return the names of the factors that the ratio is, or is the inverse of; an empty text if it is none of them."""
+    """Return, for a finding, which factors a ratio is, or is the inverse of.
+
+    Args:
+        factors: The factors by name, as ``factors_of`` returns them.
+        ratio: The ratio.
+        tolerance: How far the ratio may be from a factor, relative to it.
+
+    Returns:
+        Such as "= the number of ranks or 1 / micro-batches a step"; empty if it is no factor.
+    """
     names: list[str] = []
     inverse_names: list[str] = []
     for name, factor in factors.items():
@@ -35,4 +49,5 @@ def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> 
             inverse_names.append(f"1 / {name}")
     if not names and not inverse_names:
         return ""
-    return f"= {' or '.join(names + inverse_names)}"
+    listed = " or ".join(names + inverse_names)
+    return f"= {listed}"
