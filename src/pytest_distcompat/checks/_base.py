@@ -20,6 +20,8 @@ from pytest_distcompat.wording import listed_ranks
 if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
 
+#: What some ranks recorded after one action: a snapshot each.
+Snapshots = tuple[Snapshot, ...]
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: Called with a cell and a driver: why the check does not apply to that cell; None if it does.
 NotApplicable = Callable[[Cell, type[Driver]], str | None]
@@ -266,9 +268,7 @@ def message(findings: list[str]) -> str:
     return "\n".join(lines)
 
 
-def pairs(
-    before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]
-) -> Iterator[tuple[Snapshot, Snapshot]]:
+def pairs(before: Snapshots, after: Snapshots) -> Iterator[tuple[Snapshot, Snapshot]]:
     """Yield the two snapshots of each rank that reported both."""
     before_by_rank = {snapshot.rank: snapshot for snapshot in before}
     for snapshot in after:
@@ -314,7 +314,7 @@ def first_three(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:3])
 
 
-def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) -> Iterator[str]:
+def every_rank(snapshots: Snapshots, world_size: int, action: str) -> Iterator[str]:
     """Yield a finding if ranks did not report after that action: nothing is proved for them."""
     missing = set(range(world_size))
     for snapshot in snapshots:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import (
+    Snapshots,
     check,
     every_rank,
     gradient_reductions,
@@ -426,7 +427,7 @@ class _StoredModel:
 
 
 def _shards(
-    cell: Cell, run: RunTrace, built: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
+    cell: Cell, run: RunTrace, built: Snapshots, unwrapped: UnwrappedInfo | None
 ) -> Iterator[str]:
     """Yield findings unless the ranks of a stage store each parameter as often as they should.
 
@@ -445,7 +446,7 @@ def _shards(
         yield from _sharded(model, run, built, unwrapped)
 
 
-def _replicated(model: _StoredModel, built: tuple[Snapshot, ...]) -> Iterator[str]:
+def _replicated(model: _StoredModel, built: Snapshots) -> Iterator[str]:
     """Yield a finding unless each rank stores all parameters, or its tensor-parallel part."""
     cell = model.cell
     expected = cell.world_size // cell.pp // cell.tp
@@ -467,7 +468,7 @@ def _replicated(model: _StoredModel, built: tuple[Snapshot, ...]) -> Iterator[st
 
 
 def _sharded(
-    model: _StoredModel, run: RunTrace, built: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
+    model: _StoredModel, run: RunTrace, built: Snapshots, unwrapped: UnwrappedInfo | None
 ) -> Iterator[str]:
     """Yield findings unless the ranks of each shard group store the parameters once together."""
     cell = model.cell
@@ -493,7 +494,7 @@ def _sharded(
             yield f"{where} together store {text}"
 
 
-def _shard_groups(model: _StoredModel, built: tuple[Snapshot, ...]) -> tuple[Ranks, ...]:
+def _shard_groups(model: _StoredModel, built: Snapshots) -> tuple[Ranks, ...]:
     """Return the ranks of each copy of the model: those that hold parameters of it together."""
     holders: dict[int, set[int]] = defaultdict(set)
     for snapshot in built:
@@ -507,7 +508,7 @@ def _shard_groups(model: _StoredModel, built: tuple[Snapshot, ...]) -> tuple[Ran
     return shard_groups(sorted_holders, model.cell.world_size)
 
 
-def _shard_group(model: _StoredModel, ranks: Ranks, built: tuple[Snapshot, ...]) -> Iterator[str]:
+def _shard_group(model: _StoredModel, ranks: Ranks, built: Snapshots) -> Iterator[str]:
     """Yield what the ranks of a shard group store together, if not each parameter once."""
     holders: list[_Holder] = []
     for snapshot in built:
@@ -567,7 +568,7 @@ def _stored_elements(info: ParameterInfo, cell: Cell, rank: int) -> float:
 
 
 def _reductions(
-    cell: Cell, run: RunTrace, trained: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
+    cell: Cell, run: RunTrace, trained: Snapshots, unwrapped: UnwrappedInfo | None
 ) -> Iterator[str]:
     """Yield a finding for each rank of a stage that did not reduce the stage's gradients.
 
@@ -630,7 +631,7 @@ class _ReplicaDifference:
     names: Sequence[str]
 
 
-def _differing_replicas(run: RunTrace, trained: tuple[Snapshot, ...], when: str) -> Iterator[str]:
+def _differing_replicas(run: RunTrace, trained: Snapshots, when: str) -> Iterator[str]:
     """Yield a finding for each rank that differs from the first one with the same tensors.
 
     Parameters come first, then optimizer state, then gradients; of these only the first kind that
@@ -687,9 +688,7 @@ def _replica_differences(tensors: Iterable[_HeldTensor]) -> list[_ReplicaDiffere
     return differences
 
 
-def _held_parameters(
-    trained: tuple[Snapshot, ...], name_of: Callable[[str], str]
-) -> Iterator[_HeldTensor]:
+def _held_parameters(trained: Snapshots, name_of: Callable[[str], str]) -> Iterator[_HeldTensor]:
     """Yield each rank's parameters."""
     for snapshot in trained:
         for info in snapshot.parameters:
@@ -698,7 +697,7 @@ def _held_parameters(
 
 
 def _held_optimizer_states(
-    trained: tuple[Snapshot, ...], name_of: Callable[[str], str]
+    trained: Snapshots, name_of: Callable[[str], str]
 ) -> Iterator[_HeldTensor]:
     """Yield each rank's tensors of optimizer state, and its parts of flat masters."""
     for snapshot in trained:
@@ -713,9 +712,7 @@ def _held_optimizer_states(
             yield _HeldTensor(snapshot.rank, name, state.layout.region, state.digest)
 
 
-def _held_gradients(
-    trained: tuple[Snapshot, ...], name_of: Callable[[str], str]
-) -> Iterator[_HeldTensor]:
+def _held_gradients(trained: Snapshots, name_of: Callable[[str], str]) -> Iterator[_HeldTensor]:
     """Yield each rank's gradients of each step since the last snapshot."""
     for snapshot in trained:
         for nth, step in enumerate(snapshot.steps):

@@ -10,6 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import (
     RESUMED,
     UNTIL_RESUMED,
+    Snapshots,
     check,
     every_rank,
     other_mode,
@@ -159,7 +160,7 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _other_random_states(cell, train, resume, drawing_ranks)
 
 
-def _ranks_that_draw(cell: Cell, steps: Sequence[tuple[Snapshot, ...]]) -> set[int]:
+def _ranks_that_draw(cell: Cell, steps: Sequence[Snapshots]) -> set[int]:
     """Return the ranks whose random state changes in every step but the first."""
     # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in
     # every step drops activations.
@@ -173,7 +174,7 @@ def _ranks_that_draw(cell: Cell, steps: Sequence[tuple[Snapshot, ...]]) -> set[i
     return ranks
 
 
-def _unlike_modes(run: RunTrace, steps: Sequence[tuple[Snapshot, ...]]) -> Iterator[str]:
+def _unlike_modes(run: RunTrace, steps: Sequence[Snapshots]) -> Iterator[str]:
     """Yield findings if ranks of a stage have other modules in training mode than the first.
 
     They are those of the first step in which this is so.
@@ -268,8 +269,8 @@ class _Moment:
     """
 
     name: str
-    expected: tuple[Snapshot, ...]
-    resumed: tuple[Snapshot, ...]
+    expected: Snapshots
+    resumed: Snapshots
 
 
 def _other_random_states(

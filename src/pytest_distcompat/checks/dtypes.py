@@ -123,10 +123,7 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
     """
     strategy = STRATEGIES.get(cell.strategy)
     loaded_dtypes = {info.name: info.dtype for info in unwrapped.parameters}
-    trained_units: set[str] = set()
-    for info in model.parameters:
-        if info.trainable:
-            trained_units.add(_unit(model, info))
+    trained_units = _trained_units(model)
     frozen = 0
     wider: list[_OtherDtype] = []
     for info in model.parameters:
@@ -145,6 +142,15 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
     first = wider[0].info
     stored = f"{len(wider)} of {frozen} frozen parameters are stored in {first.dtype}"
     yield f"{stored}, first {first.name!r}; loaded in {wider[0].expected}"
+
+
+def _trained_units(model: ModelInfo) -> set[str]:
+    """Return the FSDP units that hold a trainable parameter."""
+    units: set[str] = set()
+    for info in model.parameters:
+        if info.trainable:
+            units.add(_unit(model, info))
+    return units
 
 
 def _wider(dtype: str, than: str) -> bool:

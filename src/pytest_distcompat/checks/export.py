@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import EXPORTED, check, every_rank, first_three
+from pytest_distcompat.checks._base import EXPORTED, Snapshots, check, every_rank, first_three
 from pytest_distcompat.checks._renamed import renamed
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.driver import Driver
@@ -88,8 +88,8 @@ def _exported_files(train: RunTrace) -> list[FileInfo]:
 
 
 def _with_exported_buffers(
-    cell: Cell, train: RunTrace, reloaded: UnwrappedInfo, evaluated: tuple[Snapshot, ...]
-) -> tuple[Snapshot, ...]:
+    cell: Cell, train: RunTrace, reloaded: UnwrappedInfo, evaluated: Snapshots
+) -> Snapshots:
     """Return the snapshots of the ranks that had the exported buffers, all if none had."""
     # A rank with statistics of its own (BatchNorm), which are not those in the file, computes
     # something else.

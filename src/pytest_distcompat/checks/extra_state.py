@@ -9,7 +9,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import RESUME, SAVED
-from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import ExtraStateInfo, RunTrace, Snapshot, Trace
 
 #: The text or digest of a value at each place in a state.
 _TextByPlace = Mapping[str, str]
@@ -106,7 +106,7 @@ def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
 
 def _unlike_first(first: Snapshot, snapshot: Snapshot) -> Iterator[_Difference]:
     """Yield the first difference of each state that is to be alike on two ranks, and is not."""
-    first_states = {info.name: info for info in first.extra}
+    first_states = _states(first)
     for info in snapshot.extra:
         peer = first_states.get(info.name)
         if peer is None or not info.expected.alike:
@@ -120,7 +120,7 @@ def _unchanged(run: RunTrace) -> Iterator[str]:
     """Yield a finding for each state that three steps leave as it is on a rank."""
     last = run.at("step", SAVED - 1)
     for before, after in pairs(run.at("build"), last):
-        states_before = {info.name: info for info in before.extra}
+        states_before = _states(before)
         for info in after.extra:
             if not info.expected.changes or info.name not in states_before:
                 continue
@@ -139,7 +139,7 @@ def _other_states(
         exact: Whether only whole numbers, texts and the like are compared: numbers with a fraction
             may differ in their last digits where the same is computed in another order.
     """
-    states_before = {info.name: info for info in before.extra}
+    states_before = _states(before)
     for info in after.extra:
         other = states_before.get(info.name)
         if other is None or not info.expected.comes_back:
@@ -149,6 +149,11 @@ def _other_states(
             place = _first_difference(other.rounded, info.rounded)
         if place is not None:
             yield _Difference(info.name, place)
+
+
+def _states(snapshot: Snapshot) -> dict[str, ExtraStateInfo]:
+    """Return the extra state of a rank by name."""
+    return {info.name: info for info in snapshot.extra}
 
 
 def _first_difference(values: _TextByPlace, others: _TextByPlace) -> str | None:

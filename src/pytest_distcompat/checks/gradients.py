@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import Snapshots, check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
@@ -22,7 +22,7 @@ from pytest_distcompat.model_values import (
     rounding_of,
     stages_of,
 )
-from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, shard_groups
+from pytest_distcompat.trace import GradientInfo, RunTrace, Trace, shard_groups
 
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.
 COMPARED = 3
@@ -102,33 +102,46 @@ class _View:
     norms: Norms
 
 
-def _views(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_View]:
+def _views(run: RunTrace, snapshots: Snapshots) -> Iterator[_View]:
     """Yield what the ranks see of the gradients, put together from the parts of shard groups."""
     norms_by_rank: dict[int, dict[str, float | None]] = {}
     for snapshot in snapshots:
         norms_by_rank[snapshot.rank] = {}
-    groups_by_rank: dict[int, list[Ranks]] = defaultdict(list)
+    groups_by_rank: dict[int, set[Ranks]] = defaultdict(set)
     for gradient in _whole_gradients(run, snapshots):
         for rank in gradient.ranks:
             if rank in norms_by_rank:
                 norms_by_rank[rank][gradient.name] = gradient.norm
-                groups_by_rank[rank].append(gradient.ranks)
-    # The stages of a pipeline see one training together.
-    pipelines = pipelines_of(run)
-    ranks_by_groups: dict[Sequence[Ranks], list[int]] = defaultdict(list)
-    for rank in sorted(norms_by_rank):
-        groups: set[Ranks] = set()
-        for peer in pipelines.get(rank) or (rank,):
-            groups.update(groups_by_rank[peer])
-        if not groups:
-            groups.add((rank,))
-        ranks_by_groups[tuple(sorted(groups))].append(rank)
-    for ranks in ranks_by_groups.values():
+                groups_by_rank[rank].add(gradient.ranks)
+    for ranks in _ranks_with_same_groups(run, groups_by_rank, sorted(norms_by_rank)):
         norms: dict[str, float | None] = {}
         # Where ranks disagree, the norm of the lowest one stays.
         for rank in reversed(ranks):
             norms.update(norms_by_rank[rank])
-        yield _View(tuple(ranks), norms)
+        yield _View(ranks, norms)
+
+
+def _ranks_with_same_groups(
+    run: RunTrace, groups_by_rank: Mapping[int, set[Ranks]], ranks: Sequence[int]
+) -> list[Ranks]:
+    """Return the ranks whose gradients are put together from the same shard groups.
+
+    Args:
+        run: The run.
+        groups_by_rank: The shard groups that each rank has parts in.
+        ranks: The ranks, in ascending order.
+    """
+    # The stages of a pipeline see one training together.
+    pipelines = pipelines_of(run)
+    ranks_by_groups: dict[frozenset[Ranks], list[int]] = defaultdict(list)
+    for rank in ranks:
+        groups: set[Ranks] = set()
+        for peer in pipelines.get(rank) or (rank,):
+            groups.update(groups_by_rank.get(peer, ()))
+        if not groups:
+            groups.add((rank,))
+        ranks_by_groups[frozenset(groups)].append(rank)
+    return [tuple(members) for members in ranks_by_groups.values()]
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,7 @@ class _WholeGradient:
     norm: float | None
 
 
-def _whole_gradients(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_WholeGradient]:
+def _whole_gradients(run: RunTrace, snapshots: Snapshots) -> Iterator[_WholeGradient]:
     """Yield the gradient of each parameter, by its unwrapped name, as each shard group has it."""
     if run.unwrapped is None:
         return
@@ -174,7 +187,7 @@ def _whole_norm(parts: list[GradientInfo], numel: int | None) -> float | None:
     return math.sqrt(sum(info.square for info in parts))
 
 
-def _norms_of_one_process(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Norms:
+def _norms_of_one_process(run: RunTrace, snapshots: Snapshots) -> Norms:
     """Return the norms of a run of one process; none if it recorded no snapshot."""
     for view in _views(run, snapshots):
         return view.norms
