@@ -61,17 +61,21 @@ def _rows(reports: Iterable[Report]) -> list[Row]:
 
 
 def _merged_row(first: Row, second: Row) -> Row:
-    """Return the row of both: all runs and reasons, of the rest what the first has, else what the second has."""
+    """Return the row of both: all runs and reasons, and the rest of the first row that has it."""
     values = {}
     for field in dataclasses.fields(Row):
-        values[field.name] = getattr(first, field.name) or getattr(second, field.name)
+        name = field.name
+        values[name] = getattr(first, name) or getattr(second, name)
     values["runs"] = [*first.runs, *second.runs]
     values["not_applicable"] = {**second.not_applicable, **first.not_applicable}
     return Row(**values)
 
 
 def _runs(reports: Iterable[Report]) -> list[dict[str, Any]]:
-    """Return all runs. Their ids are unique in one report only, so they begin with the report's number."""
+    """Return all runs, with the number of the report at the beginning of each id.
+
+    Without it the ids are unique in one report only.
+    """
     runs = []
     for number, report in enumerate(reports, 1):
         for run in report.runs:
@@ -114,12 +118,15 @@ def _session(sessions: Sequence[_Session]) -> _Session:
 
 
 def _values(mappings: Iterable[dict[str, Any]], key: str, default: Any) -> list[Any]:
-    """Return what each mapping has under a key, the default for one that does not have it."""
+    """Return what each mapping has under a key, the default where one does not have it."""
     return [mapping.get(key, default) for mapping in mappings]
 
 
 def _versions(sessions: Iterable[_Session]) -> dict[str, str]:
-    """Return the versions of each package that any session names; ``none`` stands for a session that does not."""
+    """Return the versions of each package that any session names.
+
+    ``none`` stands for the version in a session that does not name the package.
+    """
     all_versions = _values(sessions, "versions", {})
     joined = {}
     for package in _keys(all_versions):
@@ -128,15 +135,16 @@ def _versions(sessions: Iterable[_Session]) -> dict[str, str]:
 
 
 def _settings(sessions: Iterable[_Session]) -> dict[str, dict[str, Any]]:
-    """Return each setting with its values in all sessions, and where the last session has it from."""
+    """Return each setting with its values in all sessions, and its origin in the last of them."""
     all_settings = _values(sessions, "settings", {})
     joined = {}
     for name in _keys(all_settings):
         values = []
         for settings in all_settings:
             if name in settings:
-                values.append(str(settings[name]["value"]))
-                origin = settings[name]["from"]
+                setting = settings[name]
+                values.append(str(setting["value"]))
+                origin = setting["from"]
         joined[name] = {"value": _joined(values), "from": origin}
     return joined
 
@@ -174,15 +182,19 @@ def _worst_ending(sessions: Iterable[_Session], missing: Sequence[str]) -> str:
 
 
 def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
-    """Return a line for each shard that has tests and no report; shards that divided their tests alike belong together."""
+    """Return a line for each shard that has tests and no report.
+
+    Shards that divided their tests in the same way belong together.
+    """
     lines: list[str] = []
     shards_by_plan: dict[str, set[int]] = {}
     for session in sessions:
         # A report that was merged before has lines of its own.
         lines += session.get("missing", ())
-        if "shard" in session:
-            plan_json = json.dumps(session["shard"]["plan"])
-            shards_by_plan.setdefault(plan_json, set()).add(session["shard"]["number"])
+        shard = session.get("shard")
+        if shard is not None:
+            plan_json = json.dumps(shard["plan"])
+            shards_by_plan.setdefault(plan_json, set()).add(shard["number"])
     for plan_json, reported_shards in shards_by_plan.items():
         plan = json.loads(plan_json)
         for number, units in enumerate(plan, 1):
@@ -190,13 +202,19 @@ def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
                 lines.append(f"shard {number}/{len(plan)} is missing: {shortened(units)}")
     if lines and len(shards_by_plan) > 1:
         lines.append(
-            "the shards divided the tests in different ways; expected the same tests and baseline for all"
+            "the shards divided the tests in different ways; "
+            "expected the same tests and baseline for all"
         )
     return lines
 
 
 def _device_times(sessions: Iterable[_Session], name: str) -> list[dict[str, Any]]:
-    """Return the entries of ``timeline`` or ``gaps``; each device begins with its session's number."""
+    """Return the entries of ``timeline`` or ``gaps``, with the session's number before each device.
+
+    Args:
+        sessions: The sessions.
+        name: ``timeline`` or ``gaps``.
+    """
     entries = []
     for number, session in enumerate(sessions, 1):
         for session_entry in session.get(name, ()):

@@ -81,9 +81,13 @@ ADDED_EVIDENCE: Registry[AddedEvidence] = Registry(
 )
 
 
-def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
-    """Return the cells by (check, reason for which it is not applicable)."""
-    cells: dict[tuple[str, str], list[str]] = {}
+#: A check, and the reason for which it is not applicable.
+_CheckAndReason = tuple[str, str]
+
+
+def not_applicable_reasons(rows: Iterable[Row]) -> dict[_CheckAndReason, list[str]]:
+    """Return the cells in which a check is not applicable, by check and reason."""
+    cells: dict[_CheckAndReason, list[str]] = {}
     for row in rows:
         for check, reason in row.not_applicable.items():
             cells.setdefault((check, reason), []).append(row.cell)
@@ -108,7 +112,12 @@ class Table:
 
     @classmethod
     def of(cls, results: Iterable[Verdict], order: Iterable[str] = ()) -> Table:
-        """Return the matrix of a suite's results: of several for a check in a cell, the worst. ``order``: of the checks."""
+        """Return the matrix of a suite's results; of several on a check in a cell it has the worst.
+
+        Args:
+            results: The verdicts of one suite.
+            order: The order of the checks; by default ``check_order`` of the results.
+        """
         all_results = tuple(results)
         worst: dict[tuple[str, str], Verdict] = {}
         for result in all_results:
@@ -118,10 +127,7 @@ class Table:
         cells = dict.fromkeys(cell for cell, _ in worst)
         checks_with_verdict = {check for _, check in worst}
         all_checks = order or check_order(all_results)
-        checks = []
-        for check in all_checks:
-            if check in checks_with_verdict:
-                checks.append(check)
+        checks = [check for check in all_checks if check in checks_with_verdict]
         return cls(all_results, tuple(checks), tuple(cells), worst)
 
     @property
@@ -139,7 +145,10 @@ class Table:
 
 
 def tables(results: Iterable[Verdict]) -> list[Table]:
-    """Return the matrix of each suite, in the order of first appearance; all have their checks in the same order."""
+    """Return the matrix of each suite, in the order of first appearance.
+
+    All have their checks in the same order.
+    """
     all_results = list(results)
     results_by_suite = grouped(((result.suite, result.place), result) for result in all_results)
     # Suite by suite, in whatever order their items ran.
@@ -151,7 +160,10 @@ def tables(results: Iterable[Verdict]) -> list[Table]:
 
 
 def check_order(results: Iterable[Verdict]) -> list[str]:
-    """Return all checks in the order that they have in their cells; where cells differ, the first to appear is first."""
+    """Return all checks in the order that they have in their cells.
+
+    Where cells differ in it, the check that appears first is first.
+    """
     earlier_by_check = _earlier_checks(results)
     order: list[str] = []
     while earlier_by_check:
@@ -162,7 +174,11 @@ def check_order(results: Iterable[Verdict]) -> list[str]:
 
 
 def _earlier_checks(results: Iterable[Verdict]) -> dict[str, set[str]]:
-    """Return, for each check, the checks that come before it in any cell; results of one cell follow each other."""
+    """Return, for each check, the checks that come before it in any cell.
+
+    Args:
+        results: The verdicts. Those of one cell follow each other.
+    """
     earlier_by_check: dict[str, set[str]] = {}
     cell: tuple[str, str] | None = None
     checks_of_cell: list[str] = []
@@ -176,7 +192,10 @@ def _earlier_checks(results: Iterable[Verdict]) -> dict[str, set[str]]:
 
 
 def _next_check(earlier_by_check: Mapping[str, set[str]], order: Iterable[str]) -> str:
-    """Return the first check whose earlier ones are all in the order; the first of all if cells contradict each other."""
+    """Return the first check whose earlier ones are all in the order.
+
+    If cells contradict each other, there may be none; then the first of all is returned.
+    """
     placed = set(order)
     for check, earlier in earlier_by_check.items():
         if earlier <= placed | {check}:
@@ -190,9 +209,12 @@ def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
     # The names are keys, each once.
     names_by_reason: dict[str, dict[str, None]] = {}
     for result in results:
-        if result.status == status:
-            name = result.cell if status == "skipped" else f"{result.cell}:{result.check}"
-            names_by_reason.setdefault(result.why, {})[name] = None
+        if result.status != status:
+            continue
+        name = result.cell
+        if status != "skipped":
+            name = f"{result.cell}:{result.check}"
+        names_by_reason.setdefault(result.why, {})[name] = None
     return {reason: list(names) for reason, names in names_by_reason.items()}
 
 
@@ -210,7 +232,8 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change as one line."""
-        return f"{self.cell}:{self.check} ({self.driver}): {self.what}"
+        name = f"{self.cell}:{self.check}"
+        return f"{name} ({self.driver}): {self.what}"
 
     @property
     def what(self) -> str:

@@ -18,8 +18,12 @@ def settings_tables(results: Iterable[Verdict]) -> list[Table]:
     of all checks. If a cell has several settings, they share a row. A refusal is worse than a
     success, so that its message is not lost.
     """
-    with_settings = [result for result in results if facets(result.cell).get("set")]
-    results_by_suite = grouped(((result.suite, result.place), result) for result in with_settings)
+    with_settings: list[tuple[tuple[str, str], Verdict]] = []
+    for result in results:
+        if facets(result.cell).get("set"):
+            suite = (result.suite, result.place)
+            with_settings.append((suite, result))
+    results_by_suite = grouped(with_settings)
     return [_table(suite_results) for suite_results in results_by_suite.values()]
 
 
@@ -61,12 +65,18 @@ def _table(results: Iterable[Verdict]) -> Table:
     worst: dict[tuple[str, str], Verdict] = {}
     for result in results:
         cell = facets(result.cell)
-        key = (_setting_names(str(cell["set"])), str(cell["strategy"]))
+        setting = _setting_names(str(cell["set"]))
+        key = (setting, str(cell["strategy"]))
         if key not in worst or _badness(result) > _badness(worst[key]):
             worst[key] = result
     settings = dict.fromkeys(setting for setting, _ in worst)
     strategies = dict.fromkeys(strategy for _, strategy in worst)
-    return Table(tuple(worst.values()), tuple(strategies), tuple(settings), worst)
+    return Table(
+        results=tuple(worst.values()),
+        checks=tuple(strategies),
+        cells=tuple(settings),
+        verdicts=worst,
+    )
 
 
 def _setting_names(option: str) -> str:
