@@ -1,4 +1,4 @@
-"""Two releases compared: code of the later one that is new and that no cell reaches, and what cells reach no more."""
+"""Two releases compared: new code of the later one, and code that cells reach no more."""
 
 from __future__ import annotations
 
