@@ -303,8 +303,13 @@ class Observer:
         check_by_torch = checkpoint.check_backward_validity
 
         def check(inputs: Iterable[Any]) -> None:
-            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-            if not any(tensor.requires_grad for tensor in tensors):
+            tensors: list[torch.Tensor] = []
+            requires_grad = False
+            for value in inputs:
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                    requires_grad = requires_grad or value.requires_grad
+            if not requires_grad:
                 self.recomputed[WITHOUT_GRADIENT] += 1
             check_by_torch(tensors)
 
@@ -444,6 +449,7 @@ class Observer:
 
     def _record_gradients(self, optimizer: Any) -> None:
         """Record which tensors the optimizer is about to update, and their gradients."""
+        # Each tensor with the number of its parameter group.
         group_by_tensor: dict[torch.Tensor, int] = {}
         gradients: list[torch.Tensor] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -461,17 +467,15 @@ class Observer:
                 gradients.append(local_of(tensor.grad))
         with self.aside():
             model, trainers_optimizer, single = self.trainer()
-            square, holders, singles = read_gradients(
-                model, trainers_optimizer, group_by_tensor, single=single
-            )
+            read = read_gradients(model, trainers_optimizer, group_by_tensor, single=single)
             self._step = StepInfo(
                 optimizer=type(optimizer).__name__,
                 master=_dtypes_of(group_by_tensor),
                 gradient=_dtypes_of(gradients),
                 state=(),
-                square=square,
-                gradients=singles,
-                holders=holders,
+                square=read.square,
+                gradients=read.gradients,
+                holders=read.holders,
                 secondary=secondary_ranks(model),
                 param_groups=tuple(numbers_of(group) for group in optimizer.param_groups),
             )

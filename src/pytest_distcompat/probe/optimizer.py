@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -173,7 +173,8 @@ def read_optimizer(
         torch_optim = wrappers[-1]
         _require_param_groups(torch_optim)
         stepping.append(_delegate(torch_optim))
-        groups.extend(numbers_of(group) for group in torch_optim.param_groups)
+        for group in torch_optim.param_groups:
+            groups.append(numbers_of(group))
     type_names = _type_names(chains, stepping)
     if not whole:
         return OptimizerInfo(type_names, 0, param_groups=tuple(groups))
@@ -228,13 +229,14 @@ def _type_names(chains: list[list[Any]], stepping: list[Any]) -> tuple[str, ...]
         chains: For each optimizer its ``chain``.
         stepping: For each optimizer the torch optimizer that steps.
     """
-    names: list[list[str]] = []
+    names_by_chain: list[list[str]] = []
     for wrappers, delegate in zip(chains, stepping, strict=True):
         distinct = dict.fromkeys([*wrappers, delegate])
-        names.append([type(link).__name__ for link in distinct])
-    if len(names) == 1:
-        return tuple(names[0])
-    chain_texts = [" > ".join(chain_names) for chain_names in names]
+        names = [type(link).__name__ for link in distinct]
+        names_by_chain.append(names)
+    if len(names_by_chain) == 1:
+        return tuple(names_by_chain[0])
+    chain_texts = [" > ".join(names) for names in names_by_chain]
     return (" + ".join(chain_texts),)
 
 
@@ -358,8 +360,8 @@ def _partitioned(model: Module) -> dict[str, int]:
     # (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce, which a probe must
     # not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
     numel_by_id: dict[int, int] = {}
-    for _, parameter, master in flat_masters(model):
-        numel_by_id[id(parameter)] = master.numel()
+    for flat_master in flat_masters(model):
+        numel_by_id[id(flat_master.parameter)] = flat_master.master.numel()
     partitioned: dict[str, int] = {}
     for name, parameter in named_parameters(model):
         has_partition = hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping")
@@ -442,21 +444,32 @@ def _zero12_moments(parameter: Any, inner: Any) -> Iterator[_Moment]:
                 yield key, value.narrow(0, fragment.start, fragment.numel)
 
 
-def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Yield each live parameter's name, itself, and this rank's part of its master.
+class FlatMaster(NamedTuple):
+    """The master of a live parameter in a flat partition of DeepSpeed.
 
-    The part is a view of a flat partition (see ``_partitioned``).
+    Attributes:
+        name: The name of the parameter.
+        parameter: The parameter.
+        master: This rank's part of the master, a view of the partition (see ``_partitioned``).
     """
+
+    name: str
+    parameter: Any
+    master: torch.Tensor
+
+
+def flat_masters(model: Module) -> Iterator[FlatMaster]:
+    """Yield the flat masters of which this rank has a part."""
     for name, parameter in named_parameters(model):
         if hasattr(parameter, "ds_tensor"):
             master = _zero3_master(parameter)
             if master is not None:
                 numel = zero3_shard(parameter).numel()
-                yield name, parameter, master.reshape(-1)[:numel]
+                yield FlatMaster(name, parameter, master.reshape(-1)[:numel])
             continue
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None:
-            yield name, parameter, mapping.hp_fragment
+            yield FlatMaster(name, parameter, mapping.hp_fragment)
 
 
 def fragment_place(
@@ -526,10 +539,12 @@ def read_scheduler(scheduler: Any) -> str:
     Raises:
         TypeError: If the driver's ``scheduler`` is something else.
     """
-    return "; ".join(_read_scheduler(each) for each in several(scheduler))
+    texts = [_read_scheduler(single) for single in several(scheduler)]
+    return "; ".join(texts)
 
 
 def _read_scheduler(scheduler: Any) -> str:
+    """Return a digest of the state and learning rates of one scheduler."""
     if hasattr(scheduler, "state_dict"):
         attributes = dict(scheduler.state_dict())
     elif hasattr(scheduler, "__dict__"):
@@ -563,13 +578,27 @@ def square_of(gradient: torch.Tensor) -> float:
     return float(local.double().square().sum())
 
 
+class StepGradients(NamedTuple):
+    """The gradients of one optimizer's step, as fields of a ``StepInfo``.
+
+    Attributes:
+        square: This rank's share of the sum of the squares of all gradients.
+        holders: The ranks whose shares add up to that sum.
+        gradients: The gradient of each parameter.
+    """
+
+    square: float
+    holders: tuple[int, ...]
+    gradients: tuple[GradientInfo, ...]
+
+
 def read_gradients(
     model: Module | None,
     optimizer: Any,
     tensors: Mapping[torch.Tensor, int],
     *,
     single: bool,
-) -> tuple[float, tuple[int, ...], tuple[GradientInfo, ...]]:
+) -> StepGradients:
     """Read the gradients that an optimizer is about to step on, after unscaling and clipping.
 
     Args:
@@ -578,11 +607,6 @@ def read_gradients(
         tensors: What the torch optimizer is about to update, each with the number of its parameter
             group.
         single: Whether the gradients of single parameters are returned too.
-
-    Returns:
-        ``square``, ``holders`` and ``gradients`` of a ``StepInfo``: this rank's share of the sum of
-            the squares of all gradients;
-        the ranks whose shares add up to that sum; the gradient of each parameter.
     """
     names = {} if model is None else owner_names(model, optimizer)
     layouts = wrapper_layouts(model)
@@ -590,7 +614,8 @@ def read_gradients(
     layout_of_partition = partition_layout(model, layouts)
     gradients: list[GradientInfo] = []
     partitions: dict[int, _FlatPartition] = {}
-    squares: list[tuple[Layout, float]] = []
+    # For each gradient the ranks that hold it together, and the sum of this rank's squares.
+    squares: list[tuple[tuple[int, ...], float]] = []
     for tensor, group in tensors.items():
         if tensor.grad is None:
             continue
@@ -601,7 +626,7 @@ def read_gradients(
         # A parameter that is a shard may have the gradient of the whole.
         layout = layout_of(tensor.grad, layout)
         square = square_of(tensor.grad)
-        squares.append((layout, square))
+        squares.append((layout.holders, square))
         if is_partition:
             partitions[_storage_of(local_of(tensor))] = _FlatPartition(tensor, group)
         elif names:
@@ -615,22 +640,11 @@ def read_gradients(
             # The fragments of one partition are distributed over ranks in different ways, so each
             # counts by its own layout: of what tensor parallelism does not shard, its ranks hold
             # several copies.
-            squares = [(info.layout, info.square) for info in gradients]
-    square, holders = _square_and_holders(squares)
+            squares = [(info.layout.holders, info.square) for info in gradients]
+    holders, square_of_all = together(squares)
     if not single or model is None:
-        return square, holders, ()
-    return square, holders, tuple(gradients)
-
-
-def _square_and_holders(squares: Iterable[tuple[Layout, float]]) -> tuple[float, tuple[int, ...]]:
-    """Return this rank's share of the sum of squares, and the ranks whose shares add up to it.
-
-    Args:
-        squares: The layout of each gradient, and the sum of the squares of this rank's elements.
-    """
-    square_by_holders = [(layout.holders, square) for layout, square in squares]
-    holders, total = together(square_by_holders)
-    return total, holders
+        gradients = []
+    return StepGradients(square_of_all, holders, tuple(gradients))
 
 
 def _has_layouts_of_its_own(model: Module) -> bool:
