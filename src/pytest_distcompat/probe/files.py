@@ -51,8 +51,8 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
     """
     infos: list[FileInfo] = []
     for file in _files(directory):
-        stored = _infos(file.path, prefix, file.name)
-        infos.extend(_with_key_prefix(info, file.key_prefix) for info in stored)
+        for info in _infos(file.path, prefix, file.name):
+            infos.append(_with_key_prefix(info, file.key_prefix))
     return tuple(infos)
 
 
@@ -86,15 +86,17 @@ def _with_digests(file: SavedFile, holds: str, content: Mapping[str, Any]) -> Fi
         return FileInfo(file.name, "", holds, tuple(keys), digests={})
     digests: dict[str, str] = {}
     for key, value in content.items():
-        digests[f"{file.key_prefix}{key}"] = digest(value)
+        qualified_key = f"{file.key_prefix}{key}"
+        digests[qualified_key] = digest(value)
     return FileInfo(file.name, "", holds, tuple(digests), digests=digests)
 
 
 def _files(directory: Path) -> Iterator[SavedFile]:
     """Yield each file below the directory, sorted by path."""
     with readable(directory) as root:
-        paths = [path for path in root.rglob("*") if path.is_file()]
-        for path in sorted(paths):
+        for path in sorted(root.rglob("*")):
+            if not path.is_file():
+                continue
             relative = path.relative_to(root)
             key_prefix = module_prefix(directory / relative.parent)
             yield SavedFile(path, str(relative), key_prefix)
@@ -385,7 +387,8 @@ def _pickled(data: Any, name: str) -> Iterator[FileInfo]:
             shapes = _without_partitioned(shapes)
         if shapes:
             form = "deepspeed" if part == "module" else "torch"
-            yield FileInfo(f"{name}:{part}", form, "model", tuple(shapes), shapes)
+            keys = tuple(shapes)
+            yield FileInfo(f"{name}:{part}", form, "model", keys, shapes)
     state = _optimizer_state(data)
     parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
     if parameters:
@@ -404,10 +407,12 @@ def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
     frozen: _Shapes = {}
     for key, shape in (data.get("frozen_param_shapes") or {}).items():
         frozen[str(key)] = tuple(shape)
-    for part, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
+    shapes_by_part = {"param_shapes": trained, "frozen_param_shapes": frozen}
+    for part, shapes in shapes_by_part.items():
         if shapes:
+            keys = tuple(shapes)
             full_shapes = _full_shapes(data, shapes)
-            yield FileInfo(f"{name}:{part}", "deepspeed", "model", tuple(shapes), full_shapes)
+            yield FileInfo(f"{name}:{part}", "deepspeed", "model", keys, full_shapes)
 
 
 def _without_partitioned(shapes: _Shapes) -> _Shapes:

@@ -116,7 +116,8 @@ class Cut:
         row_numel = self.size * inner
         full_row_numel = self.shape[self.dim] * inner
         if numel is None:
-            numel = row_numel * math.prod(self.shape[: self.dim])
+            rows = math.prod(self.shape[: self.dim])
+            numel = row_numel * rows
         if not numel:
             return None
         # The piece may begin and end within a row, so take a length that divides each of its runs.
@@ -136,7 +137,8 @@ class Cut:
         holders: set[int] = set()
         for holder in other.holders or (rank,):
             # The distances between tensor parallel peers are the same for all ranks.
-            holders.update(holder + peer - rank for peer in self.ranks)
+            for peer in self.ranks:
+                holders.add(holder + peer - rank)
         placement = f"Shard({self.dim})"
         dim = MeshDim("tp", len(self.ranks), self.coordinate, placement)
         return Layout((*other.dims, dim), _several(holders))
@@ -242,7 +244,8 @@ class Expert:
         holders: list[int] = []
         for holder in same_expert:
             # The distances between expert parallel peers are the same for all ranks.
-            holders.extend(holder + peer - rank for peer in self.peers)
+            for peer in self.peers:
+                holders.append(holder + peer - rank)
         return Layout((data_parallel, expert_parallel), tuple(sorted(holders)))
 
 
@@ -419,12 +422,13 @@ def _starts(
 
 def _common_run_length(indices: torch.Tensor) -> int:
     """Return the greatest length that divides all runs of consecutive indices: 2 for 0-3, 8-9."""
-    breaks = (torch.diff(indices) != 1).nonzero().flatten().tolist()
-    ends = [end + 1 for end in breaks]
-    ends.append(len(indices))
+    is_break = torch.diff(indices) != 1
+    breaks = is_break.nonzero().flatten().tolist()
     length = 0
     start = 0
-    for end in ends:
+    # The last run ends with the last index.
+    for last in (*breaks, len(indices) - 1):
+        end = last + 1
         length = math.gcd(length, end - start)
         start = end
     return length

@@ -193,11 +193,14 @@ def read_model(
     def is_unit(module: Module) -> bool:
         return isinstance(module, (FSDPModule, FullyShardedDataParallel))
 
+    buffers: list[ParameterInfo] = []
+    for name, buffer in model.named_buffers():
+        buffers.append(parameter_info(name, buffer))
     return ModelInfo(
         type=type(model).__name__,
         wrappers=_wrappers(model),
         parameters=tuple(parameters),
-        buffers=tuple(parameter_info(name, buffer) for name, buffer in model.named_buffers()),
+        buffers=tuple(buffers),
         world_size=world_size,
         trainer_world_size=trainer_world_size,
         backend=backend,
@@ -399,7 +402,10 @@ def read_parts(
         linears += part.linears
         products += part.products or 0
     tied_in_model = tied_names(model)
-    tied_across_parts = [group for group in tied_in_model if group not in tied_in_parts]
+    tied_across_parts: list[tuple[str, ...]] = []
+    for group in tied_in_model:
+        if group not in tied_in_parts:
+            tied_across_parts.append(group)
     classes = blocks or declared_blocks(model)
     return UnwrappedInfo(
         tuple(_without_duplicates(parameters, tied_in_model)),
@@ -425,7 +431,8 @@ def _with_prefix(prefix: str, info: UnwrappedInfo) -> UnwrappedInfo:
 
     tied: list[tuple[str, ...]] = []
     for group in info.tied:
-        tied.append(tuple(join(prefix, name) for name in group))
+        names = [join(prefix, name) for name in group]
+        tied.append(tuple(names))
     return replace(
         info,
         parameters=renamed(info.parameters),
@@ -479,10 +486,9 @@ def _parts(
 
 def _read_without_children(module: Module) -> UnwrappedInfo:
     """Return the parameters and buffers of the module itself, without those of its children."""
-    parameters = [
-        parameter_info(name, parameter)
-        for name, parameter in module.named_parameters(recurse=False)
-    ]
+    parameters: list[ParameterInfo] = []
+    for name, parameter in module.named_parameters(recurse=False):
+        parameters.append(parameter_info(name, parameter))
     not_saved = _not_saved(module)
     buffers: list[ParameterInfo] = []
     for name, buffer in module.named_buffers(recurse=False):
