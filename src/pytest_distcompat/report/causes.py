@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.result import Change
 from pytest_distcompat.status import Verdict
 
@@ -134,10 +133,11 @@ def _ended_early(group: Iterable[Verdict]) -> bool:
 
 def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
     """Return the checks of the verdicts by cell and driver."""
-    checks: list[tuple[str, str]] = []
+    checks: dict[str, list[str]] = {}
     for verdict in verdicts:
-        checks.append((f"{verdict.cell} ({verdict.driver})", verdict.check))
-    return grouped(checks)
+        cell = f"{verdict.cell} ({verdict.driver})"
+        checks.setdefault(cell, []).append(verdict.check)
+    return checks
 
 
 def _key(result: Verdict) -> tuple[str, str]:
@@ -176,7 +176,8 @@ def _headline(result: Verdict) -> str:
     first_line, _, rest = paragraph.partition("\n")
     rest = rest.strip()
     if first_line.endswith(":") and rest:
-        return f"{first_line} {rest.splitlines()[0]}"
+        second_line, *_ = rest.splitlines()
+        return f"{first_line} {second_line}"
     if rest.startswith("Traceback"):
         exception = _EXCEPTION.search(rest)
         if exception:

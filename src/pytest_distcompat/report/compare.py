@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Change
@@ -103,9 +102,9 @@ class Comparison:
         return {
             "file": name,
             "text": list(self.lines()),
-            "broken": [vars(change) for change in self.broken],
-            "fixed": [vars(change) for change in self.fixed],
-            "missing": [vars(change) for change in self.missing],
+            "broken": list(map(vars, self.broken)),
+            "fixed": list(map(vars, self.fixed)),
+            "missing": list(map(vars, self.missing)),
             "values": [change.to_json() for change in self.values],
         }
 
@@ -143,13 +142,17 @@ def _missing_lines(missing: Iterable[Change]) -> Iterator[str]:
         key = _MissingFrom(change.cell, change.driver, change.why)
         checks_of.setdefault(key, []).append(change.check)
     for key, checks in checks_of.items():
+        cell = f"{key.cell} ({key.driver})"
         names = ", ".join(checks)
-        yield f"newly missing: {key.cell} ({key.driver}): {names}: {key.why}"
+        yield f"newly missing: {cell}: {names}: {key.why}"
 
 
 def _by_cause(title: str, changes: Iterable[Change]) -> Iterator[str]:
     """Yield a line for each cause, with the verdicts beneath it if there are several."""
-    changes_by_cause = grouped((constant_part(change.what), change) for change in changes)
+    changes_by_cause: dict[str, list[Change]] = {}
+    for change in changes:
+        cause = constant_part(change.what)
+        changes_by_cause.setdefault(cause, []).append(change)
     for alike in changes_by_cause.values():
         first = alike[0]
         if len(alike) == 1:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
@@ -137,7 +136,8 @@ def _anchors(results: list[Verdict]) -> dict[str, str]:
     """Return the anchor of the first verdict of each driver and strategy, by the verdict's key."""
     first_of_tile: dict[str, Verdict] = {}
     for result in results:
-        anchor = f"driver={result.driver}&strategy={_strategy(result)}"
+        strategy = _strategy(result)
+        anchor = f"driver={result.driver}&strategy={strategy}"
         first_of_tile.setdefault(anchor, result)
     return {place(first): anchor for anchor, first in first_of_tile.items()}
 
@@ -158,8 +158,10 @@ def _overview(results: list[Verdict]) -> dict[str, dict[str, _Counts]]:
 
     overview: dict[str, dict[str, _Counts]] = {}
     for tile, statuses in _statuses_by_tile(results).items():
-        counts = sorted(Counter(statuses).items(), key=badness, reverse=True)
-        overview.setdefault(tile.driver, {})[tile.strategy] = counts
+        counts_by_status = Counter(statuses)
+        counts = sorted(counts_by_status.items(), key=badness, reverse=True)
+        strategies = overview.setdefault(tile.driver, {})
+        strategies[tile.strategy] = counts
     return overview
 
 
@@ -173,11 +175,11 @@ class _Tile:
 
 def _statuses_by_tile(results: list[Verdict]) -> dict[_Tile, list[Status]]:
     """Return the statuses of the verdicts of each tile."""
-    statuses: list[tuple[_Tile, Status]] = []
+    statuses: dict[_Tile, list[Status]] = {}
     for result in results:
         tile = _Tile(result.driver, _strategy(result))
-        statuses.append((tile, result.status))
-    return grouped(statuses)
+        statuses.setdefault(tile, []).append(result.status)
+    return statuses
 
 
 def _packed(report: Report) -> bytes:

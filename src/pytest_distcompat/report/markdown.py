@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row, Table, not_applicable_reasons, tables
@@ -36,21 +35,31 @@ def markdown(report: Report) -> str:
 
 def chat(report: Report) -> str:
     """Return a chat message: counts, versions, the first causes. Shorter than 3000 characters."""
-    lines = [headline(report), counts_text(report), _versions(report)]
+    text = "\n".join(_chat_lines(report))
+    return cut(text, CHAT - 1) + "\n"
+
+
+def _chat_lines(report: Report) -> Iterator[str]:
+    """Yield the lines of the chat message, in full."""
+    yield visible(headline(report))
+    yield visible(counts_text(report))
+    versions = _versions(report)
+    if versions:
+        yield visible(versions)
     all_causes = causes(report.results)
     for cause in all_causes[:CHAT_CAUSES]:
-        count = len(cause.results)
+        counted = f"{cause.words} x {len(cause.results)}"
         cells = ", ".join(cause.cells)
-        lines.append(f"- {cause.words} x {count}: {cut(cause.headline, 120)}")
-        lines.append(f"  {cut(cells, 100)}")
+        yield visible(f"- {counted}: {cut(cause.headline, 120)}")
+        yield visible(f"  {cut(cells, 100)}")
         if cause.reproduce and len(cause.reproduce) < 160:
-            lines.append(f"  {cause.reproduce}")
+            yield visible(f"  {cause.reproduce}")
     if len(all_causes) > CHAT_CAUSES:
-        lines.append(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
+        yield visible(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
     baseline_lines = report.session.get("baseline", {}).get("text", ())
-    lines += [cut(line, 300) for line in baseline_lines[:10]]
-    text = "\n".join(visible(line) for line in lines if line)
-    return cut(text, CHAT - 1) + "\n"
+    for line in baseline_lines[:10]:
+        if line:
+            yield visible(cut(line, 300))
 
 
 def headline(report: Report) -> str:
@@ -145,15 +154,19 @@ def _table_row(cells: Iterable[str]) -> str:
 
 def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the reasons for which checks are not applicable, one per line."""
-    rows_by_driver = grouped((row.driver, row) for row in rows if row.not_applicable)
+    rows_by_driver: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.not_applicable:
+            rows_by_driver.setdefault(row.driver, []).append(row)
     if rows_by_driver:
         yield from ("", "## Not applicable", "")
     for driver, driver_rows in rows_by_driver.items():
         for (check, reason), cells in not_applicable_reasons(driver_rows).items():
             plural = "s" if len(cells) > 1 else ""
+            counted = f"{len(cells)} cell{plural}"
             names = escape(", ".join(cells))
             title = escape(f"{driver}: {check}")
-            yield f"- {title}: {escape(reason)} ({len(cells)} cell{plural}: {names})"
+            yield f"- {title}: {escape(reason)} ({counted}: {names})"
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunTrace
@@ -149,14 +148,22 @@ def tables(results: Iterable[Verdict]) -> list[Table]:
 
     All have their checks in the same order.
     """
-    all_results = list(results)
-    results_by_suite = grouped(((result.suite, result.place), result) for result in all_results)
+    results_of_suites = by_suite(results)
     # Suite by suite, in whatever order their items ran.
     sorted_results = []
-    for suite_results in results_by_suite.values():
+    for suite_results in results_of_suites:
         sorted_results += suite_results
     order = check_order(sorted_results)
-    return [Table.of(suite_results, order) for suite_results in results_by_suite.values()]
+    return [Table.of(suite_results, order) for suite_results in results_of_suites]
+
+
+def by_suite(results: Iterable[Verdict]) -> list[list[Verdict]]:
+    """Return the verdicts of each suite, the suites in the order of first appearance."""
+    results_by_suite: dict[tuple[str, str], list[Verdict]] = {}
+    for result in results:
+        suite = (result.suite, result.place)
+        results_by_suite.setdefault(suite, []).append(result)
+    return list(results_by_suite.values())
 
 
 def check_order(results: Iterable[Verdict]) -> list[str]:
@@ -214,7 +221,8 @@ def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
         name = result.cell
         if status != "skipped":
             name = f"{result.cell}:{result.check}"
-        names_by_reason.setdefault(result.why, {})[name] = None
+        names = names_by_reason.setdefault(result.why, {})
+        names[name] = None
     return {reason: list(names) for reason, names in names_by_reason.items()}
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import facets
-from pytest_distcompat.report.result import Table
+from pytest_distcompat.report.result import Table, by_suite
 from pytest_distcompat.status import Status, Verdict
 
 
@@ -18,13 +17,8 @@ def settings_tables(results: Iterable[Verdict]) -> list[Table]:
     of all checks. If a cell has several settings, they share a row. A refusal is worse than a
     success, so that its message is not lost.
     """
-    with_settings: list[tuple[tuple[str, str], Verdict]] = []
-    for result in results:
-        if facets(result.cell).get("set"):
-            suite = (result.suite, result.place)
-            with_settings.append((suite, result))
-    results_by_suite = grouped(with_settings)
-    return [_table(suite_results) for suite_results in results_by_suite.values()]
+    with_settings = [result for result in results if facets(result.cell).get("set")]
+    return [_table(suite_results) for suite_results in by_suite(with_settings)]
 
 
 @dataclass(frozen=True)
@@ -63,14 +57,18 @@ def failing(table: Table) -> list[FailingSetting]:
 def _table(results: Iterable[Verdict]) -> Table:
     """Return the table of one suite, from all verdicts of cells with settings."""
     worst: dict[tuple[str, str], Verdict] = {}
+    # Dicts, because they keep the order and have each only once.
+    settings: dict[str, None] = {}
+    strategies: dict[str, None] = {}
     for result in results:
         cell = facets(result.cell)
         setting = _setting_names(str(cell["set"]))
-        key = (setting, str(cell["strategy"]))
+        strategy = str(cell["strategy"])
+        settings[setting] = None
+        strategies[strategy] = None
+        key = (setting, strategy)
         if key not in worst or _badness(result) > _badness(worst[key]):
             worst[key] = result
-    settings = dict.fromkeys(setting for setting, _ in worst)
-    strategies = dict.fromkeys(strategy for _, strategy in worst)
     return Table(
         results=tuple(worst.values()),
         checks=tuple(strategies),

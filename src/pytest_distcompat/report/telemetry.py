@@ -19,10 +19,11 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 #: How many spans one request has at most: the default of OpenTelemetry's SDK.
 BATCH = 512
 
+#: An entry of a session's timeline: the lease of one device.
+_Lease = Mapping[str, Any]
 
-def with_device_seconds(
-    results: Sequence[Verdict], timeline: Iterable[Mapping[str, Any]]
-) -> list[Verdict]:
+
+def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[_Lease]) -> list[Verdict]:
     """Return the verdicts with their device-seconds: the time for which their item leased devices.
 
     Args:
@@ -200,22 +201,28 @@ def _verdict_span(result: Verdict) -> _Span:
     return _Span(f"verdict {result.check}", result.began, end, attributes, error)
 
 
-def _run_spans(timeline: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, _Span]]:
+def _run_spans(timeline: Iterable[_Lease]) -> Iterator[tuple[str, _Span]]:
     """Yield the span of each run, with the node id of the item that started it.
 
     The timeline has an entry for each device of a run. All of them have the same times.
     """
-    leases_by_run: dict[_Run, list[Mapping[str, Any]]] = {}
+    leases_by_run: dict[_Run, list[_Lease]] = {}
     for lease in timeline:
         run = _Run(lease["who"], lease["begin"], lease["end"])
         leases_by_run.setdefault(run, []).append(lease)
     for run, leases in leases_by_run.items():
-        devices = [lease["device"] for lease in leases]
-        # Runs can share a GPU, and then each leases a part of it.
-        parts = [lease.get("part", 1) for lease in leases]
+        devices = []
+        leased_devices = 0
+        for lease in leases:
+            devices.append(lease["device"])
+            # Runs can share a GPU, and then each leases a part of it.
+            leased_devices += lease.get("part", 1)
         length = run.end - run.begin
-        device_seconds = round(length * sum(parts), 3)
-        attributes = {"nodeid": run.nodeid, "devices": devices, "device_seconds": device_seconds}
+        attributes = {
+            "nodeid": run.nodeid,
+            "devices": devices,
+            "device_seconds": round(length * leased_devices, 3),
+        }
         yield run.nodeid, _Span("run", run.begin, run.end, attributes)
 
 

@@ -99,8 +99,10 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
 def _columns(table: Table) -> list[_Column]:
     columns = []
     for check in table.checks:
-        words = [table.word(cell, check) for cell in table.cells]
-        longest = max(len(word) for word in (check, *words))
+        longest = len(check)
+        for cell in table.cells:
+            word = table.word(cell, check)
+            longest = max(longest, len(word))
         columns.append(_Column(check, longest))
     return columns
 
@@ -136,7 +138,9 @@ def _row(label: str, words: Iterable[Span], block: Iterable[_Column]) -> Line:
     spans: list[Span] = [(f"  {label}", "")]
     for (text, style), column in zip(words, block, strict=True):
         padding = " " * (column.width - len(text))
-        spans += [("  ", ""), (text, style), (padding, "")]
+        spans.append(("  ", ""))
+        spans.append((text, style))
+        spans.append((padding, ""))
     while spans and not spans[-1][0].strip():
         spans.pop()
     return tuple((text, style) for text, style in spans if text)
@@ -152,7 +156,11 @@ def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
         cells = _counted(len(cause.cells), "cell")
         counted = f"{verdicts} in {cells}{follows(cause)}"
         headline = cut(cause.headline, HEADLINE)
-        yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {headline}", ""))
+        yield (
+            (f"  {number}. ", ""),
+            (cause.words, "bad"),
+            (f" {counted}: {headline}", ""),
+        )
         cell_texts: list[str] = []
         for cell, checks in cause.cells.items():
             cell_texts.append(f"{cell}: {shortened(checks, 6)}")
@@ -232,7 +240,8 @@ def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
 
 def _run_text(run: _Entry) -> str:
     length = f"{run['seconds']:.1f} s"
-    return f"{length} {run['cell']} {run['name']} ({run['driver']})"
+    run_in_cell = f"{run['cell']} {run['name']}"
+    return f"{length} {run_in_cell} ({run['driver']})"
 
 
 def _device_use(timeline: Iterable[_Entry]) -> Iterator[Line]:
@@ -273,7 +282,8 @@ def _idle_devices(gaps: Iterable[_Entry]) -> Iterator[Line]:
             reason = "a run waits for devices"
         idle[reason] = idle.get(reason, 0.0) + gap["end"] - gap["begin"]
     texts: list[str] = []
-    for reason, seconds in sorted(idle.items(), key=lambda item: -item[1]):
+    for reason in sorted(idle, key=lambda reason: -idle[reason]):
+        seconds = idle[reason]
         if seconds >= 1:
             texts.append(f"{seconds:.0f} s {reason}")
     if texts:

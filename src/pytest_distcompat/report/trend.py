@@ -21,6 +21,8 @@ from pytest_distcompat.status import Status, Verdict
 
 #: A figure for each night, None where there is none.
 _Figures = list[float | None]
+#: A verdict for each night, None where there is none.
+_Verdicts = list[Verdict | None]
 #: The seconds of a cell's items, and its peak memory in bytes.
 _Costs = tuple[_Figures, _Figures]
 
@@ -334,6 +336,7 @@ def _value_turns(sessions: Sequence[_Session]) -> Iterator[ValueTurn]:
     """
     last_night: dict[str, int] = {}
     for night, session in enumerate(sessions):
+        # The cells that turned, by the night before it that knows their values.
         turned: dict[int, list[str]] = {}
         for cell, digest in session.values.items():
             before = last_night.get(cell)
@@ -341,7 +344,8 @@ def _value_turns(sessions: Sequence[_Session]) -> Iterator[ValueTurn]:
                 turned.setdefault(before, []).append(cell)
             last_night[cell] = night
         for before, cells in turned.items():
-            changed = differing(sessions[before].night.versions, session.night.versions)
+            versions_before = sessions[before].night.versions
+            changed = differing(versions_before, session.night.versions)
             yield ValueTurn(night, changed, tuple(cells))
 
 
@@ -354,9 +358,9 @@ def _first_nights_with_equal_versions(nights: Sequence[Night]) -> list[int]:
     return [all_versions.index(versions) for versions in all_versions]
 
 
-def _verdicts_by_check(sessions: Sequence[_Session]) -> dict[_CheckKey, list[Verdict | None]]:
+def _verdicts_by_check(sessions: Sequence[_Session]) -> dict[_CheckKey, _Verdicts]:
     """Return one verdict or None for each night, by check and cell."""
-    verdicts_by_check: dict[_CheckKey, list[Verdict | None]] = {}
+    verdicts_by_check: dict[_CheckKey, _Verdicts] = {}
     for night, session in enumerate(sessions):
         for result in session.results:
             key = _CheckKey(result.suite, result.place, result.cell, result.check)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 
@@ -262,15 +261,17 @@ def digest_of(values: Mapping[str, Any]) -> str:
 
 def value_lines(changes: Iterable[ValueChange]) -> Iterator[str]:
     """Yield lines for a terminal: how many cells changed how much, and what differs first."""
-    by_extent = grouped((change.extent, change) for change in changes)
+    all_changes = list(changes)
     for extent in Extent:
-        changes_of_extent = by_extent.get(extent, [])
+        changes_of_extent = [change for change in all_changes if change.extent is extent]
         if not changes_of_extent:
             continue
         noun = "cell" if len(changes_of_extent) == 1 else "cells"
         yield f"{extent.value}: {len(changes_of_extent)} {noun}"
-        by_difference = grouped((change.first, change) for change in changes_of_extent)
-        for alike in by_difference.values():
+        changes_by_difference: dict[str, list[ValueChange]] = {}
+        for change in changes_of_extent:
+            changes_by_difference.setdefault(change.first, []).append(change)
+        for alike in changes_by_difference.values():
             largest = max(alike, key=lambda change: change.relative)
             cells = [f"{change.cell} ({change.driver})" for change in alike]
             yield f"  {largest.what}: {_named(cells)}"
