@@ -183,14 +183,17 @@ class AnalysedFile:
 
         An arc leads from one line to the next that is executed; not every arc is a branch.
         """
-        lines = self._reporter.translate_lines(number for number in arc if number > 0)
+        # A number below 0 stands for the way into a function or out of it.
+        line_numbers = [number for number in arc if number > 0]
+        lines = self._reporter.translate_lines(line_numbers)
         branches = []
         for line, target in self._reporter.translate_arcs([arc]):
             number = self._number_by_arc.get((line, target))
             if line == target and line in self._only_target:
                 # sys.monitoring reports a line without where it leads; a line that leads nowhere
                 # else is no branch.
-                number = self._number_by_arc.get((line, self._only_target[line]))
+                only_target = self._only_target[line]
+                number = self._number_by_arc.get((line, only_target))
             if number is not None:
                 branches.append(number)
         return Executed(bits_of(lines), bits_of(branches))
@@ -372,7 +375,8 @@ def _argument_names(arguments: ast.arguments) -> frozenset[str]:
         parameters.append(arguments.vararg)
     if arguments.kwarg is not None:
         parameters.append(arguments.kwarg)
-    return frozenset(parameter.arg for parameter in parameters) - {"self", "cls"}
+    names = {parameter.arg for parameter in parameters}
+    return frozenset(names - {"self", "cls"})
 
 
 def _exported_names(module: ast.Module) -> frozenset[str] | None:
@@ -380,7 +384,8 @@ def _exported_names(module: ast.Module) -> frozenset[str] | None:
     for node in module.body:
         if not isinstance(node, ast.Assign):
             continue
-        if [ast.unparse(target) for target in node.targets] == ["__all__"]:
+        names = [ast.unparse(target) for target in node.targets]
+        if names == ["__all__"]:
             try:
                 return frozenset(ast.literal_eval(node.value))
             except (ValueError, TypeError):

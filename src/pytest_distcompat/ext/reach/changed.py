@@ -257,7 +257,8 @@ def _file_in(library: Library, name: str) -> FileId | None:
     """Return the file that a path of a diff names; None if it is not of the package."""
     # git and diff write what they know of a file after a tab.
     path, _, _ = name.partition("\t")
-    _, separator, below = f"/{path.strip()}".partition(f"/{library.name}/")
+    rooted_path = f"/{path.strip()}"
+    _, separator, below = rooted_path.partition(f"/{library.name}/")
     if not separator or not below.endswith(".py"):
         return None
     return FileId(library.name, below)
@@ -273,7 +274,9 @@ def _places(file: FileId, diff: Iterable[str]) -> Iterator[ChangedPlace]:
         head = _HEAD.match(line)
         if head:
             yield from block.place()
-            block.begin(_first_line(head[1], head[2]), _first_line(head[3], head[4]))
+            old_first = _first_line(head[1], head[2])
+            new_first = _first_line(head[3], head[4])
+            block.begin(old_first, new_first)
         elif line.startswith("-"):
             block.remove(line[1:])
         elif line.startswith("+"):
@@ -407,5 +410,11 @@ def cells_by_specificity(reached: Iterable[PlaceReach]) -> list[CellReach]:
         weight = 0.0
         for count in counts:
             weight += 1 / count
-        cell_reaches.append(CellReach(cell, len(counts), counts.count(1), weight))
+        cell_reach = CellReach(
+            cell=cell,
+            places=len(counts),
+            alone=counts.count(1),
+            weight=weight,
+        )
+        cell_reaches.append(cell_reach)
     return sorted(cell_reaches, key=lambda cell_reach: (-cell_reach.weight, cell_reach.cell))

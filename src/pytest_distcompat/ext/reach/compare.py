@@ -69,7 +69,11 @@ def compare(earlier: ReachMap, later: ReachMap) -> Comparison:
 
 def _count_reached(reach_map: ReachMap) -> Counter[Signature]:
     """Return how many branches of each signature some cell reaches."""
-    return Counter(signature for signature, branch in _signatures(reach_map) if branch.contexts)
+    counts: Counter[Signature] = Counter()
+    for signature, branch in _signatures(reach_map):
+        if branch.contexts:
+            counts[signature] += 1
+    return counts
 
 
 def _signatures(reach_map: ReachMap) -> Iterator[tuple[Signature, BranchReach]]:

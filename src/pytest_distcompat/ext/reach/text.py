@@ -31,7 +31,9 @@ def headline(reach_map: ReachMap) -> str:
     cells = {context.place for context in contexts}
     drivers = {context.driver for context in contexts}
     branches = f"{counts.reached_branches} of {counts.branches} branches"
-    executed_by = f"{_counted(len(cells), 'cell')} of {_counted(len(drivers), 'driver')}"
+    cells_counted = _counted(len(cells), "cell")
+    drivers_counted = _counted(len(drivers), "driver")
+    executed_by = f"{cells_counted} of {drivers_counted}"
     return f"{branches} ({counts.percent:.1f} %) are executed by {executed_by}"
 
 
@@ -93,16 +95,16 @@ def counts_of(reach_map: ReachMap, library: str) -> Counts:
 
 
 def _row(name: str, files: str, functions: str, branches: str) -> str:
-    label = fitted(name, 46).ljust(46)
-    columns = (files.rjust(12), functions.rjust(14), branches.rjust(24))
-    return " ".join((label, *columns))
+    label = fitted(name, 46)
+    return f"{label:46} {files:>12} {functions:>14} {branches:>24}"
 
 
 def _numbers(name: str, files: str, counts: Counts) -> str:
     """Return a row with the numbers of functions and branches."""
     functions = f"{counts.reached_functions} of {counts.functions}"
     branches = f"{counts.reached_branches} of {counts.branches}"
-    return _row(name, files, functions, f"{branches}, {counts.percent:5.1f} %")
+    percent = f"{counts.percent:5.1f} %"
+    return _row(name, files, functions, f"{branches}, {percent}")
 
 
 def functions(reach_map: ReachMap, library: str) -> Iterator[str]:
@@ -159,7 +161,8 @@ def cells_text(contexts: Sequence[Context]) -> str:
     cells = list(dict.fromkeys(context.place for context in contexts))
     actions = " ".join(dict.fromkeys(context.action for context in contexts))
     names = ", ".join(cells[:CELLS_NAMED])
-    text = f"{_counted(len(cells), 'cell')} in {actions}: {names}"
+    counted = _counted(len(cells), "cell")
+    text = f"{counted} in {actions}: {names}"
     if len(cells) > CELLS_NAMED:
         text += ", ..."
     return text
@@ -199,7 +202,7 @@ def changed(places: Sequence[PlaceReach]) -> Iterator[str]:
 
     They name the cells that execute its places, the places, and those that no cell executes.
     """
-    executed = [place_reach for place_reach in places if place_reach.contexts]
+    executed = _executed(places)
     yield _changed_headline(places)
     yield ""
     yield "cells, those first whose places few others execute"
@@ -237,6 +240,11 @@ def changed_unexecuted(places: Sequence[PlaceReach]) -> Iterator[str]:
     yield _on_import_line(places)
 
 
+def _executed(places: Sequence[PlaceReach]) -> list[PlaceReach]:
+    """Return the places that cells execute."""
+    return [place_reach for place_reach in places if place_reach.contexts]
+
+
 def _unexecuted(places: Sequence[PlaceReach]) -> list[PlaceReach]:
     """Return the places in functions of the old release that no cell executes."""
     unexecuted: list[PlaceReach] = []
@@ -257,10 +265,11 @@ def _on_import_line(places: Sequence[PlaceReach]) -> str:
 
 
 def _changed_headline(places: Sequence[PlaceReach]) -> str:
-    executed = [place_reach for place_reach in places if place_reach.contexts]
+    executed = _executed(places)
     files = {place_reach.place.file for place_reach in places}
-    size = f"{_counted(len(places), 'changed place')} in {_counted(len(files), 'file')}"
-    return f"{size}; cells execute {len(executed)}"
+    places_counted = _counted(len(places), "changed place")
+    files_counted = _counted(len(files), "file")
+    return f"{places_counted} in {files_counted}; cells execute {len(executed)}"
 
 
 def _unexecuted_lines(places: Sequence[PlaceReach]) -> Iterator[str]:
