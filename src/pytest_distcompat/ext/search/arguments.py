@@ -116,8 +116,10 @@ def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr
     """Yield the parameters that have a default, each with it."""
     positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
-    yield from zip(positional[first_default:], arguments.defaults, strict=True)
-    for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+    with_default = positional[first_default:]
+    yield from zip(with_default, arguments.defaults, strict=True)
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    for parameter, default in keyword_only:
         if default is not None:
             yield parameter, default
 

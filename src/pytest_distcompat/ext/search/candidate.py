@@ -96,9 +96,12 @@ class Candidate:
 
     def as_data(self) -> dict[str, Any]:
         """Return it as a file has it."""
-        data: dict[str, Any] = {"driver": self.driver, "cell": self.cell.id}
+        data: dict[str, Any] = {
+            "driver": self.driver,
+            "cell": self.cell.id,
+        }
         if self.calls:
-            data["calls"] = [str(call) for call in self.calls]
+            data["calls"] = list(map(str, self.calls))
         return data
 
     @classmethod
@@ -122,9 +125,10 @@ def parse_calls(text: str) -> list[Call]:
     Raises:
         ValueError: The text is no list of calls.
     """
-    tree = ast.parse(f"[{text}]", mode="eval").body
-    assert isinstance(tree, ast.List)
-    return [Call.parse(ast.unparse(element)) for element in tree.elts]
+    expression = ast.parse(f"[{text}]", mode="eval")
+    calls = expression.body
+    assert isinstance(calls, ast.List)
+    return [Call.parse(ast.unparse(call)) for call in calls.elts]
 
 
 def _argument_part(number: int, pair: tuple[str, Any]) -> str:

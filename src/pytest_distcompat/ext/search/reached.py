@@ -72,7 +72,9 @@ class InstalledBranches:
     """
 
     def __init__(self) -> None:
-        self._paths = {file_id: path for path, file_id in installed_files().items()}
+        self._paths: dict[FileId, Path] = {}
+        for path, file_id in installed_files().items():
+            self._paths[file_id] = path
         self._analysed: dict[FileId, AnalysedFile] = {}
 
     def read(self, directories: Iterable[Path]) -> Branches:
@@ -116,7 +118,11 @@ class InstalledBranches:
             for number in numbers_of(bits):
                 name = f"{file_id} {all_branches[number].function}"
                 counts[name] = counts.get(name, 0) + 1
-        for name in sorted(counts, key=lambda name: (-counts[name], name)):
+
+        def largest_first(name: str) -> tuple[int, str]:
+            return -counts[name], name
+
+        for name in sorted(counts, key=largest_first):
             yield f"{name}: {counts[name]}"
 
 

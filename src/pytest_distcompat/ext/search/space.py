@@ -74,7 +74,10 @@ class DriverSpace:
         for setting in settings_of(sources_of(self.kind), shared):
             if setting.cells and setting.name not in _COMPILED:
                 self.settings.append(setting)
-        self.strategies = [name for name in strategies if self._can_run(Cell(name, "fp32"))]
+        self.strategies: list[str] = []
+        for strategy in strategies:
+            if self._can_run(Cell(strategy, "fp32")):
+                self.strategies.append(strategy)
         self.choices = [choice for choice in option_choices(self.kind) if choice is not None]
         self.calls: list[Call] = []
         if self.kind.live_calls is not None:
@@ -103,8 +106,9 @@ class DriverSpace:
             return False
         if cell.option("model") != "mlp" or cell.precision != "fp32":
             return False
-        if any(name not in _OPTIONS_OF_CALLS for name, _ in cell.options):
-            return False
+        for name, _ in cell.options:
+            if name not in _OPTIONS_OF_CALLS:
+                return False
         # The reference of calls follows no settings.
         return not any(setting.startswith(FOLLOWED) for setting in cell.set)
 
@@ -141,8 +145,9 @@ class DriverSpace:
         kind = random.choice(_KINDS)
         strategy = random.choice(self.strategies)
         if kind == "calls" and self.calls:
-            number = random.randint(1, 3)
-            calls = [self._call(random, yields) for _ in range(number)]
+            calls: list[Call] = []
+            for _ in range(random.randint(1, 3)):
+                calls.append(self._call(random, yields))
             cell = self._cell(strategy, "fp32", {"model": "mlp"})
             return self._made(cell, calls)
         if kind == "setting":
@@ -220,10 +225,14 @@ class DriverSpace:
         The cell has the given options beside the setting. The result is None if no setting means
         something under the strategy, or if the options do not go together.
         """
-        possible = [setting for setting in self.settings if _is_read_under(setting, strategy)]
+        possible: list[Setting] = []
+        weights: list[float] = []
+        for setting in self.settings:
+            if _is_read_under(setting, strategy):
+                possible.append(setting)
+                weights.append(yields.of_setting(setting.name))
         if not possible:
             return None
-        weights = [yields.of_setting(setting.name) for setting in possible]
         setting = _weighted(random, possible, weights)
         text = random.choice(setting.cells)
         chosen: _Options = {**(options or {}), **setting.options}
@@ -236,16 +245,18 @@ class DriverSpace:
 
     def _choice(self, random: Random, yields: Yields) -> tuple[str, OptionValue]:
         """Draw an option, then one of its values."""
-        weights = [self._option_weight(name, yields) for name in OPTIONS]
-        option = _weighted(random, list(OPTIONS), weights)
+        names = list(OPTIONS)
+        weights = [self._option_weight(name, yields) for name in names]
+        option = _weighted(random, names, weights)
         choices = [choice for choice in self.choices if choice[0] == option]
         return random.choice(choices)
 
     def _option_weight(self, name: str, yields: Yields) -> float:
         """Return the weight of an option; 0 if the driver does not support it."""
-        if not any(choice[0] == name for choice in self.choices):
-            return 0.0
-        return yields.of_option(name)
+        for supported_name, _ in self.choices:
+            if supported_name == name:
+                return yields.of_option(name)
+        return 0.0
 
     def _call(self, random: Random, yields: Yields) -> Call:
         """Draw a method of the live trainer, then its arguments."""

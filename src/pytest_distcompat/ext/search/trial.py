@@ -122,7 +122,10 @@ class Trials:
 
     def _branches(self, runner: Runner, earlier_runs: Collection[Path]) -> Branches:
         """Return the branches that runs have reached, without the earlier ones."""
-        new_runs = [directory for directory in runner.started if directory not in earlier_runs]
+        new_runs: list[Path] = []
+        for directory in runner.started:
+            if directory not in earlier_runs:
+                new_runs.append(directory)
         return self.installed.read(new_runs)
 
 
@@ -202,13 +205,15 @@ def _judge_calls(runner: Runner, candidate: Candidate) -> _Judgement:
     """Judge calls of a live trainer: they do what one process does, or the stack refuses one."""
     kind = find_driver(candidate.driver).live_calls
     assert kind is not None
-    done = run_walk(runner, candidate.driver, candidate.cell, Walk(candidate.calls, kind))
-    if not done.wrong:
+    walk = Walk(candidate.calls, kind)
+    outcome = run_walk(runner, candidate.driver, candidate.cell, walk)
+    if not outcome.wrong:
         return _PASSED
-    for run in done.trace.runs.values():
+    for run in outcome.trace.runs.values():
         if run.end is not None and refuses_in_words(run.end):
             return _Judgement(refused=run.end.message)
-    return _Judgement(problem=_first_unknown(candidate, done.wrong)[:300])
+    problem = _first_unknown(candidate, outcome.wrong)
+    return _Judgement(problem=problem[:300])
 
 
 def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
@@ -217,7 +222,8 @@ def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
     known = applying(shipped(), names_of_driver, "cpu")
     covering = [issue for issue in known if issue.covers(candidate.cell, "walk")]
     for problem in problems:
-        if not any(issue.matches(problem) for issue in covering):
+        is_known = any(issue.matches(problem) for issue in covering)
+        if not is_known:
             return problem
     return ""
 
