@@ -48,9 +48,9 @@ def walk(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         passed, problems = findings(cell, trace, name)
         walked = _recorded_calls(run)[: passed + 1]
-        calls = ", ".join(str(recorded.call) for recorded in walked)
+        calls = [str(recorded.call) for recorded in walked]
         for problem in problems:
-            yield f"{calls}: {problem}"
+            yield f"{', '.join(calls)}: {problem}"
 
 
 def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
@@ -241,8 +241,8 @@ def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Itera
         expected_rates = _learning_rates(reference)
         if rates != expected_rates:
             yield f"the learning rates are {rates}; {expected_rates} in the reference"
-    buffers = {names(info.name): info.digest for info in snapshot.buffers}
-    reference_buffers = {names(info.name): info.digest for info in reference.buffers}
+    reference_buffers = _digests(names, reference.buffers)
+    buffers = _digests(names, snapshot.buffers)
     expected_buffers = {name: reference_buffers.get(name) for name in buffers}
     yield from _differing("buffers are not the reference's", expected_buffers, buffers)
     if snapshot.call and reference.call:
@@ -255,25 +255,36 @@ def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Itera
             )
 
 
+def _digests(names: Names, infos: Iterable[ParameterInfo]) -> dict[str, str]:
+    """Return the digests of tensors, by unwrapped name."""
+    digests: dict[str, str] = {}
+    for info in infos:
+        digests[names(info.name)] = info.digest
+    return digests
+
+
 def _parameter_differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
     """Yield the parameters that are not trainable, or not in the optimizer, as in the reference."""
-    expected = _by_name(reference.parameters)
+    expected_by_name = _by_name(reference.parameters)
     live: dict[str, ParameterInfo] = {}
     for info in snapshot.parameters:
         if info.kind != "FlatParameter":
             live[names(info.name)] = info
-    trainable = {name: info.trainable for name, info in live.items()}
-    expected_trainable: dict[str, bool | None] = dict.fromkeys(live)
+    trainable: dict[str, bool] = {}
+    expected_trainable: dict[str, bool | None] = {}
     entries: dict[str, int] = {}
     expected_entries: dict[str, int | None] = {}
     for name, info in live.items():
-        if name not in expected:
+        trainable[name] = info.trainable
+        expected = expected_by_name.get(name)
+        if expected is None:
+            expected_trainable[name] = None
             continue
-        expected_trainable[name] = expected[name].trainable
+        expected_trainable[name] = expected.trainable
         # ZeRO's optimizers hold flat copies instead (None).
         if info.held is not None:
             entries[name] = info.held
-            expected_entries[name] = expected[name].held
+            expected_entries[name] = expected.held
     yield from _differing("not trainable as in the reference", expected_trainable, trainable)
     yield from _differing("not in the optimizer as in the reference", expected_entries, entries)
 
@@ -322,7 +333,7 @@ def _inexact_numbers(
             yield f"the gradient norm is {snapshot.grad_norm:.6g}; {expected}"
     largest = max(map(abs, reference.outputs), default=0.0)
     outputs = zip(snapshot.outputs, reference.outputs, strict=False)
-    distances = [abs(output - expected) for output, expected in outputs]
+    distances = [abs(output - reference_output) for output, reference_output in outputs]
     furthest = max(distances, default=0.0)
     if not furthest <= 10 * precision.loss_tolerance * largest:
         yield f"outputs are up to {furthest:.2g} off the reference's, which are up to {largest:.2g}"
@@ -335,8 +346,10 @@ def _inexact_live_values(
     expected: Mapping[str, Sums] = {}
     if reference.call:
         expected = reference.call.sums
-    calls = [snapshot.call for snapshot in snapshots if snapshot.call]
-    live_by_rank = [_by_unwrapped_name(names, call.sums) for call in calls]
+    live_by_rank: list[dict[str, Sums]] = []
+    for snapshot in snapshots:
+        if snapshot.call:
+            live_by_rank.append(_by_unwrapped_name(names, snapshot.call.sums))
     tolerance = _tolerance_of_sums(cell)
     yield from _inexact_sums(
         "parameters are not the reference's", names, live_by_rank, expected, tolerance

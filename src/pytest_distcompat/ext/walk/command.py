@@ -77,14 +77,20 @@ def _named(
         raise UsageProblem(f"--calls: {error}") from None
     if not named:
         raise UsageProblem("--calls: no call is given")
-    calls = [call for call in named if call not in reasons]
-    passed_over = list(dict.fromkeys(call for call in named if call in reasons))
+    calls: list[Call] = []
+    # A dict, because it keeps the order and has each call only once.
+    passed_over: dict[Call, str] = {}
+    for call in named:
+        if call in reasons:
+            passed_over[call] = reasons[call]
+        else:
+            calls.append(call)
     if not calls:
-        refusals = [f"{call}: {reasons[call]}" for call in passed_over]
+        refusals = [f"{call}: {reason}" for call, reason in passed_over.items()]
         raise UsageProblem(f"--calls {text}: no call is left: {'; '.join(refusals)}")
     if not valid(calls, kind.own):
         raise UsageProblem(f"--calls {text}: a call may not follow those before it")
-    return calls, passed_over
+    return calls, list(passed_over)
 
 
 def _walk(options: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
         return None
     from pytest_distcompat.ext.upstream.models import modules
 
-    calls = [str(call) for call in walk.calls] + ["step()", "step()"]
+    calls = [*map(str, walk.calls), "step()", "step()"]
     methods = [call.partition("(")[0] for call in calls]
     classes = _classes(walk.kind, methods)
     classes.append(inspect.getsource(modules.Block))
