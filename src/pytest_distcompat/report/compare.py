@@ -194,8 +194,13 @@ def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdic
     elif not result.status.conclusive:
         if earlier.status.conclusive:
             comparison.missing.append(change)
-    elif earlier.red or (earlier.status == "known" and result.status == "passed"):
+    elif earlier.red or _passes_at_last(earlier, result):
         comparison.fixed.append(change)
+
+
+def _passes_at_last(earlier: Verdict, result: Verdict) -> bool:
+    """Tell whether a check passes that failed for a known reason."""
+    return earlier.status == "known" and result.status == "passed"
 
 
 def _add_red(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_distcompat.report.document import ENDINGS, Report
-from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.result import Row, keep_worst
 from pytest_distcompat.report.text import shortened
 from pytest_distcompat.status import Verdict
 
@@ -23,13 +23,14 @@ def merge(reports: Sequence[Report]) -> Report:
     that was skipped. An item that ran in any of the reports was reached. Names, dtypes, steps and
     cost of a cell are those of the first report that has them.
     """
+    sessions = [report.session for report in reports]
     results = _worst_results(reports)
     merged = Report(
-        _session([report.session for report in reports]),
-        results,
-        _rows(reports),
-        _runs(reports),
-        _unreached(reports, results),
+        session=_session(sessions),
+        results=results,
+        rows=_rows(reports),
+        runs=_runs(reports),
+        unreached=_unreached(reports, results),
     )
     merged.fill_drivers()
     return merged
@@ -41,8 +42,7 @@ def _worst_results(reports: Iterable[Report]) -> list[Verdict]:
         for result in report.results:
             # Not by the driver: an item without a verdict may have none.
             key = (result.suite, result.place, result.cell, result.check)
-            if key not in worst or result.status.weight > worst[key].status.weight:
-                worst[key] = result
+            keep_worst(worst, key, result)
     return list(worst.values())
 
 
@@ -98,9 +98,10 @@ def _unreached(reports: Iterable[Report], results: Iterable[Verdict]) -> list[st
 def _session(sessions: Sequence[_Session]) -> _Session:
     """Return the session of a merged report; ``merged`` has what each session was."""
     missing = _missing_shards(sessions)
+    devices = _values(sessions, "device", "?")
     merged: _Session = {
         "versions": _versions(sessions),
-        "device": _joined(str(device) for device in _values(sessions, "device", "?")),
+        "device": _joined(map(str, devices)),
         "gpu": _joined(_values(sessions, "gpu", "")),
         "world_size": _world_size(sessions),
         "began": _first_begin(sessions),
@@ -159,10 +160,11 @@ def _keys(mappings: Iterable[dict[str, Any]]) -> list[str]:
 
 def _world_size(sessions: Iterable[_Session]) -> Any:
     """Return the sessions' world size; a text that names all of them where they differ."""
-    sizes = list(dict.fromkeys(_values(sessions, "world_size", "?")))
+    all_sizes = _values(sessions, "world_size", "?")
+    sizes = list(dict.fromkeys(all_sizes))
     if len(sizes) == 1:
         return sizes[0]
-    return _joined(str(size) for size in sizes)
+    return _joined(map(str, sizes))
 
 
 def _first_begin(sessions: Iterable[_Session]) -> str:
@@ -199,7 +201,8 @@ def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
         plan = json.loads(plan_json)
         for number, units in enumerate(plan, 1):
             if units and number not in reported_shards:
-                lines.append(f"shard {number}/{len(plan)} is missing: {shortened(units)}")
+                shard_name = f"shard {number}/{len(plan)}"
+                lines.append(f"{shard_name} is missing: {shortened(units)}")
     if lines and len(shards_by_plan) > 1:
         lines.append(
             "the shards divided the tests in different ways; "

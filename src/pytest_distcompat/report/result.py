@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.status import Status, Verdict
@@ -93,6 +93,18 @@ def not_applicable_reasons(rows: Iterable[Row]) -> dict[_CheckAndReason, list[st
     return cells
 
 
+#: The key of a verdict in a table.
+_CellAndCheck = tuple[str, str]
+K = TypeVar("K")
+
+
+def keep_worst(verdicts: dict[K, Verdict], key: K, verdict: Verdict) -> None:
+    """Put a verdict under a key, unless one that is as bad or worse is there."""
+    earlier = verdicts.get(key)
+    if earlier is None or verdict.status.weight > earlier.status.weight:
+        verdicts[key] = verdict
+
+
 @dataclass(frozen=True)
 class Table:
     """Matrix of one suite: a row for each cell, a column for each check.
@@ -107,7 +119,7 @@ class Table:
     results: tuple[Verdict, ...]
     checks: tuple[str, ...]
     cells: tuple[str, ...]
-    verdicts: dict[tuple[str, str], Verdict]
+    verdicts: dict[_CellAndCheck, Verdict]
 
     @classmethod
     def of(cls, results: Iterable[Verdict], order: Iterable[str] = ()) -> Table:
@@ -118,11 +130,9 @@ class Table:
             order: The order of the checks; by default ``check_order`` of the results.
         """
         all_results = tuple(results)
-        worst: dict[tuple[str, str], Verdict] = {}
+        worst: dict[_CellAndCheck, Verdict] = {}
         for result in all_results:
-            key = (result.cell, result.check)
-            if key not in worst or result.status.weight > worst[key].status.weight:
-                worst[key] = result
+            keep_worst(worst, (result.cell, result.check), result)
         cells = dict.fromkeys(cell for cell, _ in worst)
         checks_with_verdict = {check for _, check in worst}
         all_checks = order or check_order(all_results)
@@ -246,7 +256,9 @@ class Change:
     @property
     def what(self) -> str:
         """Return the words of the two statuses, and why."""
-        change = f"{_word(self.before)} -> {_word(self.after)}"
+        before = _word(self.before)
+        after = _word(self.after)
+        change = f"{before} -> {after}"
         if not self.why:
             return change
         return f"{change}: {self.why}"

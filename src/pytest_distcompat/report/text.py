@@ -83,10 +83,10 @@ class _Column:
 
 def _blocks(table: Table, width: int) -> Iterator[Line]:
     """Yield the matrix, in as many blocks as its columns need at this width."""
-    label_width = max((len(cell) for cell in table.cells), default=0)
+    label_width = max(map(len, table.cells), default=0)
     blocks = _divided(_columns(table), label_width, width)
     for block in blocks:
-        header = [(column.check, "") for column in block]
+        header = [_plain(column.check) for column in block]
         yield _row(" " * label_width, header, block)
         for cell in table.cells:
             words = [_word(table, cell, column.check) for column in block]
@@ -94,6 +94,11 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
             # A further block leaves out cells without a verdict in it.
             if len(blocks) == 1 or has_verdict:
                 yield _row(cell.ljust(label_width), words, block)
+
+
+def _plain(text: str) -> Span:
+    """Return a text without a style."""
+    return (text, "")
 
 
 def _columns(table: Table) -> list[_Column]:
@@ -129,18 +134,17 @@ def _divided(columns: Iterable[_Column], label_width: int, width: int) -> list[l
 def _word(table: Table, cell: str, check: str) -> Span:
     verdict = table.verdicts.get((cell, check))
     if verdict is None:
-        return ("", "")
+        return _plain("")
     return (verdict.status.word, verdict.status.style)
 
 
 def _row(label: str, words: Iterable[Span], block: Iterable[_Column]) -> Line:
     """Return a row of a block, without spaces at its end."""
-    spans: list[Span] = [(f"  {label}", "")]
-    for (text, style), column in zip(words, block, strict=True):
+    spans = [_plain(f"  {label}")]
+    for word, column in zip(words, block, strict=True):
+        text, _ = word
         padding = " " * (column.width - len(text))
-        spans.append(("  ", ""))
-        spans.append((text, style))
-        spans.append((padding, ""))
+        spans += [_plain("  "), word, _plain(padding)]
     while spans and not spans[-1][0].strip():
         spans.pop()
     return tuple((text, style) for text, style in spans if text)
@@ -157,9 +161,9 @@ def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
         counted = f"{verdicts} in {cells}{follows(cause)}"
         headline = cut(cause.headline, HEADLINE)
         yield (
-            (f"  {number}. ", ""),
+            _plain(f"  {number}. "),
             (cause.words, "bad"),
-            (f" {counted}: {headline}", ""),
+            _plain(f" {counted}: {headline}"),
         )
         cell_texts: list[str] = []
         for cell, checks in cause.cells.items():
@@ -189,14 +193,15 @@ def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
         rows = failing(table)
         if not rows:
             continue
+        shown = rows[:SETTINGS]
         counted = f"{len(rows)} of {len(table.cells)} settings"
         yield _line(f"{table.title}: {counted} fail or are refused", "head")
-        label_width = max(len(row.setting) for row in rows[:SETTINGS])
-        for row in rows[:SETTINGS]:
+        label_width = max(len(row.setting) for row in shown)
+        for row in shown:
             label = row.setting.ljust(label_width)
-            spans: list[Span] = [(f"  {label}", "")]
+            spans = [_plain(f"  {label}")]
             for strategy, verdict in row.verdicts.items():
-                spans.append((f"  {strategy} ", ""))
+                spans.append(_plain(f"  {strategy} "))
                 spans.append((verdict.status.word, verdict.status.style))
             yield tuple(spans)
         if len(rows) > SETTINGS:
@@ -249,19 +254,20 @@ def _device_use(timeline: Iterable[_Entry]) -> Iterator[Line]:
 
     The time begins with the first lease and ends with the last.
     """
-    leases = list(timeline)
-    begin = min((lease["begin"] for lease in leases), default=0)
-    end = max((lease["end"] for lease in leases), default=0)
-    length = end - begin
-    if length < 1:
-        return
+    begins: list[float] = []
+    ends: list[float] = []
     used: dict[str, float] = {}
-    for lease in leases:
+    for lease in timeline:
+        begins.append(lease["begin"])
+        ends.append(lease["end"])
         # Of a GPU that runs share, a place is a part.
         device = device_of(lease["device"])
         lease_length = lease["end"] - lease["begin"]
         seconds = lease_length * lease.get("part", 1)
         used[device] = used.get(device, 0.0) + seconds
+    length = max(ends, default=0) - min(begins, default=0)
+    if length < 1:
+        return
     fractions: list[str] = []
     for device, seconds in sorted(used.items()):
         fractions.append(f"{device} {seconds / length:.0%}")
@@ -280,7 +286,8 @@ def _idle_devices(gaps: Iterable[_Entry]) -> Iterator[Line]:
         if "waits for" in reason:
             # Whom a run waited for is in the report.
             reason = "a run waits for devices"
-        idle[reason] = idle.get(reason, 0.0) + gap["end"] - gap["begin"]
+        idle_before = idle.get(reason, 0.0)
+        idle[reason] = idle_before + gap["end"] - gap["begin"]
     texts: list[str] = []
     for reason in sorted(idle, key=lambda reason: -idle[reason]):
         seconds = idle[reason]

@@ -208,7 +208,8 @@ class Trend:
             first = verdicts[0]
             names = shortened([_name(verdict) for verdict in verdicts])
             why = cut(first.why, HEADLINE)
-            yield visible(f"{story.text}: {names}: {first.status.word}: {why}")
+            outcome = f"{first.status.word}: {why}"
+            yield visible(f"{story.text}: {names}: {outcome}")
         if len(groups) > CAUSES:
             yield unshown(len(groups) - CAUSES)
         for turn in self.value_turns:
@@ -448,16 +449,19 @@ def _history(
     changed: Mapping[str, BeforeAndNow] = {}
     if position > 0:
         before = stretches[position - 1].last_night
-        changed = differing(nights[before].versions, nights[last_red.first_night].versions)
+        versions_when_red = nights[last_red.first_night].versions
+        changed = differing(nights[before].versions, versions_when_red)
     until = None
     mended: Mapping[str, BeforeAndNow] = {}
     if position + 1 < len(stretches):
         until = stretches[position + 1].first_night
-        mended = differing(nights[last_red.last_night].versions, nights[until].versions)
+        last_versions_when_red = nights[last_red.last_night].versions
+        mended = differing(last_versions_when_red, nights[until].versions)
     turns = _turns_with_equal_versions(verdicts, first_equal)
+    first_with_versions_when_red = first_equal[last_red.first_night]
     # One turn with equal versions may be a change of the user's own code, which a report does not
     # know.
-    if until is None and turns[first_equal[last_red.first_night]] < 2:
+    if until is None and turns[first_with_versions_when_red] < 2:
         kind = "broken"
     elif max(turns.values()) > 1:
         kind = "flaky"
