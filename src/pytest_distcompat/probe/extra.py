@@ -19,7 +19,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 @dataclass(frozen=True)
 class _Value:
-    """One value inside a state, and where it is there: ``shadow.inlet.weight``."""
+    """One value inside a state.
+
+    Attributes:
+        place: Where it is in the state: ``shadow.inlet.weight``.
+        text: The value, or a digest of it.
+        exact: Whether it is the same in whatever order it is computed; a number with a fraction
+            may be rounded in another way.
+    """
 
     place: str
     text: str
@@ -65,12 +72,14 @@ def _attribute(driver: Any, name: str) -> Any:
 def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
     """Yield each value inside ``value``, which is at ``place`` of the state with that name."""
     if isinstance(value, _PLAIN):
-        yield _Value(place, repr(value), exact=not isinstance(value, float))
+        is_exact = not isinstance(value, float)
+        yield _Value(place, repr(value), is_exact)
     elif isinstance(value, torch.Tensor):
         region = layout_of(value).region
         if region:
             place = f"{place} {region}"
-        yield _Value(place, digest(value), exact=not value.is_floating_point())
+        is_exact = not value.is_floating_point()
+        yield _Value(place, digest(value), is_exact)
     else:
         for key, part in _parts(value, name):
             part_place = f"{place}.{key}".lstrip(".")

@@ -61,6 +61,9 @@ class MeshPlace(NamedTuple):
 
 #: The layout of a tensor that this rank holds in full.
 WHOLE = Layout()
+#: How one dimension of a mesh shards a tensor, as ``trace.held_indices`` takes it: the tensor's
+#: dimension, the split factor, the size of the mesh dimension, and the rank's index in it.
+_MeshCut = tuple[int, int, int, int]
 
 
 def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
@@ -82,7 +85,8 @@ def starts_of(tensor: Any) -> torch.Tensor | None:
         return cut.starts()
     if not hasattr(tensor, "placements"):
         return None
-    return _starts(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor))
+    shape = tuple(tensor.shape)
+    return _starts(shape, _place(tensor.device_mesh), _placements(tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,9 +301,10 @@ def named_parameters(model: Module) -> Iterator[tuple[str, Any]]:
         expert = experts.get(id(parameter))
         if expert is None:
             yield name, parameter
-        else:
-            local = f".deepspeed_experts.{expert.local_number}."
-            yield name.replace(local, f".deepspeed_experts.{expert.number}."), parameter
+            continue
+        local_part = f".deepspeed_experts.{expert.local_number}."
+        global_part = f".deepspeed_experts.{expert.number}."
+        yield name.replace(local_part, global_part), parameter
 
 
 #: The place of each rank in each mesh. Stored, because a mesh takes a millisecond to compute its
@@ -380,7 +385,9 @@ def _layout(
 
 @functools.lru_cache(maxsize=1024)
 def _starts(
-    shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placement, ...]
+    shape: tuple[int, ...],
+    place: MeshPlace,
+    placements: tuple[Placement, ...],
 ) -> torch.Tensor | None:
     """Return where the runs of a DTensor's local shard start in the flattened full tensor.
 
@@ -392,7 +399,7 @@ def _starts(
     Returns:
         The starts, int64 and ascending; None for a single run that starts at 0.
     """
-    cuts: list[tuple[int, int, int, int]] = []
+    cuts: list[_MeshCut] = []
     # A rank that is not in the mesh has no coordinate, so for it nothing is sharded.
     for size, index, placement in zip(place.sizes, place.coordinate, placements, strict=False):
         if placement.dim is not None:
@@ -450,7 +457,7 @@ class _Sharding:
         the same distances between its ranks.
         """
         ranks = self.place.ranks
-        cuts: list[tuple[int, int, int, int]] = []
+        cuts: list[_MeshCut] = []
         stride = math.prod(self.place.sizes)
         for size, placement in zip(self.place.sizes, self.placements, strict=True):
             # The distance of neighbours in this dimension in the flattened mesh.

@@ -231,18 +231,25 @@ class Observer:
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
 
-    def record_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_inputs(
+        self,
+        module: Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Record the digests of the model's inputs, and which modules are in evaluation mode."""
         # A trainer may compile although the cell does not say so.
         if torch.compiler.is_compiling():
             return
-        if self.active and torch.is_grad_enabled():
-            with self.aside():
-                # A wrapper may pass positional arguments on by keyword.
-                self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
-            for name, part in module.named_modules():
-                if not part.training:
-                    self.evaluating.add(name)
+        if not self.active or not torch.is_grad_enabled():
+            return
+        # A wrapper may pass positional arguments on by keyword.
+        values = (*args, *kwargs.values())
+        with self.aside():
+            self.inputs.append(digest_of_inputs(values))
+        for name, part in module.named_modules():
+            if not part.training:
+                self.evaluating.add(name)
 
     def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
         """Record the weights of tokens once the gradient of the model's logits is computed."""
@@ -668,7 +675,8 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> _StepArgum
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
-    return (args[0], wrapped, *args[2:]), kwargs
+    optimizer, _, *others = args
+    return (optimizer, wrapped, *others), kwargs
 
 
 #: How deeply arguments are searched for tensors, in levels of containers.

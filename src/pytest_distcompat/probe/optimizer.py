@@ -301,9 +301,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _states_of_parameter(
-    owner: str, state: Mapping[str, Any], layout: Layout, parameter: torch.Tensor
+    owner: str,
+    state: Mapping[str, Any],
+    layout: Layout,
+    parameter: torch.Tensor,
 ) -> Iterator[StateInfo]:
-    """Yield the state of a parameter, or of its master copy."""
+    """Yield the state of a parameter, or of its master copy.
+
+    Args:
+        owner: The name of the parameter.
+        state: Its state in the optimizer, by key.
+        layout: Its layout.
+        parameter: The live parameter.
+    """
     for key, value in state.items():
         if not _is_number(value):
             continue
@@ -324,7 +334,11 @@ def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def _state(
-    owner: str, key: str, value: Any, layout: Layout, starts: torch.Tensor | None = None
+    owner: str,
+    key: str,
+    value: Any,
+    layout: Layout,
+    starts: torch.Tensor | None = None,
 ) -> StateInfo:
     """Return one entry of the state.
 
@@ -526,7 +540,8 @@ def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
     # gradient. The attributes are private: ``tests/launch/test_private_names.py`` fails when they
     # go away.
     optimizer = parameter._z3_optimizer  # noqa: SLF001 - see above
-    group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    parameter_id = optimizer.get_param_id(parameter)
+    group, start, length = optimizer.grad_position[parameter_id]
     partition: torch.Tensor = optimizer.fp32_partitioned_groups_flat[group]
     if start + length > partition.numel():
         return master
@@ -563,8 +578,9 @@ def _read_scheduler(scheduler: Any) -> str:
     # step.
     with contextlib.suppress(AttributeError, AssertionError):
         rates = scheduler.get_last_lr()
-    digest_of_state = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"last_epoch={state.get('last_epoch')} lr={rates} {digest_of_state}"
+    last_epoch = state.get("last_epoch")
+    digest_of_state = hashlib.sha256(text.encode()).hexdigest()
+    return f"last_epoch={last_epoch} lr={rates} {digest_of_state[:12]}"
 
 
 def square_of(gradient: torch.Tensor) -> float:
@@ -628,7 +644,8 @@ def read_gradients(
         square = square_of(tensor.grad)
         squares.append((layout.holders, square))
         if is_partition:
-            partitions[_storage_of(local_of(tensor))] = _FlatPartition(tensor, group)
+            storage = _storage_of(local_of(tensor))
+            partitions[storage] = _FlatPartition(tensor, group)
         elif names:
             name = names[id(tensor)]
             numel = local_of(tensor.grad).numel()
@@ -652,8 +669,9 @@ def _has_layouts_of_its_own(model: Module) -> bool:
 
     They have if AutoTP has sharded some of them, or if some belong to experts.
     """
-    if any(autotp_cut(parameter) is not None for parameter in model.parameters()):
-        return True
+    for parameter in model.parameters():
+        if autotp_cut(parameter) is not None:
+            return True
     return bool(moe_experts(model))
 
 
