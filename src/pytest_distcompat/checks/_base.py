@@ -203,7 +203,10 @@ def check(
     depends_on: frozenset[str] | None = None,
     remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
-    """Make a ``Check`` of a function: it has the function's name, and the docstring is its claim."""
+    """Make a ``Check`` of a function.
+
+    The check has the function's name, and its docstring as the claim.
+    """
 
     def check_of(claim: Claim) -> Check:
         return Check(
@@ -335,7 +338,10 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
     """
     for snapshot in snapshots:
         if snapshot.loss is None or not math.isfinite(snapshot.loss):
-            yield f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; expected a finite number"
+            yield (
+                f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; "
+                "expected a finite number"
+            )
 
 
 def stale(optimizer: OptimizerInfo, when: str = "") -> str:
@@ -419,5 +425,8 @@ def saved_as_elsewhere(cell: Cell) -> str | None:
             changes = f"{name} changes how the model is trained, not what is saved"
             return f"{changes}, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:
-        return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, where it is tested"
+        return (
+            f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, "
+            "where it is tested"
+        )
     return None

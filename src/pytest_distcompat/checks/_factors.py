@@ -25,7 +25,10 @@ def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
 
 
 def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> str:
-    """Return the names of the factors that the ratio is, or is the inverse of; an empty text if it is none of them."""
+    """Return the names of the factors that the ratio is, or is the inverse of.
+
+    An empty text if it is none of them.
+    """
     names: list[str] = []
     inverse_names: list[str] = []
     for name, factor in factors.items():

@@ -1,4 +1,4 @@
-"""Keys of a file that differ from the model's own names in one part: a prefix or a segment that is extra, or missing."""
+"""Keys of a file that differ from the model's own names in one prefix or segment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pytest_distcompat.strategies import OPTION_WRAPPERS, STRATEGIES
 
 @dataclass(frozen=True)
 class Part:
-    """A prefix (``_orig_mod.`` in front of a key) or one segment anywhere in it, that is extra in the key or missing.
+    """Part of a key that is extra in it, or missing: a prefix or one segment anywhere.
+
+    ``_orig_mod.`` in front of a key is a prefix.
 
     Attributes:
         text: The part, with the dot after it.
@@ -31,7 +33,10 @@ class Part:
 
     @property
     def of_a_library(self) -> bool:
-        """Tell whether no wrapper of torch or of a strategy puts it in or takes it out: a library may, when it saves."""
+        """Tell whether the part may be a library's, which puts it in or takes it out as it saves.
+
+        It is then in no wrapper of torch or of a strategy.
+        """
         if not self.extra:
             return True
         wrappers = set(OPTION_WRAPPERS.values())
@@ -43,7 +48,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Several keys with the same part that is extra or missing; ``names`` has the model's own name for each of them."""
+    """Several keys with the same part that is extra or missing.
+
+    Attributes:
+        part: The part in which they differ from the model's own names.
+        names: The model's own name for each of the keys.
+    """
 
     part: Part
     names: dict[str, str]
@@ -54,7 +64,10 @@ class Renamed:
 
     @property
     def way_out(self) -> str:
-        """Return what to do if a library may have renamed the keys; an empty text if a wrapper did."""
+        """Return what to do if a library may have renamed the keys.
+
+        An empty text if a wrapper did.
+        """
         if self.part.of_a_library:
             return "; if a library renames them and loads them so, say it by saved_name"
         return ""
@@ -96,7 +109,10 @@ def renamed(keys: Collection[str], known: Collection[str]) -> list[Renamed]:
 
 
 def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Candidate]:
-    """Yield the known name that the key is without a prefix, the shortest that fits; or else without a segment."""
+    """Yield the known name that the key is without a prefix, or else without a segment.
+
+    Of several prefixes it is the shortest one that leaves a known name.
+    """
     segments = key.split(".")
     for count in range(1, len(segments)):
         name = ".".join(segments[count:])
@@ -111,7 +127,10 @@ def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Can
 
 
 def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Candidate]]:
-    """Return, for each known name without one of its segments or prefixes, the names that it may be short for."""
+    """Return the known names that a shortened name may be short for.
+
+    The keys are the known names without one of their segments or prefixes.
+    """
     without_segment: dict[str, list[_Candidate]] = defaultdict(list)
     without_prefix: dict[str, list[_Candidate]] = defaultdict(list)
     for name in sorted(known):
@@ -140,7 +159,10 @@ def _segment(segment: str, *, extra: bool) -> Part:
 
 
 def _without(segments: list[str], segment: str) -> str:
-    """Return the name without that segment, wherever it stands; an empty text for a number, which counts modules."""
+    """Return the name without that segment, wherever it stands.
+
+    An empty text for a segment that is a number: it counts modules.
+    """
     if segment.isdecimal():
         return ""
     return ".".join(other for other in segments if other != segment)

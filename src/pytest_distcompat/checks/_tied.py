@@ -11,7 +11,9 @@ from pytest_distcompat.trace import RunTrace
 
 
 def tied_apart(cell: Cell, run: RunTrace) -> str:
-    """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none.
+    """Return, for the end of a finding, which tied names FSDP2 shards as two parameters.
+
+    These names are in units of their own; an empty text if there are none.
 
     Each unit gathers and frees its own copy of what is one parameter:
     https://github.com/pytorch/pytorch/issues/176076.
@@ -20,11 +22,17 @@ def tied_apart(cell: Cell, run: RunTrace) -> str:
     if not group:
         return ""
     names = " and ".join(repr(name) for name in group)
-    return f"; {names} are one tensor in units of their own: shard them as one, fully_shard([...]), or leave both to the root"
+    return (
+        f"; {names} are one tensor in units of their own: "
+        "shard them as one, fully_shard([...]), or leave both to the root"
+    )
 
 
 def _group_apart(cell: Cell, run: RunTrace) -> Sequence[str]:
-    """Return the first names of one tensor whose modules are all units of FSDP2; empty if there are none."""
+    """Return the first names of one tensor whose modules are all units of FSDP2.
+
+    Empty if there are none.
+    """
     models = [snapshot.model for snapshot in run.at("build") if snapshot.model]
     if not models or run.unwrapped is None or "FSDP2" not in models[0].wrappers:
         return ()

@@ -24,14 +24,16 @@ MAX_PADDING = 64
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=8)
 def memory(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that the optimizer keeps one element of each kind of state for each trained element of the model.
+    """Check that the optimizer keeps one element of each kind of state for each trained element.
 
-    State is counted over all ranks, or on each rank that holds the whole model (unless ZeroRedundancyOptimizer shards
-    the state). Padding, one number per parameter and factors (Adafactor) do not count. What tensor parallelism leaves
-    whole has state on each of its ranks. State in 8 bits takes less than two bytes an element, with its scales.
+    State is counted over all ranks, or on each rank that holds the whole model (unless
+    ZeroRedundancyOptimizer shards the state). Padding, one number per parameter and factors
+    (Adafactor) do not count. What tensor parallelism leaves whole has state on each of its ranks.
+    State in 8 bits takes less than two bytes an element, with its scales.
 
     If it fails: with too many something is kept twice, or for frozen parameters
-    (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
+    (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not
+    optimized.
     """
     run = trace.run()
     trained = run.trained
@@ -55,12 +57,15 @@ def _too_large_quantized(snapshot: Snapshot) -> Iterator[str]:
     numel = sum(state.numel for state in quantized)
     size = sum(state.nbytes for state in quantized)
     if size >= 2 * numel:
-        yield f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; expected less than 2 each"
+        yield (
+            f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; "
+            "expected less than 2 each"
+        )
 
 
 @dataclass(frozen=True)
 class _StateSize:
-    """Ranks together keep another number of elements of a kind of state than they should; as text the finding about it.
+    """Finding that ranks keep another number of elements of a kind of state than they should.
 
     Attributes:
         where: The words for the ranks.
@@ -79,7 +84,10 @@ class _StateSize:
     ranks_of_stage: int
 
     def __str__(self) -> str:
-        context = f"{self.trained} elements are trained{self._spread}, expected {self.trained * self.copies}"
+        context = (
+            f"{self.trained} elements are trained{self._spread}, "
+            f"expected {self.trained * self.copies}"
+        )
         return f"{self.where} together keep {self.kept} elements of {self.key!r}; {context}"
 
     @property
@@ -151,7 +159,10 @@ def _built_on(run: RunTrace, ranks: Collection[int]) -> list[Snapshot]:
 
 
 def _elements_of_other_experts(built: Sequence[Snapshot]) -> int:
-    """Return how many trained elements of experts the first rank does not hold, because they are spread over ranks."""
+    """Return how many trained elements of experts the first rank does not hold.
+
+    They are on other ranks, over which the experts are spread.
+    """
     if not built:
         return 0
     elements = 0
@@ -209,7 +220,10 @@ def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter
 
 
 def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
-    """Return how many elements tensor parallelism adds: what it leaves whole is on each of its ranks, all but one are further."""
+    """Return how many elements tensor parallelism adds to those of the model.
+
+    What it leaves whole is on each of its ranks, and all but one of these are further ones.
+    """
     if not built:
         return 0
     first = built[0]
@@ -242,7 +256,9 @@ def _copies(built: Sequence[Snapshot], size: int) -> int:
 
 
 def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[str]) -> int:
-    """Return how many elements, on all ranks, have no state of a kind because nothing updates their parameters.
+    """Return how many elements, on all ranks, have no state of a kind.
+
+    Nothing updates the parameters that they belong to.
 
     Args:
         snapshots: Those of the ranks of one stage after three steps.

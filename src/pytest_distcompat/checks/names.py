@@ -1,4 +1,4 @@
-"""Are parameter names those of the unwrapped model, in memory, in the optimizer and in every saved file?"""
+"""Do live, optimizer and saved parameters have the names of the unwrapped model?"""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from pytest_distcompat.wording import and_others, named_ranks
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
+    """Check that names and shapes are the unwrapped model's, in memory and in every saved file.
 
-    Optimizer state has these names too. A file has every parameter and persistent buffer, or all names that the model's library
-    writes in place of them. Building keeps the values of buffers; ranks whose ``build_model`` gave other values have those of
-    rank 0 after it. An adapter may have PEFT's names
-    (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+    Optimizer state has these names too. A file has every parameter and persistent buffer, or all
+    names that the model's library writes in place of them. Building keeps the values of buffers;
+    ranks whose ``build_model`` gave other values have those of rank 0 after it. An adapter may have
+    PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
-    If it fails: look for an extra segment (``_orig_mod``, ``module``, ``_checkpoint_wrapped_module``) and save with
-    ``get_model_state_dict``, which removes it. For a wrapper of the trainer's own set ``self.model`` to the model
-    inside it.
+    If it fails: look for an extra segment (``_orig_mod``, ``module``,
+    ``_checkpoint_wrapped_module``) and save with ``get_model_state_dict``, which removes it. For a
+    wrapper of the trainer's own set ``self.model`` to the model inside it.
     """
     run = trace.run()
     if run.unwrapped is None:
@@ -65,7 +65,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _saved_files(expected: _ExpectedNames, trace: Trace) -> Iterator[str]:
-    """Yield findings for the files of the checkpoint, and for the keys of those that were written later."""
+    """Yield findings for the files of the checkpoint, and of later ones for their keys."""
     run = trace.run()
     written: list[list[FileInfo]] = []
     for index in run.indices("files"):
@@ -82,7 +82,10 @@ def _saved_files(expected: _ExpectedNames, trace: Trace) -> Iterator[str]:
 
 
 def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
-    """Yield a finding if ranks were given unlike models and what they hold together is not the model of rank 0.
+    """Yield a finding if ranks were given unlike models and do not hold that of rank 0.
+
+    What they hold together is compared. DDP sends rank 0's model to all; under FSDP2 each shard is
+    of another model, and no rank can see it.
 
     DDP sends rank 0's to all; of FSDP2 each shard is of another model then, and no rank can see it.
     """
@@ -106,12 +109,15 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
         if built_digests[name] != (digests_by_name[name][0],):
             wrong.append(name)
     if wrong:
-        problem = f"build_model() gives each rank other values of {and_others(wrong)}, and build() not those of rank 0 to all"
+        problem = (
+            f"build_model() gives each rank other values of {and_others(wrong)}, "
+            "and build() not those of rank 0 to all"
+        )
         yield f"{problem}: ranks hold parts of unlike models; seed all alike, or broadcast"
 
 
 def _initial_digests(run: RunTrace) -> Mapping[str, Mapping[int, str]]:
-    """Return, by name and rank, the digests of the parameters that ``build_model`` gave each rank."""
+    """Return the digests of the parameters that ``build_model`` gave, by name and rank."""
     digests: dict[str, dict[int, str]] = defaultdict(dict)
     for snapshot in run.at("build_model"):
         if snapshot.unwrapped is None:
@@ -132,14 +138,18 @@ def _narrower(dtypes: Iterable[str], than: str) -> bool:
 
 #: The finding when no saved file is one that ``probe.files`` can read.
 NO_READABLE_FILE = (
-    "no file holds a model by names; read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
-    "(.pt, .pth, .bin, .ckpt, .tar): a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
+    "no file holds a model by names; "
+    "read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
+    "(.pt, .pth, .bin, .ckpt, .tar): "
+    "a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
     "or 'module'"
 )
 
 
 class _ExpectedNames:
-    """Names and shapes of the unwrapped model, which live and saved ones must be. Tied parameters count under their first name.
+    """Names and shapes of the unwrapped model, which live and saved ones must be.
+
+    Tied parameters count under their first name.
 
     Attributes:
         cell: The cell.
@@ -208,18 +218,27 @@ class _ExpectedNames:
         return self.parameters - renamed | other_names
 
     def first_name(self, name: str) -> str:
-        """Return the first name of the same tensor, tied or PEFT's; the name itself if there is no other."""
+        """Return the first name of the same tensor, tied or PEFT's.
+
+        It is the name itself if there is no other.
+        """
         return self.first_names.get(name, name)
 
     def unwrapped_name(self, live: str) -> str:
-        """Return the unwrapped model's name for a live one, without the segments that wrappers put in."""
+        """Return the unwrapped model's name for a live one.
+
+        It is without the segments that wrappers put in.
+        """
         strategy = STRATEGIES.get(self.cell.strategy)
         return self.first_name(
             strategy.canonical(live, self.cell, self.state_dict | self.parameters)
         )
 
     def shape(self, live: str) -> tuple[int, ...] | None:
-        """Return the shape of the unwrapped parameter or buffer; None if there is none of that name."""
+        """Return the shape of the unwrapped parameter or buffer.
+
+        None if there is none of that name.
+        """
         return self.shapes.get(self.unwrapped_name(live))
 
     def known_in(self, file: FileInfo) -> set[str]:
@@ -229,12 +248,12 @@ class _ExpectedNames:
         return self.trainable | set(self.first_names)
 
     def renamed_in(self, file: FileInfo) -> list[Renamed]:
-        """Return the groups of unknown keys of the file that have, or lack, the same part of a name."""
+        """Return the groups of the file's unknown keys that differ in the same part of a name."""
         known = self.known_in(file)
         return renamed(set(file.keys) - known - self.not_persistent, known)
 
     def names_in(self, file: FileInfo) -> set[str]:
-        """Return the keys of the file, and the model's own names for those that it has under others."""
+        """Return the keys of the file, with the model's own names for renamed ones."""
         names = {self.first_name(key) for key in file.keys}
         for group in self.renamed_in(file):
             names.update(self.first_name(name) for name in group.names.values())
@@ -245,11 +264,14 @@ class _ExpectedNames:
         return not self.written.isdisjoint(set(keys) - self.state_dict)
 
     def has_key_of_model(self, file: FileInfo) -> bool:
-        """Tell whether any key of the file is a name of the unwrapped model, as ``is_of_model`` tells it."""
+        """Tell whether any key of the file is a name of the unwrapped model, by ``is_of_model``."""
         return any(self.is_of_model(key) for key in file.keys)
 
     def is_of_model(self, key: str) -> bool:
-        """Tell whether the key is a name of the unwrapped model, perhaps with more before it or in it, or cut off in front."""
+        """Tell whether the key is a name of the unwrapped model, perhaps a changed one.
+
+        It may have more before it or in it, or be cut off in front.
+        """
         known = self.state_dict | self.parameters | self.written | self.not_persistent
         if self.unwrapped_name(key) in known:
             return True
@@ -261,7 +283,10 @@ class _ExpectedNames:
 
 
 def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings for buffers right after build; the check ``dtypes`` covers a buffer in another dtype."""
+    """Yield findings for buffers with other values right after build.
+
+    A buffer in another dtype is a finding of the check ``dtypes``.
+    """
     live_buffers = {expected.unwrapped_name(info.name): info for info in snapshot.buffers}
     for unwrapped in expected.unwrapped.buffers:
         live = live_buffers.get(expected.first_name(unwrapped.name))
@@ -273,11 +298,14 @@ def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
         if live.digest != unwrapped.digest:
             persistent = "persistent" if unwrapped.persistent else "non-persistent"
             buffer = f"buffer {unwrapped.name!r} ({persistent})"
-            yield f"rank {snapshot.rank}: {buffer} has other values after build than in the unwrapped model"
+            yield (
+                f"rank {snapshot.rank}: "
+                f"{buffer} has other values after build than in the unwrapped model"
+            )
 
 
 def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings for live parameters that are no names of the unwrapped model, or have other shapes."""
+    """Yield findings for live parameters with names or shapes that the model does not have."""
     where = f"rank {snapshot.rank}"
     if snapshot.model is None:
         yield f"{where}: no model to read names from"
@@ -289,7 +317,10 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
         live_by_name[expected.unwrapped_name(info.name)].append(info.name)
     for name in sorted(live_by_name.keys() - expected.parameters):
         live = live_by_name[name][-1]
-        yield f"{where}: live parameter {live!r} maps to {name!r}, which is no name of the unwrapped model"
+        yield (
+            f"{where}: live parameter {live!r} maps to {name!r}, "
+            "which is no name of the unwrapped model"
+        )
     for name in sorted(live_by_name):
         count = len(live_by_name[name])
         if count > 1:
@@ -300,11 +331,17 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
             continue
         shape = expected.shape(info.name)
         if shape not in {None, tuple(info.shape)}:
-            yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {shape} in the unwrapped model"
+            yield (
+                f"{where}: live parameter {info.name!r} has shape {info.shape}; "
+                f"{shape} in the unwrapped model"
+            )
 
 
 def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterator[str]:
-    """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
+    """Yield findings for what no rank of a copy of the model has.
+
+    A copy is held by one rank, or by the ranks of one pipeline.
+    """
     trained: dict[int, Snapshot] = {}
     for snapshot in run.trained:
         if snapshot.model:
@@ -325,7 +362,10 @@ def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterat
         # Flat parameters have no names of their own.
         if not any(info.kind == "FlatParameter" for info in parameters):
             for name in _absent(expected, expected.parameters, parameters):
-                yield f"{where}: parameter {name!r} of the unwrapped model has no live counterpart{stage}"
+                yield (
+                    f"{where}: parameter {name!r} of the unwrapped model has no live "
+                    f"counterpart{stage}"
+                )
         for name in _absent(expected, expected_buffers, buffers):
             yield f"{where}: buffer {name!r} of the unwrapped model has no live counterpart{stage}"
 
@@ -346,7 +386,10 @@ def _ranks_with_its_experts(snapshot: Snapshot) -> tuple[int, ...]:
 
 
 def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) -> Iterator[str]:
-    """Yield findings over all ranks together: a rank has no state for a parameter of which it holds no element."""
+    """Yield findings for names of optimizer state, over all ranks together.
+
+    A rank has no state for a parameter of which it holds no element.
+    """
     owners: set[str] = set()
     for snapshot in trained:
         if snapshot.optimizer is None:
@@ -364,7 +407,10 @@ def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) ->
     for name in sorted(expected.updated - names):
         yield f"the optimizer of no rank keeps state for {name!r}"
     for name in sorted(names - expected.trainable):
-        yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the unwrapped model"
+        yield (
+            f"the optimizer keeps state for {name!r}, "
+            "which is no trainable parameter of the unwrapped model"
+        )
 
 
 def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
@@ -377,7 +423,10 @@ def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
 
 
 def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
-    """Tell whether the optimizer keeps all state under one parameter, as LBFGS does: it is larger than its owner."""
+    """Tell whether the optimizer keeps all state under one parameter, as LBFGS does.
+
+    That state is larger than its owner.
+    """
     for snapshot in snapshots:
         numel_by_name = {info.name: info.local_numel for info in snapshot.parameters}
         for state in snapshot.states:
@@ -388,7 +437,10 @@ def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
 
 
 def _checkpoint(expected: _ExpectedNames, files: list[FileInfo], run: RunTrace) -> Iterator[str]:
-    """Yield findings for keys, and for names that no file holds; of a model with an adapter only the adapter's."""
+    """Yield findings for keys of saved files, and for names that no file holds.
+
+    Of a model with an adapter only the adapter's names are expected.
+    """
     yield from _keys(expected, files)
     in_models: set[str] = set()
     in_optimizers: set[str] = set()
@@ -432,11 +484,17 @@ def _missing(kind: str, names: set[str], saved: set[str]) -> Iterator[str]:
     """Yield a finding for the names that no file holds."""
     missing = sorted(names - saved)
     if missing:
-        yield f"{len(missing)} of {len(names)} {kind} are in no saved file, first {first_three(missing)}"
+        yield (
+            f"{len(missing)} of {len(names)} {kind} are in no saved file, "
+            f"first {first_three(missing)}"
+        )
 
 
 def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> list[int]:
-    """Return the ranks whose stage holds all parameters of these names, where other stages hold none of them."""
+    """Return the ranks whose stage alone holds all parameters of these names.
+
+    Empty if another stage holds some of them.
+    """
     if not stages_of(run):
         return []
     holders: list[int] = []
@@ -451,7 +509,10 @@ def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> l
 
 
 def _keys(expected: _ExpectedNames, files: list[FileInfo]) -> Iterator[str]:
-    """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
+    """Yield a finding for each key that is no name of the unwrapped model.
+
+    Likewise for a key whose tensor has another shape.
+    """
     models = []
     for file in files:
         if file.holds == "model":
@@ -475,7 +536,10 @@ def _keys_of_file(expected: _ExpectedNames, file: FileInfo) -> Iterator[str]:
     for group in expected.renamed_in(file):
         in_groups.update(group.names)
         first = min(group.names)
-        unknown = f"{group}: key {first!r} is no name of the unwrapped model; expected {group.names[first]!r}"
+        unknown = (
+            f"{group}: key {first!r} is no name of the unwrapped model; "
+            f"expected {group.names[first]!r}"
+        )
         yield f"{unknown}{group.way_out}"
     known = expected.known_in(file)
     renamed_by_library = expected.written_by_library(file.keys)

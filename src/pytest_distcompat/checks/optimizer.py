@@ -32,12 +32,12 @@ _LOST = (
 def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer updates every trainable parameter of the live model, and no other.
 
-    The optimizer holds each parameter once, as the model's current tensor; under ZeRO each element is in one rank's
-    flat master. A gradient changes each within three steps, unless it is None (not zero) on all ranks: then the model does
-    not use it, if no re-entrant recomputation has lost it.
+    The optimizer holds each parameter once, as the model's current tensor; under ZeRO each element
+    is in one rank's flat master. A gradient changes each within three steps, unless it is None (not
+    zero) on all ranks: then the model does not use it, if no re-entrant recomputation has lost it.
 
-    If it fails: the optimizer was probably made before wrapping. Make it afterwards, or pass both to ``prepare``
-    together.
+    If it fails: the optimizer was probably made before wrapping. Make it afterwards, or pass both
+    to ``prepare`` together.
     """
     run = trace.run()
     built = run.at("build")
@@ -52,7 +52,10 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
-    """Return, for each live name, whether it should be trained: as in the unwrapped model, not as in the trainer."""
+    """Return, for each live name, whether it should be trained.
+
+    The unwrapped model decides, not the trainer.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     unwrapped: dict[str, bool] = {}
     if run.unwrapped:
@@ -67,10 +70,15 @@ def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mappin
 
 
 def _entries(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
-    """Yield findings unless a rank's optimizer holds each trainable parameter once, and nothing else."""
+    """Yield findings unless a rank's optimizer holds each trainable parameter once.
+
+    It is to hold nothing else.
+    """
     where = f"rank {snapshot.rank}"
     if snapshot.optimizer is None or snapshot.model is None:
-        yield f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
+        yield (
+            f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
+        )
         return
     if snapshot.optimizer.foreign:
         yield f"{where}: {stale(snapshot.optimizer)}"
@@ -87,7 +95,7 @@ def _entries(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]
 def _flat_masters(
     cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]
 ) -> Iterator[str]:
-    """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank.
+    """Yield a finding unless each trainable element is in the flat master of exactly one rank.
 
     What tensor parallelism leaves whole each of its ranks has.
     """
@@ -109,7 +117,9 @@ def _flat_masters(
             partitioned = (
                 f"{elements[info.name]} of {numel} elements of trainable parameter {info.name!r}"
             )
-            yield f"all ranks together: {partitioned} are in the optimizer; expected each one {times}"
+            yield (
+                f"all ranks together: {partitioned} are in the optimizer; expected each one {times}"
+            )
 
 
 def _movements(
@@ -118,7 +128,10 @@ def _movements(
     trained: tuple[Snapshot, ...],
     trainable: Mapping[str, bool],
 ) -> Iterator[str]:
-    """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed."""
+    """Yield findings for unchanged trainable parameters, and for changed frozen ones.
+
+    A trainable one is unchanged if no rank changed it; an unused one may be.
+    """
     ranks = _ranks_with_model(built) & _ranks_with_model(trained)
     built_digests = _digests(built)
     moved = _moved(built, trained)
@@ -139,7 +152,10 @@ def _movements(
                 where = f"on {named_stage(run, sorted(holders))}, where it is"
             yield f"trainable parameter {name!r} did not move in three steps, {where}"
         elif name in without_gradient:
-            yield f"trainable parameter {name!r} had no gradient in three steps: its state in the optimizer is all zero"
+            yield (
+                f"trainable parameter {name!r} had no gradient in three steps: "
+                "its state in the optimizer is all zero"
+            )
     for owner in sorted(without_gradient - trainable.keys()):
         yield f"{owner} of the optimizer had no gradient in three steps: its state is all zero"
 
@@ -207,12 +223,18 @@ def _master_digests(snapshots: tuple[Snapshot, ...]) -> dict[tuple[int, str], st
 
 
 def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
-    """Return the state of live parameters and flat partitions, and the parameters' parts of the partitions."""
+    """Return the state of live parameters and flat partitions.
+
+    The parameters' parts of the partitions are among it.
+    """
     return (*snapshot.states, *snapshot.masters)
 
 
 def _without_gradient(trained: tuple[Snapshot, ...]) -> set[str]:
-    """Return the owners of optimizer state that is all zero on every rank, step counts and masters aside."""
+    """Return the owners of optimizer state that is all zero on every rank.
+
+    Step counts and masters are left aside.
+    """
     owners: set[str] = set()
     with_gradient: set[str] = set()
     for snapshot in trained:

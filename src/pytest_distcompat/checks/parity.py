@@ -48,11 +48,18 @@ def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
         if not driver.can(name):
             missing.append(f"{name}()")
     methods = " and ".join(missing)
-    return f"the driver has no reference() to compare with; write {methods}, from which it is derived, or reference() itself"
+    return (
+        "the driver has no reference() to compare with; "
+        f"write {methods}, from which it is derived, or reference() itself"
+    )
 
 
 def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return the runs; for a model of the driver's own one more measures rounding, which is known for built-in ones."""
+    """Return the runs to compare.
+
+    For a model of the driver's own one more run measures rounding, which is known for built-in
+    ones.
+    """
     has_own_model = "model" not in driver.options
     if has_own_model and PRECISIONS.get(cell.precision).compute != "float32":
         return ROUNDED_PARITY
@@ -63,14 +70,17 @@ def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
-    Loss and reported gradient norm agree within the precision's tolerance, learning rate, weight decay and the like of
-    each parameter exactly. The ranks' losses are a mean if their average is the reference's; if instead their sum is, each
-    rank reports its part of a sum, and gradients equal to the reference's in every step must prove it. Ranks, steps and
-    micro-batches have different numbers of tokens, and the last step of an epoch has fewer micro-batches than the others.
+    Loss and reported gradient norm agree within the precision's tolerance, learning rate, weight
+    decay and the like of each parameter exactly. The ranks' losses are a mean if their average is
+    the reference's; if instead their sum is, each rank reports its part of a sum, and gradients
+    equal to the reference's in every step must prove it. Ranks, steps and micro-batches have
+    different numbers of tokens, and the last step of an epoch has fewer micro-batches than the
+    others.
 
-    If it fails: a loss that is off from the first step on is computed differently, such as a mean of unequal
-    micro-batches' means; the finding then says what counts alike. One that is off later comes from the optimizer:
-    bfloat16 masters, gradients summed instead of averaged, another schedule.
+    If it fails: a loss that is off from the first step on is computed differently, such as a mean
+    of unequal micro-batches' means; the finding then says what counts alike. One that is off later
+    comes from the optimizer: bfloat16 masters, gradients summed instead of averaged, another
+    schedule.
     """
     loss_tolerances, norm_tolerances = tolerances(cell, trace)
     trained = trace.run("train")
@@ -117,7 +127,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
 def _parts_of_a_sum(
     cell: Cell, trace: Trace, tolerance: float, norm_tolerances: Sequence[float]
 ) -> bool:
-    """Tell whether the losses of data-parallel ranks add up to the reference's, and training is the reference's all the same.
+    """Tell whether the ranks' losses add up to the reference's, and training equals it.
 
     Such a trainer divides by the tokens of all ranks and sums gradients over ranks. One that
     divides so and averages gradients has the same losses, and gradients that are too small.
@@ -139,7 +149,10 @@ def _parts_of_a_sum(
 
 
 def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
-    """Tell whether gradients are known to be the reference's before clipping: after it, wrong ones may have the same norm."""
+    """Tell whether gradients are known to be the reference's before clipping.
+
+    After clipping wrong gradients may have the same norm.
+    """
     for step, tolerance in enumerate(tolerances):
         snapshots = trace.run("train").at("step", step)
         references = trace.run("reference").at("reference", step)
@@ -159,14 +172,17 @@ def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
 
 
 def _times_ranks(snapshot: Snapshot, cell: Cell) -> Snapshot:
-    """Return the snapshot with the loss that the rank would report if losses were means over ranks."""
+    """Return the snapshot with the loss as it would be if losses were means over ranks."""
     if snapshot.loss is None:
         return snapshot
     return dataclasses.replace(snapshot, loss=snapshot.loss * cell.dp_size)
 
 
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
-    """Return for each step how far loss and gradient norm may be from the reference, relative to it."""
+    """Return for each step how far loss and gradient norm may be from the reference.
+
+    Both are relative to the reference's number.
+    """
     precision = rounding_of(cell, trace.run())
     model = known_model(cell)
     spread = _spread(model, precision, trace.run())
@@ -177,7 +193,10 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
 
 
 def _spread(model: TinyModel | None, precision: Precision, run: RunTrace) -> float:
-    """Return the model's factor on the tolerance of losses, which is larger where a GPU adds up products of bfloat16."""
+    """Return the model's factor on the tolerance of losses.
+
+    It is larger where a GPU adds up products of bfloat16.
+    """
     if model is None or precision.compute == "float32":
         return 1.0
     if run.on_gpu and precision.compute == "bfloat16":
@@ -186,7 +205,10 @@ def _spread(model: TinyModel | None, precision: Precision, run: RunTrace) -> flo
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
-    """Return for each step how far the number may be from the reference, relative to it: by the table, or as measured."""
+    """Return for each step how far the number may be from the reference, relative to it.
+
+    That is by the table, or as measured.
+    """
     rounded_run = trace.runs.get("rounded")
     reference_run = trace.run("reference")
     if rounded_run is None:
@@ -205,7 +227,10 @@ def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | No
 
 
 def _relative_deviation(number: float | None, reference: float | None) -> float:
-    """Return how far a number is from the reference's, relative to it; 0 where that says nothing."""
+    """Return how far a number is from the reference's, relative to it.
+
+    0 where that says nothing.
+    """
     if not reference or number is None:
         return 0.0
     deviation = abs(reference - number) / abs(reference)
@@ -254,7 +279,10 @@ def _other_loss(
     allowance: _Allowance,
     factors: Mapping[str, int],
 ) -> Iterator[str]:
-    """Yield a finding if the average of the ranks' losses is not the reference's loss, with the cause if it is a known one."""
+    """Yield a finding if the average of the ranks' losses is not the reference's loss.
+
+    The finding has the cause if it is a known one.
+    """
     losses = []
     for snapshot in snapshots:
         if snapshot.loss is not None:
@@ -276,7 +304,9 @@ def _other_loss(
 
 
 def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: float) -> str:
-    """Return what counts alike in the loss and in the reference's, if the loss is a mean with other weights; else nothing.
+    """Return what counts alike in the loss and in the reference's, if they are unlike means.
+
+    An empty text if the loss is no mean with other weights.
 
     The mean may be multiplied by the number of data parallel ranks, as a loss is that is meant to
     be a sum of their shares, or by that of micro-batches.
@@ -300,7 +330,10 @@ def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: floa
 
 
 def _equal_weights(loss: float, reference: Snapshot, tolerance: float) -> list[str]:
-    """Return the names of what counts alike in a loss, such as each token: each whose average is this loss."""
+    """Return the names of what counts alike in a loss, such as each token.
+
+    The average over each of them is this loss.
+    """
     names = []
     for name, average in reference.averages.items():
         if math.isclose(loss, average, rel_tol=tolerance):
@@ -311,7 +344,10 @@ def _equal_weights(loss: float, reference: Snapshot, tolerance: float) -> list[s
 def _times_a_factor(
     number: float, reference: float, factors: Mapping[str, int], tolerance: float
 ) -> str:
-    """Return which plain factor a number is off by, as ``gradients`` says it; an empty text if it is off by none."""
+    """Return which plain factor a number is off by, as ``gradients`` says it.
+
+    An empty text if it is off by none.
+    """
     ratio = math.inf
     if reference:
         ratio = number / reference
@@ -322,7 +358,10 @@ def _times_a_factor(
 
 
 def _same_rows(cell: Cell) -> str:
-    """Return what no check can compare under context parallelism, whose ranks see only parts of rows; else nothing."""
+    """Return what no check can compare under context parallelism.
+
+    Its ranks see only parts of rows. An empty text without it.
+    """
     if cell.cp == 1:
         return ""
     ranks = ", ".join(str(rank) for rank in cell.cp_peers(0))
@@ -335,7 +374,10 @@ def _other_norms(
     allowance: _Allowance,
     factors: Mapping[str, int],
 ) -> Iterator[str]:
-    """Yield a finding for each rank that reports another gradient norm than the reference; a trainer may report none."""
+    """Yield a finding for each rank that reports another gradient norm than the reference.
+
+    A trainer may report none.
+    """
     expected = reference.grad_norm
     if expected is None:
         return
@@ -354,7 +396,10 @@ def _other_rates(snapshots: tuple[Snapshot, ...], reference: Snapshot) -> Iterat
     for snapshot in snapshots:
         rates = [group.get("lr") for group in snapshot.param_groups]
         if not _same_rates(rates, expected):
-            yield f"rank {snapshot.rank}: the learning rate is {_listed(rates)}; {_listed(expected)} in the reference"
+            yield (
+                f"rank {snapshot.rank}: the learning rate is {_listed(rates)}; "
+                f"{_listed(expected)} in the reference"
+            )
 
 
 def _same_rates(rates: list[float | None], expected: list[float | None]) -> bool:
@@ -393,7 +438,7 @@ def _other_hyperparameters(
     numbers_by_rank: list[_Numbers],
     expected: list[_Numbers],
 ) -> Iterator[str]:
-    """Yield a finding for parameters that are updated with another hyperparameter than in the reference.
+    """Yield a finding for parameters that are updated with another hyperparameter.
 
     Args:
         cell: The cell.
@@ -413,7 +458,10 @@ def _other_hyperparameters(
         ranks = set[int]().union(*ranks_by_name.values())
         where = named_ranks(sorted(ranks), cell.world_size)
         names = listed(sorted(ranks_by_name))
-        yield f"{where}: {other.key} of {names} is {other.number:.6g}; {other.reference:.6g} in the reference"
+        yield (
+            f"{where}: {other.key} of {names} is {other.number:.6g}; "
+            f"{other.reference:.6g} in the reference"
+        )
 
 
 def _unequal(numbers: Mapping[str, float], expected: Mapping[str, float]) -> Iterator[_OtherNumber]:
@@ -428,7 +476,9 @@ def _unequal(numbers: Mapping[str, float], expected: Mapping[str, float]) -> Ite
 
 
 class _NumbersOfParameters:
-    """Numbers of each parameter's group, as the steps of a run had them; they are read step by step, in order.
+    """Numbers of each parameter's group, as the steps of a run had them.
+
+    They are read step by step, in order.
 
     Which group a parameter is in is known from the last step whose single gradients were recorded.
     """
@@ -459,10 +509,10 @@ class _NumbersOfParameters:
 
 @check(scenario=reference_runs, until=_WHOLE, order=6, not_applicable=has_reference)
 def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that the gradients that the optimizer gets have the norm of the reference's, over all ranks together.
+    """Check that the optimizer's gradients have the norm of the reference's, over all ranks.
 
-    If it fails: a larger norm is not clipped, or by the norm of a shard; a smaller one is clipped twice, or scaled by
-    the number of ranks. AdamW hides both for a while.
+    If it fails: a larger norm is not clipped, or by the norm of a shard; a smaller one is clipped
+    twice, or scaled by the number of ranks. AdamW hides both for a while.
     """
     trained = trace.run("train")
     reference_run = trace.run("reference")
@@ -498,7 +548,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _NormOfCopy:
-    """The norm of all gradients that the optimizer gets, on ranks that hold one copy of the model together."""
+    """The norm of all gradients that the optimizer gets, on ranks with one copy of the model."""
 
     ranks: tuple[int, ...]
     norm: float
@@ -526,7 +576,10 @@ def _norms_of_copies(
 
 
 def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
-    """Return the squares of the gradients that an earlier stage has too: those of tied parameters, trained together."""
+    """Return the squares of the gradients that an earlier stage has too.
+
+    They are those of tied parameters, which are trained together.
+    """
     stage_of_rank = stages_of(run)
     if not stage_of_rank or run.unwrapped is None:
         return 0.0
@@ -549,5 +602,8 @@ def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
 
 
 def _optimizer_norm(snapshot: Snapshot) -> float:
-    """Return the norm of the gradients that the optimizer got on this rank, in all its steps together."""
+    """Return the norm of the gradients that the optimizer got on this rank.
+
+    It is over all the optimizer's steps together.
+    """
     return math.sqrt(sum(step.square for step in snapshot.steps))

@@ -49,16 +49,17 @@ RATE_TOLERANCE = 1e-9
 
 @check(scenario=RESUME, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
+    """Check that a fresh process group restores all from a checkpoint, and goes on training.
 
-    Parameters, optimizer, scheduler and scaler are bit by bit what was saved; the optimizer holds the live parameters, and
-    the same ones are trainable. The next two losses and learning rates are those of the uninterrupted run. A buffer that
-    each rank fills from its own data (BatchNorm) may come back as any rank saved it
+    Parameters, optimizer, scheduler and scaler are bit by bit what was saved; the optimizer holds
+    the live parameters, and the same ones are trainable. The next two losses and learning rates are
+    those of the uninterrupted run. A buffer that each rank fills from its own data (BatchNorm) may
+    come back as any rank saved it
     (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
-    If it fails: state was not saved, or was loaded into an optimizer that has none before its first step
-    (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only, the second on the
-    optimizer too.
+    If it fails: state was not saved, or was loaded into an optimizer that has none before its first
+    step (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters
+    only, the second on the optimizer too.
     """
     train = trace.run("train")
     resumed = trace.run("resume")
@@ -83,9 +84,15 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     for before, after in pairs(saved, loaded):
         yield from _texts(_state_changes(before, after, "load", _buffers_of_ranks(saved)))
         if before.scaler != after.scaler:
-            yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
+            yield (
+                f"rank {after.rank}: the gradient scaler is at {after.scaler}; "
+                f"saved at {before.scaler}"
+            )
         if before.scheduler != after.scheduler:
-            yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
+            yield (
+                f"rank {after.rank}: scheduler is at {after.scheduler!r}; "
+                f"saved at {before.scheduler!r}"
+            )
     yield from _later_steps(
         cell, train, resumed, compares_groups=_same_groups_loaded(saved, loaded)
     )
@@ -229,7 +236,10 @@ class _TensorsChange:
     action: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.kind} {and_others(self.names)}: {self.change} after the {self.action}"
+        return (
+            f"rank {self.rank}: {self.kind} {and_others(self.names)}: "
+            f"{self.change} after the {self.action}"
+        )
 
 
 @dataclass(frozen=True)
@@ -487,11 +497,12 @@ def _later_group_changes(
 def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that neither saving a checkpoint nor exporting the weights changes what is trained.
 
-    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit, and the step after a save
-    has the same modules in training mode as that before it.
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by
+    bit, and the step after a save has the same modules in training mode as that before it.
 
-    If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, for
-    what draws random numbers, and for an evaluation without ``model.train()`` after it.
+    If it fails: look for a step of the optimizer that creates state to save, for weights that are
+    cast or moved in place, for what draws random numbers, and for an evaluation without
+    ``model.train()`` after it.
     """
     train = trace.run("train")
     trained = train.at("step", SAVED - 1)

@@ -18,15 +18,16 @@ from pytest_distcompat.wording import and_others
 
 @check(scenario=TRAIN, until=(("train", "step", 0),), order=3)
 def start(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that training starts from the loaded model: the one that build_model() returns on rank 0.
+    """Check that training starts from the model that build_model() returns on rank 0.
 
-    After ``build`` parameters and masters have its values, on all ranks together, and ``requires_grad`` is as it was. Only
-    what is stored in the dtype that the precision computes in is rounded, as masters of ZeRO may be, and buffers. Modules
-    with trainable parameters that were in training mode are so in the first step.
+    After ``build`` parameters and masters have its values, on all ranks together, and
+    ``requires_grad`` is as it was. Only what is stored in the dtype that the precision computes in
+    is rounded, as masters of ZeRO may be, and buffers. Modules with trainable parameters that were
+    in training mode are so in the first step.
 
-    If it fails: weights were made anew, or loaded on one rank and not sent to the others; masters were copied from
-    rounded weights; making the optimizer's state was a step with weight decay. A trainer that makes a model of its own is
-    to copy the given values in ``build``.
+    If it fails: weights were made anew, or loaded on one rank and not sent to the others; masters
+    were copied from rounded weights; making the optimizer's state was a step with weight decay. A
+    trainer that makes a model of its own is to copy the given values in ``build``.
     """
     run = trace.run()
     built = run.at("build")
@@ -68,13 +69,19 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
             else:
                 others.append(name)
         if apart:
-            yield f"{kind} {and_others(apart)}: unlike from rank to rank after build; expected the loaded values"
+            yield (
+                f"{kind} {and_others(apart)}: unlike from rank to rank after build; "
+                "expected the loaded values"
+            )
         if others:
             yield f"{kind} {and_others(others)}: other values after build than were loaded"
 
 
 def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[str]:
-    """Return the names of parameters whose flat pieces follow each other as in memory, so that digests differ."""
+    """Return the names of parameters whose flat pieces follow each other as in memory.
+
+    Their digests differ for that reason alone.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/fsdp/_flat_param.py,
     # ``flatten_tensors``.
     return unwrapped.noncontiguous if cell.strategy == "fsdp1" else ()
@@ -92,7 +99,10 @@ def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
 def _expected_values(
     cell: Cell, kind: Kind, loaded: ParameterInfo, dtypes: Collection[str]
 ) -> set[str]:
-    """Return the digests that a parameter or a flat master may have; none if its dtype is a finding of ``dtypes``."""
+    """Return the digests that a parameter or a flat master may have.
+
+    None if its dtype is a finding of the check ``dtypes``.
+    """
     flat_masters = STRATEGIES.get(cell.strategy).flat_masters
     if kind == "master" or flat_masters:
         # DeepSpeed casts the model before it copies the masters.
@@ -105,7 +115,10 @@ def _expected_values(
 
 
 def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield a finding for buffers whose values on this rank are not even the loaded ones in another dtype."""
+    """Yield a finding for buffers with other values on this rank than were loaded.
+
+    The loaded values in another dtype are the same.
+    """
     # The check ``names`` compares those that kept their dtype.
     loaded = _with_values(unwrapped.buffers)
     others: list[str] = []
@@ -120,7 +133,7 @@ def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -
 
 
 def _other_flags(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield findings for parameters that are trainable on this rank and were not when loaded, or the other way round."""
+    """Yield findings for parameters that became trainable, or frozen, since they were loaded."""
     trainable = {info.name: info.trainable for info in unwrapped.parameters}
     frozen: list[str] = []
     thawed: list[str] = []
@@ -139,7 +152,10 @@ def _other_flags(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> 
 
 
 def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield a finding if what is trained is in evaluation mode in a rank's step, and was not when loaded."""
+    """Yield a finding if what is trained is in evaluation mode, and was not when loaded.
+
+    The mode is that of the rank's step.
+    """
     # A trainer may put what it does not train into evaluation mode.
     trained = _above_trainable(unwrapped)
     evaluating: list[str] = []
@@ -156,7 +172,10 @@ def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> I
 
 
 def _above_trainable(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the names of all modules with a trainable parameter, of their own or below; the root's is empty."""
+    """Return the names of all modules with a trainable parameter, of their own or below.
+
+    The root's name is empty.
+    """
     modules: set[str] = set()
     for info in unwrapped.parameters:
         name = info.name if info.trainable else ""

@@ -19,7 +19,10 @@ LIMIT = "throughput"
 
 
 def _baseline(cell: Cell, driver: type[Driver]) -> str:
-    """Return the first of the baselines that the driver supports in the cell's precision and world size."""
+    """Return the first of the baselines that the driver supports.
+
+    It has the cell's precision and world size.
+    """
     for name in BASELINES:
         baseline_cell = Cell(name, cell.precision, cell.world_size).spread_as(cell)
         if not driver.unsupported_reason(baseline_cell):
@@ -44,13 +47,13 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     limit=LIMIT,
 )
 def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that tokens/s per rank are at least a given fraction (``--distcompat-throughput 0.9``) of the baseline's.
+    """Check that tokens/s per rank reach a fraction (``--distcompat-throughput``) of a baseline's.
 
-    The baseline is DDP, or the driver's first strategy, in the same precision and world size. Tiny models and CPU ranks
-    say little.
+    The fraction is 0.9 with ``--distcompat-throughput 0.9``. The baseline is DDP, or the driver's
+    first strategy, in the same precision and world size. Tiny models and CPU ranks say little.
 
-    If it fails: compare step times and peak memory in the report. Small units, needless recomputation and offloaded
-    state cost most.
+    If it fails: compare step times and peak memory in the report. Small units, needless
+    recomputation and offloaded state cost most.
     """
     measured = cost(trace)
     baseline = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")
@@ -62,5 +65,8 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
         baseline_strategy = trace.run("baseline").cell.partition("-")[0]
         name = STRATEGIES.get(baseline_strategy).name
         fraction = measured.tokens_per_second / baseline.tokens_per_second
-        figures = f"{fraction:.2f} of {name}'s {baseline.tokens_per_second:.4g}; expected at least {limit:g} of it"
+        figures = (
+            f"{fraction:.2f} of {name}'s {baseline.tokens_per_second:.4g}; "
+            f"expected at least {limit:g} of it"
+        )
         yield f"{measured.tokens_per_second:.4g} tokens a second and rank, {figures}"

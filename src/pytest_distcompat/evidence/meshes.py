@@ -19,7 +19,9 @@ _SHARD = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
 
 
 def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
-    """Return the ranks at their coordinates, and the parts that they hold after ``build``, once for each distinct layout.
+    """Return the ranks at their coordinates, and the parts that they hold after ``build``.
+
+    Each distinct layout is there once.
 
     Args:
         cell: The cell of the training.
@@ -71,7 +73,7 @@ def _parameters_by_rank(cell: Cell, run: RunTrace) -> list[_Parameters]:
 
 
 def _widest_mesh(parameters_by_rank: Iterable[_Parameters]) -> tuple[MeshDim, ...]:
-    """Return the dimensions of the mesh that has the most of them, of the meshes on which parameters lie."""
+    """Return the dimensions of the mesh with the most, of those on which parameters lie."""
     widest: tuple[MeshDim, ...] = ()
     for parameters in parameters_by_rank:
         for info in parameters.values():
@@ -90,7 +92,13 @@ def _tell_ranks_apart(coordinates: Sequence[Sequence[int]], dims: Sequence[MeshD
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter is spread over the ranks: its global shape, its placement, and the part that each rank holds."""
+    """How a parameter is spread over the ranks.
+
+    Attributes:
+        shape: Its global shape.
+        placement: Its placement.
+        parts: The part that each rank holds.
+    """
 
     shape: tuple[int, ...]
     placement: str
@@ -117,7 +125,10 @@ def _layouts(parameters_by_rank: Sequence[_Parameters]) -> list[dict[str, Any]]:
 
 
 def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
-    """Return each parameter as the lowest rank has it that holds it; those of the last pipeline stage come first."""
+    """Return each parameter as the lowest rank that holds it has it.
+
+    Those of the last pipeline stage come first.
+    """
     first: _Parameters = {}
     for parameters in reversed(parameters_by_rank):
         first.update(parameters)
@@ -125,7 +136,10 @@ def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
 
 
 def _part_on_rank(info: ParameterInfo | None) -> str:
-    """Return the part of a parameter that a rank holds; ``none`` for a parameter of another pipeline stage."""
+    """Return the part of a parameter that a rank holds.
+
+    ``none`` for a parameter of another pipeline stage.
+    """
     if info is None:
         return "none"
     return _part(info.shape, info.layout.dims)
