@@ -28,6 +28,9 @@ Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
+#: The snapshots of several ranks after one action, one for each rank that reported.
+Snapshots = tuple[Snapshot, ...]
+
 #: How many findings a message shows: a model that is wrong throughout has hundreds of the same
 #: kind.
 FINDINGS_SHOWN = 12
@@ -255,17 +258,17 @@ def message(findings: list[str]) -> str:
     lines: list[str] = []
     for text, ranks in ranks_by_text.items():
         if ranks:
-            lines.append(f"{text.before}{listed_ranks(ranks)}{text.after}")
+            names = listed_ranks(ranks)
+            lines.append(f"{text.before}{names}{text.after}")
         else:
             lines.append(text.before)
-    if len(lines) > FINDINGS_SHOWN:
-        lines[FINDINGS_SHOWN:] = [f"... and {len(lines) - FINDINGS_SHOWN} more"]
+    hidden = len(lines) - FINDINGS_SHOWN
+    if hidden > 0:
+        lines[FINDINGS_SHOWN:] = [f"... and {hidden} more"]
     return "\n".join(lines)
 
 
-def pairs(
-    before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]
-) -> Iterator[tuple[Snapshot, Snapshot]]:
+def pairs(before: Snapshots, after: Snapshots) -> Iterator[tuple[Snapshot, Snapshot]]:
     """Yield the two snapshots of each rank that reported both."""
     before_by_rank = {snapshot.rank: snapshot for snapshot in before}
     for snapshot in after:
@@ -280,8 +283,9 @@ def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveIn
     parallelism or of a pipeline.
     """
     for info in snapshot.collectives:
-        sums_floats = info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype
-        if sums_floats and not _moves_activations(cell, snapshot.rank, info):
+        if info.op not in REDUCTIONS or "float" not in info.dtype:
+            continue
+        if info.numel > 1 and not _moves_activations(cell, snapshot.rank, info):
             yield info
 
 
@@ -289,8 +293,9 @@ def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
     """Tell whether a collective runs only among ranks of one tensor-parallel group or pipeline."""
     if not info.ranks:
         return False
+    ranks = set(info.ranks)
     for peers in (cell.tp_peers(rank), cell.pp_peers(rank)):
-        if len(peers) > 1 and set(info.ranks).issubset(peers):
+        if len(peers) > 1 and ranks.issubset(peers):
             return True
     return False
 
@@ -310,7 +315,7 @@ def first_three(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:3])
 
 
-def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) -> Iterator[str]:
+def every_rank(snapshots: Snapshots, world_size: int, action: str) -> Iterator[str]:
     """Yield a finding if ranks did not report after that action: nothing is proved for them."""
     missing = set(range(world_size))
     for snapshot in snapshots:
@@ -375,7 +380,8 @@ def _in_mode(mode: str, modules: set[str], step: str) -> str:
     """Return the words for modules that are in a mode; the whole model has an empty name."""
     if "" in modules:
         return f"the whole model is in {mode} mode in {step}"
-    return f"{len(modules)} modules are in {mode} mode in {step}, first {min(modules)!r}"
+    first = min(modules)
+    return f"{len(modules)} modules are in {mode} mode in {step}, first {first!r}"
 
 
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:

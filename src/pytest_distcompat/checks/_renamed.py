@@ -28,8 +28,9 @@ class Part:
 
     def __str__(self) -> str:
         """Return the words for it in a finding: what keys do that have it, or lack it."""
-        verb = "have the extra" if self.extra else "lack the"
-        return f"{verb} {self.kind} `{self.text}`"
+        if self.extra:
+            return f"have the extra {self.kind} `{self.text}`"
+        return f"lack the {self.kind} `{self.text}`"
 
     @property
     def of_a_library(self) -> bool:
@@ -89,23 +90,33 @@ def renamed(keys: Collection[str], known: Collection[str]) -> list[Renamed]:
         known: The model's own names.
     """
     candidates_that_lack = _candidates_by_shortened_name(known)
-    names_by_part: dict[Part, dict[str, str]] = defaultdict(dict)
+    names_by_part: dict[Part, dict[str, str]] = {}
     for key in sorted(keys):
-        for candidate in (
-            *_candidates_without_extra(key, known),
-            *candidates_that_lack.get(key, ()),
-        ):
-            names_by_part[candidate.part][key] = candidate.name
+        candidates = [*_candidates_without_extra(key, known)]
+        candidates += candidates_that_lack.get(key, ())
+        for candidate in candidates:
+            names = names_by_part.setdefault(candidate.part, {})
+            names[key] = candidate.name
+    possible_groups = [Renamed(part, names) for part, names in names_by_part.items()]
     # A key that could be in two groups belongs to the larger one.
-    largest_first = sorted(names_by_part.items(), key=lambda item: len(item[1]), reverse=True)
+    possible_groups.sort(key=_size, reverse=True)
     groups: list[Renamed] = []
-    ungrouped = set(keys)
-    for part, names in largest_first:
-        members = {key: name for key, name in names.items() if key in ungrouped}
+    grouped: set[str] = set()
+    for group in possible_groups:
+        members: dict[str, str] = {}
+        for key, name in group.names.items():
+            if key in grouped:
+                continue
+            members[key] = name
         if len(members) > 1:
-            groups.append(Renamed(part, members))
-            ungrouped -= members.keys()
+            groups.append(Renamed(group.part, members))
+            grouped.update(members)
     return groups
+
+
+def _size(group: Renamed) -> int:
+    """Return the number of keys in a group."""
+    return len(group.names)
 
 
 def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Candidate]:
@@ -117,7 +128,8 @@ def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Can
     for count in range(1, len(segments)):
         name = ".".join(segments[count:])
         if name in known:
-            yield _Candidate(_prefix(segments[:count], extra=True), name)
+            prefix = _prefix(segments[:count], extra=True)
+            yield _Candidate(prefix, name)
             return
     for segment in dict.fromkeys(segments):
         name = _without(segments, segment)
@@ -137,12 +149,12 @@ def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Can
         segments = name.split(".")
         for count in range(1, len(segments)):
             shortened = ".".join(segments[count:])
-            without_prefix[shortened].append(
-                _Candidate(_prefix(segments[:count], extra=False), name)
-            )
+            prefix = _prefix(segments[:count], extra=False)
+            without_prefix[shortened].append(_Candidate(prefix, name))
         for segment in dict.fromkeys(segments[1:-1]):
             shortened = _without(segments, segment)
-            without_segment[shortened].append(_Candidate(_segment(segment, extra=False), name))
+            part = _segment(segment, extra=False)
+            without_segment[shortened].append(_Candidate(part, name))
     for shortened, candidates in without_prefix.items():
         # The end of several names, such as "weight", says nothing.
         if len(candidates) == 1:
@@ -151,7 +163,8 @@ def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Can
 
 
 def _prefix(segments: list[str], *, extra: bool) -> Part:
-    return Part(f"{'.'.join(segments)}.", "prefix", extra)
+    text = ".".join(segments)
+    return Part(f"{text}.", "prefix", extra)
 
 
 def _segment(segment: str, *, extra: bool) -> Part:
@@ -165,4 +178,8 @@ def _without(segments: list[str], segment: str) -> str:
     """
     if segment.isdecimal():
         return ""
-    return ".".join(other for other in segments if other != segment)
+    others = []
+    for other in segments:
+        if other != segment:
+            others.append(other)
+    return ".".join(others)

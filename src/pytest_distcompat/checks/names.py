@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, first_three
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, first_three
 from pytest_distcompat.checks._renamed import Renamed, renamed
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import EMPTY
@@ -25,6 +25,7 @@ from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     FileInfo,
+    OptimizerInfo,
     ParameterInfo,
     RunTrace,
     Snapshot,
@@ -92,7 +93,8 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
     digests_by_name = _initial_digests(run)
     unlike: set[str] = set()
     for name, digest_by_rank in digests_by_name.items():
-        if 0 in digest_by_rank and len(set(digest_by_rank.values())) > 1:
+        digests = set(digest_by_rank.values())
+        if 0 in digest_by_rank and len(digests) > 1:
             unlike.add(name)
     # Experts of DeepSpeed are each rank's own.
     if not unlike or cell.option("ep") != 1:
@@ -102,11 +104,13 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
         initial_dtypes = {info.name: info.dtype for info in run.unwrapped.parameters}
     built = values(run, run.at("build"))
     built_digests = built.of("parameter")
+    built_dtypes = built.dtypes["parameter"]
     wrong: list[str] = []
     for name in unlike & built_digests.keys():
-        if _narrower(built.dtypes["parameter"][name], initial_dtypes[name]):
+        if _narrower(built_dtypes[name], initial_dtypes[name]):
             continue  # rounded values say nothing
-        if built_digests[name] != (digests_by_name[name][0],):
+        digest_on_rank_0 = digests_by_name[name][0]
+        if built_digests[name] != (digest_on_rank_0,):
             wrong.append(name)
     if wrong:
         problem = (
@@ -125,15 +129,17 @@ def _initial_digests(run: RunTrace) -> Mapping[str, Mapping[int, str]]:
         for info in snapshot.unwrapped.parameters:
             # On the meta device it has no values, and one that was cut while it was loaded has a
             # part of them.
-            if info.digest not in {"", EMPTY} and info.local_numel == math.prod(info.shape):
+            has_values = info.digest not in {"", EMPTY}
+            is_full = info.local_numel == math.prod(info.shape)
+            if has_values and is_full:
                 digests[info.name][snapshot.rank] = info.digest
     return digests
 
 
 def _narrower(dtypes: Iterable[str], than: str) -> bool:
     """Tell whether one of the dtypes has fewer bytes than the other dtype."""
-    size = BYTES.get(than, 4)
-    return any(BYTES.get(dtype, 0) < size for dtype in dtypes)
+    sizes = [BYTES.get(dtype, 0) for dtype in dtypes]
+    return min(sizes, default=math.inf) < BYTES.get(than, 4)
 
 
 #: The finding when no saved file is one that ``probe.files`` can read.
@@ -198,7 +204,8 @@ class _ExpectedNames:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for info in (*unwrapped.parameters, *unwrapped.buffers):
             self.shapes[info.name] = tuple(info.shape)
-        self.updated = self.trainable - {self.unwrapped_name(live) for live in unused}
+        never_updated = {self.unwrapped_name(live) for live in unused}
+        self.updated = self.trainable - never_updated
 
     def _names_in_files(self) -> set[str]:
         """Return the names of parameters in the model's own state dict.
@@ -250,18 +257,21 @@ class _ExpectedNames:
     def renamed_in(self, file: FileInfo) -> list[Renamed]:
         """Return the groups of the file's unknown keys that differ in the same part of a name."""
         known = self.known_in(file)
-        return renamed(set(file.keys) - known - self.not_persistent, known)
+        unknown = set(file.keys) - known - self.not_persistent
+        return renamed(unknown, known)
 
     def names_in(self, file: FileInfo) -> set[str]:
         """Return the keys of the file, with the model's own names for renamed ones."""
         names = {self.first_name(key) for key in file.keys}
         for group in self.renamed_in(file):
-            names.update(self.first_name(name) for name in group.names.values())
+            for name in group.names.values():
+                names.add(self.first_name(name))
         return names
 
     def written_by_library(self, keys: Iterable[str]) -> bool:
         """Tell whether some keys are names that the library alone gives to parameters."""
-        return not self.written.isdisjoint(set(keys) - self.state_dict)
+        other_keys = set(keys) - self.state_dict
+        return not self.written.isdisjoint(other_keys)
 
     def has_key_of_model(self, file: FileInfo) -> bool:
         """Tell whether any key of the file is a name of the unwrapped model, by ``is_of_model``."""
@@ -277,7 +287,8 @@ class _ExpectedNames:
             return True
         segments = key.split(".")
         for nth in range(len(segments)):
-            if ".".join(segments[nth:]) in known:
+            end = ".".join(segments[nth:])
+            if end in known:
                 return True
         return any(name.endswith(f".{key}") for name in known)
 
@@ -297,10 +308,9 @@ def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
             continue
         if live.digest != unwrapped.digest:
             persistent = "persistent" if unwrapped.persistent else "non-persistent"
-            buffer = f"buffer {unwrapped.name!r} ({persistent})"
             yield (
-                f"rank {snapshot.rank}: "
-                f"{buffer} has other values after build than in the unwrapped model"
+                f"rank {snapshot.rank}: buffer {unwrapped.name!r} ({persistent}) "
+                "has other values after build than in the unwrapped model"
             )
 
 
@@ -316,9 +326,9 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
     for info in snapshot.parameters:
         live_by_name[expected.unwrapped_name(info.name)].append(info.name)
     for name in sorted(live_by_name.keys() - expected.parameters):
-        live = live_by_name[name][-1]
+        last_live = live_by_name[name][-1]
         yield (
-            f"{where}: live parameter {live!r} maps to {name!r}, "
+            f"{where}: live parameter {last_live!r} maps to {name!r}, "
             "which is no name of the unwrapped model"
         )
     for name in sorted(live_by_name):
@@ -330,7 +340,8 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
         if info.kind == "FSDP1 shard":
             continue
         shape = expected.shape(info.name)
-        if shape not in {None, tuple(info.shape)}:
+        live_shape = tuple(info.shape)
+        if shape not in {None, live_shape}:
             yield (
                 f"{where}: live parameter {info.name!r} has shape {info.shape}; "
                 f"{shape} in the unwrapped model"
@@ -351,23 +362,27 @@ def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterat
     expert_groups = [_ranks_with_its_experts(snapshot) for snapshot in trained.values()]
     for ranks in across_stages(run, expert_groups):
         parameters: list[ParameterInfo] = []
+        for snapshot in _of_ranks(trained, ranks):
+            parameters += snapshot.parameters
         buffers: list[ParameterInfo] = []
-        for rank in ranks:
-            if rank in trained:
-                parameters += trained[rank].parameters
-            if rank in built:
-                buffers += built[rank].buffers
+        for snapshot in _of_ranks(built, ranks):
+            buffers += snapshot.buffers
         where = named_ranks(ranks, 0)
-        stage = " on any stage" if len(ranks) > 1 else ""
+        problem = "of the unwrapped model has no live counterpart"
+        if len(ranks) > 1:
+            problem += " on any stage"
+        kinds = {info.kind for info in parameters}
         # Flat parameters have no names of their own.
-        if not any(info.kind == "FlatParameter" for info in parameters):
+        if "FlatParameter" not in kinds:
             for name in _absent(expected, expected.parameters, parameters):
-                yield (
-                    f"{where}: parameter {name!r} of the unwrapped model has no live "
-                    f"counterpart{stage}"
-                )
+                yield f"{where}: parameter {name!r} {problem}"
         for name in _absent(expected, expected_buffers, buffers):
-            yield f"{where}: buffer {name!r} of the unwrapped model has no live counterpart{stage}"
+            yield f"{where}: buffer {name!r} {problem}"
+
+
+def _of_ranks(snapshots: Mapping[int, Snapshot], ranks: Iterable[int]) -> list[Snapshot]:
+    """Return the snapshots of some ranks, without ranks that have none."""
+    return [snapshots[rank] for rank in ranks if rank in snapshots]
 
 
 def _absent(expected: _ExpectedNames, names: set[str], live: Iterable[ParameterInfo]) -> list[str]:
@@ -385,7 +400,7 @@ def _ranks_with_its_experts(snapshot: Snapshot) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) -> Iterator[str]:
+def _optimizer_state(expected: _ExpectedNames, trained: Snapshots) -> Iterator[str]:
     """Yield findings for names of optimizer state, over all ranks together.
 
     A rank has no state for a parameter of which it holds no element.
@@ -395,13 +410,11 @@ def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) ->
         if snapshot.optimizer is None:
             yield f"rank {snapshot.rank}: no optimizer to read names from"
             return
-        for state in snapshot.states:
-            if not state.owner.startswith("partition "):
-                owners.add(state.owner)
-        for name, numel in snapshot.optimizer.partitioned.items():
-            if numel:
-                owners.add(name)
-    if flat_parameters(trained) or not _has_state(trained) or _state_under_one_parameter(trained):
+        owners |= _state_owners(snapshot, snapshot.optimizer)
+    # Flat parameters have no names of their own.
+    if flat_parameters(trained) or not _has_state(trained):
+        return
+    if _state_under_one_parameter(trained):
         return
     names = {expected.unwrapped_name(owner) for owner in owners}
     for name in sorted(expected.updated - names):
@@ -413,16 +426,28 @@ def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) ->
         )
 
 
-def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
+def _state_owners(snapshot: Snapshot, optimizer: OptimizerInfo) -> set[str]:
+    """Return the live names of parameters with state on this rank, in flat partitions too."""
+    owners: set[str] = set()
+    for state in snapshot.states:
+        if not state.owner.startswith("partition "):
+            owners.add(state.owner)
+    for name, numel in optimizer.partitioned.items():
+        if numel:
+            owners.add(name)
+    return owners
+
+
+def _has_state(snapshots: Snapshots) -> bool:
     """Tell whether any rank's optimizer keeps state; SGD without momentum keeps none."""
-    optimizers = []
     for snapshot in snapshots:
-        if snapshot.optimizer:
-            optimizers.append(snapshot.optimizer)
-    return any(optimizer.states or optimizer.partitioned for optimizer in optimizers)
+        optimizer = snapshot.optimizer
+        if optimizer and (optimizer.states or optimizer.partitioned):
+            return True
+    return False
 
 
-def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
+def _state_under_one_parameter(snapshots: Snapshots) -> bool:
     """Tell whether the optimizer keeps all state under one parameter, as LBFGS does.
 
     That state is larger than its owner.
@@ -431,7 +456,9 @@ def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
         numel_by_name = {info.name: info.local_numel for info in snapshot.parameters}
         for state in snapshot.states:
             owner_numel = numel_by_name.get(state.owner)
-            if owner_numel is not None and state.numel > max(1, owner_numel):
+            if owner_numel is None:
+                continue
+            if state.numel > max(1, owner_numel):
                 return True
     return False
 
@@ -472,11 +499,12 @@ def _missing_of_model(expected: _ExpectedNames, saved: set[str], run: RunTrace) 
         buffers = set()
     for text in _missing(kind, parameters, saved):
         holders = _only_holders(expected, run, expected.in_files - saved)
-        if holders:
-            verb = "holds" if len(holders) == 1 else "hold"
-            yield f"{text}; {named_stage(run, holders)} alone {verb} them"
-        else:
+        if not holders:
             yield text
+            continue
+        where = named_stage(run, holders)
+        verb = "holds" if len(holders) == 1 else "hold"
+        yield f"{text}; {where} alone {verb} them"
     yield from _missing("persistent buffers", buffers, saved)
 
 
@@ -484,10 +512,8 @@ def _missing(kind: str, names: set[str], saved: set[str]) -> Iterator[str]:
     """Yield a finding for the names that no file holds."""
     missing = sorted(names - saved)
     if missing:
-        yield (
-            f"{len(missing)} of {len(names)} {kind} are in no saved file, "
-            f"first {first_three(missing)}"
-        )
+        numbers = f"{len(missing)} of {len(names)} {kind}"
+        yield f"{numbers} are in no saved file, first {first_three(missing)}"
 
 
 def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> list[int]:
@@ -499,7 +525,9 @@ def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> l
         return []
     holders: list[int] = []
     for snapshot in run.at("build"):
-        live_names = {expected.unwrapped_name(info.name) for info in snapshot.parameters}
+        live_names: set[str] = set()
+        for info in snapshot.parameters:
+            live_names.add(expected.unwrapped_name(info.name))
         if live_names.isdisjoint(names):
             continue
         if not names <= live_names:
@@ -536,11 +564,11 @@ def _keys_of_file(expected: _ExpectedNames, file: FileInfo) -> Iterator[str]:
     for group in expected.renamed_in(file):
         in_groups.update(group.names)
         first = min(group.names)
-        unknown = (
+        name = group.names[first]
+        yield (
             f"{group}: key {first!r} is no name of the unwrapped model; "
-            f"expected {group.names[first]!r}"
+            f"expected {name!r}{group.way_out}"
         )
-        yield f"{unknown}{group.way_out}"
     known = expected.known_in(file)
     renamed_by_library = expected.written_by_library(file.keys)
     for key in file.keys:
