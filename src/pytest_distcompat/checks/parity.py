@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, finite_losses
 from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.driver import Driver
@@ -32,9 +32,15 @@ RATE_TOLERANCE = 1e-9
 UNCLIPPED = 1e-3
 #: What single parameters are compared on; optimizers of other classes may have further numbers.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas.0", "betas.1", "eps", "momentum")
+#: The hyperparameters of a param group, by name.
+_GroupNumbers = Mapping[str, float]
 #: Unwrapped name -> the numbers of the parameter's group.
-_Numbers = Mapping[str, Mapping[str, float]]
-_WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
+_Numbers = Mapping[str, _GroupNumbers]
+#: What is compared of each snapshot; None where it was not recorded.
+_NumberOf = Callable[[Snapshot], float | None]
+#: The checks need both runs up to the last step.
+_LAST = STEPS - 1
+_WHOLE = (("train", "step", _LAST), ("reference", "reference", _LAST))
 
 
 def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
@@ -91,12 +97,15 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     losses_add_up = _parts_of_a_sum(cell, trace, loss_tolerances[0], norm_tolerances)
     largest_loss = 0.0
     largest_norm = 0.0
+    # What may explain a number that is off, for the end of its finding.
+    circumstances = in_tf32(trained) + tied_apart(cell, trained)
     for step in range(STEPS):
+        name = f"step {step + 1}"
         snapshots = trained.at("step", step)
         references = reference_run.at("reference", step)
-        yield from every_rank(snapshots, cell.world_size, f"step {step + 1}")
+        yield from every_rank(snapshots, cell.world_size, name)
         if not snapshots or not references:
-            yield f"step {step + 1}: no reference to compare with"
+            yield f"{name}: no reference to compare with"
             return
         reference = references[0]
         if losses_add_up:
@@ -107,11 +116,9 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         norm_allowance = _Allowance(norm_tolerances[step], largest_norm)
         findings: list[str] = []
         for finding in _other_loss(cell, snapshots, reference, loss_allowance, factors):
-            findings.append(
-                finding + _same_rows(cell) + in_tf32(trained) + tied_apart(cell, trained)
-            )
+            findings.append(finding + _same_rows(cell) + circumstances)
         for finding in _other_norms(snapshots, reference, norm_allowance, factors):
-            findings.append(finding + in_tf32(trained) + tied_apart(cell, trained))
+            findings.append(finding + circumstances)
         numbers_by_rank = trained_numbers.after_step(snapshots)
         expected_numbers = reference_numbers.after_step(references)
         other_rates = list(_other_rates(snapshots, reference))
@@ -119,7 +126,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         if not other_rates:
             findings += _other_hyperparameters(cell, snapshots, numbers_by_rank, expected_numbers)
         for finding in findings:
-            yield f"step {step + 1}: {finding}"
+            yield f"{name}: {finding}"
         if findings:
             return  # later deviations follow from this one
 
@@ -134,10 +141,7 @@ def _parts_of_a_sum(
     """
     snapshots = trace.run("train").at("step", 0)
     references = trace.run("reference").at("reference", 0)
-    losses = []
-    for snapshot in snapshots:
-        if snapshot.loss is not None:
-            losses.append(snapshot.loss)
+    losses = _losses(snapshots)
     if cell.dp_size == 1 or not losses or len(losses) != len(snapshots):
         return False
     if not references or references[0].loss is None:
@@ -145,7 +149,18 @@ def _parts_of_a_sum(
     total = cell.dp_size * sum(losses) / len(losses)
     if not math.isclose(total, references[0].loss, rel_tol=tolerance):
         return False
-    return _shows_gradients(trace, norm_tolerances) and not any(clipping(cell, trace))
+    if not _shows_gradients(trace, norm_tolerances):
+        return False
+    return not any(clipping(cell, trace))
+
+
+def _losses(snapshots: Snapshots) -> list[float]:
+    """Return the losses that ranks reported; a rank may have reported none."""
+    losses: list[float] = []
+    for snapshot in snapshots:
+        if snapshot.loss is not None:
+            losses.append(snapshot.loss)
+    return losses
 
 
 def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
@@ -153,29 +168,42 @@ def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
 
     After clipping wrong gradients may have the same norm.
     """
+    trained = trace.run("train")
+    reference_run = trace.run("reference")
     for step, tolerance in enumerate(tolerances):
-        snapshots = trace.run("train").at("step", step)
-        references = trace.run("reference").at("reference", step)
-        if not references or references[0].grad_norm is None:
+        references = reference_run.at("reference", step)
+        if not references:
             return False
-        expected = references[0].grad_norm
-        reported = []
-        for snapshot in snapshots:
-            if snapshot.grad_norm is not None:
-                reported.append(snapshot.grad_norm)
-        if any(not math.isclose(norm, expected, rel_tol=tolerance) for norm in reported):
-            return False
-        is_unclipped = math.isclose(_optimizer_norm(references[0]), expected, rel_tol=UNCLIPPED)
-        if len(reported) < len(snapshots) and not is_unclipped:
+        if not _shows_gradients_of_step(trained.at("step", step), references[0], tolerance):
             return False
     return True
+
+
+def _shows_gradients_of_step(snapshots: Snapshots, reference: Snapshot, tolerance: float) -> bool:
+    """Tell whether the gradients of a step are known to be the reference's before clipping."""
+    expected = reference.grad_norm
+    if expected is None:
+        return False
+    # A norm that a rank reports is that before clipping.
+    lacks_norms = False
+    for snapshot in snapshots:
+        norm = snapshot.grad_norm
+        if norm is None:
+            lacks_norms = True
+        elif not math.isclose(norm, expected, rel_tol=tolerance):
+            return False
+    if not lacks_norms:
+        return True
+    # Else ``clipping`` compares norms after it, which shows as much where nothing was clipped.
+    return math.isclose(_optimizer_norm(reference), expected, rel_tol=UNCLIPPED)
 
 
 def _times_ranks(snapshot: Snapshot, cell: Cell) -> Snapshot:
     """Return the snapshot with the loss as it would be if losses were means over ranks."""
     if snapshot.loss is None:
         return snapshot
-    return dataclasses.replace(snapshot, loss=snapshot.loss * cell.dp_size)
+    loss = snapshot.loss * cell.dp_size
+    return dataclasses.replace(snapshot, loss=loss)
 
 
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
@@ -185,11 +213,21 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
     """
     precision = rounding_of(cell, trace.run())
     model = known_model(cell)
-    spread = _spread(model, precision, trace.run())
-    losses = _allowed(precision.loss_tolerance * spread, trace, lambda snapshot: snapshot.loss)
-    norm_spread = 1.0 if model is None else model.norm_spread
-    norms = precision.norm_tolerance * norm_spread
-    return losses, _allowed(norms, trace, lambda snapshot: snapshot.grad_norm)
+    loss_tolerance = precision.loss_tolerance * _spread(model, precision, trace.run())
+    norm_tolerance = precision.norm_tolerance
+    if model is not None:
+        norm_tolerance *= model.norm_spread
+    losses = _allowed(loss_tolerance, trace, _loss)
+    norms = _allowed(norm_tolerance, trace, _grad_norm)
+    return losses, norms
+
+
+def _loss(snapshot: Snapshot) -> float | None:
+    return snapshot.loss
+
+
+def _grad_norm(snapshot: Snapshot) -> float | None:
+    return snapshot.grad_norm
 
 
 def _spread(model: TinyModel | None, precision: Precision, run: RunTrace) -> float:
@@ -204,7 +242,7 @@ def _spread(model: TinyModel | None, precision: Precision, run: RunTrace) -> flo
     return model.spread
 
 
-def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
+def _allowed(table: float, trace: Trace, number: _NumberOf) -> list[float]:
     """Return for each step how far the number may be from the reference, relative to it.
 
     That is by the table, or as measured.
@@ -219,11 +257,16 @@ def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | No
         references = reference_run.at("reference", step)
         rounded = rounded_run.at("rounded", step)
         if len(references) == 1 and len(rounded) == 1:
-            deviation = _relative_deviation(number(rounded[0]), number(references[0]))
+            reference_number = number(references[0])
+            deviation = _relative_deviation(number(rounded[0]), reference_number)
         deviations.append(deviation)
-    # Measured up to that step and a little beyond, for the trainer's rounding may show earlier;
-    # later steps do not count.
-    return [ROUNDING_FACTOR * max(table, *deviations[: 2 * step + 3]) for step in range(STEPS)]
+    allowed: list[float] = []
+    for step in range(STEPS):
+        # Measured up to that step and a little beyond, for the trainer's rounding may show earlier;
+        # later steps do not count.
+        measured = max(deviations[: 2 * step + 3])
+        allowed.append(ROUNDING_FACTOR * max(table, measured))
+    return allowed
 
 
 def _relative_deviation(number: float | None, reference: float | None) -> float:
@@ -267,14 +310,13 @@ class _Allowance:
         deviation = math.inf
         if size:
             deviation = abs(number - reference) / size
-        return (
-            f"{reference:.6g} in the reference ({deviation:.1e} off, {self.tolerance:.1e} allowed)"
-        )
+        comparison = f"{deviation:.1e} off, {self.tolerance:.1e} allowed"
+        return f"{reference:.6g} in the reference ({comparison})"
 
 
 def _other_loss(
     cell: Cell,
-    snapshots: tuple[Snapshot, ...],
+    snapshots: Snapshots,
     reference: Snapshot,
     allowance: _Allowance,
     factors: Mapping[str, int],
@@ -283,10 +325,7 @@ def _other_loss(
 
     The finding has the cause if it is a known one.
     """
-    losses = []
-    for snapshot in snapshots:
-        if snapshot.loss is not None:
-            losses.append(snapshot.loss)
+    losses = _losses(snapshots)
     if len(losses) != len(snapshots) or reference.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
         return
@@ -300,7 +339,8 @@ def _other_loss(
     cause = _other_average(cell, loss, reference, allowance.tolerance)
     if not cause:
         cause = _times_a_factor(loss, reference.loss, factors, allowance.tolerance)
-    yield f"the loss is {loss:.6g}; {allowance.deviation(loss, reference.loss)}{cause}"
+    deviation = allowance.deviation(loss, reference.loss)
+    yield f"the loss is {loss:.6g}; {deviation}{cause}"
 
 
 def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: float) -> str:
@@ -311,21 +351,23 @@ def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: floa
     The mean may be multiplied by the number of data parallel ranks, as a loss is that is meant to
     be a sum of their shares, or by that of micro-batches.
     """
-    weights = _equal_weights(loss, reference, tolerance)
     reference_weights = _equal_weights(reference.loss or 0.0, reference, tolerance)
-    if not reference_weights or set(weights) & set(reference_weights):
+    if not reference_weights:
+        return ""
+    reference_weight = reference_weights[0]
+    weights = _equal_weights(loss, reference, tolerance)
+    if not set(weights).isdisjoint(reference_weights):
         return ""
     if weights:
-        return f": here {weights[0]} counts alike, there {reference_weights[0]}"
-    factors: dict[int, list[str]] = {cell.dp_size: ["ranks"]}
-    factors.setdefault(int(cell.option("grad_accum")), []).append("micro-batches a step")
-    for factor, names in factors.items():
+        return f": here {weights[0]} counts alike, there {reference_weight}"
+    names_by_factor: dict[int, list[str]] = defaultdict(list)
+    names_by_factor[cell.dp_size].append("ranks")
+    names_by_factor[int(cell.option("grad_accum"))].append("micro-batches a step")
+    for factor, names in names_by_factor.items():
         weights = _equal_weights(loss / factor, reference, tolerance)
         if weights:
-            product = (
-                f"{weights[0]} counts alike, times {factor}, the number of {' or of '.join(names)}"
-            )
-            return f": here {product}, there {reference_weights[0]}"
+            product = f"times {factor}, the number of {' or of '.join(names)}"
+            return f": here {weights[0]} counts alike, {product}, there {reference_weight}"
     return ""
 
 
@@ -369,7 +411,7 @@ def _same_rows(cell: Cell) -> str:
 
 
 def _other_norms(
-    snapshots: tuple[Snapshot, ...],
+    snapshots: Snapshots,
     reference: Snapshot,
     allowance: _Allowance,
     factors: Mapping[str, int],
@@ -387,14 +429,15 @@ def _other_norms(
             continue
         cause = _times_a_factor(norm, expected, factors, allowance.tolerance)
         deviation = allowance.deviation(norm, expected)
-        yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {deviation}{cause}"
+        text = f"the gradient norm is {norm:.6g}; {deviation}{cause}"
+        yield f"rank {snapshot.rank}: {text}"
 
 
-def _other_rates(snapshots: tuple[Snapshot, ...], reference: Snapshot) -> Iterator[str]:
+def _other_rates(snapshots: Snapshots, reference: Snapshot) -> Iterator[str]:
     """Yield a finding for each rank with other learning rates than the reference."""
-    expected = [group.get("lr") for group in reference.param_groups]
+    expected = _rates(reference)
     for snapshot in snapshots:
-        rates = [group.get("lr") for group in snapshot.param_groups]
+        rates = _rates(snapshot)
         if not _same_rates(rates, expected):
             yield (
                 f"rank {snapshot.rank}: the learning rate is {_listed(rates)}; "
@@ -402,19 +445,30 @@ def _other_rates(snapshots: tuple[Snapshot, ...], reference: Snapshot) -> Iterat
             )
 
 
-def _same_rates(rates: list[float | None], expected: list[float | None]) -> bool:
+#: The learning rate of each param group; None for a group without one.
+_Rates = list[float | None]
+
+
+def _rates(snapshot: Snapshot) -> _Rates:
+    return [group.get("lr") for group in snapshot.param_groups]
+
+
+def _same_rates(rates: _Rates, expected: _Rates) -> bool:
     """Tell whether the learning rates of groups are equal, None and 0 too."""
     # A trainer may keep parameters in more groups than it was given.
-    if len(set(expected)) == 1 and len(set(rates)) == 1:
+    if len(set(expected)) == len(set(rates)) == 1:
         return _same_rate(rates[0], expected[0])
-    return all(_same_rate(rate, other) for rate, other in zip(rates, expected, strict=False))
+    for rate, expected_rate in zip(rates, expected, strict=False):
+        if not _same_rate(rate, expected_rate):
+            return False
+    return True
 
 
 def _same_rate(rate: float | None, expected: float | None) -> bool:
     return math.isclose(rate or 0, expected or 0, rel_tol=RATE_TOLERANCE)
 
 
-def _listed(rates: list[float | None]) -> str:
+def _listed(rates: _Rates) -> str:
     """Return learning rates as text, equal ones once."""
     texts = []
     for rate in dict.fromkeys(rates):
@@ -431,10 +485,21 @@ class _OtherNumber:
     number: float
     reference: float
 
+    def __str__(self) -> str:
+        return f"{self.number:.6g}; {self.reference:.6g} in the reference"
+
+
+@dataclass
+class _Places:
+    """The ranks on which a hyperparameter is another one, and the parameters that have it."""
+
+    ranks: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+
 
 def _other_hyperparameters(
     cell: Cell,
-    snapshots: tuple[Snapshot, ...],
+    snapshots: Snapshots,
     numbers_by_rank: list[_Numbers],
     expected: list[_Numbers],
 ) -> Iterator[str]:
@@ -447,24 +512,19 @@ def _other_hyperparameters(
         expected: Those in the reference: of its only rank, or of none.
     """
     expected_by_name = expected[0] if expected else {}
-    ranks_by_number: dict[_OtherNumber, dict[str, list[int]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    places_by_number: dict[_OtherNumber, _Places] = defaultdict(_Places)
     for snapshot, numbers in zip(snapshots, numbers_by_rank, strict=True):
         for name in numbers.keys() & expected_by_name.keys():
             for other in _unequal(numbers[name], expected_by_name[name]):
-                ranks_by_number[other][name].append(snapshot.rank)
-    for other, ranks_by_name in ranks_by_number.items():
-        ranks = set[int]().union(*ranks_by_name.values())
-        where = named_ranks(sorted(ranks), cell.world_size)
-        names = listed(sorted(ranks_by_name))
-        yield (
-            f"{where}: {other.key} of {names} is {other.number:.6g}; "
-            f"{other.reference:.6g} in the reference"
-        )
+                places_by_number[other].ranks.add(snapshot.rank)
+                places_by_number[other].names.add(name)
+    for other, places in places_by_number.items():
+        where = named_ranks(sorted(places.ranks), cell.world_size)
+        names = listed(sorted(places.names))
+        yield f"{where}: {other.key} of {names} is {other}"
 
 
-def _unequal(numbers: Mapping[str, float], expected: Mapping[str, float]) -> Iterator[_OtherNumber]:
+def _unequal(numbers: _GroupNumbers, expected: _GroupNumbers) -> Iterator[_OtherNumber]:
     """Yield the hyperparameters that both groups have, with other numbers."""
     for key in HYPERPARAMETERS:
         number = numbers.get(key)
@@ -487,21 +547,22 @@ class _NumbersOfParameters:
         self._names = Names(run, run.unwrapped) if run.unwrapped else str
         #: The place of each parameter's group, by rank and by the place of an optimizer's step in
         #: the trainer's step.
-        self._group_of: dict[tuple[int, int], dict[str, int]] = {}
+        self._groups: dict[tuple[int, int], dict[str, int]] = {}
 
-    def after_step(self, snapshots: tuple[Snapshot, ...]) -> list[_Numbers]:
+    def after_step(self, snapshots: Snapshots) -> list[_Numbers]:
         """Return for each rank the numbers by the unwrapped name of the parameter."""
         return [self._of_rank(snapshot) for snapshot in snapshots]
 
-    def _of_rank(self, snapshot: Snapshot) -> dict[str, Mapping[str, float]]:
-        numbers: dict[str, Mapping[str, float]] = {}
+    def _of_rank(self, snapshot: Snapshot) -> _Numbers:
+        numbers: dict[str, _GroupNumbers] = {}
         for nth, step in enumerate(snapshot.steps):
-            place = snapshot.rank, nth
+            place = (snapshot.rank, nth)
             if step.gradients:
-                self._group_of[place] = {
-                    self._names(info.name): info.group for info in step.gradients
-                }
-            for name, group in self._group_of.get(place, {}).items():
+                groups: dict[str, int] = {}
+                for info in step.gradients:
+                    groups[self._names(info.name)] = info.group
+                self._groups[place] = groups
+            for name, group in self._groups.get(place, {}).items():
                 if group < len(step.param_groups):
                     numbers[name] = step.param_groups[group]
         return numbers
@@ -519,14 +580,16 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     tolerances = _allowed(rounding_of(cell, trained).norm_tolerance, trace, _optimizer_norm)
     largest = 0.0
     for step, tolerance in enumerate(tolerances):
+        name = f"step {step + 1}"
         snapshots = trained.at("step", step)
         references = reference_run.at("reference", step)
         if not snapshots or not references:
-            yield f"step {step + 1}: no reference to compare with"
+            yield f"{name}: no reference to compare with"
             return
         expected = _optimizer_norm(references[0])
         largest = max(largest, expected)
         allowance = _Allowance(tolerance, largest)
+        expectation = f"{expected:.6g} in the reference ({tolerance:.0e} allowed)"
         is_wrong = False
         for copy in _norms_of_copies(cell, trained, snapshots):
             if allowance.covers(copy.norm, expected):
@@ -535,13 +598,9 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             ranks = named_ranks(copy.ranks, cell.world_size)
             if len(copy.ranks) > 1:
                 ranks = f"{ranks} together"
-            norms = (
-                f"norm {copy.norm:.6g}; {expected:.6g} in the reference ({tolerance:.0e} allowed)"
-            )
-            finding = (
-                f"the gradients that the optimizer gets have {norms}{tied_apart(cell, trained)}"
-            )
-            yield f"step {step + 1}: {ranks}: {finding}"
+            gradients = f"the gradients that the optimizer gets have norm {copy.norm:.6g}"
+            finding = f"{gradients}; {expectation}{tied_apart(cell, trained)}"
+            yield f"{name}: {ranks}: {finding}"
         if is_wrong:
             return
 
@@ -554,15 +613,14 @@ class _NormOfCopy:
     norm: float
 
 
-def _norms_of_copies(
-    cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]
-) -> Iterator[_NormOfCopy]:
+def _norms_of_copies(cell: Cell, run: RunTrace, snapshots: Snapshots) -> Iterator[_NormOfCopy]:
     """Yield the norm of the gradients of each copy of the model."""
     holders_by_rank: dict[int, tuple[int, ...]] = {}
     square_by_rank: dict[int, float] = {}
     for snapshot in snapshots:
         if snapshot.steps:
-            holders, square = together((step.holders, step.square) for step in snapshot.steps)
+            shares = [(step.holders, step.square) for step in snapshot.steps]
+            holders, square = together(shares)
             holders_by_rank[snapshot.rank] = holders
             square_by_rank[snapshot.rank] = square
     for ranks in across_stages(run, shard_groups(holders_by_rank, cell.world_size)):
@@ -584,21 +642,28 @@ def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
     if not stage_of_rank or run.unwrapped is None:
         return 0.0
     names = Names(run, run.unwrapped)
-    # By unwrapped name and by stage.
-    squares: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    # The squares of each parameter's gradients by stage.
+    squares: dict[str, dict[int, float]] = defaultdict(_zeros)
     for snapshot in pipeline:
-        holders, _ = together((step.holders, step.square) for step in snapshot.steps)
+        shares = [(step.holders, step.square) for step in snapshot.steps]
+        holders, _ = together(shares)
         stage = stage_of_rank.get(snapshot.rank, 0)
         for step in snapshot.steps:
             for info in step.gradients:
                 # What several of the holders have is a part of the share of each, see ``together``.
-                part = info.square * max(1, len(info.layout.holders)) / max(1, len(holders))
+                holders_of_gradient = max(1, len(info.layout.holders))
+                part = info.square * holders_of_gradient / max(1, len(holders))
                 squares[names(info.name)][stage] += part
     squares_of_later: list[float] = []
     for square_by_stage in squares.values():
         earliest = min(square_by_stage)
-        squares_of_later.append(sum(square_by_stage.values()) - square_by_stage[earliest])
+        all_stages = sum(square_by_stage.values())
+        squares_of_later.append(all_stages - square_by_stage[earliest])
     return sum(squares_of_later)
+
+
+def _zeros() -> dict[int, float]:
+    return defaultdict(float)
 
 
 def _optimizer_norm(snapshot: Snapshot) -> float:
@@ -606,4 +671,5 @@ def _optimizer_norm(snapshot: Snapshot) -> float:
 
     It is over all the optimizer's steps together.
     """
-    return math.sqrt(sum(step.square for step in snapshot.steps))
+    squares = [step.square for step in snapshot.steps]
+    return math.sqrt(sum(squares))
