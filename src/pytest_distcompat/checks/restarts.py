@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, pairs
+from pytest_distcompat.checks._base import check, every_rank, pairs, with_rank
 from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import differences, settings, unlike, values
@@ -27,10 +27,11 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
         return "a second load is tried without that option"
     if "grad_accum" in driver.options and cell.option("grad_accum") == 1:
         return "it is tried with grad_accum, where an epoch ends in the middle of an accumulation"
-    if PRECISIONS.get(cell.precision).compute != "float32" and cell.world_size > 2:
+    compute = PRECISIONS.get(cell.precision).compute
+    if compute != "float32" and cell.world_size > 2:
         return (
-            "in lower precision sums of more than two ranks depend on their order, the more, "
-            "the more steps are followed"
+            "in lower precision sums of more than two ranks depend on their order, "
+            "the more, the more steps are followed"
         )
     return None
 
@@ -70,7 +71,9 @@ def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from followed
     loaded = third.at("load")
     when = "after the second load"
-    yield from differences(values(second, saved), values(third, loaded), when)
+    saved_values = values(second, saved)
+    loaded_values = values(third, loaded)
+    yield from differences(saved_values, loaded_values, when)
     yield from settings(saved, loaded, when)
     # A resumed run that is wrong saves what is wrong.
     if not followed:
@@ -92,28 +95,30 @@ def _followed(
         load: Words for the load.
     """
     for nth in range(steps):
+        step = f"{nth + 1} after the {load}"
+        expected_snapshots = train.at("step", first + nth)
+        snapshots = resumed.at("step", nth)
         wrong: list[str] = []
-        for expected, found in pairs(train.at("step", first + nth), resumed.at("step", nth)):
-            wrong += _other_step(expected, found, f"{nth + 1} after the {load}")
+        for expected, snapshot in pairs(expected_snapshots, snapshots):
+            wrong += with_rank(snapshot, _other_step(expected, snapshot, step))
         yield from wrong
         if wrong:
             return
 
 
-def _other_step(expected: Snapshot, found: Snapshot, step: str) -> Iterator[str]:
-    """Yield findings for the loss and the numbers of param groups of a rank's step."""
-    where = f"rank {found.rank}"
-    if expected.loss is None or found.loss is None:
-        yield f"{where}: no loss to compare in step {step}; expected step() to return it"
-    elif not math.isclose(expected.loss, found.loss, rel_tol=LOSS_TOLERANCE):
+def _other_step(expected: Snapshot, snapshot: Snapshot, step: str) -> Iterator[str]:
+    """Yield what is wrong with the loss and the numbers of param groups of a rank's step."""
+    if expected.loss is None or snapshot.loss is None:
+        yield f"no loss to compare in step {step}; expected step() to return it"
+    elif not math.isclose(expected.loss, snapshot.loss, rel_tol=LOSS_TOLERANCE):
         yield (
-            f"{where}: loss {step} is {found.loss:.6g}; "
-            f"{expected.loss:.6g} in the run that never stopped"
+            f"loss {step} is {snapshot.loss:.6g}; {expected.loss:.6g} in the run that never stopped"
         )
-    for number in unlike(expected.param_groups, found.param_groups, RATE_TOLERANCE):
-        if number.before is not None and number.after is not None:
-            resumed = (
-                f"{number.key} of the optimizer's group {number.group} is {number.after:.6g} in "
-                f"step {step}"
-            )
-            yield f"{where}: {resumed}; {number.before:.6g} in the run that never stopped"
+    for number in unlike(expected.param_groups, snapshot.param_groups, RATE_TOLERANCE):
+        if number.before is None or number.after is None:
+            continue
+        setting = f"{number.key} of the optimizer's group {number.group}"
+        yield (
+            f"{setting} is {number.after:.6g} in step {step}; "
+            f"{number.before:.6g} in the run that never stopped"
+        )

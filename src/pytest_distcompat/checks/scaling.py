@@ -57,7 +57,8 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _not_skipped(snapshot_before, snapshot)
         yield from _not_shrunk(snapshot_before, snapshot)
     for snapshot_before, snapshot in pairs(corrupted, after):
-        if snapshot.states and _trained_digests(snapshot_before) == _trained_digests(snapshot):
+        trained_before = _trained_digests(snapshot_before)
+        if snapshot.states and trained_before == _trained_digests(snapshot):
             yield (
                 f"rank {snapshot.rank}: nothing changed in the step after the overflow; "
                 "expected training to go on"
@@ -83,7 +84,8 @@ def _unlike_scales(snapshots: Sequence[Snapshot], moment: str) -> Iterator[str]:
         if "scale" in snapshot.scaler:
             scales.add(snapshot.scaler["scale"])
     if len(scales) > 1:
-        listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
+        texts = [f"{scale:g}" for scale in sorted(scales)]
+        listed = ", ".join(texts)
         yield f"ranks scale the loss differently after {moment}: by {listed}"
 
 
@@ -98,8 +100,9 @@ def _not_skipped(before: Snapshot, after: Snapshot) -> Iterator[str]:
     if not changed:
         return
     names = changed[0]
-    if len(changed) > 1:
-        names = f"{names} and {len(changed) - 1} others"
+    others = len(changed) - 1
+    if others:
+        names += f" and {others} others"
     yield (
         f"rank {after.rank}: {names} changed in a step whose gradients overflow; "
         "expected it to be skipped"
@@ -114,17 +117,18 @@ def _not_shrunk(before: Snapshot, after: Snapshot) -> Iterator[str]:
         return
     # Hysteresis may tolerate an overflow:
     # https://www.deepspeed.ai/docs/config-json/#fp16-training-options.
-    is_tolerated = after.scaler.get("hysteresis", 1.0) < before.scaler.get("hysteresis", 1.0)
+    tolerated = before.scaler.get("hysteresis", 1.0)
+    tolerated_after = after.scaler.get("hysteresis", 1.0)
+    is_tolerated = tolerated_after < tolerated
     if scale_after >= scale and not is_tolerated:
-        yield (
-            f"rank {after.rank}: the scale is {scale_after:g} after an overflow at {scale:g}; "
-            "expected a smaller one"
-        )
+        text = f"the scale is {scale_after:g} after an overflow at {scale:g}"
+        yield f"rank {after.rank}: {text}; expected a smaller one"
 
 
 def _trained_digests(snapshot: Snapshot) -> dict[str, str]:
     """Return the digests of all that a step changes on this rank, by the words for it."""
     digests = {repr(info.name): info.digest for info in snapshot.parameters}
     for state in snapshot.states:
-        digests[f"{state.key} of {state.owner!r}"] = state.digest
+        words = f"{state.key} of {state.owner!r}"
+        digests[words] = state.digest
     return digests

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, module_of, with_rank
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, module_of, with_rank
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.model_values import Kind, Names, values
 from pytest_distcompat.precisions import PRECISIONS
@@ -44,7 +44,7 @@ def start(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from with_rank(snapshot, _evaluating(snapshot, run.unwrapped, names))
 
 
-def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Iterator[str]:
+def _other_parameters(cell: Cell, run: RunTrace, built: Snapshots) -> Iterator[str]:
     """Yield findings for parameters and flat masters that have other values than loaded."""
     assert run.unwrapped is not None
     loaded = _with_values(run.unwrapped.parameters)
@@ -54,6 +54,7 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
         return
     built_values = values(run, built)
     for kind in ("parameter", "master"):
+        built_dtypes = built_values.dtypes[kind]
         apart: list[str] = []
         others: list[str] = []
         for name, built_digests in built_values.of(kind).items():
@@ -61,7 +62,7 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
             # check ``names``.
             if name not in loaded or not built_digests:
                 continue
-            expected = _expected_values(cell, kind, loaded[name], built_values.dtypes[kind][name])
+            expected = _expected_values(cell, kind, loaded[name], built_dtypes[name])
             if not expected or expected.issuperset(built_digests):
                 continue
             if len(built_digests) > 1:
@@ -84,15 +85,19 @@ def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[st
     """
     # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/fsdp/_flat_param.py,
     # ``flatten_tensors``.
-    return unwrapped.noncontiguous if cell.strategy == "fsdp1" else ()
+    if cell.strategy != "fsdp1":
+        return ()
+    return unwrapped.noncontiguous
 
 
 def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
     """Return the tensors whose values were read, by name: one on the meta device has none."""
     with_values: dict[str, ParameterInfo] = {}
     for info in infos:
-        if info.digest and (info.digest != digests.EMPTY or 0 in info.shape):
-            with_values[info.name] = info
+        has_no_elements = 0 in info.shape
+        if not info.digest or (info.digest == digests.EMPTY and not has_no_elements):
+            continue
+        with_values[info.name] = info
     return with_values
 
 
@@ -107,10 +112,13 @@ def _expected_values(
     if kind == "master" or flat_masters:
         # DeepSpeed casts the model before it copies the masters.
         return {loaded.digest, loaded.rounded or loaded.digest}
-    if loaded.rounded and set(dtypes) == {PRECISIONS.get(cell.precision).compute}:
+    compute = PRECISIONS.get(cell.precision).compute
+    if loaded.rounded and set(dtypes) == {compute}:
         return {loaded.rounded}
-    if any(BYTES.get(dtype, 4) < BYTES.get(loaded.dtype, 4) for dtype in dtypes):
-        return set()
+    loaded_size = BYTES.get(loaded.dtype, 4)
+    for dtype in dtypes:
+        if BYTES.get(dtype, 4) < loaded_size:
+            return set()
     return {loaded.digest}
 
 
@@ -158,9 +166,10 @@ def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> I
     """
     # A trainer may put what it does not train into evaluation mode.
     trained = _above_trainable(unwrapped)
+    strategy = STRATEGIES.get(names.cell.strategy)
     evaluating: list[str] = []
     for module in snapshot.evaluating:
-        name = STRATEGIES.get(names.cell.strategy).canonical(module, names.cell, trained)
+        name = strategy.canonical(module, names.cell, trained)
         if name in trained and name not in unwrapped.evaluating:
             evaluating.append(name)
     if not evaluating:
@@ -178,7 +187,9 @@ def _above_trainable(unwrapped: UnwrappedInfo) -> set[str]:
     """
     modules: set[str] = set()
     for info in unwrapped.parameters:
-        name = info.name if info.trainable else ""
+        if not info.trainable:
+            continue
+        name = info.name
         while name:
             name = module_of(name)
             modules.add(name)
