@@ -43,13 +43,16 @@ def _measured(cell: Cell, trace: Trace) -> str:
     """
     run = trace.run()
     steps = _steps(run)
-    if len(steps) < SAVED or not all(step.rows for step in steps):
+    if len(steps) < SAVED:
+        return ""
+    if not all(step.rows for step in steps):
         return ""
     means = steps[-1].means
     text = f"gradients give {_words(means)} the same weight"
     if "token" in means:
         return text
-    return text + _joined_loss(run.at("step"), steps[0].rows)
+    first_step = run.at("step")
+    return text + _joined_loss(first_step, steps[0].rows)
 
 
 def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
@@ -73,9 +76,10 @@ def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
     if not tokens:
         return ""
     mean_of_ranks = losses / len(snapshots)
+    mean_of_tokens = weighted / tokens
     return (
         f"; in step 1 the ranks' losses have the mean {mean_of_ranks:.6g}, "
-        f"weighted by their tokens {weighted / tokens:.6g}"
+        f"weighted by their tokens {mean_of_tokens:.6g}"
     )
 
 
@@ -112,7 +116,8 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
     for number, step in enumerate(steps, start=1):
         if not step.means:
             other = f"gradients are a mean with other weights than those of {_words(means)}"
-            yield f"step {number}: {other}: {_example(step.rows)}"
+            example = _example(step.rows)
+            yield f"step {number}: {other}: {example}"
             return
         means = step.means
     if len(steps) < SAVED:
@@ -189,7 +194,8 @@ def _is_equal(rows: list[_Row], mean: str) -> bool:
         shared_weights.append(row.weight * _tokens_that_share(rows, row, mean))
     if not shared_weights:
         return True
-    return max(shared_weights) - min(shared_weights) <= TOLERANCE * max(shared_weights)
+    largest = max(shared_weights)
+    return largest - min(shared_weights) <= TOLERANCE * largest
 
 
 def _tokens_that_share(rows: list[_Row], row: _Row, mean: str) -> int:
@@ -209,8 +215,8 @@ def _tokens_that_share(rows: list[_Row], row: _Row, mean: str) -> int:
 
 def _example(rows: list[_Row]) -> str:
     """Return the words for the micro-batches whose tokens have the most and the least weight."""
-    most = max(rows, key=lambda row: row.weight)
-    least = min(rows, key=lambda row: row.weight)
+    most = max(rows, key=_weight)
+    least = min(rows, key=_weight)
     ratio = most.weight / least.weight
     return (
         f"a token of {_place(rows, most)} "
@@ -218,12 +224,21 @@ def _example(rows: list[_Row]) -> str:
     )
 
 
+def _weight(row: _Row) -> float:
+    return row.weight
+
+
 def _place(rows: list[_Row], row: _Row) -> str:
     """Return the words for the micro-batch of a row."""
     tokens = _tokens_that_share(rows, row, "micro_batch")
-    return f"rank {row.rank}'s micro-batch {row.micro_batch + 1} ({tokens} tokens)"
+    number = row.micro_batch + 1
+    return f"rank {row.rank}'s micro-batch {number} ({tokens} tokens)"
 
 
 def _words(means: Iterable[str]) -> str:
     """Return the words for some means, in the order of ``MEANS``."""
-    return " or ".join(MEANS[name] for name in MEANS if name in means)
+    words: list[str] = []
+    for name, word in MEANS.items():
+        if name in means:
+            words.append(word)
+    return " or ".join(words)

@@ -108,7 +108,8 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first, as
     DeepSpeed does (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
     """
-    for loading, saving in (("up", "train"), ("back", "up"), ("one", "train")):
+    saving_run = {"up": "train", "back": "up", "one": "train"}
+    for loading, saving in saving_run.items():
         # A cell of one rank has no run ``one``.
         if loading in trace.runs:
             yield from _not_loaded_as_saved(trace.run(saving), trace.run(loading))
@@ -122,7 +123,9 @@ def _not_loaded_as_saved(saving: RunTrace, loading: RunTrace) -> Iterator[str]:
     loaded = loading.at("load")
     yield from every_rank(saved, saving.world_size, "save")
     yield from every_rank(loaded, loading.world_size, f"the load at {ranks}")
-    yield from differences(values(saving, saved), values(loading, loaded), when)
+    saved_values = values(saving, saved)
+    loaded_values = values(loading, loaded)
+    yield from differences(saved_values, loaded_values, when)
     yield from settings(saved, loaded, when)
     yield from step_counts(saving, loading, when)
     yield from finite_losses(loading.at("step"), f"the first step {when}")
@@ -131,7 +134,9 @@ def _not_loaded_as_saved(saving: RunTrace, loading: RunTrace) -> Iterator[str]:
 def _described_mesh(run: RunTrace) -> str:
     """Return the words for a run's ranks in a finding, as "4 ranks with tp 2"."""
     cell = Cell.parse(run.cell)
-    words = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    words = f"{run.world_size} ranks"
+    if run.world_size == 1:
+        words = "1 rank"
     if cell.tp > 1:
         words += f" with tp {cell.tp}"
     if cell.pp > 1:
@@ -179,7 +184,8 @@ def _why_weights_cannot_move(cell: Cell, driver: type[Driver]) -> str | None:
 def _why_target_cannot_go_on(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the other strategy cannot run the cell; None if it can."""
     target = driver.portable[cell.strategy]
-    target_cell = _port_runs(cell, driver).runs[-1].cell(cell)
+    port_run = _port_runs(cell, driver).runs[-1]
+    target_cell = port_run.cell(cell)
     reason = STRATEGIES.get(target).unsupported_reason(target_cell)
     if not reason and driver.unsupported_reason(target_cell, "cpu"):
         # The device is not known here, so only what both devices cannot do is left out.
@@ -235,7 +241,9 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     if flat_parameters(saved):
         yield from _other_flat_step_counts(train, port, when)
     else:
-        yield from differences(values(train, saved), values(port, loaded), when)
+        saved_values = values(train, saved)
+        loaded_values = values(port, loaded)
+        yield from differences(saved_values, loaded_values, when)
         yield from step_counts(train, port, when)
     yield from settings(saved, loaded, when)
     yield from _other_losses(cell, train, port, when)
@@ -247,10 +255,12 @@ def _other_flat_step_counts(train: RunTrace, port: RunTrace, when: str) -> Itera
     These have no names to compare by, but one count.
     """
     expected: set[str] = set()
-    for digests in values(train, train.at("step", SAVED)).of("step").values():
+    train_values = values(train, train.at("step", SAVED))
+    for digests in train_values.of("step").values():
         expected.update(digests)
     wrong: dict[str, tuple[str, ...]] = {}
-    for name, digests in values(port, port.at("step")).of("step").items():
+    port_values = values(port, port.at("step"))
+    for name, digests in port_values.of("step").items():
         for digest in digests:
             if digest not in expected:
                 wrong[name] = (digest,)
@@ -280,24 +290,31 @@ def _other_losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Ite
     compares = _losses_are_comparable(cell, train, port)
     tolerance = 2 * precision_of_products(cell, train).loss_tolerance
     for nth in range(2):
-        expected_losses = {
-            snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)
-        }
+        name = f"{nth + 1} {when}"
+        expected_losses: dict[int, float | None] = {}
+        for snapshot in train.at("step", SAVED + nth):
+            expected_losses[snapshot.rank] = snapshot.loss
         for snapshot in port.at("step", nth):
             expected = expected_losses.get(snapshot.rank)
             if compares and (snapshot.loss is None or expected is None):
                 yield f"rank {snapshot.rank}: no loss to compare; expected step() to return it"
                 continue
-            infinite = list(finite_losses([snapshot], f"step {nth + 1} {when}"))
+            infinite = list(finite_losses([snapshot], f"step {name}"))
             yield from infinite
-            if infinite or not compares or snapshot.loss is None or expected is None:
+            if infinite or not compares:
                 continue
-            if not math.isclose(snapshot.loss, expected, rel_tol=tolerance):
-                loss = f"loss {nth + 1} {when} is {snapshot.loss:.6g}"
-                expectation = (
-                    f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
-                )
-                yield f"rank {snapshot.rank}: {loss}; {expectation}"
+            for text in _other_loss(snapshot.loss, expected, tolerance):
+                yield f"rank {snapshot.rank}: loss {name} is {text}"
+
+
+def _other_loss(loss: float | None, expected: float | None, tolerance: float) -> Iterator[str]:
+    """Yield the words for a loss that differs by more than the tolerance."""
+    # A missing loss has a finding of its own.
+    if loss is None or expected is None:
+        return
+    if not math.isclose(loss, expected, rel_tol=tolerance):
+        expectation = f"{expected:.6g} in the run that never stopped"
+        yield f"{loss:.6g}; {expectation} ({tolerance:.0e} allowed)"
 
 
 def _losses_are_comparable(cell: Cell, train: RunTrace, port: RunTrace) -> bool:

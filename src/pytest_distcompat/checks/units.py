@@ -17,7 +17,9 @@ _WITH_UNITS = frozenset({"FSDP1", "FSDP2"})
 
 
 def _why_no_units(cell: Cell, driver: type[Driver]) -> str | None:
-    if _has_units(cell) or cell.option("activation_checkpointing") or cell.option("compile"):
+    if _has_units(cell):
+        return None
+    if cell.option("activation_checkpointing") or cell.option("compile"):
         return None
     return f"{cell.strategy} cuts no units, and nothing is recomputed or compiled"
 
@@ -112,7 +114,10 @@ def _unwrapped_names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]
     strategy = STRATEGIES.get(cell.strategy)
     known = {module_of(info.name) for info in unwrapped.parameters}
     known.update(unwrapped.blocks)
-    return {strategy.canonical(name, cell, known) for name in live}
+    names: set[str] = set()
+    for live_name in live:
+        names.add(strategy.canonical(live_name, cell, known))
+    return names
 
 
 def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
@@ -215,20 +220,24 @@ def _recomputed_operators(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     if not mode or not counts.get("products"):
         return
     again = counts.get("products again", 0)
-    counted = f"blocks computed {again} of {counts['products']} matrix products again"
+    products = counts["products"]
+    counted = f"blocks computed {again} of {products} matrix products again"
     if mode == "selective" and again:
         yield f"{counted}; expected none in selective activation checkpointing"
     elif not again and not counts.get("others again"):
         yield "blocks computed nothing again in the backward pass"
     # A recomputation ends with what it needs, so that the last product of a block is not computed
     # again.
-    elif mode is True and not again and counts["products"] > counts["calls"]:
+    elif mode is True and not again and products > counts["calls"]:
         yield f"{counted}; expected all but the last of each block"
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:
     """Tell whether the module or parameter of that name is inside one of the modules."""
-    return any(name.startswith(f"{module}.") for module in modules)
+    for module in modules:
+        if name.startswith(f"{module}."):
+            return True
+    return False
 
 
 def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
@@ -269,7 +278,8 @@ def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
     numel_by_name = {info.name: info.local_numel for info in unwrapped.parameters}
     for info in model.parameters:
         name = strategy.canonical(info.name, cell, numel_by_name)
-        if info.kind != strategy.kind or info.local_numel == numel_by_name.get(name, 0):
+        is_whole = info.local_numel == numel_by_name.get(name, 0)
+        if info.kind != strategy.kind or is_whole:
             continue
         if _is_inside(name, unwrapped.ignored_modules):
             yield (
@@ -288,8 +298,10 @@ def _listed(names: Collection[str]) -> str:
     """Return the words for some modules in a finding: the first six, and how many more."""
     if not names:
         return "nothing"
-    quoted = sorted(_quoted(name) for name in names)
+    quoted = [_quoted(name) for name in names]
+    quoted.sort()
     listed = ", ".join(quoted[:6])
-    if len(quoted) > 6:
-        listed += f" and {len(quoted) - 6} more"
+    more = len(quoted) - 6
+    if more > 0:
+        listed += f" and {more} more"
     return listed

@@ -72,6 +72,7 @@ class StoredRun:
     def to_json(self) -> dict[str, Any]:
         """Return the run as reports have it."""
         end = self._end()
+        ranks = self.done.get("ranks", ())[:MAX_RANKS]
         return {
             "id": self.id,
             "driver": self.payload.driver,
@@ -82,7 +83,7 @@ class StoredRun:
             "ending": self._ending(),
             "action": end.get("action", ""),
             "message": self._message(),
-            "ranks": [_rank_json(rank) for rank in self.done.get("ranks", ())[:MAX_RANKS]],
+            "ranks": [_rank_json(rank) for rank in ranks],
             "command": self.done.get("command", ""),
         }
 
@@ -96,7 +97,9 @@ class StoredRun:
         end = self._end()
         if end:
             return str(end["kind"])
-        return "ok" if self.done else "unfinished"
+        if self.done:
+            return "ok"
+        return "unfinished"
 
     def _message(self) -> str:
         """Return the first line of the message with which it ended early.
@@ -138,13 +141,12 @@ def read_store(store: Path) -> list[StoredRun]:
 
 def _read_stored(directory: Path) -> StoredRun:
     request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
+    payload = decode(SuitePayload, request["payload"])
     done: dict[str, Any] = {}
     done_path = directory / DONE
     if done_path.exists():
         done = json.loads(done_path.read_text(encoding="utf-8"))
-    return StoredRun(
-        directory, decode(SuitePayload, request["payload"]), request["world_size"], done
-    )
+    return StoredRun(directory, payload, request["world_size"], done)
 
 
 def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool = True) -> None:
@@ -157,8 +159,10 @@ def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool =
     report.runs = [run.to_json() for run in stored_runs]
     for row in report.rows:
         cell = Cell.parse(row.cell)
-        driver_runs = [run for run in stored_runs if run.payload.driver == row.driver]
-        own_runs = [run for run in driver_runs if _is_for(run, cell, by_id)]
+        own_runs: list[StoredRun] = []
+        for run in stored_runs:
+            if run.payload.driver == row.driver and _is_for(run, cell, by_id):
+                own_runs.append(run)
         row.runs = [run.id for run in own_runs]
         if trainings:
             _add_first_training(row, own_runs)
@@ -233,7 +237,8 @@ class Running:
         progress = "starts"
         if self.number:
             progress = f"{self.action} {self.number}/{self.actions}"
-        return f"{self.cell} {self.run}: {progress}, {self.seconds:.0f} s of {self.timeout:g} s"
+        time = f"{self.seconds:.0f} s of {self.timeout:g} s"
+        return f"{self.cell} {self.run}: {progress}, {time}"
 
 
 def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Running]:
@@ -254,9 +259,10 @@ def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Runnin
         if (directory / DONE).exists():
             ended.add(name)
             continue
+        request_path = directory / "request.json"
         try:
-            begun = (directory / "request.json").stat().st_mtime
-            request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
+            begun = request_path.stat().st_mtime
+            request = json.loads(request_path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # it waits for its devices, or is being written
         seconds = max(0.0, clock.wall() - begun)
