@@ -27,7 +27,10 @@ RESUME = "resume"
 
 @dataclass(frozen=True)
 class Call:
-    """One call, with the arguments that are not at their default; ``str(call)`` is as Python writes it."""
+    """One call of the live trainer, with the arguments that are not at their default.
+
+    ``str(call)`` is the call as Python writes it.
+    """
 
     name: str
     arguments: tuple[tuple[str, str | bool], ...] = ()
@@ -71,7 +74,10 @@ def observer(method: Method) -> Method:
 
 
 def kind_of(calls: type, name: str) -> str:
-    """Return what a method is declared as, by the class or by one that it overrides; empty for one that is no call."""
+    """Return what a method is declared as: ``training``, ``observer``; empty for no call.
+
+    The class may declare it, or one whose method it overrides.
+    """
     for base in calls.__mro__:
         kind: str = getattr(vars(base).get(name), "kind", "")
         if kind:
@@ -80,7 +86,10 @@ def kind_of(calls: type, name: str) -> str:
 
 
 def offered(calls: type) -> list[Call]:
-    """Return all declared methods, each with all its arguments: those with defaults first, which are left out of a call."""
+    """Return all declared methods, each with all choices of its arguments.
+
+    Of each argument the default comes first, which a call leaves out.
+    """
     offers: list[Call] = []
     for name in sorted(dir(calls)):
         if kind_of(calls, name):
@@ -89,7 +98,10 @@ def offered(calls: type) -> list[Call]:
 
 
 def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
-    """Yield a call for each choice of the method's arguments; an argument of no ``Literal`` type is a bool."""
+    """Yield a call for each choice of the method's arguments.
+
+    An argument without a ``Literal`` type is a bool.
+    """
     hints = typing.get_type_hints(method)
     # Methods of a class, without ``self``: all other arguments have defaults.
     parameters = method.__code__.co_varnames[1:]
@@ -108,7 +120,9 @@ def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
 
 
 def read_calls(text: str, calls: type) -> list[Call]:
-    """Return the calls in a text, as ``offered`` has them. Raises ValueError for a text that is none.
+    """Return the calls in a text, as ``offered`` has them.
+
+    Raises ValueError for a text that is no list of declared calls.
 
     Args:
         text: ``step(), micro(), step(clip='no')``.
@@ -126,7 +140,10 @@ def read_calls(text: str, calls: type) -> list[Call]:
 
 
 def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
-    """Return the offered call that is the same, its defaults left out. Raises ValueError if there is none."""
+    """Return the offered call that is the same, without arguments at their defaults.
+
+    Raises ValueError if there is none.
+    """
     same_method = [offer for offer in offers if offer.name == call.name]
     if not same_method:
         names = ", ".join(dict.fromkeys(offer.name for offer in offers))
@@ -145,7 +162,10 @@ def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
 
 
 def refused(calls: Any, strategy: str) -> dict[Call, str]:
-    """Return the calls that a driver does not have under a strategy, as its ``refused`` says, each with the reason."""
+    """Return the calls that a driver does not have under a strategy, each with the reason.
+
+    The driver's ``refused`` names them.
+    """
     reasons: dict[Call, str] = {}
     for call in offered(calls):
         reason = refusal_reason(call, calls, strategy)
@@ -155,7 +175,10 @@ def refused(calls: Any, strategy: str) -> dict[Call, str]:
 
 
 def refusal_reason(call: Call, calls: Any, strategy: str) -> str:
-    """Return why a driver does not have a call under a strategy: of the first pattern that matches; empty if it has it."""
+    """Return why a driver does not have a call under a strategy; empty if it has it.
+
+    The reason is that of the first pattern in ``refused`` that matches.
+    """
     patterns: Mapping[str, str] = {**calls.refused.get("*", {}), **calls.refused.get(strategy, {})}
     for pattern, reason in patterns.items():
         if fnmatch.fnmatchcase(str(call), pattern):
