@@ -80,7 +80,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def _capture_log(level: str, log: RankLog) -> None:
-    """Write log records without a handler to a file, as pytest writes them; the root logger gets no handler of its own."""
+    """Write log records without a handler to a file, as pytest writes them.
+
+    The root logger gets no handler of its own.
+    """
     # With one ``logging.basicConfig`` of the trainer would do nothing
     # (https://docs.python.org/3/library/logging.html#logging.lastResort).
     if level:
@@ -97,7 +100,10 @@ def _capture_log(level: str, log: RankLog) -> None:
 
 
 def _init_gloo(world: World) -> None:
-    """Initialise the process group with gloo: ranks that share a GPU cannot use this NCCL, the default of trainers."""
+    """Initialise the process group with gloo, for ranks that share a GPU.
+
+    They cannot use this NCCL, the default of trainers.
+    """
     import torch
     from torch import distributed
 
@@ -132,13 +138,19 @@ class Rank:
         observer.trainer = self._trainer
 
     def _trainer(self) -> tuple[Module | None, Any, bool]:
-        """Return the trained model, its optimizer, and whether the step is one that is recorded with all values."""
+        """Return the trained model, its optimizer, and whether the step is one of the first.
+
+        The first steps are recorded with all values.
+        """
         model = self.driver.model if self.unwrapped is None else self.unwrapped
         return model, self.driver.optimizer, self._among_first_steps
 
     @property
     def _among_first_steps(self) -> bool:
-        """Tell whether the next step is one of the first of this run, which are recorded with all values."""
+        """Tell whether the next step is one of the first of this run.
+
+        These are recorded with all values.
+        """
         return self.number < self.run.first_step + WHOLE_STEPS
 
     @property
@@ -167,7 +179,10 @@ class Rank:
         self.began = clock.now()
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
-        """Log what was seen after the action, which took so many seconds, and begin the next one."""
+        """Log what was seen after the action, and begin the next one.
+
+        ``seconds`` is how long the action took.
+        """
         action = self.run.actions[self.index]
         snapshot = Snapshot(
             self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos
@@ -185,7 +200,10 @@ class Rank:
         self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
-        """Hand the trainer its methods, up to the next action of the worker's own, as one plan; read files in between."""
+        """Hand the trainer its methods as one plan; read files in between.
+
+        The plan goes up to the next action of the worker's own.
+        """
         actions = []
         self.end = self.index
         for action in self.run.actions[self.index :]:
@@ -225,7 +243,10 @@ class Rank:
         )
 
     def _record_action(self, action: str, loss: Any = None) -> None:
-        """Record an action that ``Driver.train`` reports as done, with the loss, or with what a call returned."""
+        """Record an action that ``Driver.train`` reports as done.
+
+        ``loss`` is the loss of a step, or what a call returned.
+        """
         # Before the probe reads anything, which is not the trainer's time.
         seconds = clock.now() - self.began
         if action != self._next_in_plan:
@@ -260,7 +281,10 @@ class Rank:
         self._fit_first_scale()
 
     def _needs_all_values(self, action: str) -> bool:
-        """Tell whether the snapshot after an action holds all values: always, but for steps between the first and the last."""
+        """Tell whether the snapshot after an action holds all values.
+
+        It does, but for steps between the first and the last.
+        """
         if self.run.records_calls or action not in STEP_ACTIONS or self._among_first_steps:
             return True
         return STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
@@ -282,9 +306,10 @@ class Rank:
         return infos
 
     def _fit_first_scale(self) -> None:
-        """Begin at a loss scale that fits, unless a load brings one: from the trainer's own it shows that the load did.
+        """Begin at a loss scale that fits, unless a load brings one.
 
-        Under another strategy a load need not bring the scale.
+        With the trainer's own first scale it shows that the load brought another. Under another
+        strategy a load need not bring the scale.
         """
         from pytest_distcompat.probe.snapshot import fit_first_scale
 
@@ -293,7 +318,10 @@ class Rank:
             fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
     def _called(self, result: Any) -> dict[str, Any]:
-        """Return what calls are compared by after an action, which returned a loss, outputs, whole tensors or nothing."""
+        """Return what calls are compared by after an action.
+
+        The action returned a loss, outputs, whole tensors or nothing.
+        """
         from torch import Tensor
 
         from pytest_distcompat.probe.snapshot import read_call, sample
@@ -352,7 +380,10 @@ class Rank:
             return self._attach(self.unwrapped)
 
     def _placed(self, model: Module) -> Module:
-        """Return the model on this rank's device, where batches are; one that a trainer is built around stays where it is."""
+        """Return the model on this rank's device, where batches are.
+
+        A model that a trainer is built around stays where it is.
+        """
         if "build" not in self.run.actions:
             move_to_device(model, self.driver.world.device)
         return model
@@ -380,7 +411,10 @@ class Rank:
         return infos
 
     def _files(self) -> dict[str, Any]:
-        """Read the saved files, then the exported ones, on rank 0, or on the first rank of each machine that has its own."""
+        """Read the saved files, then the exported ones.
+
+        Rank 0 reads them, or the first rank of each machine that has files of its own.
+        """
         from pytest_distcompat.probe.files import read_files, read_saved
 
         rank = self.driver.world.rank
@@ -394,7 +428,10 @@ class Rank:
         return infos
 
     def _with_own_names(self, files: Iterable[FileInfo]) -> tuple[FileInfo, ...]:
-        """Return files with the names of their tensors as the driver says that the model has them."""
+        """Return files with the names that the model's tensors have.
+
+        The driver says them.
+        """
         return tuple(file.renamed(self.driver.saved_name) for file in files)
 
     def _export(self) -> dict[str, Any]:
@@ -437,12 +474,16 @@ class Rank:
         }
         if driver.optimizer is None:
             raise RuntimeError(
-                "reference() is to set self.optimizer to the optimizer that it steps, as train() does"
+                "reference() is to set self.optimizer to the optimizer that it steps, "
+                "as train() does"
             )
         return infos | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
 
     def _rounded(self) -> dict[str, Any]:
-        """Run the reference under autocast; return nothing where it cannot run so, which is no failure."""
+        """Run the reference under autocast.
+
+        Return nothing where it cannot run so, which is no failure.
+        """
         import torch
 
         dtype = getattr(torch, PRECISIONS.get(self.driver.cell.precision).compute)
@@ -488,7 +529,10 @@ class Rank:
         return {"rows": tuple(rows)}
 
     def _rows_of_loader(self, name: str, epoch: int, batch: int, directory: Path) -> RowsInfo:
-        """Return the numbers of the rows that a loader gives from that epoch and batch on, by epoch and batch."""
+        """Return the numbers of the rows that a loader gives, by epoch and batch.
+
+        The loader begins at that epoch and batch.
+        """
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
         count = self._loaders[name].rows or ROWS
         for number, rows in self.driver.rows(name, count, (epoch, batch), directory):
@@ -528,9 +572,10 @@ class Rank:
 
 
 def move_to_device(model: Any, device: str) -> None:
-    """Move a model to the device in place; a tensor on ``meta`` has nothing to move, and stays for what fills it later.
+    """Move a model to the device in place.
 
-    Anything but a module is left to the check of what the driver returned.
+    A tensor on ``meta`` has nothing to move, and stays for what fills it later. Anything but a
+    module is left to the check of what the driver returned.
     """
     import torch
 
@@ -554,7 +599,10 @@ def move_to_device(model: Any, device: str) -> None:
 
 
 def _number(value: Any, name: str) -> float | None:
-    """Return a number, or a tensor with one element, as a float. Raises TypeError for anything else."""
+    """Return a number, or a tensor with one element, as a float.
+
+    Raises TypeError for anything else.
+    """
     if value is None:
         return None
     try:
@@ -565,7 +613,10 @@ def _number(value: Any, name: str) -> float | None:
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[object]:
-    """Run compiled modules eagerly: to compile a graph for one batch takes as long as the whole training."""
+    """Run compiled modules eagerly.
+
+    To compile a graph for one batch takes as long as the whole training.
+    """
     # https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
     if "torch._dynamo" not in sys.modules:
         # ``torch.compiler`` would import it, which takes seconds on a rank that compiles nothing.
