@@ -327,10 +327,7 @@ class Cell:
 
     @classmethod
     def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
-        """Return a cell, with its options as keyword arguments.
-
-        Example: ``Cell.of("fsdp2", "fp32", model="mlp")``.
-        """
+        """Return a cell, with its options as keyword arguments: ``model="mlp"``."""
         return cls(strategy, precision, world_size, tuple(options.items()))
 
     @classmethod
@@ -358,10 +355,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """Return the id: ``fsdp2-bf16_upcast-w2-compile``.
-
-        Over two machines it is ``fsdp2-bf16_upcast-w2-n2-compile``.
-        """
+        """Return the id: ``fsdp2-bf16_upcast-w2-compile``, with ``w2-n2`` over two machines."""
         parts = [self.strategy, self.precision, *self.spread.tokens]
         parts += [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join(parts)
@@ -406,9 +400,9 @@ class Cell:
 
     @property
     def tp(self) -> int:
-        """Return the size of tensor parallelism: ranks that hold each layer together.
+        """Return the size of tensor parallelism, the innermost dimension of a mesh.
 
-        They are neighbours, as the innermost dimension of a mesh.
+        It is how many ranks, neighbours, hold the parts of each layer together.
         """
         return int(self.option("tp"))
 
@@ -422,15 +416,15 @@ class Cell:
 
     @property
     def cp(self) -> int:
-        """Return the size of context parallelism: ranks that hold each sequence together.
+        """Return the size of context parallelism, the dimension of a mesh outside of ``tp``.
 
-        On a mesh it is the dimension outside that of tensor parallelism.
+        It is how many ranks hold the parts of each sequence together.
         """
         return int(self.option("cp"))
 
     @property
     def ep(self) -> int:
-        """Return the size of expert parallelism: ranks that hold the experts together.
+        """Return the size of expert parallelism: how many ranks hold the experts together.
 
         They are data parallel ranks and neighbours, each fed rows of its own.
         """
@@ -438,17 +432,17 @@ class Cell:
 
     @property
     def pp(self) -> int:
-        """Return the size of pipeline parallelism: ranks that hold the stages of the model.
+        """Return the size of pipeline parallelism, the outermost dimension of a mesh.
 
-        On a mesh it is the outermost dimension.
+        It is how many ranks hold the stages of the model.
         """
         return int(self.option("pp"))
 
     @property
     def stages(self) -> int:
-        """Return how many stages the pipeline has: one a rank.
+        """Return the number of pipeline stages: ``pp``, twice that if they are interleaved.
 
-        Under an interleaved schedule there are two: rank r holds stages r and r + pp.
+        Under an interleaved schedule rank r holds stages r and r + pp.
         """
         if str(self.option("pp_schedule")).startswith("Interleaved"):
             return 2 * self.pp
@@ -478,10 +472,7 @@ class Cell:
         return tuple(range(first, first + size, self.tp))
 
     def pp_peers(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the stages of one pipeline together, this one included.
-
-        They are in the order of their stages.
-        """
+        """Return the ranks that hold the stages of one pipeline, in order, this one included."""
         ranks = self.world_size // self.pp
         return tuple(range(rank % ranks, self.world_size, ranks))
 

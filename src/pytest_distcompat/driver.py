@@ -106,9 +106,9 @@ class Exports(LiveTrainer):
     """Ability to write weights for use elsewhere, which the check ``export`` loads again."""
 
     def export(self, directory: Path) -> None:
-        """Write the trained weights for use elsewhere.
+        """Write the trained weights: whole tensors, the unwrapped model's names, no optimizer.
 
-        Tensors are whole and have the unwrapped model's names. The optimizer is not written.
+        They are for use elsewhere.
         """
         raise NotImplementedError
 
@@ -121,10 +121,10 @@ class Exports(LiveTrainer):
         raise NotImplementedError
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """Return what the model computes on one fixed batch, as a tensor of any shape.
+        """Return what a model computes on one fixed batch, the same on every rank; any shape.
 
-        The model is the trained or the reloaded one. The batch is the same on every rank. A model
-        that ``torch.compile`` wraps is run uncompiled here.
+        The model is the trained or the reloaded one. A model that ``torch.compile`` wraps is run
+        uncompiled here.
         """
         raise NotImplementedError
 
@@ -148,9 +148,9 @@ class HasReference(LiveTrainer):
     averages: Mapping[str, float] = MappingProxyType({})
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
-        """Take one step of the same training in one process, and return the loss.
+        """Take step ``number`` of the same training in one process, and return the loss.
 
-        It is step ``number``, done without the trainer.
+        It is done without the trainer.
 
         Derived for a driver with ``loss`` and ``make_optimizer``: the mean of the ranks' losses,
         clipped to ``max_norm``, with ``make_scheduler``. A derived reference repeats a mistake of
@@ -182,11 +182,10 @@ class HasReference(LiveTrainer):
         return total
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
-        """Return the loss of a model on one batch, without a backward pass.
+        """Return the loss on batch ``number`` of that rank, without a backward pass.
 
-        It is batch ``number`` of that rank. The model may be unwrapped or not. In the derived
-        reference ``self.world`` is that of one process, ``self.cell.world_size`` that of the
-        compared run.
+        The model may be unwrapped or not. In the derived reference ``self.world`` is that of one
+        process, ``self.cell.world_size`` that of the compared run.
         """
         raise NotImplementedError
 
@@ -195,10 +194,7 @@ class HasReference(LiveTrainer):
         raise NotImplementedError
 
     def make_scheduler(self, optimizer: Any) -> Any:  # noqa: ARG002 - for those who override it
-        """Return the scheduler of an optimizer, which is stepped after it.
-
-        None if there is none.
-        """
+        """Return the scheduler of an optimizer, stepped after it; None without one."""
         return None
 
 
@@ -206,9 +202,9 @@ class HasLossScaling(LiveTrainer):
     """Ability to take a step whose gradients overflow, for the check ``scaling`` of fp16."""
 
     def overflow(self, number: int) -> float:
-        """Do a ``step`` whose gradients overflow.
+        """Do a ``step`` with infinite gradients in the first layer, on the highest rank alone.
 
-        On the highest rank alone, the gradients of the first layer alone are infinite.
+        The gradients of all other layers are finite.
         """
         raise NotImplementedError
 
@@ -224,16 +220,16 @@ class HasLoaders(LiveTrainer):
 
     @classmethod
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:  # noqa: ARG003 - for those who override it
-        """Return those of ``loaders`` that can be made in a cell, such as on its mesh.
+        """Return those of ``loaders`` that can be made in a cell; by default all.
 
-        By default these are all.
+        Some cannot be made on the mesh of a cell, for example.
         """
         return cls.loaders
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the batches that this rank gets in two epochs, each as (epoch, rows).
+        """Yield each batch of this rank in two epochs: epoch, and numbers of the rows.
 
         Rows are numbers out of ``range(count)``. ``build`` was not called: start the process group
         here if the loader needs it.
@@ -252,10 +248,10 @@ class HasMetrics(LiveTrainer):
     """Ability to evaluate over several ranks, for the check ``evaluation``."""
 
     def metrics(self, count: int) -> Mapping[str, float]:
-        """Return metrics over rows ``range(count)`` by name.
+        """Return metrics over rows ``range(count)`` by name, for each way of evaluation.
 
-        There is one for each way in which the trainer evaluates. The check ``evaluation`` compares
-        each with its value in one process, on every rank. ``build`` was not called.
+        They are the ways in which the trainer evaluates. The check ``evaluation`` compares each
+        metric with its value in one process, on every rank. ``build`` was not called.
         """
         raise NotImplementedError
 
@@ -264,18 +260,17 @@ class RenamesKeys(LiveTrainer):
     """How names in saved files differ from those of the unwrapped model. By default they do not."""
 
     def saved_name(self, key: str) -> str:
-        """Return the unwrapped model's name for ``key`` of a saved file.
+        """Return the unwrapped model's name for a key that the trainer renames when it saves.
 
-        It is for a trainer that renames keys when it saves. Called for each key of a model or an
-        optimizer in each saved file.
+        It is called for each key of a model or an optimizer in each saved file.
         """
         return key
 
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - for those who override it
-        """Return names that files have in place of the unwrapped model's own, else nothing.
+        """Return names that files have in place of the unwrapped model's own; by default none.
 
-        They are the names that the trainer's library writes. For tensors that are joined or split
-        when they are written, which ``saved_name`` cannot express.
+        They are for a library that writes other names: for tensors that are joined or split when
+        they are written, which ``saved_name`` cannot express.
         """
         return ()
 
@@ -403,16 +398,16 @@ class Driver(
     # What every trainer does. A driver with its own ``train`` needs ``build_model`` alone.
 
     def build_model(self) -> Module:
-        """Return the model that a user hands to the trainer.
+        """Return the unwrapped model, on the CPU, in the precision's load dtype.
 
-        It is unwrapped, on the CPU, in the precision's load dtype.
+        It is what a user hands to the trainer.
         """
         raise NotImplementedError(_missing(self, "build_model"))
 
     def build(self, model: Module) -> None:
-        """Build the trainer and set the three attributes.
+        """Build the trainer: wrap the model, make the optimizer, and set the attributes.
 
-        Wrap the model, and make the optimizer and the scheduler.
+        Make the scheduler too. The attributes are ``model``, ``optimizer`` and ``scheduler``.
         """
         raise NotImplementedError(_missing(self, "build"))
 
@@ -421,16 +416,15 @@ class Driver(
 
         Returns:
             The mean over this rank's rows or tokens, scaled so that the average over ranks is the
-                loss of all; or this
-            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the
-                loss of all together.
+            loss of all; or this rank's part of a sum, if the trainer sums gradients over ranks. Of
+            micro-batches, the loss of all together.
         """
         raise NotImplementedError(_missing(self, "step"))
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint to resume from.
+        """Write a checkpoint to resume from; the directory exists, the same for all ranks.
 
-        The directory exists and is the same for all ranks, see ``Plan``.
+        See ``Plan``.
         """
         raise NotImplementedError(_missing(self, "save"))
 

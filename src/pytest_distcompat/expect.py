@@ -1,4 +1,8 @@
-"""Expectations that an adopter declares: ``fails`` (a known bug) and ``refuses`` (not supported, with a clear error)."""
+"""Expectations that an adopter declares.
+
+``fails`` is a known bug; ``refuses`` says that a cell is not supported, and fails with a clear
+error.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +83,10 @@ class Expectation:
             optional += f", also={self.also!r}"
         if self.until:
             optional += f", until={self.until!r}"
-        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}{optional})"
+        return (
+            f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}"
+            f"{optional})"
+        )
 
 
 def fails(
@@ -91,9 +98,9 @@ def fails(
     until: str = "",
     **facets: FacetValue,
 ) -> Expectation:
-    """Declare a known bug: the check fails in these cells; when it passes, that is an error ("FIXED?").
+    """Declare a known bug: the check fails in these cells.
 
-    A crash or a hang is never covered.
+    When it passes, that is an error ("FIXED?"). A crash or a hang is never covered.
 
     Args:
         check: The name of the check, ``*`` for all.
@@ -123,7 +130,10 @@ def may_fail(
     until: str = "",
     **facets: FacetValue,
 ) -> Expectation:
-    """Declare a known bug that occurs only sometimes, such as a number close to a tolerance. The check may pass."""
+    """Declare a known bug that occurs only sometimes.
+
+    The check may pass. An example is a number close to a tolerance.
+    """
     return replace(
         fails(check, reason=reason, match=match, also=also, until=until, **facets), strict=False
     )
@@ -132,9 +142,10 @@ def may_fail(
 def refuses(
     check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue
 ) -> Expectation:
-    """Declare cells that are not supported: ``build`` raises an error whose message contains ``match``.
+    """Declare cells that are not supported: ``build`` raises an error.
 
-    An error after ``build`` is a LateFailure, no error at all is a failure.
+    Its message contains ``match``. An error after ``build`` is a LateFailure, no error at all is a
+    failure.
 
     Args:
         check: The name of the check, ``*`` for all.
@@ -154,7 +165,10 @@ def refuses(
 def may_refuse(
     check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue
 ) -> Expectation:
-    """Declare cells that some machines do not support: they are refused with that message, or every check passes."""
+    """Declare cells that some machines do not support.
+
+    They are refused with that message, or every check passes.
+    """
     return replace(refuses(check, match=match, reason=reason, until=until, **facets), strict=False)
 
 
@@ -195,7 +209,10 @@ def _is_count(value: object) -> bool:
 
 
 def _allows(wanted: OptionValue | int, number: int) -> bool:
-    """Tell whether a number of ranks, or of what they are on, is the wanted one, or not below the wanted lower bound."""
+    """Tell whether a number of ranks, or of what they are on, is wanted.
+
+    ``wanted`` is that number, or a lower bound (``">=2"``).
+    """
     if isinstance(wanted, str):
         return number >= int(wanted.removeprefix(">="))
     return number == wanted

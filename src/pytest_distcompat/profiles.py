@@ -20,11 +20,14 @@ from pytest_distcompat.registry import Registry
 
 #: The meaning of each profile, from the one with the fewest cells to the one with the most.
 PROFILES = {
-    "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
-    "default": "the suite's matrix; a check with runs of its own only once in cells alike in all that it depends on",
-    "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
-    "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "
-    "every two axes of the mesh",
+    "smoke": "each strategy and each precision of the matrix once, no options; "
+    "checks with runs of their own in one cell only",
+    "default": "the suite's matrix; "
+    "a check with runs of its own only once in cells alike in all that it depends on",
+    "pairwise": "the suite's matrix, "
+    "and every pair of strategy, precision and option values that the driver can do",
+    "full": "every strategy with every precision that the suite's matrix has together, "
+    "with every option value by itself, and every two axes of the mesh",
 }
 
 
@@ -260,10 +263,11 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
         machines = dataclasses.replace(cell.spread, world_size=0)
         earlier = first.setdefault((cell.strategy, machines, cell.set, *values), cell)
         if earlier != cell:
-            yield (
-                cell,
-                f"the default profile runs it in {earlier}, which is alike in all that it depends on",
+            reason = (
+                f"the default profile runs it in {earlier}, "
+                "which is alike in all that it depends on"
             )
+            yield cell, reason
 
 
 def _full(selection: Selection) -> Iterator[Cell]:

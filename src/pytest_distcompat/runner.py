@@ -1,4 +1,7 @@
-"""Runner: (driver, cell, scenario) -> Trace. Each distinct run runs once for all checks and xdist workers."""
+"""Runner: (driver, cell, scenario) -> Trace.
+
+Each distinct run runs once for all checks and xdist workers.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,12 @@ WORKER = "pytest_distcompat.worker"
 
 @dataclass(eq=False)
 class Runner:
-    """Runner of a session: keeps the results in ``store``, a directory that all its xdist workers share.
+    """Runner of a session: runs what checks need, and keeps the results.
 
-    ``worker`` is the worker of xdist, whose node agents alone have its checkpoints of each node.
-    ``recorders`` are the extensions' on each rank (``recording``). ``started`` has the directories
-    of the runs that this process has started, each with the name of the run.
+    They are in ``store``, a directory that all xdist workers of the session share. ``worker`` is
+    the worker of xdist, whose node agents alone have its checkpoints of each node. ``recorders``
+    are the extensions' on each rank (``recording``). ``started`` has the directories of the runs
+    that this process has started, each with the name of the run.
     """
 
     store: Path
@@ -60,7 +64,10 @@ class Runner:
     _decoded: dict[Path, tuple[RunTrace, str]] = field(default_factory=dict, init=False)
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
-        """Return the trace of a scenario. Runs that another check already needed are read, not run again."""
+        """Return the trace of a scenario.
+
+        Runs that another check already needed are read, not run again.
+        """
         runs: dict[str, RunTrace] = {}
         notes: dict[str, str] = {}
         wanted = {run.name: run for run in scenario.runs}
@@ -165,7 +172,10 @@ class Runner:
         return trace, ending.command
 
     def _directory(self, driver: str, cell: Cell, run: Run) -> Path:
-        """Return the directory of a run, which two checks share if it runs in the same cell for as many ranks."""
+        """Return the directory of a run.
+
+        Two checks share it if the run is in the same cell for as many ranks.
+        """
         # A run that loads the checkpoint of another one belongs to that one's cell. The name ends
         # with a hash, since a driver's name may contain any character.
         run_cell = run.cell(cell)
@@ -182,7 +192,10 @@ class Runner:
 
 
 def _has_own_disks(cell: Cell, run: Run) -> bool:
-    """Tell whether each machine has files of its own in the run; what a run on one rank loads is on the first machine."""
+    """Tell whether each machine has files of its own in the run.
+
+    What a run on one rank loads is on the first machine.
+    """
     if not cell.own_disks or cell.spread.on_one:
         return False
     return not run.cell(cell).spread.on_one or bool(run.after)
@@ -198,7 +211,10 @@ def _threads(cell: Cell, device: str) -> dict[str, str]:
 
 
 def read_run(directory: Path) -> tuple[RunTrace, str]:
-    """Return a finished run and the command that repeats it. Raises FileNotFoundError for an unfinished one."""
+    """Return a finished run and the command that repeats it.
+
+    Raises FileNotFoundError for an unfinished one.
+    """
     data = json.loads((directory / DONE).read_text(encoding="utf-8"))
     run = decode(RunTrace, data["trace"])
     snapshots = _snapshots(LogReader(directory, range(run.world_size)).read())
@@ -224,7 +240,10 @@ def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
 
 
 def _run_failure(ending: Ending) -> RunFailure:
-    """Return the failure, in the action of the rank that failed first; a rank that had finished is in no action."""
+    """Return the failure, in the action of the rank that failed first.
+
+    A rank that had finished is in no action.
+    """
     events = ending.events.get(ending.cause.rank, ()) if ending.cause else ()
     # Only an action that began and did not finish has failed.
     action = None if of_kind(Done, events) else current_action(events)
@@ -234,7 +253,10 @@ def _run_failure(ending: Ending) -> RunFailure:
 
 
 def rank_reports(ending: Ending) -> list[dict[str, Any]]:
-    """Return a report of each rank that failed, the cause first; before them, as rank None, an error of the launch."""
+    """Return a report of each rank that failed, the cause first.
+
+    An error of the launch stands before them, as rank None.
+    """
     failed = RankEnd(-1, "", ending.headline(), ending.launch_error)
     return [{**_rank_report(failed), "rank": None}] * bool(ending.launch_error) + [
         _rank_report(end) for end in ending.in_order()

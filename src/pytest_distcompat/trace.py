@@ -815,10 +815,7 @@ class Trace:
 
     @property
     def stand_in(self) -> StandIn | None:
-        """Return what took the place of ranks in the first run that has a stand-in.
-
-        None if all ranks ran.
-        """
+        """Return what took the place of ranks, in the first such run; None if all ran."""
         for run in self:
             if run.stand_in is not None:
                 return run.stand_in

@@ -122,8 +122,7 @@ def run(
 
     Returns:
         The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``,
-            and by rank when the agent saw
-        its process gone (``ended_at``).
+        and by rank when the agent saw its process gone (``ended_at``).
     """
     Path(request.directory, "logs").mkdir(exist_ok=True)
     # Ranks write their exceptions there for torch, which does not always remove the files.

@@ -346,7 +346,7 @@ class Pool:
 
         Returns:
             For each device the names that are locked, its own or those of its places; and whom the
-                request waited for.
+            request waited for.
 
         Raises:
             LeaseTimeout: At the deadline.
