@@ -11,7 +11,7 @@ import fnmatch
 import inspect
 import itertools
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,7 +37,8 @@ class Call:
 
     def __str__(self) -> str:
         arguments = [f"{name}={value!r}" for name, value in self.arguments]
-        return f"{self.name}({', '.join(arguments)})"
+        listed = ", ".join(arguments)
+        return f"{self.name}({listed})"
 
     @classmethod
     def parse(cls, text: str) -> Call:
@@ -136,7 +137,11 @@ def read_calls(text: str, calls: type) -> list[Call]:
         ) from None
     offers = offered(calls)
     elements = trees.elts if isinstance(trees, ast.List) else [trees]
-    return [_as_offered(Call.parse(ast.unparse(tree)), calls, offers) for tree in elements]
+    read: list[Call] = []
+    for tree in elements:
+        call = Call.parse(ast.unparse(tree))
+        read.append(_as_offered(call, calls, offers))
+    return read
 
 
 def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
@@ -179,7 +184,8 @@ def refusal_reason(call: Call, calls: Any, strategy: str) -> str:
 
     The reason is that of the first pattern in ``refused`` that matches.
     """
-    patterns: Mapping[str, str] = {**calls.refused.get("*", {}), **calls.refused.get(strategy, {})}
+    patterns: dict[str, str] = dict(calls.refused.get("*", {}))
+    patterns |= calls.refused.get(strategy, {})
     for pattern, reason in patterns.items():
         if fnmatch.fnmatchcase(str(call), pattern):
             return reason

@@ -45,7 +45,11 @@ class Option:
 
     def accepts(self, value: OptionValue) -> bool:
         """Tell whether the option has that value."""
-        return value in self.values or bool(self.pattern and re.fullmatch(self.pattern, str(value)))
+        if value in self.values:
+            return True
+        if not self.pattern:
+            return False
+        return re.fullmatch(self.pattern, str(value)) is not None
 
     def listed(self, value: OptionValue) -> OptionValue:
         """Return the value as the option lists it.
@@ -268,7 +272,7 @@ def check_option(name: str, value: OptionValue) -> None:
     if name not in OPTIONS:
         raise UsageProblem(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
     if not OPTIONS[name].accepts(value):
-        known = ", ".join(repr(known) for known in OPTIONS[name].values)
+        known = ", ".join(map(repr, OPTIONS[name].values))
         raise UsageProblem(f"option {name!r} has no value {value!r}. Known: {known}")
 
 
@@ -305,25 +309,30 @@ class Cell:
         """
         self._check_divides("pp", self.world_size, "ranks")
         ranks = self.world_size // self.pp
-        self._check_divides(
-            "tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp"
-        )
-        self._check_divides(
-            "cp", ranks // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
-        )
-        self._check_divides(
-            "ep",
-            self.dp_size,
-            "ranks" if self.dp_size == self.world_size else "data parallel ranks",
-        )
+        words = "ranks"
+        if self.pp > 1:
+            words = "ranks, those of each stage of pp"
+        self._check_divides("tp", ranks, words)
+        words = "ranks"
+        if self.tp > 1:
+            words = "ranks, those of each part of tp"
+        self._check_divides("cp", ranks // self.tp, words)
+        words = "ranks"
+        if self.dp_size < self.world_size:
+            words = "data parallel ranks"
+        self._check_divides("ep", self.dp_size, words)
 
     def _check_divides(self, name: str, ranks: int, words: str) -> None:
         """Raise UsageProblem unless the value of the option divides so many ranks."""
         size = int(self.option(name))
         if ranks % size:
-            divisors = [str(value) for value in OPTIONS[name].values if ranks % int(value) == 0]
+            divisors: list[str] = []
+            for value in OPTIONS[name].values:
+                if ranks % int(value) == 0:
+                    divisors.append(str(value))
             problem = f"{name} {size} does not divide {ranks} {words}"
-            raise UsageProblem(f"{problem}; with these {name} can be {', '.join(divisors)}")
+            possible = ", ".join(divisors)
+            raise UsageProblem(f"{problem}; with these {name} can be {possible}")
 
     @classmethod
     def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
@@ -336,7 +345,8 @@ class Cell:
         strategy, _, rest = cell_id.partition("-")
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
-        if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
+        names_world_size = world.startswith("w") and world[1:].isdecimal()
+        if not strategy or not precision or not names_world_size:
             raise UsageProblem(
                 f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'"
             )
@@ -346,10 +356,8 @@ class Cell:
         option_by_token = _options_by_token(tokens)
         for token in tokens:
             if token not in option_by_token:
-                raise UsageProblem(
-                    f"cell id {cell_id!r}: unknown part {token!r}. "
-                    f"Known: {', '.join(option_by_token)}"
-                )
+                known = ", ".join(option_by_token)
+                raise UsageProblem(f"cell id {cell_id!r}: unknown part {token!r}. Known: {known}")
         options = tuple(option_by_token[token] for token in tokens)
         return cls(strategy, precision, int(world[1:]), options, machines)
 
@@ -357,7 +365,8 @@ class Cell:
     def id(self) -> str:
         """Return the id: ``fsdp2-bf16_upcast-w2-compile``, with ``w2-n2`` over two machines."""
         parts = [self.strategy, self.precision, *self.spread.tokens]
-        parts += [OPTIONS[name].token(value) for name, value in self.options]
+        for name, value in self.options:
+            parts.append(OPTIONS[name].token(value))
         return "-".join(parts)
 
     @property
@@ -367,8 +376,11 @@ class Cell:
 
     def without(self, *names: str) -> Cell:
         """Return the same cell with these options at their defaults."""
-        options = tuple((name, value) for name, value in self.options if name not in names)
-        return dataclasses.replace(self, options=options)
+        options: list[tuple[str, OptionValue]] = []
+        for name, value in self.options:
+            if name not in names:
+                options.append((name, value))
+        return dataclasses.replace(self, options=tuple(options))
 
     def spread_as(self, other: Cell | Matrix) -> Cell:
         """Return the same cell over as many machines as the other one.
@@ -468,8 +480,10 @@ class Cell:
     def cp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of each sequence together, this one included."""
         size = self.tp * self.cp
-        first = rank // size * size + rank % self.tp
-        return tuple(range(first, first + size, self.tp))
+        # The first of the ranks that hold these sequences, with all parts of their layers.
+        block = rank - rank % size
+        first = block + rank % self.tp
+        return tuple(range(first, block + size, self.tp))
 
     def pp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the stages of one pipeline, in order, this one included."""
@@ -489,9 +503,10 @@ class Cell:
         """
         values: dict[str, Any] = {}
         for setting in self.set:
-            if setting.startswith(f"{name}."):
-                field, text = setting.removeprefix(f"{name}.").split("=", 1)
-                values[field] = text if name == "env" else setting_value(text)
+            if not setting.startswith(f"{name}."):
+                continue
+            field, text = setting.removeprefix(f"{name}.").split("=", 1)
+            values[field] = text if name == "env" else setting_value(text)
         return values
 
     def with_settings(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,7 +530,10 @@ class Cell:
         """Return every facet with its value, including options at their default."""
         values: dict[str, OptionValue | int] = {}
         for name in FACETS:
-            values[name] = self.option(name) if name in OPTIONS else getattr(self, name)
+            if name in OPTIONS:
+                values[name] = self.option(name)
+            else:
+                values[name] = getattr(self, name)
         return values
 
     def own_facets(self) -> dict[str, OptionValue | int]:
@@ -558,7 +576,11 @@ def setting_value(text: str) -> Any:
     # A hyphen is spelled as a tilde.
     text = text.replace("~", "-")
     if text.startswith("("):
-        return [setting_value(part) for part in text[1:-1].split(",") if part]
+        values = []
+        for part in text[1:-1].split(","):
+            if part:
+                values.append(setting_value(part))
+        return values
     with contextlib.suppress(ValueError):
         return json.loads(text)
     if re.fullmatch(r"[a-z_]\w*(\.\w+)+", text):
@@ -607,8 +629,12 @@ class Matrix:
 
         These are the ones that the matrix does not name: ``world_size``, ``nodes``.
         """
-        named: dict[str, object] = {"world_size": self.world_sizes, "nodes": self.nodes}
-        return {name for name, value in named.items() if not value}
+        counts: set[str] = set()
+        if not self.world_sizes:
+            counts.add("world_size")
+        if not self.nodes:
+            counts.add("nodes")
+        return counts
 
     def spread_as(self, other: Matrix) -> Matrix:
         """Return the same matrix over as many machines as the other one.
