@@ -43,6 +43,9 @@ for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
     with contextlib.suppress(Exception):
         _registry.names()
 
+#: An epoch, and a batch of it.
+EpochAndBatch = tuple[int, int]
+
 #: The actions that are methods of the trainer, which may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save"}
 
@@ -88,13 +91,13 @@ def _capture_log(level: str, log: RankLog) -> None:
     # (https://docs.python.org/3/library/logging.html#logging.lastResort).
     if level:
         number = int(level) if level.isdecimal() else logging.getLevelName(level.upper())
-        logging.getLogger().setLevel(min(logging.getLogger().level, number))
+        root = logging.getLogger()
+        root.setLevel(min(root.level, number))
     if not log.by_hand:
         path = log_file(log.path.parent, log.rank)
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
-        handler.setFormatter(
-            logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s")
-        )
+        line = "%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"
+        handler.setFormatter(logging.Formatter(line))
         handler.setLevel(logging.getLogger().level if level else logging.WARNING)
         logging.lastResort = handler
 
@@ -142,7 +145,9 @@ class Rank:
 
         The first steps are recorded with all values.
         """
-        model = self.driver.model if self.unwrapped is None else self.unwrapped
+        model = self.unwrapped
+        if model is None:
+            model = self.driver.model
         return model, self.driver.optimizer, self._among_first_steps
 
     @property
@@ -154,9 +159,18 @@ class Rank:
         return self.number < self.run.first_step + WHOLE_STEPS
 
     @property
+    def _next(self) -> str:
+        """The next action of the run; empty if all are done."""
+        if self.index < len(self.run.actions):
+            return self.run.actions[self.index]
+        return ""
+
+    @property
     def _next_in_plan(self) -> str:
         """The action that the trainer is to do next; empty if its plan is done."""
-        return self.run.actions[self.index] if self.index < self.end else ""
+        if self.index < self.end:
+            return self.run.actions[self.index]
+        return ""
 
     def perform(self) -> None:
         """Perform all actions of the run."""
@@ -170,11 +184,11 @@ class Rank:
     def _begin(self) -> None:
         """Log the next action: if it hangs or dies, that is the last event of this rank."""
         self.index += 1
-        following = self.run.actions[self.index] if self.index < len(self.run.actions) else ""
-        if following:
-            self.log.write(Action(following, self.index))
+        action = self._next
+        if action:
+            self.log.write(Action(action, self.index))
         for recorder in self.recorders:
-            recorder.switch(following)
+            recorder.switch(action)
         self.observer.restart()
         self.began = clock.now()
 
@@ -250,11 +264,9 @@ class Rank:
         # Before the probe reads anything, which is not the trainer's time.
         seconds = clock.now() - self.began
         if action != self._next_in_plan:
-            state = (
-                f"the next action of the plan is {self._next_in_plan!r}"
-                if self._next_in_plan
-                else "the plan is done"
-            )
+            state = "the plan is done"
+            if self._next_in_plan:
+                state = f"the next action of the plan is {self._next_in_plan!r}"
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         if action == "build":
             self._observe_built()
@@ -269,7 +281,7 @@ class Rank:
             # A load that trains again reaches the same state: only its steps show it.
             infos["steps"] = tuple(self.observer.steps)
         self._end(infos, seconds)
-        while self.index < len(self.run.actions) and self.run.actions[self.index] == "files":
+        while self._next == "files":
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
         self.observer.record_operators(on=self._observes_operators)
@@ -313,7 +325,8 @@ class Rank:
         """
         from pytest_distcompat.probe.snapshot import fit_first_scale
 
-        loads = self.run.actions[self.index + 1 : self.index + 2] == ("load",)
+        remaining = self.run.actions[self.index + 1 :]
+        loads = bool(remaining) and remaining[0] == "load"
         if not loads or self.run.strategy:
             fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
@@ -351,9 +364,8 @@ class Rank:
             driver.scheduler = driver.make_scheduler(driver.optimizer)
             driver.caller = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
         with self.observer.watching():
-            result = driver.caller.perform(
-                self.run.actions[self.index].removeprefix(REFERENCE_CALL)
-            )
+            call = self.run.actions[self.index].removeprefix(REFERENCE_CALL)
+            result = driver.caller.perform(call)
             if result is None:
                 result = driver.caller.outputs()
         return self._snapshot(whole=True) | self._called(result)
@@ -421,7 +433,8 @@ class Rank:
         if not self.driver.world.writes_first:
             return {}
         exported = read_files(self.run_paths.export, "export/")
-        saved = read_files(self.run_paths.save_to, f"of rank {rank}: " if rank else "")
+        prefix = f"of rank {rank}: " if rank else ""
+        saved = read_files(self.run_paths.save_to, prefix)
         infos = {"files": self._with_own_names(saved + exported)}
         if self.driver.cell.option("save_only_model"):
             infos["saved"] = self._with_own_names(read_saved(self.run_paths.save_to))
@@ -444,7 +457,9 @@ class Rank:
         return infos
 
     def _exported(self) -> dict[str, Any]:
-        return self._snapshot(whole=True) if self.driver.can("export") else {}
+        if not self.driver.can("export"):
+            return {}
+        return self._snapshot(whole=True)
 
     def _evaluate(self) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import sample
@@ -509,17 +524,26 @@ class Rank:
         return self._loaded(self._loaders, [(0, 0)], self.run_paths.save_to)
 
     def _resumed_rows(self) -> dict[str, Any]:
-        resumed = [name for name, loader in self._loaders.items() if loader.resumes]
+        resumed: list[str] = []
+        for name, loader in self._loaders.items():
+            if loader.resumes:
+                resumed.append(name)
         return self._loaded(resumed, RESUME_AT, self.run_paths.load_from)
 
     def _moved_rows(self) -> dict[str, Any]:
-        moved = [name for name, loader in self._loaders.items() if loader.moves]
+        moved: list[str] = []
+        for name, loader in self._loaders.items():
+            if loader.moves:
+                moved.append(name)
         # Twice as many ranks are as far after half the batches.
-        starts = [(epoch, batch // 2) for epoch, batch in RESUME_AT if batch]
+        starts: list[EpochAndBatch] = []
+        for epoch, batch in RESUME_AT:
+            if batch:
+                starts.append((epoch, batch // 2))
         return self._loaded(moved, starts, self.run_paths.load_from)
 
     def _loaded(
-        self, names: Iterable[str], starts: Sequence[tuple[int, int]], directory: Path
+        self, names: Iterable[str], starts: Sequence[EpochAndBatch], directory: Path
     ) -> dict[str, Any]:
         """Return the rows that loaders give from each of these epochs and batches on."""
         rows = []
@@ -533,19 +557,22 @@ class Rank:
 
         The loader begins at that epoch and batch.
         """
+        loader = self._loaders[name]
+        count = loader.rows or ROWS
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
-        count = self._loaders[name].rows or ROWS
         for number, rows in self.driver.rows(name, count, (epoch, batch), directory):
-            batches_by_epoch.setdefault(number, []).append(tuple(map(int, rows)))
-        batches = tuple(map(tuple, batches_by_epoch.values()))
-        return RowsInfo(name, epoch, batch, self._loaders[name], batches)
+            batches = batches_by_epoch.setdefault(number, [])
+            batches.append(tuple(map(int, rows)))
+        epochs = tuple(tuple(batches) for batches in batches_by_epoch.values())
+        return RowsInfo(name, epoch, batch, loader, epochs)
 
     def _metrics(self) -> dict[str, Any]:
         if not self.driver.can("metrics"):
             return {}
-        return {
-            "metrics": {name: float(value) for name, value in self.driver.metrics(ROWS).items()}
-        }
+        metrics: dict[str, float] = {}
+        for name, value in self.driver.metrics(ROWS).items():
+            metrics[name] = float(value)
+        return {"metrics": metrics}
 
     def _snapshot(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
@@ -582,10 +609,12 @@ def move_to_device(model: Any, device: str) -> None:
     if not isinstance(model, torch.nn.Module):
         return
     target = torch.device(device)
+    to_stay = {target, torch.device("meta")}
     tensors = [*model.parameters(), *model.buffers()]
-    elsewhere = [
-        tensor for tensor in tensors if tensor.device not in {target, torch.device("meta")}
-    ]
+    elsewhere = []
+    for tensor in tensors:
+        if tensor.device not in to_stay:
+            elsewhere.append(tensor)
     if not elsewhere:
         # Models that place their tensors themselves may refuse a call of ``to``.
         return
@@ -608,7 +637,8 @@ def _number(value: Any, name: str) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        actual = f"{name} is a {type(value).__name__}: {value!r:.200}"
+        kind = type(value).__name__
+        actual = f"{name} is a {kind}: {value!r:.200}"
         raise TypeError(f"{actual}; expected a number, or a tensor with one element") from error
 
 
