@@ -20,8 +20,6 @@ from pytest_distcompat.wording import listed_ranks
 if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
 
-#: What some ranks recorded after one action: a snapshot each.
-Snapshots = tuple[Snapshot, ...]
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: Called with a cell and a driver: why the check does not apply to that cell; None if it does.
 NotApplicable = Callable[[Cell, type[Driver]], str | None]
@@ -29,6 +27,9 @@ NotApplicable = Callable[[Cell, type[Driver]], str | None]
 Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
+
+#: The snapshots of several ranks after one action, one for each rank that reported.
+Snapshots = tuple[Snapshot, ...]
 
 #: How many findings a message shows: a model that is wrong throughout has hundreds of the same
 #: kind.
@@ -205,9 +206,9 @@ def check(
     depends_on: frozenset[str] | None = None,
     remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
-    """Return a decorator that makes a ``Check`` of a claim.
+    """Make a ``Check`` of a function.
 
-    The check has the function's name, and its text is the function's docstring.
+    The check has the function's name, and its docstring as the claim.
     """
 
     def check_of(claim: Claim) -> Check:
@@ -240,12 +241,6 @@ class _TextOfRanks:
     before: str
     after: str = ""
 
-    def line(self, ranks: list[str]) -> str:
-        """Return the finding about these ranks; about no rank, if there are none."""
-        if not ranks:
-            return self.before
-        return f"{self.before}{listed_ranks(ranks)}{self.after}"
-
 
 def message(findings: list[str]) -> str:
     """Return the first findings, one a line, and how many more there are.
@@ -260,11 +255,16 @@ def message(findings: list[str]) -> str:
         else:
             text = _TextOfRanks(of_rank["before"], of_rank["after"])
             ranks_by_text.setdefault(text, []).append(of_rank["rank"])
-    lines = [text.line(ranks) for text, ranks in ranks_by_text.items()]
-    surplus = len(lines) - FINDINGS_SHOWN
-    if surplus > 0:
-        del lines[FINDINGS_SHOWN:]
-        lines.append(f"... and {surplus} more")
+    lines: list[str] = []
+    for text, ranks in ranks_by_text.items():
+        if ranks:
+            names = listed_ranks(ranks)
+            lines.append(f"{text.before}{names}{text.after}")
+        else:
+            lines.append(text.before)
+    hidden = len(lines) - FINDINGS_SHOWN
+    if hidden > 0:
+        lines[FINDINGS_SHOWN:] = [f"... and {hidden} more"]
     return "\n".join(lines)
 
 
@@ -283,9 +283,9 @@ def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveIn
     parallelism or of a pipeline.
     """
     for info in snapshot.collectives:
-        if info.op not in REDUCTIONS or info.numel <= 1:
+        if info.op not in REDUCTIONS or "float" not in info.dtype:
             continue
-        if "float" in info.dtype and not _moves_activations(cell, snapshot.rank, info):
+        if info.numel > 1 and not _moves_activations(cell, snapshot.rank, info):
             yield info
 
 
@@ -293,8 +293,9 @@ def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
     """Tell whether a collective runs only among ranks of one tensor-parallel group or pipeline."""
     if not info.ranks:
         return False
+    ranks = set(info.ranks)
     for peers in (cell.tp_peers(rank), cell.pp_peers(rank)):
-        if len(peers) > 1 and set(info.ranks).issubset(peers):
+        if len(peers) > 1 and ranks.issubset(peers):
             return True
     return False
 
@@ -341,10 +342,11 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
     A comparison would not notice: two infinite losses are equal.
     """
     for snapshot in snapshots:
-        loss = snapshot.loss
-        if loss is None or not math.isfinite(loss):
-            finding = f"the loss of {step} is {loss}; expected a finite number"
-            yield f"rank {snapshot.rank}: {finding}"
+        if snapshot.loss is None or not math.isfinite(snapshot.loss):
+            yield (
+                f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; "
+                "expected a finite number"
+            )
 
 
 def stale(optimizer: OptimizerInfo, when: str = "") -> str:
@@ -378,9 +380,8 @@ def _in_mode(mode: str, modules: set[str], step: str) -> str:
     """Return the words for modules that are in a mode; the whole model has an empty name."""
     if "" in modules:
         return f"the whole model is in {mode} mode in {step}"
-    count = len(modules)
     first = min(modules)
-    return f"{count} modules are in {mode} mode in {step}, first {first!r}"
+    return f"{len(modules)} modules are in {mode} mode in {step}, first {first!r}"
 
 
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
@@ -393,11 +394,8 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
     for snapshot in trained:
         before[snapshot.rank] += len(snapshot.steps)
     for snapshot in loaded:
-        steps = 0
-        for step in snapshot.steps:
-            # Not ``> 0``, which is false for NaN.
-            if step.square != 0:
-                steps += 1
+        # Not ``> 0``, which is false for NaN.
+        steps = sum(step.square != 0 for step in snapshot.steps)
         if steps and steps >= before[snapshot.rank]:
             finding = f"the optimizer took {steps} steps with gradients during the load"
             expected = "expected the state to be read from the checkpoint, not trained again"
@@ -407,11 +405,7 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
 def _options_beside_checkpoints(cell: Cell) -> list[str]:
     """Return the cell's options but those that matter only when a checkpoint is saved or loaded."""
     read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
-    names: list[str] = []
-    for name, _ in cell.options:
-        if name not in read_at_checkpoints:
-            names.append(name)
-    return names
+    return [name for name, _ in cell.options if name not in read_at_checkpoints]
 
 
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
@@ -437,6 +431,8 @@ def saved_as_elsewhere(cell: Cell) -> str | None:
             changes = f"{name} changes how the model is trained, not what is saved"
             return f"{changes}, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:
-        alike = f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast"
-        return f"{alike}, where it is tested"
+        return (
+            f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, "
+            "where it is tested"
+        )
     return None

@@ -16,29 +16,26 @@ def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
     micro_batches = int(cell.option("grad_accum"))
     for snapshot in run.at("step"):
         micro_batches = max(micro_batches, len(snapshot.inputs))
-    factors = {"the number of ranks": cell.world_size, "micro-batches a step": micro_batches}
+    numbers = {
+        "the number of ranks": cell.world_size,
+        "micro-batches a step": micro_batches,
+    }
     for axis in ("tp", "cp", "ep", "pp"):
-        factors[f"the size of {axis}"] = int(cell.option(axis))
+        numbers[f"the size of {axis}"] = int(cell.option(axis))
     if cell.dp_size < cell.world_size:
-        factors["the number of data-parallel ranks"] = cell.dp_size
-    factors_above_one: dict[str, int] = {}
-    for name, factor in factors.items():
-        if factor <= 1:
+        numbers["the number of data-parallel ranks"] = cell.dp_size
+    factors: dict[str, int] = {}
+    for name, number in numbers.items():
+        if number <= 1:
             continue
-        factors_above_one[name] = factor
-    return factors_above_one
+        factors[name] = number
+    return factors
 
 
 def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> str:
-    """Return, for a finding, which factors a ratio is, or is the inverse of.
+    """Return the names of the factors that the ratio is, or is the inverse of.
 
-    Args:
-        factors: The factors by name, as ``factors_of`` returns them.
-        ratio: The ratio.
-        tolerance: How far the ratio may be from a factor, relative to it.
-
-    Returns:
-        Such as "= the number of ranks or 1 / micro-batches a step"; empty if it is no factor.
+    An empty text if it is none of them.
     """
     names: list[str] = []
     inverse_names: list[str] = []
@@ -47,7 +44,7 @@ def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> 
             names.append(name)
         if math.isclose(ratio * factor, 1, rel_tol=tolerance):
             inverse_names.append(f"1 / {name}")
-    if not names and not inverse_names:
+    names += inverse_names
+    if not names:
         return ""
-    listed = " or ".join(names + inverse_names)
-    return f"= {listed}"
+    return f"= {' or '.join(names)}"

@@ -1,7 +1,4 @@
-"""Keys of a file that differ from the model's own names in one part.
-
-The part is a prefix or a segment, which is extra in the key, or missing.
-"""
+"""Keys of a file that differ from the model's own names in one prefix or segment."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from pytest_distcompat.strategies import OPTION_WRAPPERS, STRATEGIES
 
 @dataclass(frozen=True)
 class Part:
-    """A prefix or a segment of a key that is extra in it, or missing.
+    """Part of a key that is extra in it, or missing: a prefix or one segment anywhere.
 
-    A prefix stands in front of a key, as ``_orig_mod.`` does, a segment anywhere in it.
+    ``_orig_mod.`` in front of a key is a prefix.
 
     Attributes:
         text: The part, with the dot after it.
@@ -37,9 +34,9 @@ class Part:
 
     @property
     def of_a_library(self) -> bool:
-        """Tell whether a library may put the part in, or take it out, when it saves.
+        """Tell whether the part may be a library's, which puts it in or takes it out as it saves.
 
-        It may where no wrapper of torch or of a strategy does.
+        It is then in no wrapper of torch or of a strategy.
         """
         if not self.extra:
             return True
@@ -55,8 +52,8 @@ class Renamed:
     """Several keys with the same part that is extra or missing.
 
     Attributes:
-        part: The part.
-        names: The model's own name for each key.
+        part: The part in which they differ from the model's own names.
+        names: The model's own name for each of the keys.
     """
 
     part: Part
@@ -70,7 +67,7 @@ class Renamed:
     def way_out(self) -> str:
         """Return what to do if a library may have renamed the keys.
 
-        The text is empty if a wrapper renamed them.
+        An empty text if a wrapper did.
         """
         if self.part.of_a_library:
             return "; if a library renames them and loads them so, say it by saved_name"
@@ -93,41 +90,46 @@ def renamed(keys: Collection[str], known: Collection[str]) -> list[Renamed]:
         known: The model's own names.
     """
     candidates_that_lack = _candidates_by_shortened_name(known)
-    names_by_part: dict[Part, dict[str, str]] = defaultdict(dict)
+    names_by_part: dict[Part, dict[str, str]] = {}
     for key in sorted(keys):
-        candidates = list(_candidates_without_extra(key, known))
-        candidates += candidates_that_lack.get(key, [])
+        candidates = [*_candidates_without_extra(key, known)]
+        candidates += candidates_that_lack.get(key, ())
         for candidate in candidates:
-            names_by_part[candidate.part][key] = candidate.name
-
-    def keys_with(part: Part) -> int:
-        return len(names_by_part[part])
-
-    groups: list[Renamed] = []
-    ungrouped = set(keys)
+            names = names_by_part.setdefault(candidate.part, {})
+            names[key] = candidate.name
+    possible_groups = [Renamed(part, names) for part, names in names_by_part.items()]
     # A key that could be in two groups belongs to the larger one.
-    for part in sorted(names_by_part, key=keys_with, reverse=True):
+    possible_groups.sort(key=_size, reverse=True)
+    groups: list[Renamed] = []
+    grouped: set[str] = set()
+    for group in possible_groups:
         members: dict[str, str] = {}
-        for key, name in names_by_part[part].items():
-            if key not in ungrouped:
+        for key, name in group.names.items():
+            if key in grouped:
                 continue
             members[key] = name
         if len(members) > 1:
-            groups.append(Renamed(part, members))
-            ungrouped -= members.keys()
+            groups.append(Renamed(group.part, members))
+            grouped.update(members)
     return groups
+
+
+def _size(group: Renamed) -> int:
+    """Return the number of keys in a group."""
+    return len(group.names)
 
 
 def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Candidate]:
     """Yield the known name that the key is without a prefix, or else without a segment.
 
-    Of several prefixes that fit it is the shortest, of several segments the first.
+    Of several prefixes it is the shortest one that leaves a known name.
     """
     segments = key.split(".")
     for count in range(1, len(segments)):
         name = ".".join(segments[count:])
         if name in known:
-            yield _Candidate(_prefix(segments[:count], extra=True), name)
+            prefix = _prefix(segments[:count], extra=True)
+            yield _Candidate(prefix, name)
             return
     for segment in dict.fromkeys(segments):
         name = _without(segments, segment)
@@ -137,9 +139,9 @@ def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Can
 
 
 def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Candidate]]:
-    """Return, for each shortened name, the known names that it may be short for.
+    """Return the known names that a shortened name may be short for.
 
-    A shortened name is a known one without one of its segments, or without a prefix.
+    The keys are the known names without one of their segments or prefixes.
     """
     without_segment: dict[str, list[_Candidate]] = defaultdict(list)
     without_prefix: dict[str, list[_Candidate]] = defaultdict(list)
@@ -172,11 +174,11 @@ def _segment(segment: str, *, extra: bool) -> Part:
 def _without(segments: list[str], segment: str) -> str:
     """Return the name without that segment, wherever it stands.
 
-    The name is empty if the segment is a number, which counts modules.
+    An empty text for a segment that is a number: it counts modules.
     """
     if segment.isdecimal():
         return ""
-    others: list[str] = []
+    others = []
     for other in segments:
         if other != segment:
             others.append(other)
