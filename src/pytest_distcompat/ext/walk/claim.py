@@ -187,7 +187,7 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
 
 def _changes_of_gradients_and_modes(before: CallInfo, after: CallInfo) -> Iterator[str]:
     """Yield the gradients that a call changed, and how many modules are in evaluation mode."""
-    gradients_after = {name: after.gradients.get(name) for name in before.gradients}
+    gradients_after = _values_of(before.gradients, after.gradients)
     yield from _differing("gradients changed", before.gradients, gradients_after)
     if before.evaluating != after.evaluating:
         evaluating = f"{len(after.evaluating)} modules are in evaluation mode"
@@ -243,7 +243,7 @@ def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Itera
             yield f"the learning rates are {rates}; {expected_rates} in the reference"
     reference_buffers = _digests(names, reference.buffers)
     buffers = _digests(names, snapshot.buffers)
-    expected_buffers = {name: reference_buffers.get(name) for name in buffers}
+    expected_buffers = _values_of(buffers, reference_buffers)
     yield from _differing("buffers are not the reference's", expected_buffers, buffers)
     if snapshot.call and reference.call:
         evaluating = len(snapshot.call.evaluating)
@@ -442,10 +442,8 @@ def _inexact_sums(
 
 def _total(parts: Sequence[Sums]) -> Sums:
     """Return the sums of a tensor from those of its parts."""
-    numel = sum(part[0] for part in parts)
-    elements = sum(part[1] for part in parts)
-    squares = sum(part[2] for part in parts)
-    return numel, elements, squares
+    numels, elements, squares = zip(*parts, strict=True)
+    return sum(numels), sum(elements), sum(squares)
 
 
 def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
@@ -468,6 +466,11 @@ def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
 
 #: What is compared, by name.
 _Values = Mapping[str, Any]
+
+
+def _values_of(names: Iterable[str], values: _Values) -> _Values:
+    """Return the values of these names only, None for a name without one."""
+    return {name: values.get(name) for name in names}
 
 
 def _differing(title: str, before: _Values, after: _Values) -> Iterator[str]:
