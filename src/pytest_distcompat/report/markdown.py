@@ -129,9 +129,8 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
 
 def _suite(table: Table, title: str) -> Iterator[str]:
     yield from ("", f"## {escape(title)}", "")
-    checks = [escape(check) for check in table.checks]
-    yield _table_row(["", *checks])
-    yield "|" + " --- |" * (len(checks) + 1)
+    yield _table_row(["", *map(escape, table.checks)])
+    yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
         words = [table.word(cell, check) for check in table.checks]
         yield _table_row([escape(cell), *words])
