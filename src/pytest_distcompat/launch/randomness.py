@@ -89,8 +89,8 @@ def renew() -> None:
 
 #: The words that a Mersenne Twister makes at a time.
 _WORDS = 624
-#: How often a generator is drawn from to see whether that leads from one state to another. No module
-#: draws forty thousand numbers at import.
+#: How often a generator is drawn from to see whether that leads from one state to another. No
+#: module draws forty thousand numbers at import.
 _MOST_DRAWS = 64
 
 
