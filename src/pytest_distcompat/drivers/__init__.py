@@ -54,7 +54,11 @@ __getattr__ = lazily(__name__, {"TinyDriver": "tiny"})
 
 
 def find_driver(name: str) -> type[Driver]:
-    """Return the driver of that name, or the class behind ``module:attribute``. Raises UsageProblem for an invalid one."""
+    """Return the driver of that name, or the class behind ``module:attribute``.
+
+    Raises:
+        UsageProblem: If there is none, or if it is invalid.
+    """
     module_name, colon, attribute = name.partition(":")
     if name and not colon:
         return DRIVERS.get(name)
@@ -90,7 +94,10 @@ def find_driver(name: str) -> type[Driver]:
 
 
 def _hint(error: ModuleNotFoundError, module_name: str) -> str:
-    """Return what may help against a module that is missing when a driver's module is imported; empty if nothing is known."""
+    """Return what may help against a module missing at the import of a driver's module.
+
+    An empty text if nothing is known.
+    """
     hint = hint_of(error, Path.cwd())
     if not hint and error.name == module_name.partition(".")[0]:
         return "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"

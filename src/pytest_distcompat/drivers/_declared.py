@@ -1,4 +1,7 @@
-"""Validation of what a driver's class declares: a wrong name or type would silently leave test items out."""
+"""Validation of what a driver's class declares.
+
+A wrong name or type would silently leave test items out.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,29 @@ _TUPLES_OF_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ig
 
 
 def check_declared(driver: type[Driver], name: str) -> None:
-    """Validate the attributes of a driver's class, which messages call ``name``. Raises UsageProblem, with the valid values."""
+    """Validate the attributes of a driver's class.
+
+    Args:
+        driver: The class.
+        name: What messages call it.
+
+    Raises:
+        UsageProblem: If one is wrong; the message has the valid values.
+    """
     for attribute in _TUPLES_OF_NAMES:
         _check_names(driver, name, attribute)
     if not isinstance(driver.portable, Mapping):
         raise UsageProblem(
-            f"driver {name!r}: portable is {driver.portable!r:.200}; expected a mapping of strategy to strategy"
+            f"driver {name!r}: portable is {driver.portable!r:.200}; "
+            "expected a mapping of strategy to strategy"
         )
     if not isinstance(
         inspect.getattr_static(driver, "unsupported_reason"), (classmethod, staticmethod)
     ):
         # Called on the class, a plain method would take the cell for ``self``.
         raise UsageProblem(
-            f"driver {name!r}: unsupported_reason is no classmethod; expected unsupported_reason(cls, cell, device)"
+            f"driver {name!r}: unsupported_reason is no classmethod; "
+            "expected unsupported_reason(cls, cell, device)"
         )
     for option in driver.options:
         if option not in OPTIONS:
@@ -60,8 +73,15 @@ def _check_strategies(name: str, attribute: str, strategies: Iterable[str]) -> N
 
 
 def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | None:
-    """Return why the driver cannot run the cell on that device, None if it can. Raises UsageProblem if its method is wrong."""
-    call = f"driver '{driver.__module__}:{driver.__qualname__}': unsupported_reason({cell.id}, {device!r})"
+    """Return why the driver cannot run the cell on that device; None if it can.
+
+    Raises:
+        UsageProblem: If the driver's method raises or returns something else.
+    """
+    call = (
+        f"driver '{driver.__module__}:{driver.__qualname__}': "
+        f"unsupported_reason({cell.id}, {device!r})"
+    )
     method: Callable[[Cell, str], Any] = driver.unsupported_reason
     try:
         reason = method(cell, device)
@@ -69,6 +89,7 @@ def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | N
         raise UsageProblem(f"{call} raised {type(error).__name__}: {error}") from error
     if reason is not None and not isinstance(reason, str):
         raise UsageProblem(
-            f"{call} returned {reason!r:.200}; expected the reason as one sentence, None if the driver supports the cell"
+            f"{call} returned {reason!r:.200}; "
+            "expected the reason as one sentence, None if the driver supports the cell"
         )
     return reason or None

@@ -1,7 +1,7 @@
-"""Context parallelism (``cp``): each rank computes on its part of the sequence, with the keys and values of all of it.
+"""Context parallelism (``cp``): each rank computes on its part of the sequence.
 
-A sequence of n tokens over cp ranks: rank r of them has the tokens from r * n / cp to (r + 1) * n /
-cp, of every row.
+It has the keys and values of all of it. A sequence of n tokens over cp ranks: rank r of them has
+the tokens from r * n / cp to (r + 1) * n / cp, of every row.
 
 torch's own ``context_parallel`` has kernels for GPUs alone: on the CPU it raises
 ``NotImplementedError`` in the first forward. Here keys and values are gathered, as for Llama 3
@@ -56,7 +56,10 @@ def unsupported_reason(cell: Cell) -> str | None:
     reason = first_reason(
         (
             cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"},
-            "context parallelism is driven under FSDP2, and under ZeRO as DeepSpeed's Ulysses, alone",
+            (
+                "context parallelism is driven under FSDP2, "
+                "and under ZeRO as DeepSpeed's Ulysses, alone"
+            ),
         ),
         (
             cell.option("model") not in LLAMAS,
@@ -75,7 +78,9 @@ def unsupported_reason(cell: Cell) -> str | None:
 
 @contextlib.contextmanager
 def attending(model: Any, mesh: DeviceMesh | None) -> Iterator[None]:
-    """Replace the model's attention, within the context, by one over a sequence that is sharded along a mesh.
+    """Replace the model's attention, within the context, by one over a sharded sequence.
+
+    The sequence is sharded along the mesh.
 
     Without a mesh the attention stays as it is.
     """
@@ -103,7 +108,9 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention of this rank's part of the sequence to the full one, as transformers' attention interface.
+    """Return causal attention of this rank's part of the sequence to the full one.
+
+    The signature is that of transformers' attention interface.
 
     Args:
         mesh: One dimension, the ranks that have the parts of each sequence.
@@ -133,7 +140,10 @@ def attend(
 
 
 def _gather_sequence(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return (batch, heads, all tokens, head size); in the backward pass the gradients of all ranks are summed."""
+    """Return (batch, heads, all tokens, head size) from this rank's part of the tokens.
+
+    In the backward pass the gradients of all ranks are summed.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     sharded: Any = DTensor.from_local(part, mesh, [Shard(2)])
@@ -143,7 +153,9 @@ def _gather_sequence(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
-    """Return this rank's share of the loss of full rows, times the ranks of the mesh: the mean over them is the loss.
+    """Return this rank's share of the loss of full rows, times the ranks of the mesh.
+
+    The mean over these ranks is the loss.
 
     Args:
         model: A Llama whose attention is ``attend``.
@@ -174,7 +186,10 @@ def positions_of(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss of full rows, the same on all ranks of a sequence; DeepSpeed's Ulysses shards them."""
+    """Return the loss of full rows, the same on all ranks of a sequence.
+
+    DeepSpeed's Ulysses shards the rows.
+    """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 

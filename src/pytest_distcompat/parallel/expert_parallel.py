@@ -1,7 +1,8 @@
-"""Expert parallelism (``ep``): each rank holds some of the experts, and sends its rows to the ranks that hold theirs.
+"""Expert parallelism (``ep``): each rank holds some of the experts.
 
-Of n experts, rank r of the ep ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks
-have other rows each, so that they are data-parallel ranks for the layers around the experts.
+It sends its rows to the ranks that hold the experts of these rows. Of n experts, rank r of the ep
+ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks have other rows each, so that
+they are data-parallel ranks for the layers around the experts.
 
 Under FSDP2 as in torchtitan, whose ``ExpertTensorParallel`` cuts each expert too; under ZeRO by
 DeepSpeed's own layer: https://www.deepspeed.ai/tutorials/mixture-of-experts/.
@@ -35,7 +36,10 @@ BESIDE = BESIDE_TP | {"compile", "activation_checkpointing", "dp_replicate"}
 
 
 def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
-    """Return why the ``experts`` of a model cannot be spread over ranks, or sharded, as the cell asks; None if they can."""
+    """Return why the ``experts`` of a model cannot be spread or sharded as the cell asks.
+
+    None if they can: spread over ranks, or sharded by tensor parallelism.
+    """
     by_deepspeed = cell.strategy != "fsdp2"
     layer = "of a DeepSpeed layer" if by_deepspeed else "in one tensor"
     driver = "deepspeed" if by_deepspeed else ""
@@ -44,7 +48,10 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
     reason = first_reason(
         (
             cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"},
-            "expert parallelism is driven under FSDP2, and under ZeRO by DeepSpeed's own layer, alone",
+            (
+                "expert parallelism is driven under FSDP2, "
+                "and under ZeRO by DeepSpeed's own layer, alone"
+            ),
         ),
         (
             cell.strategy == "zero3",
@@ -98,7 +105,9 @@ def spread(experts: Module, mesh: DeviceMesh) -> None:
 
 
 class Exchange:
-    """Exchange of rows between the ranks of expert parallelism, for one forward at a time, and of their columns.
+    """Exchange of rows between the ranks of expert parallelism, and of their columns.
+
+    It is for one forward at a time.
 
     Attributes:
         mesh: The ranks of ``ep``; None without expert parallelism.
@@ -119,7 +128,10 @@ class Exchange:
         self.order: Any = None
 
     def send(self, _: Module, inputs: Any, __: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of all ranks for this rank's experts, ordered by expert, and how many each gets."""
+        """Return the rows of all ranks for this rank's experts, and how many each gets.
+
+        The rows are ordered by expert.
+        """
         import torch
         from torch import distributed
 
@@ -149,7 +161,10 @@ class Exchange:
         return self._exchanged(as_received, self.received, self.sent)
 
     def _whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows that all ranks of tensor parallelism have; in the backward pass their gradients are summed."""
+        """Return rows that all ranks of tensor parallelism have.
+
+        In the backward pass their gradients are summed.
+        """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if self.columns is None:
@@ -194,7 +209,10 @@ class Exchange:
 
 
 def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
-    """Replace the model's layer with all experts by one with this rank's alone, before the engine is made."""
+    """Replace the model's layer with all experts by one with this rank's alone.
+
+    Called before the engine is made.
+    """
     full_layer = model.moe.deepspeed_moe
     all_experts = full_layer.experts.deepspeed_experts
     model.moe = model.make_moe(all_experts[0], ep_size=size)

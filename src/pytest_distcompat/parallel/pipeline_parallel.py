@@ -1,9 +1,10 @@
-"""Pipeline parallelism (``pp``) by ``torch.distributed.pipelining``: each rank keeps the layers of its stages, as in torchtitan.
+"""Pipeline parallelism (``pp``): each rank keeps the layers of its stages, as in torchtitan.
 
-A stage is a run of the model's layers. It receives hidden states from the stage before it and sends
-its own to the next one; the first receives tokens, the last computes logits and loss. With one
-stage a rank, rank r holds stage r. Interleaved schedules have two a rank: rank r holds stages r and
-r + pp. A batch passes the stages row by row, in micro-batches.
+By ``torch.distributed.pipelining``. A stage is a run of the model's layers. It receives
+hidden states from the stage before it and sends its own to the next one; the first receives tokens,
+the last computes logits and loss. With one stage a rank, rank r holds stage r. Interleaved
+schedules have two a rank: rank r holds stages r and r + pp. A batch passes the stages row by row,
+in micro-batches.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
@@ -63,11 +64,17 @@ def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:
         ),
         (
             cell.stages > len(stages.parts),
-            f"{schedule} needs {cell.stages} stages, and the model {cell.option('model')} has {len(stages.parts)} parts",
+            (
+                f"{schedule} needs {cell.stages} stages, "
+                f"and the model {cell.option('model')} has {len(stages.parts)} parts"
+            ),
         ),
         (
             bool(cell.option("sp")),
-            "the model takes positions and masks from what a stage receives, of which sequence parallelism sends a part",
+            (
+                "the model takes positions and masks from what a stage receives, "
+                "of which sequence parallelism sends a part"
+            ),
         ),
     )
     if reason is not None:
@@ -108,10 +115,10 @@ class Pipeline:
         self.schedules: dict[int, Any] = {}
 
     def keep(self, model: Any) -> dict[int, Module]:
-        """Remove the layers of other ranks from the model, in place, and return the module of each stage of this rank.
+        """Remove the layers of other ranks from the model, and return each stage's module.
 
-        With several stages on a rank each module is a copy of the model that shares the layers of
-        its stage.
+        The model is changed in place; the stages are those of this rank. With several stages on a
+        rank each module is a copy of the model that shares the layers of its stage.
         """
         from pytest_distcompat.parallel.placeholder import Elsewhere
 
@@ -164,7 +171,9 @@ class Pipeline:
         }
 
     def step(self, rows: Batch, divisor: int) -> float:
-        """Run forward and backward of each row, and return the sum of their losses, which the last stage broadcasts.
+        """Run forward and backward of each row, and return the sum of their losses.
+
+        The last stage broadcasts the sum.
 
         Args:
             rows: Micro-batches of one row each.
@@ -184,7 +193,10 @@ class Pipeline:
         return float(total)
 
     def schedule(self, count: int, divisor: int) -> Any:
-        """Return the schedule of ``count`` micro-batches; the loss of each is divided by the ``divisor``."""
+        """Return the schedule of ``count`` micro-batches.
+
+        The loss of each micro-batch is divided by the ``divisor``.
+        """
         if count not in self.schedules:
             self.schedules[count] = self._make_schedule(count, divisor)
         return self.schedules[count]
@@ -229,7 +241,10 @@ class Pipeline:
         return received
 
     def gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of all stages together, on the rank of the first one; elsewhere this rank's."""
+        """Return the state of all stages together, on the rank of the first one.
+
+        Elsewhere it is this rank's state.
+        """
         from torch import distributed
 
         states: Any = [None] * self.cell.pp if self.first else None

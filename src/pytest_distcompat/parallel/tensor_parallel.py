@@ -14,7 +14,8 @@ The styles of a plan:
     rowwise_split: The same, and the input is split first.
     sequence: Under ``sp`` the input of this module is split along the sequence.
     norm: Under ``sp`` this module works on a part of the sequence.
-    gather: Under ``sp`` the input of this module is gathered along the sequence; ``gather:KEYWORD`` that keyword argument.
+    gather: Under ``sp`` the input of this module is gathered along the sequence.
+    gather:KEYWORD: The same for that keyword argument.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
 
 
 def _no_autotp(cell: Cell) -> str | None:
-    """Return why DeepSpeed's own tensor parallelism (AutoTP) is not tried in the cell; None if it is."""
+    """Return why DeepSpeed's own tensor parallelism (AutoTP) is not tried in the cell.
+
+    None if it is.
+    """
     reason = first_reason(
         (
             cell.cp > 1,
@@ -77,7 +81,10 @@ def _no_autotp(cell: Cell) -> str | None:
         ),
         (
             cell.strategy == "zero3",
-            "DeepSpeed's documentation of its own tensor parallelism (AutoTP) promises ZeRO-0, 1 and 2 alone",
+            (
+                "DeepSpeed's documentation of its own tensor parallelism (AutoTP) "
+                "promises ZeRO-0, 1 and 2 alone"
+            ),
         ),
         (
             bool(cell.option("sp")),
@@ -98,7 +105,10 @@ def _no_autotp(cell: Cell) -> str | None:
 
 
 def autotp_plan(cell: Cell) -> dict[str, Any]:
-    """Return DeepSpeed's setting for a model whose plan transformers does not have; a layer of another style stays whole."""
+    """Return DeepSpeed's setting for a model whose plan transformers does not have.
+
+    A layer of another style stays whole.
+    """
     if cell.option("model") in LLAMAS:
         return {}
     layers = []
@@ -142,7 +152,10 @@ def parallelize(
 
 
 def _style(name: str, *, sequence: bool) -> Any:
-    """Return torch's object for a style; None for one of sequence parallelism where there is none."""
+    """Return torch's object for a style.
+
+    None for a style of sequence parallelism where there is none.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

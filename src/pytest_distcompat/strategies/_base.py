@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """One row of the dtype table: the dtype of each kind of tensor on every rank, once the trainer is built.
+    """One row of the dtype table: the dtype of each kind of tensor.
+
+    It holds on every rank, once the trainer is built.
 
     Attributes:
         storage: Of the live parameters.
@@ -165,7 +167,9 @@ class Strategy:
     order: int = 0
 
     def canonical(self, name: str, cell: Cell, unwrapped: Iterable[str]) -> str:
-        """Return the unwrapped model's name for a live one: without the segments that the cell's wrappers put in.
+        """Return the unwrapped model's name for a live one.
+
+        It is without the segments that the cell's wrappers put in.
 
         The segment of a wrapper that the cell does not ask for stays, so that the name is not an
         unwrapped one. So does a segment that is part of one of the ``unwrapped`` names (a submodule
@@ -212,7 +216,10 @@ class Strategy:
         return first_reason(
             (
                 replicas > 1 and uneven,
-                f"{replicas} replicas of at least two shards need a multiple of {replicas} ranks, {2 * replicas} or more",
+                (
+                    f"{replicas} replicas of at least two shards "
+                    f"need a multiple of {replicas} ranks, {2 * replicas} or more"
+                ),
             ),
             (
                 other_schedule and cell.pp == 1,

@@ -1,4 +1,4 @@
-"""Parts shared by FSDP1 and FSDP2: dtype row, mixed-precision policy, device mesh, backend configs."""
+"""Parts shared by FSDP1 and FSDP2: dtypes, mixed precision, device mesh, backend configs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ STATE_DICT_TYPES = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
 
 
 def dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row: shards and optimizer in the master dtype, products and reductions in the compute dtype."""
+    """Return the dtype row of FSDP.
+
+    Shards and optimizer are in the master dtype, products and reductions in the compute dtype.
+    """
     # As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the
     # reduce dtype to the compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
     master, compute = precision.master, precision.compute
@@ -36,7 +39,10 @@ def dtypes(precision: Precision) -> Dtypes:
 
 
 def policy(version: int, precision: Precision, cell: Cell) -> Any:
-    """Return torch's mixed-precision policy for that version of FSDP; None if the precision has one dtype only."""
+    """Return torch's mixed-precision policy for that version of FSDP.
+
+    None if the precision has one dtype only.
+    """
     import torch
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -56,8 +62,10 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
 
     Its dimensions, the outermost first; all but ``dp_shard`` are left out where their size is 1:
         pp: Stages of a pipeline. It is cut off: each stage has a mesh of its own.
-        dp_replicate: Replicas of the shards; gradients are all-reduced between them (hybrid sharding).
-        dp_shard: Shards of each parameter. Ranks of context and of expert parallelism are among them.
+        dp_replicate: Replicas of the shards; gradients are all-reduced between them (hybrid
+            sharding).
+        dp_shard: Shards of each parameter. Ranks of context and of expert parallelism are among
+            them.
         tp: Parts of a layer under tensor parallelism. Neighbours, since they communicate most.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -73,7 +81,10 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
 
 
 def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
-    """Return keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
+    """Return keyword arguments for Accelerator: an FSDP plugin of that version.
+
+    It wraps the model's blocks.
+    """
     from accelerate import FullyShardedDataParallelPlugin
 
     settings = {"fsdp_version": version, **_common_settings(cell)}

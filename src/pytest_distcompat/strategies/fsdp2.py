@@ -85,7 +85,9 @@ def _offload_policy(cell: Cell, device: torch.device) -> Any:
 def _shard_experts(
     experts: Module, cell: Cell, device: torch.device, settings: dict[str, Any]
 ) -> None:
-    """Shard a module of experts in place: by expert, by column under tensor parallelism, and what is left of both by FSDP2.
+    """Shard a module of experts in place.
+
+    By expert, by column under tensor parallelism, and what is left of both by FSDP2.
 
     Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are
     ``dp_shard`` ranks of the other layers, so that ``dp_shard`` is smaller here by that factor.
@@ -112,7 +114,10 @@ def _shard_experts(
 
 
 def on_last_dimension(parameter: torch.nn.Parameter) -> Any:
-    """Return the placement on a parameter's last dimension if that divides by 4 ranks; a ``shard_placement_fn``."""
+    """Return the placement on a parameter's last dimension, as a ``shard_placement_fn``.
+
+    None, for the default placement, unless that dimension divides by 4 ranks.
+    """
     from torch.distributed.tensor import Shard
 
     if parameter.dim() < 2 or parameter.shape[-1] % 4:
@@ -153,7 +158,10 @@ def _move_to_meta(model: Module) -> dict[str, torch.Tensor]:
 
 
 def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Allocate the shards and load rank 0's weights into them, and all buffers: some are not in the state dict."""
+    """Allocate the shards and load rank 0's weights into them, and all buffers.
+
+    Some buffers are not in the state dict.
+    """
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -181,7 +189,10 @@ FSDP2 = Strategy(
         "no_use_orig_params": "FSDP2 has no flat parameters",
         **dict.fromkeys(
             ("model_branch", "model_hf:longcat_flash"),
-            "all ranks must use the same parameters (https://github.com/pytorch/pytorch/issues/158719)",
+            (
+                "all ranks must use the same parameters "
+                "(https://github.com/pytorch/pytorch/issues/158719)"
+            ),
         ),
         **DEEPSPEED_OPTIONS,
     },
