@@ -299,7 +299,8 @@ class DeepSpeedDriver(TinyDriver):
         self.model, self.optimizer, _, self.scheduler = deepspeed.initialize(**arguments)
         mode = self.cell.option("compile")
         if mode:
-            self.model.compile(backend="inductor" if mode is True else str(mode))
+            backend = "inductor" if mode is True else str(mode)
+            self.model.compile(backend=backend)
         self.seed_rank()
 
     def _config(self) -> dict[str, Any]:
@@ -395,7 +396,8 @@ class DeepSpeedDriver(TinyDriver):
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if parameter.dim() >= 2 and not re.search("embed|lm_head", name):
+            embeds = re.search("embed|lm_head", name)
+            if parameter.dim() >= 2 and not embeds:
                 matrices.append(parameter)
             else:
                 others.append(parameter)
