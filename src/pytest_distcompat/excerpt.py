@@ -19,7 +19,10 @@ def excerpt(text: str, most: int) -> str:
 
 
 def name_patterns(names: Sequence[str]) -> list[str]:
-    """Return the names in their order, several that differ in their numbers alone as one: ``layers.*.router.weight``."""
+    """Return the names in their order, similar ones as one pattern.
+
+    Several that differ in their numbers alone become one: ``layers.*.router.weight``.
+    """
     patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
     counts = Counter(patterns.values())
     # A dict, because it keeps the order and has each only once.
@@ -30,7 +33,10 @@ def name_patterns(names: Sequence[str]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names for a sentence, several that differ in their numbers alone as one, of many the first few."""
+    """Return the names for a sentence; of many the first few.
+
+    Several that differ in their numbers alone are listed as one.
+    """
     patterns = name_patterns(names)
     text = ", ".join(patterns[:LISTED])
     if len(patterns) > LISTED:
@@ -39,7 +45,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return the text with lone surrogates escaped: one in a report would end a whole session of xdist."""
+    """Return the text with lone surrogates escaped.
+
+    One in a report would end a whole session of xdist.
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -49,12 +58,21 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069
 
 
 def visible(text: str) -> str:
-    """Return the text as one line without effect on a terminal: control characters as Python writes them."""
+    """Return the text as one line without effect on a terminal.
+
+    Control characters stand as Python writes them.
+    """
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def explained(message: str) -> str:
-    """Return the message of an exception; add the likely cause if it only says that a debugger quit."""
+    """Return the message of an exception, with its likely cause.
+
+    A cause is added if the message only says that a debugger quit.
+    """
     if message != "bdb.BdbQuit":
         return message
-    return f"{message}: the debugger was left, or found no terminal; ranks that torchrun starts in one have it"
+    return (
+        f"{message}: the debugger was left, or found no terminal; "
+        "ranks that torchrun starts in one have it"
+    )

@@ -17,7 +17,10 @@ from pytest_distcompat.trace import RunFailure, Snapshot, Trace
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 #: Exceptions that are not raised on purpose.
-ACCIDENTS = "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|RecursionError"
+ACCIDENTS = (
+    "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|"
+    "RecursionError"
+)
 #: The error of a driver's method that nobody has written yet: a TODO of ``distcompat init``, or one
 #: that is missing.
 _UNWRITTEN = re.compile(r"NotImplementedError: (TODO: |\w+ has no \w+\(\); a driver needs )")
@@ -81,7 +84,10 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
 
 
 def _with_ended_excuse(verdict: Verdict, ended: Iterable[Expectation]) -> Verdict:
-    """Return the verdict; of a failure its message says which expectation excused it until its last day."""
+    """Return the verdict, with the expectation that excused the failure until its last day.
+
+    The message of a failure says it; other verdicts stay as they are.
+    """
     if verdict.status is not Status.FAILED:
         return verdict
     for expectation in ended:
@@ -114,7 +120,9 @@ def _declared_failures(covering: Iterable[Expectation], findings: list[str]) -> 
 
 
 def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
-    """Return the expectation that would declare this failure; None where none can, as for a crash or a hang.
+    """Return the expectation that would declare this failure.
+
+    None where none can, as for a crash or a hang.
 
     A method that is not written yet is none: once declared, a suite would pass without a run.
     """
@@ -145,13 +153,19 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
 
 
 def _constant_part(finding: str) -> str:
-    """Return the longest part of a finding's first line that has no numbers and nothing to escape."""
+    """Return the longest part of a finding's first line that is the same in each run.
+
+    It has no numbers, and nothing that a regular expression must escape.
+    """
     first_line, _, _ = finding.strip().partition("\n")
     return max(_VARIABLE.split(first_line), key=len).strip(" ,;:")
 
 
 def premature_end(check: Check, trace: Trace) -> RunFailure | None:
-    """Return the failure of a run that ended before the snapshots that the check needs, None if there is none."""
+    """Return the failure of a run that ended before the snapshots that the check needs.
+
+    None if there is none.
+    """
     for run in trace:
         failure = run.end
         if failure is None:
@@ -195,7 +209,10 @@ def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
 def _refusal(
     check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None
 ) -> Verdict:
-    """Return the verdict where a refusal is declared, by how the run ended; ``end`` is None if it ran to the end."""
+    """Return the verdict where a refusal is declared, by how the run ended.
+
+    ``end`` is None if it ran to the end.
+    """
     declared = f"declared: {refusal}"
     status = Status.FAILED
     reason = refusal.reason
@@ -210,7 +227,10 @@ def _refusal(
         text = f"{end.text}\n\nrefused with another message than {refusal.match!r}\n{declared}"
     elif end.action not in BUILDS:
         status = Status.LATE
-        text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
+        text = (
+            f"refused only at {end.action!r}, after build; expected at build\n"
+            f"{declared}\n\n{end.text}"
+        )
     elif built:
         plural = "s" if len(built) > 1 else ""
         ranks = f"rank{plural} {', '.join(str(rank) for rank in built)}"
@@ -239,7 +259,10 @@ def _without_rank(end: RunFailure) -> str:
 def _known(
     check: Check, cell: Cell, declared: list[Expectation], findings: list[str], *, complete: bool
 ) -> Verdict:
-    """Return the verdict where bugs are declared. ``complete``: the run ended well, so ``findings`` are all there are."""
+    """Return the verdict where bugs are declared.
+
+    ``complete``: the run ended well, so ``findings`` are all there are.
+    """
     occurred = _occurred(declared, findings)
     missing = [
         expectation
@@ -262,7 +285,10 @@ def _known(
         text = f"{message(others)}\n\nfails as declared too: {known}"
         return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
     if missing and complete:
-        text = f"fails as declared ({known}), and not as declared besides: {fixed}\n\n{message(findings)}"
+        text = (
+            f"fails as declared ({known}), and not as declared besides: {fixed}\n\n"
+            f"{message(findings)}"
+        )
         return Verdict(check.name, cell.id, Status.FIXED, text, missing[0].reason)
     reasons = tuple(dict.fromkeys(expectation.reason for expectation in occurred))
     return Verdict(

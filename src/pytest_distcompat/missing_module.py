@@ -1,4 +1,7 @@
-"""Hint for an import that fails though the module lies in the repository: pytest does not look in its directory."""
+"""Hint for an import that fails though the module lies in the repository.
+
+pytest does not look in its directory.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ _LAYOUTS = (".", "src")
 
 
 def hint_of(error: BaseException | None, root: Path) -> str:
-    """Return how pytest would find the module that was not found; empty for another error, or if it is not in ``root``.
+    """Return how pytest would find the module that was not found.
 
-    Args:
-        error: The exception, or what was raised because of it.
-        root: The directory of the repository.
+    It is empty for another error, or if the module is not in ``root``. Args: error: The exception,
+    or what was raised because of it. root: The directory of the repository.
     """
     while error is not None and not isinstance(error, ModuleNotFoundError):
         error = error.__cause__
@@ -31,7 +33,10 @@ def hint_of(error: BaseException | None, root: Path) -> str:
             None,
         )
         if found is not None and directory not in on_path:
-            return f"{found} is there, and pytest does not look in its directory: add pythonpath = {layout} to pytest's settings"
+            return (
+                f"{found} is there, and pytest does not look in its directory: "
+                f"add pythonpath = {layout} to pytest's settings"
+            )
     return ""
 
 

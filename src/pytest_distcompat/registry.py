@@ -1,4 +1,7 @@
-"""Registries: packages whose modules each define items of one kind, and entry points by which other packages add items."""
+"""Registries: items of one kind that a package's modules define.
+
+Other packages add items by entry points.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,17 @@ T = TypeVar("T")
 
 @functools.cache
 def installed_entry_points() -> Any:
-    """Return the entry points of all installed packages, to be selected from. Reading them takes some 20 ms."""
+    """Return the entry points of all installed packages, to be selected from.
+
+    To read them takes some 20 ms.
+    """
     return entry_points()
 
 
 class Registry(Generic[T]):
-    """The items of one kind that the modules of a package define, by name, in the order of their ``order``.
+    """The items of one kind that the modules of a package define, by name.
+
+    They are in the order of their ``order``.
 
     Other installed packages, and extensions, add items by entry points: their group is the
     package's name, as ``pytest_distcompat.strategies``, their value ``module:item``, or ``module``
@@ -125,7 +133,10 @@ class Registry(Generic[T]):
         return {name: items[name] for name in ordered}
 
     def _belongs(self, value: object, module: str) -> bool:
-        """Tell whether the value is an instance of the kind, or a subclass of it that the module itself defines."""
+        """Tell whether the value is an item: an instance of the kind, or a subclass of it.
+
+        A subclass must be defined by the module itself.
+        """
         if isinstance(value, type):
             return issubclass(value, self._kind) and value.__module__ == module
         return isinstance(value, self._kind)

@@ -155,7 +155,10 @@ class Watch:
 
     @property
     def libraries(self) -> list[str]:
-        """The imported modules of libraries that may be imported before ranks are forked, in order."""
+        """The imported modules of libraries that may be imported before ranks are forked.
+
+        They are in order.
+        """
         return [name for name in self._libraries if name.partition(".")[0] not in self._ranked]
 
     def watch_loader(self, kind: type[Any], own: Sequence[str] = ()) -> None:

@@ -1,4 +1,6 @@
-"""Locks of builds of torch's extensions: a killed build leaves its lock, and all later builds wait for it for ever.
+"""Locks of builds of torch's extensions.
+
+A killed build leaves its lock, and all later builds wait for it for ever.
 
 A lock is an empty file ``lock`` in the directory of the build, which the building process keeps
 open (torch/utils/file_baton.py). https://docs.pytorch.org/docs/stable/cpp_extension.html says where
@@ -86,7 +88,10 @@ def _lock_files(environment: Mapping[str, str]) -> list[Path]:
 
 
 def _processes_by_open_file() -> dict[Path, psutil.Process]:
-    """Return a process that has it open, by file; of those processes that this user may look into."""
+    """Return, by file, a process that has the file open.
+
+    Only processes that this user may look into are read.
+    """
     processes: dict[Path, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

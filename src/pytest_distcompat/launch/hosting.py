@@ -67,9 +67,10 @@ _FATAL: dict[str, int] = {
 
 @dataclass
 class Hosted:
-    """Command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; messages call it ``name``.
+    """A command to be run on several ranks.
 
-    It runs below a process that is an ancestor of the launcher and of all its ranks
+    There are ``world_size`` ranks, for ``timeout`` seconds at most. Messages call the command
+    ``name``. It runs below a process that is an ancestor of the launcher and of all its ranks
     (``supervisor``). ``unreported`` is the exit code of a rank of which neither its launcher nor
     its files say one.
     """
@@ -85,7 +86,10 @@ class Hosted:
     unreported: int | None = None
 
     def run(self) -> Ending:
-        """Start the command, wait until it has ended or kill it at the timeout, and return how it ended; raise nothing."""
+        """Run the command, and return how it ended; raise nothing.
+
+        It is killed at the timeout.
+        """
         # A launcher tries for minutes, and then says what it could not connect to.
         problem = loopback.problem()
         if problem:
@@ -126,7 +130,10 @@ class Hosted:
             )
 
     def _watch(self) -> Ending:
-        """Watch the launcher and the ranks that announce themselves until the launcher has ended; return how all ended."""
+        """Watch the launcher and its ranks until the launcher has ended.
+
+        The ranks announce themselves. Return how all ended.
+        """
         watchdog = self._watchdog
         status = self._launcher_status()
         while status is None and clock.now() < watchdog.acted_at + EXIT_TIMEOUT_S:
@@ -158,7 +165,10 @@ class Hosted:
         return replace(ending, launch_error=self._launch_error(ending, status, surviving, output))
 
     def _launcher_status(self) -> Mapping[str, Any] | None:
-        """Return how the launcher ended: its exit ``code`` and a ``problem``; None while it runs."""
+        """Return how the launcher ended; None while it runs.
+
+        That is its exit ``code`` and a ``problem``.
+        """
         if self._status.exists():
             return cast("dict[str, Any]", json.loads(self._status.read_text(encoding="utf-8")))
         if self._supervisor.poll() is not None:
@@ -168,7 +178,10 @@ class Hosted:
         return None
 
     def _processes(self) -> list[psutil.Process]:
-        """Return the live processes: the launcher, its ranks, and the processes that they started."""
+        """Return the live processes of the run.
+
+        They are the launcher, its ranks, and the processes that they started.
+        """
         return [process for process in descendants(self._supervisor.pid) if alive(process.pid)]
 
     def _note_exits(self) -> None:
@@ -188,7 +201,10 @@ class Hosted:
             kill_and_wait(self._supervisor)
 
     def _exit_code(self, rank: int, events: Sequence[Event], output: str) -> int | None:
-        """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
+        """Return the exit code of a rank; None if it is unknown.
+
+        It is read from torchrun's report, the rank's log or its crash file.
+        """
         reported = {int(failed): int(code) for failed, code in _FAILURE.findall(output)}
         if rank in reported:
             return reported[rank]
@@ -212,7 +228,10 @@ class Hosted:
         surviving: Sequence[int],
         output: str,
     ) -> str:
-        """Return what went wrong apart from the ranks, below the output that shows it; empty if nothing did."""
+        """Return what went wrong apart from the ranks; empty if nothing did.
+
+        It stands below the output that shows it.
+        """
         failed_probes = sorted(self.directory.glob("probe-*.failed"))
         if failed_probes:
             output = failed_probes[0].read_text(encoding="utf-8")
@@ -228,7 +247,10 @@ class Hosted:
     def _launch_problem(
         self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int]
     ) -> str:
-        """Return in one line what went wrong in the launcher or with the number of ranks; empty if nothing did."""
+        """Return in one line what went wrong apart from the ranks; empty if nothing did.
+
+        It is about the launcher, or the number of ranks.
+        """
         code = status["code"] if status else None
         if status and status["problem"]:
             return f"{self.name} could not be run: {status['problem']}"
@@ -245,7 +267,10 @@ class Hosted:
         return ""
 
     def _wrong_number_of_ranks(self, ending: Ending, code: int | None) -> str:
-        """Return a line on ranks that were not asked for, or if no process announced itself as a rank; else empty."""
+        """Return a line on a wrong number of ranks; else empty.
+
+        There may be ranks that were not asked for, or no process that announced itself as a rank.
+        """
         announced = self._announced_ranks()
         extra = announced - set(range(self.world_size))
         if extra:
@@ -259,7 +284,8 @@ class Hosted:
             else f"{self.name} ended ({exit_name(code)})"
         )
         return (
-            f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
+            f"{end}, and no process announced itself as a rank: "
+            "none had RANK in its environment or made a process group "
             "(is Python started with -E, -I or -S, or without its environment?)"
         )
 
@@ -274,7 +300,10 @@ class Hosted:
 
 
 def _root_cause(output: str) -> int | None:
-    """Return the rank that failed first, as torchrun's report names it; None if there is no report."""
+    """Return the rank that failed first, as torchrun's report names it.
+
+    None if there is no report.
+    """
     # Without that title the first rank that the report names.
     match = _FAILURE.search(output, max(0, output.find("Root Cause")))
     return int(match.group(1)) if match else None
@@ -290,7 +319,10 @@ class TorchrunLauncher(Launcher):
         self._plain = plain
 
     def run(self, request: Request) -> Ending:
-        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
+        """Start the ranks, and wait until they ended or were ended.
+
+        Never raises for what the ranks do.
+        """
         request = request.from_here()
         path = request.write()
         logs = Path(request.directory) / "logs"

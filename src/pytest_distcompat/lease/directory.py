@@ -201,7 +201,10 @@ def own_directory(path: Path) -> Path:
         not_own = _close_to_others(path)
         if not_own is None:
             return path
-        problem = f"was open to others (mode {mode & 0o777:o}, expected 700), and {not_own} in it is not yours alone"
+        problem = (
+            f"was open to others (mode {mode & 0o777:o}, expected 700), "
+            f"and {not_own} in it is not yours alone"
+        )
     raise UsageProblem(
         f"leases cannot be kept in {path}: it {problem}. To make a new one: {command}"
     )

@@ -1,4 +1,7 @@
-"""Inventory of the devices to lease: the GPUs that this process may use or, without any, slots of the CPU."""
+"""Inventory of the devices to lease.
+
+They are the GPUs that this process may use or, without any, slots of the CPU.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +74,10 @@ class Inventory:
         return min(ranks, len(self.ids))
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the variables that make only these devices visible; none for CPU slots, to which nothing is pinned.
+        """Return the variables that make only these devices visible.
 
-        GPUs are named by number, because some libraries take ``int`` of each entry
-        (deepspeed/accelerator/cuda_accelerator.py).
+        There are none for CPU slots, to which nothing is pinned. GPUs are named by number, because
+        some libraries take ``int`` of each entry (deepspeed/accelerator/cuda_accelerator.py).
         """
         if self.kind != "gpu":
             return {}
@@ -107,7 +110,10 @@ SLOTS = 2
 
 
 def cpu_slots() -> Inventory:
-    """Return the slots of the cores that this process may run on; sessions that are pinned to different cores share none."""
+    """Return the slots of the cores that this process may run on.
+
+    Sessions that are pinned to different cores share none.
+    """
     ids = []
     for core in sorted(os.sched_getaffinity(0)):
         ids += [f"cpu-{core}.{slot}" for slot in range(SLOTS)]

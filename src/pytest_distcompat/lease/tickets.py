@@ -35,7 +35,10 @@ class Ticket:
 
 
 def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """Return the tickets to be served before ``mine``, of those that may take one of its devices; the next one first."""
+    """Return the tickets to be served before ``mine``, the next one first.
+
+    They are those that may take one of its devices.
+    """
     before = []
     for other in others:
         if other.number < mine.number and set(other.ids) & set(mine.ids):
@@ -44,7 +47,10 @@ def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
 
 
 class Queue:
-    """Tickets of all processes, as files of one directory. A waiting process restores its ticket if it is removed."""
+    """Tickets of all processes, as files of one directory.
+
+    A waiting process restores its ticket if it is removed.
+    """
 
     def __init__(self, directory: LeaseDirectory) -> None:
         self._directory = directory

@@ -1,4 +1,7 @@
-"""Watch on a waiting request: reports what it waits for, and gives up on CPU slots that will not be free soon."""
+"""Watch on a waiting request: it reports what the request waits for.
+
+It gives up on CPU slots that will not be free soon.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ class Watch:
             self._notify_in_time(blockers, stuck, waited)
 
     def _cannot_be_served(self, stuck: set[Blocker]) -> bool:
-        """Tell whether the request cannot be served although all other holders return their devices."""
+        """Tell whether the request cannot be served even when others return their devices.
+
+        All holders but the stuck ones are taken to return them.
+        """
         stuck_devices = [blocker for blocker in stuck if isinstance(blocker, Holder)]
         if len(stuck_devices) < len(stuck):
             # A stuck ticket blocks it however many devices are free.
@@ -117,7 +123,10 @@ class Watch:
         return len(self.inventory.ids) - len(stuck_devices) < self.count
 
     def _give_up_in_time(self, stuck: set[Blocker], waited: float) -> None:
-        """Raise GivenUpError if the request has waited long enough for these blockers, and notify the user of it once."""
+        """Raise GivenUpError if the request has waited long enough for these blockers.
+
+        Notify the user of it once.
+        """
         known = stuck <= self.given_up
         if not known and waited < GIVE_UP_AFTER_S:
             return
@@ -127,7 +136,10 @@ class Watch:
         raise GivenUpError
 
     def _notify_in_time(self, blockers: list[Blocker], stuck: set[Blocker], waited: float) -> None:
-        """Notify the user of blockers that are new, later if all are workers of the same session."""
+        """Notify the user of blockers that are new.
+
+        That is done later if all are workers of the same session.
+        """
         assert self.notify is not None
         of_others = [
             blocker for blocker in blockers if blocker in stuck or self._of_other_run(blocker)
@@ -170,14 +182,18 @@ class Watch:
         for (who, pid, since), ids in ids_by_lease.items():
             seconds = max(0.0, clock.wall() - since)
             holders.append(f"{who} ({_process(pid)}) has had {', '.join(ids)} for {seconds:.0f} s")
-        return f"{self.who} has waited {waited:.0f} s for {self._devices}: {'; '.join(holders + tickets)}"
+        waits_for = "; ".join(holders + tickets)
+        return f"{self.who} has waited {waited:.0f} s for {self._devices}: {waits_for}"
 
     @property
     def _devices(self) -> str:
         return f"{self.count} of {len(self.inventory.ids)} {self.inventory.words}"
 
     def _notice(self, verb: str, blockers: list[Blocker]) -> str:
-        """Return one line about what the request waits for; ``text`` and the error at the end of the wait have the rest."""
+        """Return one line about what the request waits for.
+
+        ``text`` and the error at the end of the wait have the rest.
+        """
         stuck = [blocker for blocker in blockers if self._stuck(blocker)]
         first = stuck[0] if stuck else blockers[0]
         other_pids = {blocker.pid for blocker in blockers} - {first.pid}

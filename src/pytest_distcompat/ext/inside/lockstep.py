@@ -169,12 +169,13 @@ class Lockstep:
         """
         self._closing.set()
         if reason:
-            self._store_client.put(
-                f"reason/{self.rank}", json.dumps({"time": clock.now(), "reason": reason})
-            )
+            ending = {"time": clock.now(), "reason": reason}
+            self._store_client.put(f"reason/{self.rank}", json.dumps(ending))
         self._store_client.put(f"left/{self.rank}", str(status))
         deadline = clock.now() + REPORT_DELAY_S
-        statuses = [self._await(f"left/{rank}", deadline, of=rank) for rank in range(self.size)]
+        statuses = []
+        for rank in range(self.size):
+            statuses.append(self._await(f"left/{rank}", deadline, of=rank))
         if status:
             return status
         for text in statuses:
@@ -227,7 +228,8 @@ class Lockstep:
         if self.rank == 0:
             agreement = self._conclude(step)
         else:
-            text = self._await(f"{step.number}/outcome", step.deadline + 2 * REPORT_DELAY_S, of=0)
+            answer_deadline = step.deadline + 2 * REPORT_DELAY_S
+            text = self._await(f"{step.number}/outcome", answer_deadline, of=0)
             if text is None:
                 raise Gone("rank 0 does not answer any more")
             agreement = decode(Agreement, json.loads(text))
@@ -254,9 +256,8 @@ class Lockstep:
             step.reported = True
             if report.problem:
                 self._store_client.put(f"{step.number}/problem", report.problem)
-            self._store_client.put(
-                f"{step.number}/{self.rank}", dataclasses.replace(report, cut=step.cut).to_text()
-            )
+            complete = dataclasses.replace(report, cut=step.cut)
+            self._store_client.put(f"{step.number}/{self.rank}", complete.to_text())
         return True
 
     def _conclude(self, step: Step) -> Agreement:
@@ -289,7 +290,8 @@ class Lockstep:
         )
         self._store_client.put(f"{step.number}/outcome", agreement.to_text())
         # All ranks have left the phase before this one, so nobody reads its keys any more.
-        self._store_client.forget(f"{step.number - 1}/{name}" for name in self._names)
+        previous = step.number - 1
+        self._store_client.forget([f"{previous}/{name}" for name in self._names])
         return agreement
 
     def _collect_reports(self, step: Step) -> dict[int, PhaseReport]:
@@ -313,7 +315,9 @@ class Lockstep:
 
     def _has_left(self, rank: int) -> bool:
         """Tell whether a rank has ended its session or its process."""
-        return self._is_gone(rank) or self._store_client.get(f"left/{rank}") is not None
+        if self._is_gone(rank):
+            return True
+        return self._store_client.get(f"left/{rank}") is not None
 
     def _report_of_left(self, step: Step, rank: int) -> PhaseReport | None:
         """Return a report for a rank that has ended its session with a reason, or None."""
@@ -354,7 +358,8 @@ class Lockstep:
 
     def _is_gone(self, rank: int) -> bool:
         """Tell whether the process of a rank has ended; False for a rank on another host."""
-        return self._hosts.get(rank) == self._host and not alive(self.pids[rank])
+        on_this_host = self._hosts.get(rank) == self._host
+        return on_this_host and not alive(self.pids[rank])
 
     # The watcher's thread.
 
@@ -386,7 +391,8 @@ class Lockstep:
         """Report what is known, and end this process, whose main thread will not return."""
         if self.rank == 0:
             self._overrun(self._conclude(step).outcome)
-        self._await(f"{step.number}/outcome", clock.now() + 2 * REPORT_DELAY_S, of=0)
+        deadline = clock.now() + 2 * REPORT_DELAY_S
+        self._await(f"{step.number}/outcome", deadline, of=0)
         self._store_client.put(f"left/{self.rank}", "1")
         self.close()
         self._overrun(None)
@@ -400,14 +406,17 @@ class Lockstep:
         waiting = step.stall_detector.check([os.getpid()], _waits_in_torch)
         if waiting != step.waiting:
             step.waiting = waiting
-            self._store_client.put(f"{step.number}/waiting/{self.rank}", "yes" if waiting else "")
+            text = "yes" if waiting else ""
+            self._store_client.put(f"{step.number}/waiting/{self.rank}", text)
         if not waiting:
             return False
         for rank in range(self.size):
             if rank == self.rank:
                 continue
-            has_reported = self._store_client.get(f"{step.number}/{rank}")
-            if not has_reported and not self._store_client.get(f"{step.number}/waiting/{rank}"):
+            if self._store_client.get(f"{step.number}/{rank}"):
+                # It has reported.
+                continue
+            if not self._store_client.get(f"{step.number}/waiting/{rank}"):
                 return False
         return True
 
@@ -441,7 +450,8 @@ def _waits_in_torch() -> bool:
         return False
     # The user's code may call C++ code that waits, which the Python stack does not show. The flight
     # recorder does.
-    record = b"\n".join(dump().strip() for dump in dumps()).decode("utf-8", "replace")
+    dumped = [dump().strip() for dump in dumps()]
+    record = b"\n".join(dumped).decode("utf-8", "replace")
     operation = read_wait_state(record, stack)
     return operation is not None and operation.unfinished is not None
 

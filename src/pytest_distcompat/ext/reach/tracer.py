@@ -61,7 +61,8 @@ class RankTracer:
     def stop(self) -> None:
         """Stop to trace, and write what each action executed."""
         self._coverage.stop()
-        text = json.dumps({**self._head, **self._reached()}, separators=(",", ":"))
+        contents = {**self._head, **self._reached()}
+        text = json.dumps(contents, separators=(",", ":"))
         # Renamed when it is complete, because a rank may be killed at any moment.
         partial = self._path.with_suffix(".part")
         partial.write_text(text, encoding="utf-8")
@@ -82,11 +83,11 @@ class RankTracer:
             lines_by_file: dict[int, list[int]] = {}
             for number, name in enumerate(names):
                 arcs = data.arcs(name)
-                if arcs:
-                    lines: list[int] = []
-                    for start, end in sorted(arcs):
-                        lines += [start, end]
-                    lines_by_file[number] = lines
+                if not arcs:
+                    continue
+                lines_by_file[number] = []
+                for start, end in sorted(arcs):
+                    lines_by_file[number] += [start, end]
             actions[action] = lines_by_file
         return {"files": [[file.library, file.path] for file in files], "actions": actions}
 
@@ -94,7 +95,8 @@ class RankTracer:
         """Return the library of a measured file, and the file's path in it."""
         for library, directory in self._libraries.items():
             if path.is_relative_to(directory):
-                return FileId(library.name, path.relative_to(directory).as_posix())
+                relative = path.relative_to(directory)
+                return FileId(library.name, relative.as_posix())
         raise ValueError(f"{path} is in no traced library")
 
 

@@ -1,7 +1,8 @@
-"""The ending of a run, from what its ranks wrote and how their processes ended: never weaker than the worst rank.
+"""The ending of a run: never weaker than that of the worst rank.
 
-The rank that failed first is the cause and is shown first; ranks that only lost their peer, or were
-ended because of it, are folded under it.
+It follows from what the ranks wrote and how their processes ended. The rank that failed first is
+the cause and is shown first; ranks that only lost their peer, or were ended because of it, are
+folded under it.
 """
 
 from __future__ import annotations
@@ -132,9 +133,10 @@ class Ending:
 
     @property
     def kind(self) -> str:
-        """One of ``ok``, ``raised``, ``leaked``, ``hung`` and ``crashed``: the worst that happened to any rank.
+        """Return the worst that happened to any rank.
 
-        An exception may be expected; a leak, a crash and a hang beside it cannot be.
+        It is one of ``ok``, ``raised``, ``leaked``, ``hung`` and ``crashed``. An exception may be
+        expected; a leak, a crash and a hang beside it cannot be.
         """
         statuses = {end.status for end in self.ranks} - {"done"}
         if self.launch_error or statuses & {"killed", "exited", "missing"}:
@@ -155,9 +157,10 @@ class Ending:
         return failed[0] if failed else None
 
     def in_order(self) -> list[RankEnd]:
-        """Return the ranks that did not end well: causes by time, then hangs, then what tests allow, then consequences.
+        """Return the ranks that did not end well, the cause first.
 
-        Of the ranks that hang those that wait for others come last.
+        Causes stand first, by time, then hangs, then what tests allow, then consequences. Of the
+        ranks that hang those that wait for others come last.
         """
 
         def position(end: RankEnd) -> tuple[int, bool, float, int]:
@@ -168,7 +171,10 @@ class Ending:
         return sorted(failed, key=position)
 
     def headline(self) -> str:
-        """Return one line: which rank, and what happened to it, or what leaked if all ranks ended well."""
+        """Return one line: which rank, and what happened to it.
+
+        If all ranks ended well, it says what leaked.
+        """
         if self.leaks and not self._ranks_failed:
             return "; ".join(self.leaks)
         if self.launch_error:
@@ -178,14 +184,20 @@ class Ending:
         cause = self.cause
         if cause is None:
             if self.timed_out:
-                return f"time limit of {self.timeout:g} s passed while the ranks were leaving, all of them done"
+                return (
+                    f"time limit of {self.timeout:g} s passed "
+                    "while the ranks were leaving, all of them done"
+                )
             return "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
             return self._hang()
         return f"{cause.who} {cause.message}"
 
     def _hang(self) -> str:
-        """Return one line on a run in which ranks hang: where they are, and what they disagree in."""
+        """Return one line on a run in which ranks hang.
+
+        It says where they are, and what they disagree in.
+        """
         parts = [f"time limit of {self.timeout:g} s"]
         mismatch = first_mismatch(self._wait_states)
         if mismatch is not None:
@@ -213,7 +225,10 @@ class Ending:
         return {end.rank: end.wait_state for end in self.ranks if end.status == "stuck"}
 
     def text(self) -> str:
-        """Return the whole report, first cause first; a leak comes last, because it was found last."""
+        """Return the whole report, first cause first.
+
+        A leak comes last, because it was found last.
+        """
         if self.leaks and not self._ranks_failed:
             return "\n\n".join(self.leaks)
         parts = [self.headline()]
@@ -303,7 +318,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _name_ends(ends: Sequence[RankEnd]) -> str:
-    """Return the ranks as a text, by node in a run of several: ``ranks 0 and 1 on n1, rank 2 on n2``."""
+    """Return the ranks as a text, by node in a run of several.
+
+    Example: ``ranks 0 and 1 on n1, rank 2 on n2``.
+    """
     ranks_by_node: dict[str, list[int]] = {}
     for end in ends:
         ranks_by_node.setdefault(end.node, []).append(end.rank)
@@ -355,11 +373,12 @@ def conclude(
     oom_kills: int = 0,
     **more: Any,
 ) -> Ending:
-    """Put together what is known of each rank: what it logged, and how its process ended. It reads and changes nothing.
+    """Put together what is known of each rank, and return how the run ended.
 
-    ``ended_since`` is when the first rank was killed by us, ``first`` the rank that the agent saw
-    fail first, ``oom_kills`` what ``deaths.out_of_memory_kills`` returned after the run; ``more``
-    are further fields of the ``Ending``.
+    That is what each rank logged, and how its process ended. Nothing is changed, and nothing else
+    read. ``ended_since`` is when the first rank was killed by us, ``first`` the rank that the agent
+    saw fail first, ``oom_kills`` what ``deaths.out_of_memory_kills`` returned after the run;
+    ``more`` are further fields of the ``Ending``.
     """
     allows_waiting = any(map(is_excused, events.values()))
     ends = []
@@ -387,10 +406,10 @@ def conclude(
 def _with_times_of_death(
     ends: Sequence[RankEnd], processes: Mapping[int, RankProcess]
 ) -> list[RankEnd]:
-    """Return the ends, those of ranks that could not report with the time at which the agent saw them gone.
+    """Return the ends, with the time of death of ranks that could not report.
 
-    The agent stops looking once it has seen a rank gone: a rank that died unseen did so at that
-    time or later.
+    It is the time at which the agent saw them gone. The agent stops looking once it has seen a rank
+    gone: a rank that died unseen did so at that time or later.
     """
     died_at = {}
     for rank, process in processes.items():
@@ -464,7 +483,10 @@ class _Evidence:
         return exceptions[-1] if exceptions else None
 
     def _waited_for_others(self) -> bool:
-        """Tell whether it was ended while it waited for the others: by us, or by the agent, even when it was through itself."""
+        """Tell whether it was ended while it waited for the others.
+
+        We may have ended it or, even when it was through itself, the agent.
+        """
         by_agent = self.process.code == -signal.SIGTERM
         if is_excused(self.events):
             return self.process.ended_by_us or by_agent or self.process.code is None
@@ -561,7 +583,10 @@ def exit_name(code: int | None) -> str:
 
 
 def _gone_since(events: Sequence[Event]) -> float:
-    """Return the time before which no other rank can have lost this one: while it is excused it keeps its connections."""
+    """Return the time before which no other rank can have lost this one.
+
+    While it is excused it keeps its connections.
+    """
     excused = False
     for event in events:
         if excused:
@@ -601,7 +626,10 @@ def _fold(
 
 
 def _consequence(end: RankEnd, first: int | None) -> str:
-    """Return the status of a rank that ended because another one did; empty if its end may be a cause."""
+    """Return the status of a rank that ended because another one did.
+
+    It is empty if the rank's end may be a cause.
+    """
     if end.status == "raised" and end.lost:
         return "lost peer"
     if end.message.startswith(_LOST):
@@ -619,7 +647,10 @@ def _consequence(end: RankEnd, first: int | None) -> str:
 
 
 def _without_late_leavers(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return the ends; where ranks at work hang, those that had done their work did not: torchrun keeps them until all are."""
+    """Return the ends, without hangs of ranks that had done their work.
+
+    Where ranks at work hang, these others did not: torchrun keeps them until all are done.
+    """
     late = [end for end in ends if end.status == "stuck" and isinstance(end.last, Done)]
     hanging = [end for end in ends if end.status == "stuck"]
     if len(late) == len(hanging):

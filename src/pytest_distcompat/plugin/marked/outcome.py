@@ -1,6 +1,7 @@
-"""Room 3 of a marked test: from the phases of all ranks to one outcome, and from that to pytest's report.
+"""From the phases of all ranks to one outcome of a marked test, and from that to pytest's report.
 
-The outcome is never better than that of the worst rank; disagreement is a failure.
+This is the last of the three steps ``declare``, ``run``, ``outcome``. The outcome is never better
+than that of the worst rank; disagreement is a failure.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ UNCAPTURED = "Uncaptured output"
 RANK = "distcompat_rank"
 
 #: The failure of a test that passed although no rank ran it.
-NOT_RUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, took its call over"
+NOT_RUN = (
+    "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, "
+    "took its call over"
+)
 
 #: The statuses of ranks that do not explain a failure: they ended well, or because of another rank.
 NO_CAUSE = frozenset({"done", "lost peer", "stopped"})
@@ -186,7 +190,10 @@ def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
 
 
 def _expected_failure(ending: Ending) -> RankEnd | None:
-    """Return a rank that failed as its xfail mark expects, if nothing else went wrong on any rank; else None."""
+    """Return a rank that failed as its xfail mark expects.
+
+    None if anything else went wrong on any rank.
+    """
     if ending.kind != "raised":
         return None
     for end in ending.ranks:
@@ -247,7 +254,10 @@ def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
 
 
 def _skipped(phases: _LoggedPhases) -> Outcome | None:
-    """Return the outcome of a test that ranks skipped: a failure if not all did; None if no rank skipped it."""
+    """Return the outcome of a test that ranks skipped: a failure if not all of them did.
+
+    None if no rank skipped it.
+    """
     skips: dict[int, Phase] = {}
     for rank, of_rank in phases.whole.items():
         for phase in of_rank:
@@ -261,14 +271,17 @@ def _skipped(phases: _LoggedPhases) -> Outcome | None:
     outcomes = []
     for rank in phases.whole:
         if rank in skips:
-            outcomes.append(f"rank {rank} skipped ({skips[rank].message})")
+            reason = skips[rank].message
+            outcomes.append(f"rank {rank} skipped ({reason})")
         else:
             outcomes.append(f"rank {rank} passed")
     return Outcome("failed", f"ranks disagree: {'; '.join(outcomes)}")
 
 
 def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
-    """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark; None for any other.
+    """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark.
+
+    None for any other test.
 
     What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as
     expected.
@@ -301,9 +314,10 @@ def _properties(phases: _LoggedPhases) -> tuple[tuple[str, Any], ...]:
 def of_all_ranks(
     properties: Mapping[int, Sequence[tuple[str, Any]]],
 ) -> tuple[tuple[str, Any], ...]:
-    """Return rank 0's properties, and those of other ranks that differ from them, named after their rank.
+    """Return rank 0's properties, and those of other ranks that differ from them.
 
-    Those of a rank's last report hold those of all reports before it.
+    The latter are named after their rank. ``properties`` are those of each rank's last report,
+    which hold those of all reports before it.
     """
     first = tuple(properties.get(0, ()))
     others = []
@@ -326,14 +340,16 @@ def _sections(phases: _LoggedPhases, ending: Ending) -> tuple[tuple[str, str], .
     # Output past pytest's capture: of C libraries, and of an interpreter that crashes.
     for end in ending.ranks:
         if end.output.strip():
-            sections.append((f"{UNCAPTURED} (rank {end.rank})", end.output))
+            title = f"{UNCAPTURED} (rank {end.rank})"
+            sections.append((title, end.output))
     return tuple(dict.fromkeys(sections))
 
 
 def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
-    """Return the ending in which failed subtests of unfinished ``phases`` count as failures of their ranks.
+    """Return the ending in which failed subtests count as failures of their ranks.
 
-    Such a rank may have been stopped because of another rank's xfail.
+    ``phases`` are the unfinished phases, by rank: such a rank may have been stopped because of
+    another rank's xfail.
     """
     ranks = []
     for end in ending.ranks:
@@ -362,7 +378,8 @@ def _failed_by_subtests(end: RankEnd, phase: Phase) -> RankEnd:
 
 def disagreement(warm: str, cold: str, text: str) -> str:
     """Return the failure of a test or check whose second run had another outcome."""
-    return f"warm ranks and torchrun's disagree: {warm} on warm ranks, {cold} under torchrun\n\n{text}".rstrip()
+    difference = f"{warm} on warm ranks, {cold} under torchrun"
+    return f"warm ranks and torchrun's disagree: {difference}\n\n{text}".rstrip()
 
 
 # From an outcome to pytest's report.
@@ -400,7 +417,10 @@ def finish_report(
 
 
 def unexcused(report: pytest.TestReport) -> None:
-    """Make the report a failure in spite of an xfail mark: a crash, a hang or a leak is never expected."""
+    """Make the report a failure in spite of an xfail mark.
+
+    For a crash, a hang or a leak, which are never expected.
+    """
     report.outcome = "failed"
     if hasattr(report, "wasxfail"):
         del report.wasxfail

@@ -96,7 +96,8 @@ def describe(config: pytest.Config) -> dict[str, Any]:
         except Exception as error:
             if not _is_default(config, name, value):
                 raise pytest.UsageError(
-                    f"the option {name!r} has a value that cannot be handed to ranks: {value!r:.200} "
+                    f"the option {name!r} has a value that cannot be handed to ranks: "
+                    f"{value!r:.200} "
                     f"({type(error).__name__}: {error}); expected one that can be pickled"
                 ) from None
     workerinput = getattr(config, "workerinput", {})
@@ -116,13 +117,13 @@ def describe(config: pytest.Config) -> dict[str, Any]:
 
 def _is_builtin(value: object) -> bool:
     """Tell whether a value consists of built-in types: unpickling it imports nothing."""
+    kind = type(value)
     if isinstance(value, (list, tuple, set)):
-        return type(value) in {list, tuple, set} and all(map(_is_builtin, value))
+        return kind in {list, tuple, set} and all(map(_is_builtin, value))
     if isinstance(value, dict):
-        return type(value) is dict and all(
-            _is_builtin(part) for pair in value.items() for part in pair
-        )
-    return type(value) in {str, int, float, bool, bytes, type(None)}
+        parts = [*value.keys(), *value.values()]
+        return kind is dict and all(map(_is_builtin, parts))
+    return kind in {str, int, float, bool, bytes, type(None)}
 
 
 def _is_default(config: pytest.Config, name: str, value: object) -> bool:
@@ -135,10 +136,12 @@ def _is_default(config: pytest.Config, name: str, value: object) -> bool:
     default = getattr(parse([]), name, None)
     if value is default or type(value) is not type(default):
         return value is default
-    given = [*config.getini("addopts"), *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]
+    from_environment = os.environ.get("PYTEST_ADDOPTS", "")
+    given = [*config.getini("addopts"), *shlex.split(from_environment)]
     given += map(str, config.invocation_params.args)
     unset = object()
-    return getattr(parse(given, argparse.Namespace(**{name: unset})), name, None) is unset
+    namespace = parse(given, argparse.Namespace(**{name: unset}))
+    return getattr(namespace, name, None) is unset
 
 
 def own_files(config: pytest.Config) -> tuple[str, ...]:
@@ -153,13 +156,16 @@ def own_files(config: pytest.Config) -> tuple[str, ...]:
     else:
         import tomli as tomllib
     try:
-        project = tomllib.loads((config.rootpath / "pyproject.toml").read_text(encoding="utf-8"))[
-            "project"
-        ]
+        text = (config.rootpath / "pyproject.toml").read_text(encoding="utf-8")
+        project = tomllib.loads(text)["project"]
         files = importlib.metadata.distribution(project["name"]).files or ()
     except (OSError, ValueError, LookupError, TypeError, importlib.metadata.PackageNotFoundError):
         return ()
-    return tuple(str(file.locate()) for file in files if file.suffix == ".py")
+    modules = []
+    for file in files:
+        if file.suffix == ".py":
+            modules.append(str(file.locate()))
+    return tuple(modules)
 
 
 def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Session:
@@ -213,7 +219,8 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
             setattr(config.option, name, pickle.loads(base64.b64decode(value)))
         except Exception as error:
             raise pytest.UsageError(
-                f"the option {name!r} has a value that no rank can read ({type(error).__name__}: {error}); "
+                f"the option {name!r} has a value that no rank can read "
+                f"({type(error).__name__}: {error}); "
                 "expected one that can be pickled and read again"
             ) from error
     if payload["worker"]:
@@ -243,11 +250,12 @@ def _is_lazy(mark: pytest.Mark) -> bool:
     """Tell whether a mark makes values or ids of parameters only while tests are collected."""
     if mark.name != "parametrize":
         return False
-    values = (*mark.args[1:2], mark.kwargs.get("argvalues"), mark.kwargs.get("ids"))
-    return any(
-        not isinstance(value, (list, tuple, set, frozenset, dict, range, str, type(None)))
-        for value in values
-    )
+    made_at_once = (list, tuple, set, frozenset, dict, range, str, type(None))
+    argvalues = (*mark.args[1:2], mark.kwargs.get("argvalues"))
+    for value in (*argvalues, mark.kwargs.get("ids")):
+        if not isinstance(value, made_at_once):
+            return True
+    return False
 
 
 def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
@@ -461,8 +469,9 @@ def find_item(session: pytest.Session, nodeid: str) -> pytest.Item:
         close = difflib.get_close_matches(nodeid, items, n=3)
         hint = f"; close to it: {', '.join(close)}" if close else ""
         raise LookupError(
-            f"this rank collected no item {nodeid!r} ({len(items)} others{hint}). Collection must not depend on the "
-            "process: no random or time-dependent parameters, no plugin that exists in one process only"
+            f"this rank collected no item {nodeid!r} ({len(items)} others{hint}). "
+            "Collection must not depend on the process: no random or time-dependent parameters, "
+            "no plugin that exists in one process only"
         )
     return items[nodeid]
 
@@ -547,7 +556,8 @@ class _Reporter:
         if phase.ending is not None and (
             phase.outcome == "failed" or not self._wait_for_others(*phase.ending, phase)
         ):
-            self.log.write(Error(*phase.ending, phase.text, lost=phase.lost))
+            kind, message = phase.ending
+            self.log.write(Error(kind, message, phase.text, lost=phase.lost))
             self._rank.leave_failed(self.directory, self.world_size)
 
     def _wait_for_others(self, kind: str, message: str, phase: Phase) -> bool:
@@ -563,7 +573,9 @@ class _Reporter:
         others = [rank for rank in range(self.world_size) if rank != self.log.rank]
         logs = self._rank_log.LogReader(self.directory, others)
         while clock.now() < deadline:
-            outcomes = {self._outcome_of(events, phase.when) for events in logs.read().values()}
+            outcomes = set()
+            for events in logs.read().values():
+                outcomes.add(self._outcome_of(events, phase.when))
             if "failed" in outcomes or (own_outcome == "skipped" and "passed" in outcomes):
                 return False
             if "" not in outcomes:

@@ -212,7 +212,8 @@ def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> lis
     for name, names_of_cells in (("strategies", strategies), ("precisions", precisions)):
         setting = session.setting(name)
         if setting.value:
-            reasons.append(f"{name} {setting.text!r} of {', '.join(names_of_cells) or 'none'}")
+            of_cells = ", ".join(names_of_cells) or "none"
+            reasons.append(f"{name} {setting.text!r} of {of_cells}")
     return reasons
 
 
@@ -228,7 +229,11 @@ def _commonest_reasons(
         reason = why_not_supported(driver, cell, session)
         if reason:
             times[reason] += 1
-    ordered = sorted(times, key=lambda reason: ("not installed" not in reason, -times[reason]))
+
+    def missing_package_first(reason: str) -> tuple[bool, int]:
+        return "not installed" not in reason, -times[reason]
+
+    ordered = sorted(times, key=missing_package_first)
     return ordered[:REASONS]
 
 
