@@ -394,11 +394,8 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
     for snapshot in trained:
         before[snapshot.rank] += len(snapshot.steps)
     for snapshot in loaded:
-        steps = 0
-        for step in snapshot.steps:
-            # Not ``> 0``, which is false for NaN.
-            if step.square != 0:
-                steps += 1
+        # Not ``> 0``, which is false for NaN.
+        steps = sum(step.square != 0 for step in snapshot.steps)
         if steps and steps >= before[snapshot.rank]:
             finding = f"the optimizer took {steps} steps with gradients during the load"
             expected = "expected the state to be read from the checkpoint, not trained again"
@@ -408,11 +405,7 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
 def _options_beside_checkpoints(cell: Cell) -> list[str]:
     """Return the cell's options but those that matter only when a checkpoint is saved or loaded."""
     read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
-    names: list[str] = []
-    for name, _ in cell.options:
-        if name not in read_at_checkpoints:
-            names.append(name)
-    return names
+    return [name for name, _ in cell.options if name not in read_at_checkpoints]
 
 
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:

@@ -418,15 +418,17 @@ class Recorder:
         model = self._live_model()
         if model is None:
             return {}
-        size = self.tracked.accelerator_attribute("num_processes")
-        size = size or getattr(model, "world_size", None)
+        world_size = self.tracked.accelerator_attribute("num_processes")
+        world_size = world_size or getattr(model, "world_size", None)
+        if not isinstance(world_size, int):
+            world_size = None
         return read_snapshot_fields(
             model,
             self._optimizer,
             device=self.device,
             scheduler=self.tracked.schedulers_of(self._optimizer),
             scaler=self.tracked.accelerator_attribute("scaler"),
-            trainer_world_size=size if isinstance(size, int) else None,
+            trainer_world_size=world_size,
             whole=whole,
             without_gradient=self.observer.without_gradient(),
         )

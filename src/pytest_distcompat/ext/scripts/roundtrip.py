@@ -397,11 +397,16 @@ def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
     A checkpoint that all ranks wrote comes first. Of several files of single ranks it is their
     directory.
     """
-    saved = [event for event in run.saved() if event.index // STRIDE == save_at]
-    checkpoints = [event.path for event in saved if event.everyone]
+    checkpoints = []
+    files = []
+    for event in run.saved():
+        if event.index // STRIDE != save_at:
+            continue
+        files.append(event.path)
+        if event.everyone:
+            checkpoints.append(event.path)
     if checkpoints:
         return checkpoints[0]
-    files = [event.path for event in saved]
     return os.path.commonpath(files) if files else None
 
 
@@ -413,7 +418,8 @@ def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
     lines = [f"no checkpoint was found after step {save_at}; expected one by {CHECKPOINT_CALLS}"]
     steps = sorted({event.index // STRIDE for event in run.saved()})
     if steps:
-        lines.append(f"found after step {', '.join(map(str, steps))}")
+        steps_text = ", ".join(map(str, steps))
+        lines.append(f"found after step {steps_text}")
     return "\n".join(lines)
 
 
@@ -501,5 +507,8 @@ def _numbers(values: Sequence[float | None]) -> str:
         return "none"
     texts: list[str] = []
     for value in values:
-        texts.append("none" if value is None else f"{value:.8g}")
+        if value is None:
+            texts.append("none")
+        else:
+            texts.append(f"{value:.8g}")
     return ", ".join(texts)

@@ -24,6 +24,10 @@ BATCH = 2
 SPLIT = 4
 #: How many epochs of a loader are read.
 EPOCHS = 2
+#: Of each batch that a rank reads, its epoch and its rows.
+_Batches = Iterator[tuple[int, Sequence[int]]]
+#: Where a run begins: an epoch, and how many of its batches were read before.
+_Start = tuple[int, int]
 
 #: torchdata's loader saves and restores its position itself.
 _STATEFUL = {
@@ -165,12 +169,12 @@ def accelerate_loader(
 def accelerate_rows(
     name: str,
     count: int,
-    start: tuple[int, int],
+    start: _Start,
     directory: Path,
     *,
     device: str = "cpu",
     parallel: Mapping[str, Any] = MappingProxyType({}),
-) -> Iterator[tuple[int, Sequence[int]]]:
+) -> _Batches:
     """Yield the epoch and the rows of each batch that this rank reads.
 
     A run resumes as accelerate's documentation says: ``load_state``, then ``skip_first_batches``.
@@ -430,8 +434,8 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def trainer_rows(
-    name: str, count: int, start: tuple[int, int], directory: Path, *, world: int, device: str
-) -> Iterator[tuple[int, Sequence[int]]]:
+    name: str, count: int, start: _Start, directory: Path, *, world: int, device: str
+) -> _Batches:
     """Train two epochs, or what is left of them after a checkpoint; yield what this rank read.
 
     Args:
@@ -481,10 +485,12 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
 
 
 #: DeepSpeed makes the loader of ``training_data`` itself; it is resumed nowhere.
-DEEPSPEED: dict[str, Loader] = {"training_data": Loader(resumes=False, moves=False)}
+DEEPSPEED: dict[str, Loader] = {
+    "training_data": Loader(resumes=False, moves=False),
+}
 
 
-def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int]]]:
+def deepspeed_rows(count: int, backend: str) -> _Batches:
     """Read the loader that ``deepspeed.initialize`` returns."""
     import deepspeed
     import torch
@@ -504,7 +510,7 @@ def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int
             yield epoch, batch.tolist()
 
 
-def deepspeed_engine_rows(engine: Any, count: int) -> Iterator[tuple[int, Sequence[int]]]:
+def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
     """Read the loader that an engine makes of a data set."""
     loader = engine.deepspeed_io(range(count), batch_size=BATCH)
     for epoch in range(EPOCHS):
@@ -521,9 +527,7 @@ TORCH: dict[str, Loader] = {
 }
 
 
-def torch_rows(
-    name: str, count: int, start: tuple[int, int], rank: int, ranks: int
-) -> Iterator[tuple[int, Sequence[int]]]:
+def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> _Batches:
     """Read a loader with torch's DistributedSampler; a resumed run skips batches by hand."""
     from torch.utils.data import DataLoader, DistributedSampler
 

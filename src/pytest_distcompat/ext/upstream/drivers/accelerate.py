@@ -362,7 +362,8 @@ class AccelerateDriver(TinyDriver):
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
         settings.setdefault("kwargs_handlers", []).extend(handlers)
-        return Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
+        settings = self._with_objects(settings)
+        return Accelerator(**self.cell.with_settings("Accelerator", settings))
 
     def _changed_in_place(self, model: Module) -> Module:
         """Compile, recompute and cut layers of the model where accelerate leaves it to the user."""

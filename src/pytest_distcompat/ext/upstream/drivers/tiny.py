@@ -161,7 +161,9 @@ class TinyDriver(Driver):
         """Return why the cell cannot run with an optimizer other than AdamW; None if it can."""
         name = cell.option("optimizer")
         precision = PRECISIONS.get(cell.precision)
-        if precision.scaled or cell.option("param_groups") or not cell.option("use_orig_params"):
+        several_groups = bool(cell.option("param_groups"))
+        flat_parameters = not cell.option("use_orig_params")
+        if precision.scaled or several_groups or flat_parameters:
             return (
                 "other optimizers are for one group of unscaled parameters, "
                 "which keep their own tensors"
@@ -248,9 +250,9 @@ class TinyDriver(Driver):
         """
         if self.cell.option("loaded") == "given":
             return given
-        base = self._base_model()[0] if self.cell.option("lora") else given
-        if _loaded.changes_values(self.cell):
-            base = self._base_model()[0]
+        base = given
+        if self.cell.option("lora") or _loaded.changes_values(self.cell):
+            base, _ = self._base_model()
         made = _loaded.make(
             self.cell,
             self.precision,

@@ -290,7 +290,11 @@ class TorchDriver(TinyDriver):
         "tp_4": {"model": "mlp"},
     }
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
-    portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
+    portable: ClassVar[Mapping[str, str]] = {
+        "ddp": "fsdp2",
+        "fsdp1": "fsdp2",
+        "fsdp2": "ddp",
+    }
     order: ClassVar[int] = 0
     live_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
@@ -358,9 +362,8 @@ class TorchDriver(TinyDriver):
             self.saving_group = distributed.new_group(backend="gloo")
         if self.cell.cp > 1:
             sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
-            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))[
-                "cp"
-            ]
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+            self.context = mesh["cp"]
         self.raw = model
         if self.cell.pp > 1:
             self._build_stages(model, device)
@@ -421,9 +424,11 @@ class TorchDriver(TinyDriver):
         import torch
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        # All ranks that hold shards must know about an overflow on one of them.
-        scaler: Any = ShardedGradScaler if self.cell.strategy == "fsdp1" else torch.amp.GradScaler
-        return scaler(device, init_scale=2.0**10)
+        scaler_class: Any = torch.amp.GradScaler
+        if self.cell.strategy == "fsdp1":
+            # All ranks that hold shards must know about an overflow on one of them.
+            scaler_class = ShardedGradScaler
+        return scaler_class(device, init_scale=2.0**10)
 
     def step(self, number: int) -> float:
         """Run each micro-batch, reduce gradients in the last one, then update parameters."""
@@ -602,7 +607,10 @@ class TorchDriver(TinyDriver):
             set_state_dict,
         )
 
-        state = self._read_whole(directory) if self.whole else self._read_shards(directory)
+        if self.whole:
+            state = self._read_whole(directory)
+        else:
+            state = self._read_shards(directory)
         options = self._options()
         if self.cell.option("save_only_model"):
             set_model_state_dict(self.model, state["model"], options=options)
@@ -622,7 +630,8 @@ class TorchDriver(TinyDriver):
                 optim_state_dict=state["optimizer"],
                 options=options,
             )
-        for scheduler, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
+        saved_states = state["scheduler"]
+        for scheduler, saved in zip(listed(self.scheduler), saved_states, strict=True):
             scheduler.load_state_dict(saved)
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])

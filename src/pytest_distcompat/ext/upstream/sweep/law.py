@@ -186,10 +186,10 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
     for setting in cell.set:
         meant.update(rules.meant_to_fail(setting))
     for other in CHECKS.by_name.values():
-        comparable = not other.not_applicable(cell, driver) and other.runs(
-            cell, driver
-        ) == check.runs(cell, driver)
-        if other.name in meant or not comparable or premature_end(other, trace):
+        if other.not_applicable(cell, driver):
+            continue
+        same_runs = other.runs(cell, driver) == check.runs(cell, driver)
+        if other.name in meant or not same_runs or premature_end(other, trace):
             continue
         # A claim that holds against neither is a finding of its own.
         others = _agrees_with(other, cell, trace)
