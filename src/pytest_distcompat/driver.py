@@ -262,6 +262,11 @@ class HasExtraState(LiveTrainer):
     #: ``state_dict()``.
     extra_state: ClassVar[Mapping[str, ExtraState]] = {}
 
+    @classmethod
+    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:  # noqa: ARG003 - for those who override it
+        """Return the states that a driver of the cell has; by default all of ``extra_state``."""
+        return cls.extra_state
+
 
 class HasPipeline(LiveTrainer):
     """What a driver with pipeline parallelism tells of it: each rank holds some stages, consecutive layers of the model."""

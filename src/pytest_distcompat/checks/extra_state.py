@@ -13,7 +13,7 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
 def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
-    if not driver.extra_state:
+    if not driver.extra_state_in(cell):
         return "the driver names no state in extra_state"
     if cell.option("save_only_model"):
         return "checkpoints hold weights alone"
@@ -21,7 +21,11 @@ def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME, until=UNTIL_RESUMED, order=4, not_applicable=_names_none, depends_on=RESUMED
+    scenario=RESUME,
+    until=UNTIL_RESUMED,
+    order=4,
+    not_applicable=_names_none,
+    depends_on=RESUMED | {"ema"},
 )
 def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that state which the driver names in ``extra_state`` changes, comes back after a load, and is alike on ranks.

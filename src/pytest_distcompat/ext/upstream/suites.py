@@ -32,6 +32,7 @@ class TestTorch(CompatSuite):
                     {"meta_init": True},
                     {"save_only_model": True},
                     {"async_save": True, "model": "dropout"},
+                    {"ema": True, "model": "mlp"},
                     {"model": "moe"},
                 ),
             ),
@@ -95,6 +96,7 @@ class TestAccelerate(CompatSuite):
                     {"lora": True},
                     {"param_groups": True},
                     {"ignored_modules": True, "model": "mlp"},
+                    {"ema": True},
                 ),
             ),
             Matrix(

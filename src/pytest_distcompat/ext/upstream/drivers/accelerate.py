@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD, OFFLOADS
 from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver, listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
@@ -22,7 +22,7 @@ from pytest_distcompat.parallel import context_parallel, tensor_parallel
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -227,6 +227,7 @@ class AccelerateDriver(TinyDriver):
         "fp8_backend",
         "grad_accum_dtype",
         "conflict",
+        "ema",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source(
@@ -285,10 +286,26 @@ class AccelerateDriver(TinyDriver):
     }
     order: ClassVar[int] = 1
     live_calls: ClassVar[type[Calls]] = AccelerateCalls
+    #: The number by which accelerate accumulates, and what the driver registers.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {
+        "accelerator.step": ExtraState(),
+        "progress": ExtraState(),
+    }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None
+    #: A registered object that counts micro-batches.
+    progress: Any = None
+    #: A registered average of the weights; None without one.
+    average: Any = None
     _stream: Iterator[Batch] | None = None
+
+    @classmethod
+    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
+        """Return what every cell has, and the average of the weights in a cell that has one."""
+        if not cell.option("ema"):
+            return cls.extra_state
+        return {**cls.extra_state, "average": ExtraState()}
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
@@ -308,6 +325,8 @@ class AccelerateDriver(TinyDriver):
         )
         if reason is None and not autotp:
             reason = _no_parallelism(cell) or _options.unsupported_by_accelerate(cell, device)
+        if reason is None and cell.option("ema"):
+            reason = _average.unsupported_by_accelerate(cell)
         if reason is None:
             reason = super().unsupported_reason(cell, device)
         if reason is None and autotp:
@@ -322,6 +341,7 @@ class AccelerateDriver(TinyDriver):
         # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
         self._prepare(self._changed_in_place(self.own_model(model)))
         self.scaler = self.accelerator.scaler
+        self._register()
         set_seed(1, device_specific=True)
 
     def _make_accelerator(self) -> Any:
@@ -383,6 +403,14 @@ class AccelerateDriver(TinyDriver):
             self.scheduler = prepared[count:]
         else:
             self.optimizer, self.scheduler = prepared
+
+    def _register(self) -> None:
+        """Register what accelerate is to save and load beside what it prepares."""
+        self.progress = _average.Progress()
+        self.accelerator.register_for_checkpointing(self.progress)
+        if self.cell.option("ema"):
+            self.average = _average.AverageOfWeights(self.model)
+            self.accelerator.register_for_checkpointing(self.average)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of Accelerator with the objects whose fields the cell sets."""
@@ -508,7 +536,10 @@ class AccelerateDriver(TinyDriver):
                     scheduler.step()
                 for optimizer in listed(self.optimizer):
                     optimizer.zero_grad()
+            self.progress.batches += 1
             total += float(loss.detach()) / self.accumulate
+        if self.average is not None:
+            self.average.update(self.model)
         return total
 
     def _count(self, batch: Batch) -> int:
