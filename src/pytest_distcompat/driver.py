@@ -234,6 +234,11 @@ class HasMetrics(LiveTrainer):
         """
         raise NotImplementedError
 
+    @classmethod
+    def evaluates_in(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
+        """Tell whether ``metrics`` evaluates as the cell's training would; by default it does in all cells."""
+        return True
+
 
 class RenamesKeys(LiveTrainer):
     """How names in saved files differ from those of the unwrapped model. By default they do not."""

@@ -497,7 +497,7 @@ class Rank:
         return RowsInfo(name, epoch, batch, self._loaders[name], batches)
 
     def _metrics(self) -> dict[str, Any]:
-        if not self.driver.can("metrics"):
+        if not self.driver.can("metrics") or not self.driver.evaluates_in(self.driver.cell):
             return {}
         return {
             "metrics": {name: float(value) for name, value in self.driver.metrics(ROWS).items()}

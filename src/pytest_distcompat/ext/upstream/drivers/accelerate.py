@@ -301,6 +301,12 @@ class AccelerateDriver(TinyDriver):
     _stream: Iterator[Batch] | None = None
 
     @classmethod
+    def needs(cls, cell: Cell) -> tuple[str, ...]:
+        """Return what every driver requires, and torchdata for its loader."""
+        needed = super().needs(cell)
+        return (*needed, "torchdata") if _is_stateful(cell) else needed
+
+    @classmethod
     def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
         """Return what every cell has, and the average of the weights in a cell that has one."""
         if not cell.option("ema"):
@@ -510,7 +516,8 @@ class AccelerateDriver(TinyDriver):
         self._stream = None
 
     def _batches(self, done: int) -> Iterator[Batch]:
-        if done:
+        # torchdata's loader goes on by itself where it was saved.
+        if done and not _is_stateful(self.cell):
             yield from self.accelerator.skip_first_batches(self.loader, done)
         while True:
             yield from self.loader
@@ -548,6 +555,24 @@ class AccelerateDriver(TinyDriver):
             # Ulysses has shifted the labels already.
             return int((batch["shift_labels"] != -100).sum())
         return self.tiny.count(batch)
+
+    def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
+        """Return the scheduler; that of the reference decays as slowly as the ranks' own if nothing links it to steps."""
+        is_reference = self.accelerator is None
+        if is_reference and not self._steps_with_optimizer:
+            every = self.cell.world_size
+        return super().make_scheduler(optimizer, every)
+
+    def early_schedule_steps(self, number: int) -> int:
+        """Return the micro-batches before the last one, where accelerate's scheduler is stepped in each."""
+        if self._steps_with_optimizer:
+            return 0
+        return len(self.micros(number)) - 1
+
+    @property
+    def _steps_with_optimizer(self) -> bool:
+        """Tell whether accelerate's scheduler takes a step for each rank whenever the optimizer steps."""
+        return bool(self.setting_or_default(True, "Accelerator.step_scheduler_with_optimizer"))
 
     def save(self, directory: Path) -> None:
         """Save a checkpoint by ``save_state``."""
@@ -639,6 +664,11 @@ def _no_parallelism(cell: Cell) -> str | None:
             "accelerate cannot prepare tensor parallelism beside FSDP2 at all (docs/upstream.md), so nothing more is tried",
         ),
     )
+
+
+def _is_stateful(cell: Cell) -> bool:
+    """Tell whether the cell has torchdata's ``StatefulDataLoader``."""
+    return bool(cell.settings("DataLoaderConfiguration").get("use_stateful_dataloader"))
 
 
 def json_of(plugin: Any) -> Mapping[str, Any]:

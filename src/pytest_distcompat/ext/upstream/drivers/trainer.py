@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.driver import OnAction, Plan
-from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _releases, _rows
+from pytest_distcompat.ext.upstream.drivers import (
+    _loaded,
+    _mesh_rows,
+    _options,
+    _preload,
+    _releases,
+    _rows,
+)
 from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
 from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
@@ -178,6 +185,8 @@ class TrainerDriver(TinyDriver):
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
     trainer: Any = None
+    #: The whole model's files, of which each rank loads its parts.
+    _model_files: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
@@ -257,8 +266,8 @@ class TrainerDriver(TinyDriver):
         from transformers import get_scheduler
 
         chosen = SCHEDULE | self.cell.settings("TrainingArguments")
-        # A fraction is one of all steps.
-        warmup = chosen.get("warmup_steps", 0)
+        # A fraction is one of all steps. Before transformers 5 it is an argument of its own.
+        warmup = chosen.get("warmup_steps", 0) or chosen.get("warmup_ratio", 0)
         return get_scheduler(
             chosen["lr_scheduler_type"],
             optimizer,
@@ -406,11 +415,7 @@ class TrainerDriver(TinyDriver):
             self.trainer.remove_callback(PrinterCallback)
 
         model_class: Any = type(model)
-        if self.in_parts:
-            full_model: Any = model
-            with tempfile.TemporaryDirectory() as directory:
-                full_model.save_pretrained(directory)
-                model = self.load_in_parts(model_class, directory)
+        model = self.model_on_mesh(model)
         make(model, plan)
         checkpoint = None
         if "load" in plan.actions:
@@ -428,6 +433,18 @@ class TrainerDriver(TinyDriver):
         self.trainer.add_callback(make_callback(self, plan, report))
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
+
+    def model_on_mesh(self, model: Module) -> Module:
+        """Return the model as transformers loads it in parts, on a mesh that it makes; else the model itself."""
+        if not self.in_parts:
+            return model
+        if self._model_files is None:
+            # Once there is a process group, rank 0 alone writes files.
+            self._model_files = tempfile.TemporaryDirectory()
+            whole_model: Any = model
+            whole_model.save_pretrained(self._model_files.name)
+        loaded: Module = self.load_in_parts(type(model), self._model_files.name)
+        return loaded
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of that class, of whose weights each rank has read its part."""
@@ -546,16 +563,31 @@ class TrainerDriver(TinyDriver):
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that Trainer trains on."""
+        if self._on_mesh(self.cell):
+            return _mesh_rows.rows_on_mesh(self, loader, count, start, directory)
         return _rows.trainer_rows(
             loader, count, start, directory, world=self.world.size, device=self.world.device
         )
 
     @classmethod
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
-        """Return all loaders; none on a mesh, which Trainer makes around the model that it trains."""
-        if any(name in MESH for name, _ in cell.options):
+        """Return all loaders; on a mesh, those of a model of transformers with data parallel ranks."""
+        if not cls._on_mesh(cell):
+            return cls.loaders
+        reads_tokens = "transformers" in model_of(cell).preload
+        if cell.dp_size == 1 or cell.cp > 1 or not reads_tokens:
             return {}
-        return cls.loaders
+        return _mesh_rows.loaders(in_parts=cell.tp * cell.ep > 1)
+
+    @staticmethod
+    def _on_mesh(cell: Cell) -> bool:
+        """Tell whether the cell's ranks are on a mesh of several dimensions."""
+        return any(name in MESH for name, _ in cell.options)
+
+    @classmethod
+    def evaluates_in(cls, cell: Cell) -> bool:
+        """Return True without a mesh: that of a training is made around its model, which metrics have not."""
+        return not cls._on_mesh(cell)
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""

@@ -30,6 +30,10 @@ OTHER_REFERENCE = "other_reference"
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 
+#: Checks whose tolerances are those of a precision.
+_OF_NUMBERS = frozenset({"parity", "clipping", "gradients", "export"})
+
+
 class SweepLaw(Law):
     """The law of cells with settings."""
 
@@ -64,6 +68,7 @@ class SweepLaw(Law):
 
     def findings(self, check: CheckLike, cell: Cell, trace: Trace) -> list[str]:
         """Return what is found against the reference with fewer findings; if nothing, whether another check needs the other."""
+        cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
         if OTHER_REFERENCE not in trace.runs:
             return findings
@@ -102,6 +107,14 @@ class SweepLaw(Law):
                 if check.costly:
                     reasons[name] = "the sweep runs it"
         return {**reasons, **_left_out_of_sweep(cell, checks)}
+
+
+def _as_rounded(check: CheckLike, cell: Cell) -> Cell:
+    """Return the cell by which a check of numbers has its tolerances: in the precision that a setting rounds as."""
+    precision = rules.rounds_as(cell.set)
+    if not precision or check.name not in _OF_NUMBERS:
+        return cell
+    return dataclasses.replace(cell, precision=precision)
 
 
 def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
