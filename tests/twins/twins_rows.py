@@ -275,7 +275,7 @@ class TrainerOnMesh(TrainerDriver):
 @twin(
     "coverage",
     "fsdp2-fp32-w4-tp_2-save_only_model",
-    match=r"^shuffle: ranks 0 and 1 are given different rows",
+    match=r"^shuffle: ranks 1 and 0 are given different rows",
     sound=name_of(TrainerOnMesh),
 )
 class FeedsPeersApart(TrainerOnMesh):
