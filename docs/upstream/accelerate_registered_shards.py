@@ -1,4 +1,4 @@
-"""accelerate 1.15.0: ``save_state`` writes a registered object on rank 0 alone, and all ranks load it.
+"""accelerate 1.15.0: ``save_state`` writes registered objects on rank 0 alone, and all load them.
 
 ``save_custom_state`` calls ``save``, which writes on the main process only, into a file without the
 rank in its name. So an average of weights that FSDP2 shards, as diffusers' ``EMAModel`` keeps one,
@@ -32,8 +32,9 @@ class Average:
 
 
 def run(rank: int, place: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}  # fmt: skip
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
     # Without a GPU accelerate would run DDP instead.
     PartialState(cpu=True)
     PartialState().distributed_type = DistributedType.MULTI_GPU

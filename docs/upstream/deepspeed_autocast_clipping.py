@@ -1,12 +1,12 @@
-"""DeepSpeed 0.19.8: with ``torch_autocast`` in float16 ZeRO-1, 2 and 3 clip gradients that are still scaled.
+"""DeepSpeed 0.19.8: with ``torch_autocast`` in float16 ZeRO clips gradients that are still scaled.
 
-The optimizer of ZeRO makes a ``GradScaler`` (``torch_autocast_gradscaler``), whose factor of 65536 is
-not in ``loss_scale``: ``unscale_and_clip_grads`` clips the scaled gradients, then ``GradScaler.step``
-divides what is left by the factor. ``get_global_grad_norm`` returns the norm of the scaled gradients.
-Adam hides most of it, until gradients come near its ``eps``.
+The optimizer of ZeRO-1, 2 and 3 makes a ``torch_autocast_gradscaler``, whose factor
+of 65536 is not in ``loss_scale``: ``unscale_and_clip_grads`` clips the scaled gradients, then
+``GradScaler.step`` divides what is left by the factor. ``get_global_grad_norm`` returns the norm of
+the scaled gradients. Adam hides most of it, until gradients come near its ``eps``.
 
-Expected: a norm of 0.5, and one step of SGD at a rate of 1 that moves weights by the clipped norm, 0.1.
-Seen: a norm of 32768, and a step of 1.5e-6.
+Expected: a norm of 0.5, and a step of SGD at a rate of 1 that moves weights by the clipped norm,
+0.1. Seen: a norm of 32768, and a step of 1.5e-6.
 """
 
 import os

@@ -292,7 +292,7 @@ class HasExtraState(LiveTrainer):
     extra_state: ClassVar[Mapping[str, ExtraState]] = {}
 
     @classmethod
-    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:  # noqa: ARG003 - for those who override it
+    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:  # noqa: ARG003 - overridden
         """Return the states that a driver of the cell has; by default all of ``extra_state``."""
         return cls.extra_state
 

@@ -279,9 +279,16 @@ class TrainerOnMesh(TrainerDriver):
     sound=name_of(TrainerOnMesh),
 )
 class FeedsPeersApart(TrainerOnMesh):
-    """Accelerate is not told of the mesh: each rank has rows of its own."""
+    """Accelerate is not told of the mesh when it makes loaders: each rank has rows of its own."""
+
+    reads_rows = False
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        self.reads_rows = True
+        return super().rows(loader, count, start, directory)
 
     def make_trainer(self, **settings: Any) -> Any:
         trainer = super().make_trainer(**settings)
-        trainer.accelerator.state.device_mesh = None
+        if self.reads_rows:
+            trainer.accelerator.state.device_mesh = None
         return trainer

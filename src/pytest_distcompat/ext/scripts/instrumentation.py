@@ -196,13 +196,13 @@ def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> 
     return wrapper
 
 
-def _registers(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+def _registers(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
     """Wrap ``Accelerator.register_for_checkpointing(*objects)``."""
     yield
     recorder.states.add(args[1:])
 
 
-def _averages(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+def _averages(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
     """Wrap the ``__init__`` of an average of weights."""
     yield
     recorder.states.add(args[:1])

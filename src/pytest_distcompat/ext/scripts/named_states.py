@@ -1,4 +1,4 @@
-"""State of a script beside model and optimizer: variables that the user names, and what libraries know of."""
+"""State beside model and optimizer: variables that a user names, and what libraries know."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NamedStates:
         self.known: list[weakref.ref[Any]] = []
 
     def add(self, objects: Iterable[Any]) -> None:
-        """Note objects that a library knows of. An object that takes no weak reference is left out."""
+        """Note objects that a library knows of, if they take a weak reference."""
         for value in objects:
             if all(reference() is not value for reference in self.known):
                 with contextlib.suppress(TypeError):
@@ -42,8 +42,8 @@ class NamedStates:
         """Return the values of the states that exist now.
 
         Args:
-            known: Whether to read the objects that libraries know of too. Their ``state_dict()`` may
-                be a collective, so it is called only where all ranks are.
+            known: Whether to read the objects that libraries know of too. Their ``state_dict()``
+                may be a collective, so it is called only where all ranks are.
 
         Raises:
             TypeError: If a variable that the user names has values that cannot be compared.
@@ -74,7 +74,7 @@ class NamedStates:
 
 
 def _variable(name: str) -> Any:
-    """Return the variable of that name: of the innermost function of the script that has one, else a global one."""
+    """Return the variable of the script's innermost function that has one, else a global one."""
     frames = list(_frames_of_the_script())
     for frame in frames:
         if name in frame.f_locals:
@@ -86,7 +86,7 @@ def _variable(name: str) -> Any:
 
 
 def _frames_of_the_script() -> Iterator[FrameType]:
-    """Yield the frames of the calls that led here, the innermost first, without those of libraries."""
+    """Yield the frames of the script's calls that led here, the innermost first."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]

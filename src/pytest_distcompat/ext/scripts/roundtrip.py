@@ -79,7 +79,7 @@ def _optimizer(snapshot: Snapshot) -> _OptimizerValues:
 
 
 def _extra_state(snapshot: Snapshot) -> dict[str, Mapping[str, str]]:
-    """Return the values of each state beside model and optimizer that a checkpoint is to bring back."""
+    """Return the values of each extra state that a checkpoint is to bring back."""
     return {info.name: info.values for info in snapshot.extra if info.expected.comes_back}
 
 

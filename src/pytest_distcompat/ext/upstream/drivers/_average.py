@@ -1,4 +1,4 @@
-"""State that drivers keep beside model and optimizer: averages of the weights, and a count of micro-batches."""
+"""State beside model and optimizer: averages of the weights, and a count of micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unsupported_by_torch(cell: Cell) -> str | None:
     return first_reason(
         (
             cell.strategy == "fsdp1",
-            "FSDP1 gathers the weights for an average; FSDP2 shards the average as it does the model",
+            "FSDP1 gathers the weights for an average; FSDP2 shards it as it does the model",
         ),
         (_is_untried(cell, _OF_TORCH), "an average beside some of these options is not tried"),
     )
@@ -60,7 +60,8 @@ def averaged(model: Module) -> Any:
     """
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))  # type: ignore[no-untyped-call]
+    moving_average = get_ema_multi_avg_fn(DECAY)  # type: ignore[no-untyped-call]
+    return AveragedModel(model, multi_avg_fn=moving_average)
 
 
 class Progress:

@@ -581,21 +581,24 @@ class AccelerateDriver(TinyDriver):
         return self.tiny.count(batch)
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        """Return the scheduler; that of the reference decays as slowly as the ranks' own if nothing links it to steps."""
+        """Return the scheduler.
+
+        That of the reference decays as slowly as that of ranks if nothing links it to steps.
+        """
         is_reference = self.accelerator is None
         if is_reference and not self._steps_with_optimizer:
             every = self.cell.world_size
         return super().make_scheduler(optimizer, every)
 
     def early_schedule_steps(self, number: int) -> int:
-        """Return the micro-batches before the last one, where accelerate's scheduler is stepped in each."""
+        """Return 0, or the micro-batches before the last one, in which the scheduler steps too."""
         if self._steps_with_optimizer:
             return 0
         return len(self.micros(number)) - 1
 
     @property
     def _steps_with_optimizer(self) -> bool:
-        """Tell whether accelerate's scheduler takes a step for each rank whenever the optimizer steps."""
+        """Tell whether the scheduler takes a step for each rank whenever the optimizer steps."""
         return bool(self.setting_or_default(True, "Accelerator.step_scheduler_with_optimizer"))
 
     def save(self, directory: Path) -> None:

@@ -580,7 +580,7 @@ class TinyDriver(Driver):
         return total
 
     def ranks_added_up(self, ranks: int) -> int:
-        """Return how many ranks' mean gradients the reference adds up: 1, or all where DeepSpeed's JSON says ``sum``."""
+        """Return how many ranks' means are added up: 1, or all where DeepSpeed's JSON says so."""
         reduction = self.setting_or_default("mean", "ds_config.gradient_allreduce_op")
         return ranks if reduction == "sum" else 1
 

@@ -618,7 +618,7 @@ class TrainerDriver(TinyDriver):
 
     @classmethod
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
-        """Return all loaders; on a mesh, those of a model of transformers with data parallel ranks."""
+        """Return all loaders; on a mesh, those with data parallel ranks and a model of tokens."""
         if not cls._on_mesh(cell):
             return cls.loaders
         reads_tokens = "transformers" in model_of(cell).preload
@@ -633,7 +633,7 @@ class TrainerDriver(TinyDriver):
 
     @classmethod
     def evaluates_in(cls, cell: Cell) -> bool:
-        """Return True without a mesh: that of a training is made around its model, which metrics have not."""
+        """Return False on a mesh, which a training makes around its model."""
         return not cls._on_mesh(cell)
 
     def metrics(self, count: int) -> Mapping[str, float]:

@@ -141,7 +141,7 @@ def meant_to_fail(setting: str) -> list[str]:
 
 
 def rounds_as(settings: Iterable[str]) -> str:
-    """Return the precision whose tolerances apply with these settings; empty for that of the cell."""
+    """Return the precision whose tolerances apply; empty for that of the cell."""
     for setting in settings:
         precision: str = rule_of(setting.partition("=")[0]).get("rounds_as", "")
         if precision:
