@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_distcompat.driver import Plan
 from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.trace import Loader
-
-if TYPE_CHECKING:
-    from pytest_distcompat.ext.upstream.drivers.trainer import TrainerDriver
 
 #: Tokens of a row, which all are its number.
 TOKENS = 4
@@ -35,12 +32,12 @@ def loaders(*, in_parts: bool) -> Mapping[str, Loader]:
 
 
 def rows_on_mesh(
-    driver: TrainerDriver, name: str, count: int, start: tuple[int, int], directory: Path
+    driver: Any, name: str, count: int, start: tuple[int, int], directory: Path
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Train two epochs on the cell's mesh, or what is left of them; yield what this rank read.
 
     Args:
-        driver: The driver of the cell.
+        driver: The ``TrainerDriver`` of the cell.
         name: One of the loaders.
         count: The number of rows.
         start: Where to begin: an epoch, and how many of its batches were read before.
@@ -92,9 +89,7 @@ def _collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _arguments(
-    driver: TrainerDriver, settings: Mapping[str, Any], count: int, directory: Path
-) -> Any:
+def _arguments(driver: Any, settings: Mapping[str, Any], count: int, directory: Path) -> Any:
     """Return the ``TrainingArguments`` of the cell with those of a loader."""
     from transformers import TrainingArguments
 
