@@ -344,6 +344,8 @@ TOLERANCE = 1e-5
 def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
     if not driver.can("metrics"):
         return "the driver has no metrics()"
+    if not driver.evaluates_in(cell):
+        return "the driver's metrics are not computed on this mesh"
     return tested_once(cell, driver)
 
 
