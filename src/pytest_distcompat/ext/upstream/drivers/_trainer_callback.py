@@ -68,6 +68,10 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 self.report(action)
                 if not plan.steps:
                     raise PlanDoneError
+                if state.global_step != plan.first_step:
+                    raise RuntimeError(
+                        f"Trainer goes on after {state.global_step} steps; expected {plan.first_step}"
+                    )
             if plan.steps[state.global_step - plan.first_step] == "overflow":
                 self.step.enter_context(driver.overflowing())
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -21,7 +22,12 @@ from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _releases, _rows
 from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
 from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
-from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
+from pytest_distcompat.ext.upstream.drivers.tiny import (
+    DECAY,
+    HELD_OUT_BATCH,
+    LEARNING_RATE,
+    TinyDriver,
+)
 from pytest_distcompat.ext.upstream.models import loss_to_targets
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
@@ -46,6 +52,9 @@ SCHEDULE: dict[str, Any] = {
     "lr_scheduler_kwargs": {"timescale": 10},
 }
 
+
+#: How many rows of an evaluation a rank gets at a time.
+EVALUATED_ROWS = 2
 
 #: Option ``optimizer`` -> its name in TrainingArguments, which have none for Muon.
 OPTIMIZERS = {
@@ -93,13 +102,28 @@ class TrainerCalls(Calls):
             self.model.reshard()
 
     @observer
-    def save_model(self) -> Any:
+    def predict(self) -> Any:
+        """Compute outputs by ``Trainer.predict``, of which each rank computes some and all get all."""
+        import torch
+
+        # Its loader draws a seed, as that of ``evaluate`` does: known issue
+        # transformers-evaluate-rng.
+        with torch.random.fork_rng():
+            outputs = self.trainer.predictions()
+        # As Trainer does it, in the next step.
+        self.model.train()
+        if hasattr(self.model, "reshard"):
+            self.model.reshard()
+        return outputs
+
+    @observer
+    def save_model(self, _internal_call: bool = False) -> Any:
         """Write the weights by ``Trainer.save_model``, which writes nothing while FSDP's state dicts are sharded."""
         plugin = getattr(self.trainer.trainer.accelerator.state, "fsdp_plugin", None)
         kind = getattr(plugin, "state_dict_type", None)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        self.trainer.trainer.save_model(str(self.exports))
+        self.trainer.trainer.save_model(str(self.exports), _internal_call=_internal_call)
         if plugin is not None:
             plugin.set_state_dict_type(kind)
         return self.written("model.safetensors")
@@ -156,6 +180,7 @@ class TrainerDriver(TinyDriver):
             "fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"
         ),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
+        Source("train", "transformers.Trainer.train", ("ddp", "fsdp2", "zero3")),
         *_loaded.sources("fsdp2", "zero3"),
     )
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -275,6 +300,7 @@ class TrainerDriver(TinyDriver):
         settings: dict[str, Any] = {
             "output_dir": str(plan.save_to),
             "per_device_train_batch_size": len(next(iter(batch.values()))),
+            "per_device_eval_batch_size": EVALUATED_ROWS,
             "gradient_accumulation_steps": self.accumulate,
             # With no step to go at the end of an epoch Trainer would return before its callback
             # sees the load.
@@ -426,8 +452,19 @@ class TrainerDriver(TinyDriver):
                 make(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
         self.trainer.add_callback(make_callback(self, plan, report))
+        resumption: dict[str, Any] = {"resume_from_checkpoint": checkpoint}
+        if checkpoint is not None:
+            resumption = self.cell.with_settings("train", resumption)
+            if resumption["resume_from_checkpoint"] is True:
+                self._take_over(Path(checkpoint))
         with contextlib.suppress(PlanDoneError):
-            self.trainer.train(resume_from_checkpoint=checkpoint)
+            self.trainer.train(**resumption)
+
+    def _take_over(self, checkpoint: Path) -> None:
+        """Copy a checkpoint of another run into the directory in which Trainer looks for its last one."""
+        with self.trainer.args.main_process_first(local=self.world.own_disks):
+            if self.world.writes_first:
+                shutil.copytree(checkpoint, Path(self.trainer.args.output_dir) / checkpoint.name)
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of that class, of whose weights each rank has read its part."""
@@ -541,6 +578,30 @@ class TrainerDriver(TinyDriver):
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
         """Return the rows, keyed by the argument names of the model."""
         return [_with_argument_names(row) for row in super().dataset(ranks)]
+
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on: of the trained model as Trainer predicts them."""
+        apart = self.cell.cp > 1 or self.in_parts or bool(self.cell.option("packed"))
+        if model is not self.model or apart:
+            return super().evaluate(model)
+        return self.predictions()
+
+    def predictions(self) -> torch.Tensor:
+        """Return the outputs on the held-out batch by ``Trainer.predict``; each rank computes some of them."""
+        import torch
+
+        batch = self.tiny.batch(HELD_OUT_BATCH, 0)
+        inputs = {name: values for name, values in batch.items() if name != "labels"}
+        count = len(next(iter(inputs.values())))
+        rows = []
+        for index in range(count):
+            row = {name: values[index] for name, values in inputs.items()}
+            rows.append(_with_argument_names(row))
+        # As often as there are ranks, so that each rank computes these rows or equal ones.
+        outputs = self.trainer.predict(rows * self.world.size).predictions
+        if isinstance(outputs, tuple):
+            outputs = outputs[0]
+        return torch.from_numpy(outputs[:count])
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
