@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from pytest_distcompat.calls import REFERENCE_CALL
+from pytest_distcompat.calls import CALL, REFERENCE_CALL
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.trace import Loader
 
@@ -153,6 +153,11 @@ TRAIN_RUN = Run(
 #: A new process group loads the checkpoint of TRAIN_RUN and repeats the two steps after it.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
+#: The action that evaluates between two steps, by the driver's call ``evaluate``.
+EVALUATE = f"{CALL}evaluate()"
+#: The same run, which then evaluates and takes a further step.
+EVALUATED_RUN = dataclasses.replace(RESUME_RUN, actions=(*RESUME_RUN.actions, EVALUATE, "step"))
+
 #: A resumed run that saves twice in one place, and a run that resumes from the second save. The
 #: first goes on to the end of an epoch, the second beyond it.
 SECOND_RUN = Run(
@@ -280,6 +285,7 @@ ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
+EVALUATED_RESUME = Scenario("resume", (TRAIN_RUN, EVALUATED_RUN))
 RESTARTS = Scenario("restarts", (TRAIN_RUN, SECOND_RUN, THIRD_RUN))
 PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))

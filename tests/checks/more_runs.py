@@ -13,6 +13,7 @@ from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
@@ -41,6 +42,7 @@ class Claims(Driver):
 
     name = "claims"
     reshards = tuple(STRATEGIES.names())
+    live_calls: ClassVar[type[Calls]] = Calls
     portable: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("ddp", "fsdp1", "zero1", "zero3"), "fsdp2"),
         "fsdp2": "ddp",

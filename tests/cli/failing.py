@@ -178,6 +178,11 @@ EXAMPLES: Mapping[str, Example] = {
         "ddp-fp32-w2",
         lambda cell: runs_of(cell, "restarts").snapshot("step", {"loss": 0.5}, run="third", nth=0),
     ),
+    "midway": Example(
+        "shuffles the rows of an evaluation by the generator of the training",
+        "ddp-fp32-w2",
+        lambda cell: runs_of(cell, "midway").snapshot("call evaluate()", {"rng": "drawn"}, run="resume"),
+    ),
     "mean": Example(
         "averages the means of ranks, and says that each token counts alike",
         "ddp-fp32-w2",

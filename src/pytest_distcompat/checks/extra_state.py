@@ -6,9 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, pairs
+from pytest_distcompat.checks._base import (
+    RESUMED,
+    UNTIL_RESUMED,
+    check,
+    every_rank,
+    pairs,
+    resume_runs,
+)
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import RESUME, SAVED
+from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
@@ -21,7 +28,11 @@ def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME, until=UNTIL_RESUMED, order=4, not_applicable=_names_none, depends_on=RESUMED
+    scenario=resume_runs,
+    until=UNTIL_RESUMED,
+    order=4,
+    not_applicable=_names_none,
+    depends_on=RESUMED,
 )
 def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that state which the driver names in ``extra_state`` changes, comes back after a load, and is alike on ranks.

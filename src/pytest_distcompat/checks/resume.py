@@ -14,8 +14,10 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
+    not_evaluated,
     other_mode,
     pairs,
+    resume_runs,
     stale,
     trained_again,
 )
@@ -28,7 +30,7 @@ from pytest_distcompat.model_values import (
     unlike,
 )
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
+from pytest_distcompat.scenario import EVALUATE, SAVED, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 from pytest_distcompat.wording import and_others
@@ -47,7 +49,7 @@ ORDER_TOLERANCE = 5e-3
 RATE_TOLERANCE = 1e-9
 
 
-@check(scenario=RESUME, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
+@check(scenario=resume_runs, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
 
@@ -140,9 +142,7 @@ def _later_steps(
         compares_groups: Whether to compare the numbers of param groups. If they differ after the
             load, they differ after every later step.
     """
-    tolerance = ORDER_TOLERANCE
-    if PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2:
-        tolerance = LOSS_TOLERANCE
+    tolerance = _loss_tolerance(cell)
     for nth in (0, 1):
         expected = train.at("step", SAVED + nth)
         steps = resumed.at("step", nth)
@@ -159,6 +159,13 @@ def _later_steps(
             changes = list(_later_group_changes(nth, expected, steps))
             yield from _texts(changes)
             compares_groups = not changes
+
+
+def _loss_tolerance(cell: Cell) -> float:
+    """Return how far losses of the same step of two runs may be apart, relative to their value."""
+    if PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2:
+        return LOSS_TOLERANCE
+    return ORDER_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -499,6 +506,56 @@ def observers(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from other_mode(before, after, "the step after the save", "before it")
     yield from _observed(cell, trained, train.at("save"), "save")
     yield from _observed(cell, train.at("export"), train.at("exported"), "export")
+
+
+@check(
+    scenario=resume_runs,
+    until=(("train", "step", 5), ("resume", "step", 2)),
+    order=9,
+    not_applicable=not_evaluated,
+    depends_on=RESUMED,
+)
+def midway(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that an evaluation between two steps changes nothing of the training.
+
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit. The step after it has the
+    same modules in training mode as that before it, and the loss of the run that never evaluated. A resumed run evaluates, by
+    the driver's call ``evaluate()``; if its steps before are wrong, which ``resume`` reports, no loss is compared.
+
+    If it fails: call ``model.train()`` after it; look for what draws random numbers, such as the seed of a new iterator of a
+    loader; for parameters that stay gathered or cast; for a count of batches or steps that goes on.
+    """
+    train = trace.run("train")
+    evaluating = trace.run("resume")
+    before = evaluating.at("step", 1)
+    after = evaluating.at("step", 2)
+    yield from every_rank(after, cell.world_size, "the step after the evaluation")
+    yield from _observed(cell, before, evaluating.at(EVALUATE), "evaluation")
+    for snapshot, following in pairs(before, after):
+        yield from other_mode(snapshot, following, "the step after the evaluation", "before it")
+    tolerance = _loss_tolerance(cell)
+    for nth in (0, 1):
+        steps = evaluating.at("step", nth)
+        if any(_loss_changes(nth, train.at("step", SAVED + nth), steps, tolerance)):
+            return
+    for expected, found in pairs(train.at("step", SAVED + 2), after):
+        if expected.loss is None or found.loss is None:
+            continue
+        if not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
+            yield str(_LossAfterEvaluation(found.rank, expected.loss, found.loss))
+
+
+@dataclass(frozen=True)
+class _LossAfterEvaluation:
+    """The loss of the step after an evaluation is another one than that of the run that never evaluated."""
+
+    rank: int
+    expected: float
+    found: float
+
+    def __str__(self) -> str:
+        loss = f"the loss of the step after the evaluation is {self.found:.6g}"
+        return f"rank {self.rank}: {loss}; {self.expected:.6g} in the run that never evaluated"
 
 
 def _observed(

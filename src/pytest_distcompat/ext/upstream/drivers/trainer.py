@@ -98,8 +98,7 @@ class TrainerCalls(Calls):
         self.trainer.trainer.evaluate(rows[: self.trainer.world.size * 4])
         # As Trainer does it, in the next step.
         self.model.train()
-        if hasattr(self.model, "reshard"):
-            self.model.reshard()
+        self.reshard()
 
     @observer
     def predict(self) -> Any:
@@ -112,8 +111,7 @@ class TrainerCalls(Calls):
             outputs = self.trainer.predictions()
         # As Trainer does it, in the next step.
         self.model.train()
-        if hasattr(self.model, "reshard"):
-            self.model.reshard()
+        self.reshard()
         return outputs
 
     @observer
