@@ -45,12 +45,14 @@ class Plan:
         save_to: The directory to save into; it exists and is the same for all ranks, for those of
             one node in a cell with ``checkpoints="node"``.
         load_from: The directory to load from, of which the same is true.
+        loads_first: Whether ``load`` is to load the first of the checkpoints there, not the last.
     """
 
     actions: tuple[str, ...]
     first_step: int
     save_to: Path
     load_from: Path
+    loads_first: bool = False
 
     @property
     def last_step(self) -> int:
@@ -263,6 +265,19 @@ class HasExtraState(LiveTrainer):
     extra_state: ClassVar[Mapping[str, ExtraState]] = {}
 
 
+class KeepsSaves(LiveTrainer):
+    """Ability to load an earlier one of several checkpoints in one directory, for the check ``restarts``."""
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
+        """Tell whether a second save leaves the first one where it is. By default it replaces it."""
+        return False
+
+    def load_first(self, directory: Path) -> None:
+        """Load the first of the two checkpoints that ``save`` wrote in that directory, in another process group."""
+        raise NotImplementedError
+
+
 class HasPipeline(LiveTrainer):
     """What a driver with pipeline parallelism tells of it: each rank holds some stages, consecutive layers of the model."""
 
@@ -299,6 +314,7 @@ class Driver(
     HasLoaders,
     HasMetrics,
     HasExtraState,
+    KeepsSaves,
     RenamesKeys,
     HasPipeline,
     HasBlocks,
@@ -422,7 +438,8 @@ class Driver(
                 self.save(plan.save_to)
                 report(action)
             else:
-                self.load(plan.load_from)
+                load = self.load_first if plan.loads_first else self.load
+                load(plan.load_from)
                 report(action)
 
     def trainer_world_size(self) -> int | None:

@@ -53,6 +53,11 @@ class Claims(Driver):
         """All of it."""
         return bool(action)
 
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """All of them."""
+        return bool(cell)
+
 
 def trace_of(cell: Cell, check: str) -> Trace:
     """Return the snapshots in the runs of that check when nothing is wrong."""

@@ -429,7 +429,7 @@ def resume_runs(cell: Cell, driver: type[Driver]) -> Scenario:
     return EVALUATED_RESUME
 
 
-def _options_beside_checkpoints(cell: Cell) -> list[str]:
+def options_beside_checkpoints(cell: Cell) -> list[str]:
     """Return the cell's options but those that matter only when a checkpoint is saved or loaded."""
     read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
     return [name for name, _ in cell.options if name not in read_at_checkpoints]
@@ -442,7 +442,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     for that.
     """
     others = []
-    for name in _options_beside_checkpoints(cell):
+    for name in options_beside_checkpoints(cell):
         if name not in {"model", "state_dict"}:
             others.append(name)
     if cell.precision != "fp32" or others:
@@ -453,7 +453,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 def saved_as_elsewhere(cell: Cell) -> str | None:
     """Return why a claim about saved tensors is tested in another cell; None if in this one."""
     # Each such cell would need runs at other world sizes, which are the most expensive ones.
-    for name in _options_beside_checkpoints(cell):
+    for name in options_beside_checkpoints(cell):
         if name not in CHECKPOINT_OPTIONS:
             changes = f"{name} changes how the model is trained, not what is saved"
             return f"{changes}, and what is saved is tested without it"

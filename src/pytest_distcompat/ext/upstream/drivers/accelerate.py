@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
 
 
@@ -254,6 +255,11 @@ class AccelerateDriver(TinyDriver):
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
+        Source(
+            "ProjectConfiguration",
+            "accelerate.utils.ProjectConfiguration",
+            ("ddp", "fsdp2", "zero2"),
+        ),
         Source("prepare", "accelerate.Accelerator.prepare", ("ddp", "fsdp2", "zero2")),
         Source("save_state", "accelerate.Accelerator.save_state", ("ddp", "fsdp2", "zero2")),
         Source("save_model", "accelerate.Accelerator.save_model", ("ddp", "fsdp2", "zero3")),
@@ -288,6 +294,8 @@ class AccelerateDriver(TinyDriver):
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None
+    #: The directory into which the run saves.
+    save_to: Path | None = None
     _stream: Iterator[Batch] | None = None
 
     @classmethod
@@ -314,6 +322,11 @@ class AccelerateDriver(TinyDriver):
             reason = _options.AUTOTP
         return reason
 
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
+        """Do the plan; an Accelerator that names checkpoints itself must know where to when it is made."""
+        self.save_to = plan.save_to
+        super().train(model, plan, report)
+
     def build(self, model: Module) -> None:
         """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
         from accelerate.utils import set_seed
@@ -334,8 +347,12 @@ class AccelerateDriver(TinyDriver):
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation()
+        project: dict[str, Any] = {}
         if self.world.own_disks:
-            settings["project_config"] = ProjectConfiguration(save_on_each_node=True)
+            project["save_on_each_node"] = True
+        project = self.cell.with_settings("ProjectConfiguration", project)
+        if project:
+            settings["project_config"] = ProjectConfiguration(str(self.save_to), **project)
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
@@ -519,12 +536,33 @@ class AccelerateDriver(TinyDriver):
         return self.tiny.count(batch)
 
     def save(self, directory: Path) -> None:
-        """Save a checkpoint by ``save_state``."""
-        self.accelerator.save_state(str(directory), **self.cell.settings("save_state"))
+        """Save a checkpoint by ``save_state``, which may name it itself."""
+        settings = self.cell.settings("save_state")
+        if self._names_checkpoints(self.cell):
+            self.accelerator.save_state(**settings)
+        else:
+            self.accelerator.save_state(str(directory), **settings)
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint by ``load_state``."""
+        """Load a checkpoint by ``load_state``: the last one where accelerate has named several."""
+        if self._names_checkpoints(self.cell):
+            directory = _named_checkpoints(directory)[-1]
         self.accelerator.load_state(str(directory))
+
+    @staticmethod
+    def _names_checkpoints(cell: Cell) -> bool:
+        """Tell whether accelerate itself names the directories of checkpoints, by counting them."""
+        return bool(cell.settings("ProjectConfiguration").get("automatic_checkpoint_naming"))
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether accelerate is to keep more than its last checkpoint."""
+        limit = cell.settings("ProjectConfiguration").get("total_limit")
+        return cls._names_checkpoints(cell) and (limit is None or limit > 1)
+
+    def load_first(self, directory: Path) -> None:
+        """Load the first of the checkpoints that accelerate has named."""
+        self.accelerator.load_state(str(_named_checkpoints(directory)[0]))
 
     def export(self, directory: Path) -> None:
         """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
@@ -608,6 +646,13 @@ def _no_parallelism(cell: Cell) -> str | None:
             "accelerate cannot prepare tensor parallelism beside FSDP2 at all (docs/upstream.md), so nothing more is tried",
         ),
     )
+
+
+def _named_checkpoints(directory: Path) -> list[Path]:
+    """Return the directories of checkpoints that accelerate has named itself, in the order in which it made them."""
+    # https://huggingface.co/docs/accelerate/usage_guides/checkpoint
+    paths = (directory / "checkpoints").iterdir()
+    return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def json_of(plugin: Any) -> Mapping[str, Any]:

@@ -442,6 +442,18 @@ class DeepSpeedDriver(TinyDriver):
         ranks = client_state.get("ranks") if client_state else None
         self.load_random(directory, required=ranks == self.world.size)
 
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether each checkpoint has a tag of its own, after the number of the step."""
+        return not cell.own_disks and "tag" not in cell.settings("save_checkpoint")
+
+    def load_first(self, directory: Path) -> None:
+        """Load the checkpoint of the lowest step by its tag; random states are those of the last save."""
+        prefix = "global_step"
+        steps = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
+        settings = {**self.cell.settings("load_checkpoint"), "tag": f"{prefix}{min(steps)}"}
+        self.model.load_checkpoint(str(directory), **settings)
+
     def _convert(self, directory: Path, universal: Path) -> None:
         """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0."""
         # https://www.deepspeed.ai/tutorials/universal-checkpointing/; the flag says that tensor

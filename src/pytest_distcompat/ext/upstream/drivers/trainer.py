@@ -441,6 +441,8 @@ class TrainerDriver(TinyDriver):
             self.model = self.trainer.model
             report("build")
             checkpoint = get_last_checkpoint(str(plan.load_from))
+            if plan.loads_first:
+                checkpoint = _first_checkpoint(plan.load_from)
             if checkpoint is None:
                 raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
             if self.in_parts:
@@ -457,6 +459,13 @@ class TrainerDriver(TinyDriver):
                 self._take_over(Path(checkpoint))
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(**resumption)
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether Trainer is to keep more than its last checkpoint."""
+        limit = cell.settings("TrainingArguments").get("save_total_limit")
+        takes_over = bool(cell.settings("train"))
+        return not takes_over and (limit is None or limit != 1)
 
     def _take_over(self, checkpoint: Path) -> None:
         """Copy a checkpoint of another run into the directory in which Trainer looks for its last one."""
@@ -652,6 +661,12 @@ class TrainerDriver(TinyDriver):
         if self.trainer is None:
             return None
         return int(self.trainer.args.world_size)
+
+
+def _first_checkpoint(directory: Path) -> str:
+    """Return the path of the checkpoint of the lowest step."""
+    steps = [int(path.name.rpartition("-")[2]) for path in directory.glob("checkpoint-*")]
+    return str(directory / f"checkpoint-{min(steps)}")
 
 
 def _with_argument_names(row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
