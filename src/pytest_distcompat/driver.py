@@ -266,11 +266,16 @@ class HasExtraState(LiveTrainer):
 
 
 class KeepsSaves(LiveTrainer):
-    """Ability to load an earlier one of several checkpoints in one directory, for the check ``restarts``."""
+    """Ability to load an earlier checkpoint: the first of two in one directory, or the best, for ``restarts`` and ``best``."""
 
     @classmethod
     def keeps_saves(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
         """Tell whether a second save leaves the first one where it is. By default it replaces it."""
+        return False
+
+    @classmethod
+    def loads_best(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
+        """Tell whether training ends with the weights of its best checkpoint, not those of its last step."""
         return False
 
     def load_first(self, directory: Path) -> None:

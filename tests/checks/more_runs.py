@@ -54,6 +54,11 @@ class Claims(Driver):
         return bool(action)
 
     @classmethod
+    def loads_best(cls, cell: Cell) -> bool:
+        """It does."""
+        return bool(cell)
+
+    @classmethod
     def keeps_saves(cls, cell: Cell) -> bool:
         """All of them."""
         return bool(cell)

@@ -45,6 +45,7 @@ CLAIMS: Mapping[str, str] = {
     "portable": "Strategy to the other one that can load its checkpoints.",
     "loaders": "The trainer's loaders by name, and the rows that each gives.",
     "extra_state": "Names of state beside model and optimizer, and what to expect of each.",
+    "loads_best": "Whether training ends with the weights of its best checkpoint in a cell.",
     "live_calls": "What users call on the live trainer, `evaluate()` among it: a subclass of `drivers.Calls`.",
 }
 #: The titles of the columns of the dtype table.
@@ -328,6 +329,10 @@ class Able(Driver):
     lacks: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
+    def loads_best(cls, cell: Cell) -> bool:
+        return bool(cell)
+
+    @classmethod
     def can(cls, action: str) -> bool:
         return action not in cls.lacks
 
@@ -360,6 +365,7 @@ STEPS_OF_A_DRIVER = (
     Step(("rows",), CLAIMS["loaders"], {"loaders": {}}, "loaders"),
     Step((), CLAIMS["extra_state"], {"extra_state": {}}, "extra_state"),
     Step((), CLAIMS["live_calls"], {"live_calls": None}, "live_calls"),
+    Step((), CLAIMS["loads_best"], {"loads_best": Driver.loads_best}, "loads_best"),
 )
 #: Cells in which a check may apply that does not in others, by the words for them.
 CELLS_OF_CHECKS = {

@@ -22,6 +22,7 @@ from pytest_distcompat.checks._base import (
     trained_again,
 )
 from pytest_distcompat.checks._tied import tied_apart
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import (
     GroupNumber,
     held_states,
@@ -543,6 +544,38 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         if not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
             yield str(_LossAfterEvaluation(found.rank, expected.loss, found.loss))
+
+
+def _ends_with_last_step(cell: Cell, driver: type[Driver]) -> str | None:
+    if not driver.loads_best(cell):
+        return "training ends with the weights of its last step: loads_best() of the driver"
+    if not driver.can("export"):
+        return "the weights are read before an export, and the driver has none"
+    return None
+
+
+@check(
+    scenario=TRAIN,
+    until=(("train", "save", 0), ("train", "export", 0)),
+    order=10,
+    not_applicable=_ends_with_last_step,
+    depends_on=RESUMED,
+)
+def best(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that a training which is to end with its best checkpoint ends with the weights that were saved there.
+
+    Parameters and buffers are bit by bit those of the only checkpoint of the run ``train``, 17 steps before its end.
+
+    If it fails: the checkpoint was not found, which trainers only warn of; its weights were loaded into a model that is not the
+    wrapped one, or under names that it does not have.
+    """
+    train = trace.run("train")
+    saved = _without_nonpersistent_buffers(cell, train, train.at("save"))
+    ended = _without_nonpersistent_buffers(cell, train, train.at("export"))
+    yield from every_rank(ended, cell.world_size, "the end of the training")
+    for before, after in pairs(saved, ended):
+        changes = _model_changes(before, after, "end of the training", _buffers_of_ranks(saved))
+        yield from _texts(changes)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
             self.step.close()
             control.should_save = state.global_step in save_after_steps
+            if driver.loads_best(driver.cell):
+                control.should_evaluate = control.should_save
 
         def on_log(
             self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any

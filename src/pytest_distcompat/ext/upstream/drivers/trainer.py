@@ -56,6 +56,9 @@ SCHEDULE: dict[str, Any] = {
 #: How many rows of an evaluation a rank gets at a time.
 EVALUATED_ROWS = 2
 
+#: A number of steps that no training takes.
+NEVER = 1_000_000
+
 #: Option ``optimizer`` -> its name in TrainingArguments, which have none for Muon.
 OPTIMIZERS = {
     "adamw": "adamw_torch",
@@ -321,6 +324,10 @@ class TrainerDriver(TinyDriver):
             "remove_unused_columns": False,
             "dataloader_pin_memory": False,
         }
+        if self.loads_best(self.cell):
+            # A callback requests an evaluation, too, where the plan saves.
+            steps = {"eval_strategy": "steps", "eval_steps": NEVER}
+            settings |= {**steps, "save_strategy": "steps", "save_steps": NEVER}
         settings |= self._backend_config()[0]
         settings |= self._mixed_precision()
         recomputed = self.cell.option("activation_checkpointing")
@@ -399,6 +406,12 @@ class TrainerDriver(TinyDriver):
 
         return InOrder(**settings)
 
+    def _evaluated_rows(self) -> list[dict[str, torch.Tensor]] | None:
+        """Return the rows by whose loss Trainer chooses its best checkpoint; None if it does not."""
+        if not self.loads_best(self.cell):
+            return None
+        return self.dataset(self.world.size)[: self.world.size * 4]
+
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan in one call of ``Trainer.train``; a callback reports the actions, see ``make_callback``."""
         # An error while the Trainer is created is one of the build; with a checkpoint all up to the
@@ -423,11 +436,16 @@ class TrainerDriver(TinyDriver):
                 model=model,
                 args=args,
                 train_dataset=self.dataset(self.cell.dp_size),
+                eval_dataset=self._evaluated_rows(),
                 data_collator=self.collator() if self.cell.option("packed") else None,
                 compute_loss_func=None if computes_loss else self._loss(),
                 optimizer_cls_and_kwargs=self.optimizer_class(),
             )
             self.trainer.remove_callback(PrinterCallback)
+            if self.trainer.eval_dataset is not None:
+                # Trainer looks for labels among the arguments of the model's forward, and model mlp
+                # has none.
+                self.trainer.label_names = ["labels"]
 
         model_class: Any = type(model)
         if self.in_parts:
@@ -452,13 +470,18 @@ class TrainerDriver(TinyDriver):
                 make(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
         self.trainer.add_callback(make_callback(self, plan, report))
-        resumption: dict[str, Any] = {"resume_from_checkpoint": checkpoint}
-        if checkpoint is not None:
-            resumption = self.cell.with_settings("train", resumption)
-            if resumption["resume_from_checkpoint"] is True:
-                self._take_over(Path(checkpoint))
+        resumption = self._resumption(checkpoint)
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(**resumption)
+
+    def _resumption(self, checkpoint: str | None) -> dict[str, Any]:
+        """Return the arguments of ``Trainer.train`` by which it resumes from a checkpoint; None for none."""
+        arguments: dict[str, Any] = {"resume_from_checkpoint": checkpoint}
+        if checkpoint is not None:
+            arguments = self.cell.with_settings("train", arguments)
+            if arguments["resume_from_checkpoint"] is True:
+                self._take_over(Path(checkpoint))
+        return arguments
 
     @classmethod
     def keeps_saves(cls, cell: Cell) -> bool:
@@ -466,6 +489,11 @@ class TrainerDriver(TinyDriver):
         limit = cell.settings("TrainingArguments").get("save_total_limit")
         takes_over = bool(cell.settings("train"))
         return not takes_over and (limit is None or limit != 1)
+
+    @classmethod
+    def loads_best(cls, cell: Cell) -> bool:
+        """Tell whether Trainer is to load the checkpoint at which the loss of an evaluation was lowest."""
+        return bool(cell.settings("TrainingArguments").get("load_best_model_at_end"))
 
     def _take_over(self, checkpoint: Path) -> None:
         """Copy a checkpoint of another run into the directory in which Trainer looks for its last one."""
@@ -731,6 +759,14 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
         (
             cell.own_disks and fsdp,
             "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on one node, where it then waits",
+        ),
+        # It may hang, too.
+        (
+            TrainerDriver.loads_best(cell) and fsdp and cell.option("state_dict") != "full",
+            (
+                "Trainer looks for the directory of its best checkpoint before FSDP's sharded state dicts are written, and some "
+                "ranks find it (docs/upstream/transformers_best_sharded.py)"
+            ),
         ),
         (
             cell.cp > 1 and cell.strategy == "fsdp2",
