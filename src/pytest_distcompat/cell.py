@@ -100,9 +100,9 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "activation_checkpointing",
-            (False, True, "selective", "reentrant"),
+            (False, True, "selective", "reentrant", "deepspeed"),
             "recompute activations in the backward pass; `selective` keeps those of matrix products, `reentrant` runs a backward "
-            "pass of its own for each block",
+            "pass of its own for each block, `deepspeed` is `deepspeed.checkpointing`",
         ),
         Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
         Option(

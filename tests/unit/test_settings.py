@@ -255,7 +255,7 @@ def test_settings_of_float16_are_swept_in_float16(name: str) -> None:
     ("name", "reason"),
     [
         ("TrainingArguments.local_rank", "launcher"),
-        ("ds_config.activation_checkpointing.profile", "deepspeed.checkpointing"),
+        ("ds_config.activation_checkpointing.number_checkpoints", "contiguous memory"),
         ("ds_config.tensor_parallel.autotp_size", "option"),
         ("Accelerator.megatron_lm_plugin", "does not give"),
         ("ds_config.optimizer.legacy_fusion", "compiled"),

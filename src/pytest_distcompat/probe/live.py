@@ -235,7 +235,15 @@ def _is_checkpointed(module: Module) -> bool:
     return (
         is_a(module, "CheckpointWrapper")
         or getattr(module, "gradient_checkpointing", False) is True
+        or _is_run_by_deepspeed(module)
     )
+
+
+def _is_run_by_deepspeed(module: Module) -> bool:
+    """Tell whether ``deepspeed.checkpointing.checkpoint`` runs the module's forward, by a partial call of it."""
+    function = getattr(vars(module).get("forward"), "func", None)
+    library = "deepspeed.runtime.activation_checkpointing.checkpointing"
+    return getattr(function, "__module__", "") == library
 
 
 def compiled_modules(model: Module) -> tuple[str, ...]:

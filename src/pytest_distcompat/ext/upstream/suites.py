@@ -200,6 +200,11 @@ class TestDeepSpeed(CompatSuite):
                 ),
             ),
             Matrix(
+                ("zero3",),
+                ("fp32",),
+                options=({"activation_checkpointing": "deepspeed", "model": "mlp"},),
+            ),
+            Matrix(
                 ("zero1",),
                 ("bf16_upcast",),
                 options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"}),

@@ -114,6 +114,12 @@ class DeepSpeedCalls(Calls):
         else:
             self.model.zero_grad()
 
+    def outputs(self, context: str = "no_grad") -> Any:
+        """Return what the model computes in evaluation mode."""
+        outputs = super().outputs(context)
+        self.trainer.forget_activations()
+        return outputs
+
     @observer
     def save(self, **more: Any) -> None:
         """Save by ``save_checkpoint``."""
@@ -275,8 +281,7 @@ class DeepSpeedDriver(TinyDriver):
         self.raw = self.own_model(model, config)
         if self.precision.float8:
             self.raw = _options.in_8_bits(self.raw, self.world.device)
-        if self.cell.option("activation_checkpointing"):
-            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw), self.cell)
+        self._recompute(config)
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's
             # memory.
@@ -291,6 +296,28 @@ class DeepSpeedDriver(TinyDriver):
         if mode:
             self.model.compile(backend="inductor" if mode is True else str(mode))
         self.seed_rank()
+
+    def _recompute(self, config: Mapping[str, Any]) -> None:
+        """Turn on activation checkpointing as the cell asks."""
+        mode = self.cell.option("activation_checkpointing")
+        blocks = self.wrap_spec.block_modules(self.raw)
+        if mode == "deepspeed":
+            _options.recompute_by_deepspeed(blocks, config)
+        elif mode:
+            _options.recompute_by_model(self.raw, blocks, self.cell)
+
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on, in evaluation mode."""
+        outputs = super().evaluate(model)
+        self.forget_activations()
+        return outputs
+
+    def forget_activations(self) -> None:
+        """Have DeepSpeed discard activations for which no backward pass comes, as its documentation says of evaluations."""
+        if self.cell.option("activation_checkpointing") == "deepspeed":
+            import deepspeed
+
+            deepspeed.checkpointing.reset()
 
     def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of ``deepspeed.initialize``: the model, the JSON, and what the JSON does not name."""

@@ -680,9 +680,12 @@ def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
 def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
     """Return why the cell's options do not go with its model or the driver; None if they do."""
     elsewhere = driver != "torch" or cell.pp > 1 or bool(cell.option("compile"))
-    reentrant = cell.option("activation_checkpointing") == "reentrant"
+    # DeepSpeed's own function is re-entrant too, and is given the blocks as they are.
+    by_deepspeed = cell.option("activation_checkpointing") == "deepspeed"
+    reentrant = cell.option("activation_checkpointing") == "reentrant" or by_deepspeed
+    partly_frozen = bool(cell.option("frozen")) or (by_deepspeed and bool(cell.option("lora")))
     # Models of transformers see to the inputs of their blocks.
-    by_driver = driver == "torch" or "transformers" not in tiny.preload
+    by_driver = by_deepspeed or driver == "torch" or "transformers" not in tiny.preload
     return first_reason(
         (
             cell.option("compile") is True and not has_compiler(),
@@ -701,6 +704,10 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             "selective activation checkpointing is driven by the torch driver alone, uncompiled and without stages",
         ),
         (
+            by_deepspeed and driver != "deepspeed",
+            "deepspeed.checkpointing is driven by the deepspeed driver alone",
+        ),
+        (
             reentrant and cell.pp > 1,
             "a stage asks for gradients by autograd.grad, which torch refuses for re-entrant recomputation",
         ),
@@ -713,7 +720,7 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             "each use of a block has a backward pass of its own, which DDP's documentation excludes, and FSDP and ZeRO-3 fail",
         ),
         (
-            reentrant and bool(cell.option("frozen")) and by_driver,
+            reentrant and partly_frozen and by_driver,
             "behind a frozen part no input has a gradient, and re-entrant recomputation then has none, says its documentation",
         ),
     )
