@@ -1,4 +1,7 @@
-"""Marks and base classes of other test harnesses: ``pytest_plugins = ["pytest_distcompat.aliases"]`` loads ``ext.aliases``."""
+"""Marks and base classes of other test harnesses, loaded as a pytest plugin.
+
+``pytest_plugins = ["pytest_distcompat.aliases"]`` loads ``ext.aliases``.
+"""
 
 from pytest_distcompat.ext.aliases import DistributedFixture, DistributedTest, gpu_test
 

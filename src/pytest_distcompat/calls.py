@@ -11,7 +11,7 @@ import fnmatch
 import inspect
 import itertools
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,14 +27,18 @@ RESUME = "resume"
 
 @dataclass(frozen=True)
 class Call:
-    """One call, with the arguments that are not at their default; ``str(call)`` is as Python writes it."""
+    """One call of the live trainer, with the arguments that are not at their default.
+
+    ``str(call)`` is the call as Python writes it.
+    """
 
     name: str
     arguments: tuple[tuple[str, str | bool], ...] = ()
 
     def __str__(self) -> str:
         arguments = [f"{name}={value!r}" for name, value in self.arguments]
-        return f"{self.name}({', '.join(arguments)})"
+        listed = ", ".join(arguments)
+        return f"{self.name}({listed})"
 
     @classmethod
     def parse(cls, text: str) -> Call:
@@ -71,7 +75,10 @@ def observer(method: Method) -> Method:
 
 
 def kind_of(calls: type, name: str) -> str:
-    """Return what a method is declared as, by the class or by one that it overrides; empty for one that is no call."""
+    """Return what a method is declared as: ``training``, ``observer``; empty for no call.
+
+    The class may declare it, or one whose method it overrides.
+    """
     for base in calls.__mro__:
         kind: str = getattr(vars(base).get(name), "kind", "")
         if kind:
@@ -80,7 +87,10 @@ def kind_of(calls: type, name: str) -> str:
 
 
 def offered(calls: type) -> list[Call]:
-    """Return all declared methods, each with all its arguments: those with defaults first, which are left out of a call."""
+    """Return all declared methods, each with all choices of its arguments.
+
+    Of each argument the default comes first, which a call leaves out.
+    """
     offers: list[Call] = []
     for name in sorted(dir(calls)):
         if kind_of(calls, name):
@@ -89,7 +99,10 @@ def offered(calls: type) -> list[Call]:
 
 
 def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
-    """Yield a call for each choice of the method's arguments; an argument of no ``Literal`` type is a bool."""
+    """Yield a call for each choice of the method's arguments.
+
+    An argument without a ``Literal`` type is a bool.
+    """
     hints = typing.get_type_hints(method)
     # Methods of a class, without ``self``: all other arguments have defaults.
     parameters = method.__code__.co_varnames[1:]
@@ -108,7 +121,9 @@ def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
 
 
 def read_calls(text: str, calls: type) -> list[Call]:
-    """Return the calls in a text, as ``offered`` has them. Raises ValueError for a text that is none.
+    """Return the calls in a text, as ``offered`` has them.
+
+    Raises ValueError for a text that is no list of declared calls.
 
     Args:
         text: ``step(), micro(), step(clip='no')``.
@@ -122,11 +137,18 @@ def read_calls(text: str, calls: type) -> list[Call]:
         ) from None
     offers = offered(calls)
     elements = trees.elts if isinstance(trees, ast.List) else [trees]
-    return [_as_offered(Call.parse(ast.unparse(tree)), calls, offers) for tree in elements]
+    read: list[Call] = []
+    for tree in elements:
+        call = Call.parse(ast.unparse(tree))
+        read.append(_as_offered(call, calls, offers))
+    return read
 
 
 def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
-    """Return the offered call that is the same, its defaults left out. Raises ValueError if there is none."""
+    """Return the offered call that is the same, without arguments at their defaults.
+
+    Raises ValueError if there is none.
+    """
     same_method = [offer for offer in offers if offer.name == call.name]
     if not same_method:
         names = ", ".join(dict.fromkeys(offer.name for offer in offers))
@@ -145,7 +167,10 @@ def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
 
 
 def refused(calls: Any, strategy: str) -> dict[Call, str]:
-    """Return the calls that a driver does not have under a strategy, as its ``refused`` says, each with the reason."""
+    """Return the calls that a driver does not have under a strategy, each with the reason.
+
+    The driver's ``refused`` names them.
+    """
     reasons: dict[Call, str] = {}
     for call in offered(calls):
         reason = refusal_reason(call, calls, strategy)
@@ -155,8 +180,12 @@ def refused(calls: Any, strategy: str) -> dict[Call, str]:
 
 
 def refusal_reason(call: Call, calls: Any, strategy: str) -> str:
-    """Return why a driver does not have a call under a strategy: of the first pattern that matches; empty if it has it."""
-    patterns: Mapping[str, str] = {**calls.refused.get("*", {}), **calls.refused.get(strategy, {})}
+    """Return why a driver does not have a call under a strategy; empty if it has it.
+
+    The reason is that of the first pattern in ``refused`` that matches.
+    """
+    patterns: dict[str, str] = dict(calls.refused.get("*", {}))
+    patterns |= calls.refused.get(strategy, {})
     for pattern, reason in patterns.items():
         if fnmatch.fnmatchcase(str(call), pattern):
             return reason

@@ -1,4 +1,7 @@
-"""Cells of the matrix: strategy x precision x world size x options, and over how many machines the ranks are spread."""
+"""Cells of the matrix: strategy x precision x world size x options.
+
+A cell also says over how many machines its ranks are spread.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ OptionValue = bool | str | int
 
 @dataclass(frozen=True)
 class Option:
-    """One further axis of a cell; its first value is the default, and texts that match ``pattern`` are values too."""
+    """One further axis of a cell, such as ``tp`` or ``model``.
+
+    The first of the values is the default. Texts that match ``pattern`` are values too.
+    """
 
     name: str
     values: tuple[OptionValue, ...]
@@ -39,17 +45,27 @@ class Option:
 
     def accepts(self, value: OptionValue) -> bool:
         """Tell whether the option has that value."""
-        return value in self.values or bool(self.pattern and re.fullmatch(self.pattern, str(value)))
+        if value in self.values:
+            return True
+        if not self.pattern:
+            return False
+        return re.fullmatch(self.pattern, str(value)) is not None
 
     def listed(self, value: OptionValue) -> OptionValue:
-        """Return the value that the option lists, for True equals 1, and a cell id spells the two differently."""
+        """Return the value as the option lists it.
+
+        ``True`` equals 1, and a cell id spells the two differently.
+        """
         for known in self.values:
             if known == value:
                 return known
         return value
 
     def token(self, value: OptionValue) -> str:
-        """Return the value as a cell id spells it: ``compile``, ``no_use_orig_params``, ``model_mlp``."""
+        """Return the value as a cell id spells it.
+
+        Examples: ``compile``, ``no_use_orig_params``, ``model_mlp``.
+        """
         if value is False:
             return f"no_{self.name}"
         if value is True:
@@ -89,20 +105,23 @@ OPTIONS: dict[str, Option] = {
                 "moe_deepspeed",
                 "wide",
             ),
-            "which tiny model the built-in drivers train; `hf:MODEL_TYPE` or `hf:CLASS` is an architecture of transformers",
+            "which tiny model the built-in drivers train; "
+            "`hf:MODEL_TYPE` or `hf:CLASS` is an architecture of transformers",
             pattern=r"hf:\w+",
         ),
         Option("state_dict", ("sharded", "full"), "the form in which FSDP writes a checkpoint"),
         Option(
             "compile",
             (False, True, "aot_eager", "regional", "partial"),
-            "torch.compile: the whole model by inductor (True) or aot_eager, each block by itself, or one block only",
+            "torch.compile: the whole model by inductor (True) or aot_eager, each block by itself, "
+            "or one block only",
         ),
         Option(
             "activation_checkpointing",
             (False, True, "selective", "reentrant", "deepspeed"),
-            "recompute activations in the backward pass; `selective` keeps those of matrix products, `reentrant` runs a backward "
-            "pass of its own for each block, `deepspeed` is `deepspeed.checkpointing`",
+            "recompute activations in the backward pass; `selective` keeps those of matrix "
+            "products, `reentrant` runs a backward pass of its own for each block, `deepspeed` is "
+            "`deepspeed.checkpointing`",
         ),
         Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
         Option(
@@ -118,23 +137,26 @@ OPTIONS: dict[str, Option] = {
         Option(
             "dp_replicate",
             (1, 2),
-            "copies of the shards: hybrid sharding (HSDP), in groups of ranks that hold a copy each",
+            "copies of the shards: hybrid sharding (HSDP), "
+            "in groups of ranks that hold a copy each",
         ),
         Option(
             "tp",
             (1, 2, 4),
-            "ranks that hold the parts of each layer: tensor parallelism; the others are data parallel",
+            "ranks that hold the parts of each layer: tensor parallelism; "
+            "the others are data parallel",
         ),
         Option(
             "sp",
             (False, True),
-            "sequence parallelism: ranks of tensor parallelism cut what lies between their layers along the sequence",
+            "sequence parallelism: ranks of tensor parallelism cut what lies between their layers "
+            "along the sequence",
         ),
         Option(
             "cp",
             (1, 2, 4),
-            "ranks that hold the parts of each sequence: context parallelism, DeepSpeed's `sequence_parallel_size`; they "
-            "shard parameters as data parallel ranks do",
+            "ranks that hold the parts of each sequence: context parallelism, DeepSpeed's "
+            "`sequence_parallel_size`; they shard parameters as data parallel ranks do",
         ),
         Option(
             "ep",
@@ -144,7 +166,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "pp",
             (1, 2, 4),
-            "ranks that hold the stages of the model: pipeline parallelism; the ranks of each stage are data parallel",
+            "ranks that hold the stages of the model: pipeline parallelism; "
+            "the ranks of each stage are data parallel",
         ),
         Option(
             "pp_schedule",
@@ -172,7 +195,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "loaded",
             ("given", "from_pretrained", "from_backbone", "from_config", "zero_init"),
-            "the model is given, or the trainer makes it: from its files, from files without the head (which is drawn anew), "
+            "the model is given, or the trainer makes it: from its files, "
+            "from files without the head (which is drawn anew), "
             "from its config, or under `deepspeed.zero.Init`; the last two are filled",
         ),
         Option("ignored_modules", (False, True), "a frozen module is excluded from sharding"),
@@ -180,7 +204,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "lora",
             (False, True, "int8"),
-            "a PEFT LoRA adapter is trained, nothing else; `int8`: on a model that torchao quantizes, beside its last layer",
+            "a PEFT LoRA adapter is trained, nothing else; "
+            "`int8`: on a model that torchao quantizes, beside its last layer",
         ),
         Option(
             "param_groups",
@@ -202,23 +227,27 @@ OPTIONS: dict[str, Option] = {
         Option(
             "reduce_dtype",
             ("auto", "fp32"),
-            "what gradients travel in, where the strategy can say so: auto is the dtype that products run in",
+            "what gradients travel in, where the strategy can say so: "
+            "auto is the dtype that products run in",
         ),
         Option(
             "optimizer",
             ("adamw", "sgd", "adafactor", "muon", "adam8bit"),
-            "what updates the parameters; `muon` leaves all but matrices to AdamW, `adam8bit` is torchao's AdamW8bit",
+            "what updates the parameters; `muon` leaves all but matrices to AdamW, "
+            "`adam8bit` is torchao's AdamW8bit",
         ),
         Option(
             "packed",
             (False, True),
-            "the rows of a micro-batch are joined into one without padding, in which each attends to itself alone",
+            "the rows of a micro-batch are joined into one without padding, "
+            "in which each attends to itself alone",
         ),
         Option("async_save", (False, True), "checkpoints are written while training goes on"),
         Option(
             "checkpoints",
             ("shared", "node"),
-            "where they are: in a directory that all nodes share, or on each node in one of its own",
+            "where they are: in a directory that all nodes share, "
+            "or on each node in one of its own",
         ),
         Option(
             "conflict",
@@ -228,7 +257,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "set",
             ("",),
-            "settings of the libraries, as `DataLoaderConfiguration.even_batches=false`, with `+` between several",
+            "settings of the libraries, as `DataLoaderConfiguration.even_batches=false`, "
+            "with `+` between several",
             pattern=rf"{_SETTING}(\+{_SETTING})*",
         ),
     )
@@ -243,13 +273,16 @@ def check_option(name: str, value: OptionValue) -> None:
     if name not in OPTIONS:
         raise UsageProblem(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
     if not OPTIONS[name].accepts(value):
-        known = ", ".join(repr(known) for known in OPTIONS[name].values)
+        known = ", ".join(map(repr, OPTIONS[name].values))
         raise UsageProblem(f"option {name!r} has no value {value!r}. Known: {known}")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One point strategy x precision x world size x options, without the options at their default, so that its id is unique."""
+    """One point of the matrix: strategy x precision x world size x options.
+
+    Options at their default are left out, so that the id is unique.
+    """
 
     strategy: str
     precision: str
@@ -271,32 +304,40 @@ class Cell:
         self._check_mesh()
 
     def _check_mesh(self) -> None:
-        """Raise UsageProblem unless the dimensions of the mesh divide the ranks, from the outermost to the innermost."""
+        """Raise UsageProblem unless the dimensions of the mesh divide the ranks.
+
+        They are checked from the outermost to the innermost.
+        """
         self._check_divides("pp", self.world_size, "ranks")
         ranks = self.world_size // self.pp
-        self._check_divides(
-            "tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp"
-        )
-        self._check_divides(
-            "cp", ranks // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
-        )
-        self._check_divides(
-            "ep",
-            self.dp_size,
-            "ranks" if self.dp_size == self.world_size else "data parallel ranks",
-        )
+        words = "ranks"
+        if self.pp > 1:
+            words = "ranks, those of each stage of pp"
+        self._check_divides("tp", ranks, words)
+        words = "ranks"
+        if self.tp > 1:
+            words = "ranks, those of each part of tp"
+        self._check_divides("cp", ranks // self.tp, words)
+        words = "ranks"
+        if self.dp_size < self.world_size:
+            words = "data parallel ranks"
+        self._check_divides("ep", self.dp_size, words)
 
     def _check_divides(self, name: str, ranks: int, words: str) -> None:
         """Raise UsageProblem unless the value of the option divides so many ranks."""
         size = int(self.option(name))
         if ranks % size:
-            divisors = [str(value) for value in OPTIONS[name].values if ranks % int(value) == 0]
+            divisors: list[str] = []
+            for value in OPTIONS[name].values:
+                if ranks % int(value) == 0:
+                    divisors.append(str(value))
             problem = f"{name} {size} does not divide {ranks} {words}"
-            raise UsageProblem(f"{problem}; with these {name} can be {', '.join(divisors)}")
+            possible = ", ".join(divisors)
+            raise UsageProblem(f"{problem}; with these {name} can be {possible}")
 
     @classmethod
     def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
-        """Return a cell, with its options as keyword arguments: ``Cell.of("fsdp2", "fp32", model="mlp")``."""
+        """Return a cell, with its options as keyword arguments: ``model="mlp"``."""
         return cls(strategy, precision, world_size, tuple(options.items()))
 
     @classmethod
@@ -305,7 +346,8 @@ class Cell:
         strategy, _, rest = cell_id.partition("-")
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
-        if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
+        names_world_size = world.startswith("w") and world[1:].isdecimal()
+        if not strategy or not precision or not names_world_size:
             raise UsageProblem(
                 f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'"
             )
@@ -315,17 +357,17 @@ class Cell:
         option_by_token = _options_by_token(tokens)
         for token in tokens:
             if token not in option_by_token:
-                raise UsageProblem(
-                    f"cell id {cell_id!r}: unknown part {token!r}. Known: {', '.join(option_by_token)}"
-                )
+                known = ", ".join(option_by_token)
+                raise UsageProblem(f"cell id {cell_id!r}: unknown part {token!r}. Known: {known}")
         options = tuple(option_by_token[token] for token in tokens)
         return cls(strategy, precision, int(world[1:]), options, machines)
 
     @property
     def id(self) -> str:
-        """Return the id: ``fsdp2-bf16_upcast-w2-compile``, over two machines ``fsdp2-bf16_upcast-w2-n2-compile``."""
+        """Return the id: ``fsdp2-bf16_upcast-w2-compile``, with ``w2-n2`` over two machines."""
         parts = [self.strategy, self.precision, *self.spread.tokens]
-        parts += [OPTIONS[name].token(value) for name, value in self.options]
+        for name, value in self.options:
+            parts.append(OPTIONS[name].token(value))
         return "-".join(parts)
 
     @property
@@ -335,11 +377,17 @@ class Cell:
 
     def without(self, *names: str) -> Cell:
         """Return the same cell with these options at their defaults."""
-        options = tuple((name, value) for name, value in self.options if name not in names)
-        return dataclasses.replace(self, options=options)
+        options: list[tuple[str, OptionValue]] = []
+        for name, value in self.options:
+            if name not in names:
+                options.append((name, value))
+        return dataclasses.replace(self, options=tuple(options))
 
     def spread_as(self, other: Cell | Matrix) -> Cell:
-        """Return the same cell over as many machines as the other one, unless it names a number itself."""
+        """Return the same cell over as many machines as the other one.
+
+        A cell that names a number of machines itself keeps it.
+        """
         machines = other.nodes or 1
         if machines == 1 or not self.spread.on_one:
             return self
@@ -357,44 +405,68 @@ class Cell:
 
     @property
     def own_disks(self) -> bool:
-        """Tell whether the ranks of each machine have checkpoints of their own (``World.own_disks``)."""
+        """Tell whether each machine has a directory of its own for checkpoints.
+
+        See ``World.own_disks``.
+        """
         return self.option("checkpoints") == "node"
 
     @property
     def tp(self) -> int:
-        """Return how many ranks hold the parts of each layer together; neighbours, as the innermost dimension of a mesh."""
+        """Return the size of tensor parallelism, the innermost dimension of a mesh.
+
+        It is how many ranks, neighbours, hold the parts of each layer together.
+        """
         return int(self.option("tp"))
 
     @property
     def only_tp(self) -> bool:
-        """Tell whether each rank holds a part of each layer, so that no ranks are left to shard over: a wrapper is optional."""
+        """Tell whether tensor parallelism has all ranks, more than one.
+
+        No ranks are left to shard over then, so that a wrapper is optional.
+        """
         return self.tp == self.world_size > 1
 
     @property
     def cp(self) -> int:
-        """Return how many ranks hold the parts of each sequence; on a mesh, the dimension outside that of tensor parallelism."""
+        """Return the size of context parallelism, the dimension of a mesh outside of ``tp``.
+
+        It is how many ranks hold the parts of each sequence together.
+        """
         return int(self.option("cp"))
 
     @property
     def ep(self) -> int:
-        """Return how many data parallel ranks hold the experts together; neighbours, each fed rows of its own."""
+        """Return the size of expert parallelism: how many ranks hold the experts together.
+
+        They are data parallel ranks and neighbours, each fed rows of its own.
+        """
         return int(self.option("ep"))
 
     @property
     def pp(self) -> int:
-        """Return how many ranks hold the stages of the model; on a mesh, the outermost dimension."""
+        """Return the size of pipeline parallelism, the outermost dimension of a mesh.
+
+        It is how many ranks hold the stages of the model.
+        """
         return int(self.option("pp"))
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline: one a rank; two under an interleaved schedule, where rank r holds stages r and r + pp."""
+        """Return the number of pipeline stages: ``pp``, twice that if they are interleaved.
+
+        Under an interleaved schedule rank r holds stages r and r + pp.
+        """
         if str(self.option("pp_schedule")).startswith("Interleaved"):
             return 2 * self.pp
         return self.pp
 
     @property
     def dp_size(self) -> int:
-        """Return how many different batches a step has: all ranks, but those of one pipeline, layer or sequence count once."""
+        """Return how many different batches a step has.
+
+        Each rank has one of its own, but ranks of one pipeline, layer or sequence share one.
+        """
         return self.world_size // (self.tp * self.cp * self.pp)
 
     def dp_rank(self, rank: int) -> int:
@@ -402,18 +474,20 @@ class Cell:
         return rank // (self.tp * self.cp) % self.dp_size
 
     def tp_peers(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the parts of each layer together with this one, itself included."""
+        """Return the ranks that hold the parts of each layer together, this one included."""
         first = rank - rank % self.tp
         return tuple(range(first, first + self.tp))
 
     def cp_peers(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the parts of each sequence together with this one, itself included."""
+        """Return the ranks that hold the parts of each sequence together, this one included."""
         size = self.tp * self.cp
-        first = rank // size * size + rank % self.tp
-        return tuple(range(first, first + size, self.tp))
+        # The first of the ranks that hold these sequences, with all parts of their layers.
+        block = rank - rank % size
+        first = block + rank % self.tp
+        return tuple(range(first, block + size, self.tp))
 
     def pp_peers(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the stages of one pipeline together with this one, itself included, in their order."""
+        """Return the ranks that hold the stages of one pipeline, in order, this one included."""
         ranks = self.world_size // self.pp
         return tuple(range(rank % ranks, self.world_size, ranks))
 
@@ -424,16 +498,23 @@ class Cell:
         return tuple(setting for setting in settings if setting)
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the fields, with their values, that option ``set`` has for an object; the object ``env`` is the environment."""
+        """Return the fields, with their values, that option ``set`` has for an object.
+
+        The object ``env`` is the environment, whose values are texts.
+        """
         values: dict[str, Any] = {}
         for setting in self.set:
-            if setting.startswith(f"{name}."):
-                field, text = setting.removeprefix(f"{name}.").split("=", 1)
-                values[field] = text if name == "env" else setting_value(text)
+            if not setting.startswith(f"{name}."):
+                continue
+            field, text = setting.removeprefix(f"{name}.").split("=", 1)
+            values[field] = text if name == "env" else setting_value(text)
         return values
 
     def with_settings(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments with those that option ``set`` has for the object of that name; dots lead into nested ones."""
+        """Return arguments with those that option ``set`` has for the object of that name.
+
+        Dots in the name of a setting lead into nested arguments.
+        """
         arguments = dict(given)
         for path, value in self.settings(name).items():
             *outer, last = path.split(".")
@@ -450,11 +531,17 @@ class Cell:
         """Return every facet with its value, including options at their default."""
         values: dict[str, OptionValue | int] = {}
         for name in FACETS:
-            values[name] = self.option(name) if name in OPTIONS else getattr(self, name)
+            if name in OPTIONS:
+                values[name] = self.option(name)
+            else:
+                values[name] = getattr(self, name)
         return values
 
     def own_facets(self) -> dict[str, OptionValue | int]:
-        """Return its strategy, precision and world size, and the other facets that are not at their default."""
+        """Return the facets in which the cell differs from the defaults.
+
+        Strategy, precision and world size are always among them.
+        """
         values: dict[str, OptionValue | int] = {
             "strategy": self.strategy,
             "precision": self.precision,
@@ -466,7 +553,10 @@ class Cell:
 
 
 def _options_by_token(tokens: Sequence[str]) -> dict[str, tuple[str, OptionValue]]:
-    """Return each option and value by its token in a cell id: all listed values, and the ``tokens`` that fit a pattern."""
+    """Return each option and value by its token in a cell id.
+
+    These are all listed values, and those of ``tokens`` that fit an option's pattern.
+    """
     options: dict[str, tuple[str, OptionValue]] = {}
     for option in OPTIONS.values():
         for value in option.values:
@@ -480,11 +570,18 @@ def _options_by_token(tokens: Sequence[str]) -> dict[str, tuple[str, OptionValue
 
 
 def setting_value(text: str) -> Any:
-    """Return the value of a setting: JSON, a list in parentheses, what has that import path, or the text itself."""
+    """Return the value of a setting.
+
+    It is JSON, a list in parentheses, the object of an import path, or the text itself.
+    """
     # A hyphen is spelled as a tilde.
     text = text.replace("~", "-")
     if text.startswith("("):
-        return [setting_value(part) for part in text[1:-1].split(",") if part]
+        values = []
+        for part in text[1:-1].split(","):
+            if part:
+                values.append(setting_value(part))
+        return values
     with contextlib.suppress(ValueError):
         return json.loads(text)
     if re.fullmatch(r"[a-z_]\w*(\.\w+)+", text):
@@ -495,7 +592,7 @@ def setting_value(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Cells that a suite covers: every strategy with every precision, world size and set of options.
+    """Cells that a suite covers: strategies x precisions x world sizes x sets of options.
 
     Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the
     world size of this session (``--distcompat-world-size``). ``extra`` adds single cells, or other
@@ -529,18 +626,31 @@ class Matrix:
                 check_option(name, value)
 
     def counts_of_session(self) -> set[str]:
-        """Return the counts that the session sets for all cells, as the matrix does not name them."""
-        named: dict[str, object] = {"world_size": self.world_sizes, "nodes": self.nodes}
-        return {name for name, value in named.items() if not value}
+        """Return the counts that the session sets for all cells.
+
+        These are the ones that the matrix does not name: ``world_size``, ``nodes``.
+        """
+        counts: set[str] = set()
+        if not self.world_sizes:
+            counts.add("world_size")
+        if not self.nodes:
+            counts.add("nodes")
+        return counts
 
     def spread_as(self, other: Matrix) -> Matrix:
-        """Return the same matrix over as many machines as the other one, unless it names a number itself."""
+        """Return the same matrix over as many machines as the other one.
+
+        A matrix that names a number of machines itself keeps it.
+        """
         return self if self.nodes else dataclasses.replace(self, nodes=other.nodes)
 
     def cells(
         self, strategies: Iterable[str], precisions: Iterable[str], world_size: int
     ) -> Iterator[Cell]:
-        """Yield the cells in a fixed order; the arguments are for a matrix that names none of that kind."""
+        """Yield the cells, each once, in a fixed order.
+
+        The arguments stand in for what the matrix does not name.
+        """
         strategies = tuple(strategies)
         precisions = tuple(precisions)
         product = itertools.product(

@@ -1,4 +1,7 @@
-"""Clocks and sleep that tests cannot patch: for all deadlines, durations and the order of events."""
+"""Clocks and sleep that tests cannot patch.
+
+All deadlines, durations and the order of events use them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ sleep = time.sleep
 
 
 def now() -> float:
-    """Return the seconds of CLOCK_MONOTONIC, which all processes of a machine share, like ``time.monotonic`` on Linux."""
+    """Return the seconds of CLOCK_MONOTONIC, which all processes of a machine share.
+
+    ``time.monotonic`` is the same on Linux.
+    """
     return _read(time.CLOCK_MONOTONIC)
 
 

@@ -10,7 +10,9 @@ from pytest_distcompat.expect import Expectation
 
 
 class CompatSuite:
-    """Suite of compatibility tests: each check in each cell where it can say something new, as one pytest item each.
+    """Suite of compatibility tests: one pytest item for each check in each cell.
+
+    A check runs in the cells where it can say something new.
 
     Inherit it and set its three attributes::
 

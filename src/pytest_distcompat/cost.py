@@ -50,7 +50,9 @@ class Cost:
 
 
 def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
-    """Return the cost of a run of training; None if the trace lacks it, or if it has no steps beyond ``WARM_UP``.
+    """Return the cost of a run of training.
+
+    None if the trace lacks the run, or if it has no steps beyond ``WARM_UP``.
 
     Args:
         trace: The runs of a scenario.
@@ -83,7 +85,10 @@ def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
 
 
 def _peak_operations(device: str) -> float | None:
-    """Return the dense bfloat16 operations a second of the device; None if its data sheet is not listed."""
+    """Return the dense bfloat16 operations a second of the device.
+
+    None if its data sheet is not listed in ``PEAK``.
+    """
     for part_of_name, operations in PEAK.items():
         if part_of_name in device:
             return operations
@@ -91,20 +96,30 @@ def _peak_operations(device: str) -> float | None:
 
 
 def _model_elements(unwrapped: UnwrappedInfo | None) -> int:
-    """Return the number of elements of all parameters, trained or frozen; 0 if the unwrapped model was not recorded."""
+    """Return the number of elements of all parameters, trained or frozen.
+
+    It is 0 if the unwrapped model was not recorded.
+    """
     if unwrapped is None:
         return 0
     return sum(math.prod(info.shape) for info in unwrapped.parameters)
 
 
 def is_quantized(state: StateInfo) -> bool:
-    """Tell whether option ``optimizer=adam8bit`` keeps this rank's part of a tensor of the optimizer's state in 8 bits."""
-    large = state.numel >= QUANTIZED_FROM and state.numel % _QUANTIZED_BLOCK == 0
-    return large and state.key not in {"step", "master"}
+    """Tell whether ``optimizer=adam8bit`` keeps this part of the optimizer's state in 8 bits.
+
+    ``state`` is what one rank has of one tensor.
+    """
+    if state.key in {"step", "master"}:
+        return False
+    return state.numel >= QUANTIZED_FROM and state.numel % _QUANTIZED_BLOCK == 0
 
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
-    """Return the bytes of masters and optimizer state on all ranks per trained parameter, after step ``nth``."""
+    """Return the bytes of masters and optimizer state per trained parameter.
+
+    They are those of all ranks after step ``nth``.
+    """
     # Float32 masters and two moments are 12 bytes:
     # https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
     trained = trained_elements(run.unwrapped)
@@ -118,12 +133,18 @@ def state_bytes(run: RunTrace, nth: int = 2) -> float:
 
 
 def nbytes(numel: int, dtype: str) -> int:
-    """Return the bytes of so many elements; a dtype that ``BYTES`` does not list counts as float32."""
+    """Return the bytes of so many elements.
+
+    A dtype that ``BYTES`` does not list counts as float32.
+    """
     return numel * BYTES.get(dtype, 4)
 
 
 def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
-    """Return the elements that this rank's optimizer stores, without step counters, by (key or ``master``, dtype)."""
+    """Return the elements that this rank's optimizer stores, without step counters.
+
+    They are counted by (key or ``master``, dtype).
+    """
     stored = Counter[tuple[str, str]]()
     for state in snapshot.states:
         if state.numel > 1 or state.key != "step":
@@ -137,33 +158,45 @@ def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
 
 
 def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
-    """Return the bytes of ``parameters``, ``gradients`` and ``optimizer`` state on each rank, after three steps.
+    """Return the bytes of each kind of tensor on each rank, after three steps.
 
-    Gradients are those that the optimizer gets; flat masters count as optimizer state.
+    The kinds are ``parameters``, ``gradients`` and ``optimizer`` (its state). Gradients are those
+    that the optimizer gets; flat masters count as optimizer state.
     """
-    bytes_by_rank: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
+    sizes_by_rank: dict[int, dict[str, int]] = {}
     for snapshot in run.trained:
-        parameters = sum(nbytes(info.local_numel, info.dtype) for info in snapshot.parameters)
-        gradients = _gradient_bytes(snapshot)
-        optimizer = _optimizer_bytes(snapshot)
+        sizes = {
+            "parameters": _parameter_bytes(snapshot),
+            "gradients": _gradient_bytes(snapshot),
+            "optimizer": _optimizer_bytes(snapshot),
+        }
         for rank in snapshot.ranks:
-            bytes_by_rank["parameters"][rank] = parameters
-            bytes_by_rank["gradients"][rank] = gradients
-            bytes_by_rank["optimizer"][rank] = optimizer
+            sizes_by_rank[rank] = sizes
     listed: dict[str, list[int]] = {}
-    for name, sizes in bytes_by_rank.items():
-        if sizes:
-            listed[name] = [sizes[rank] for rank in sorted(sizes)]
+    for rank in sorted(sizes_by_rank):
+        for name, size in sizes_by_rank[rank].items():
+            listed.setdefault(name, []).append(size)
     return listed
 
 
+def _parameter_bytes(snapshot: Snapshot) -> int:
+    """Return the bytes of what this rank stores of the live parameters."""
+    return sum(nbytes(info.local_numel, info.dtype) for info in snapshot.parameters)
+
+
 def _has_flat_masters(snapshot: Snapshot) -> bool:
-    """Tell whether the optimizer updates flat copies of the parameters (ZeRO), not the live parameters themselves."""
+    """Tell whether the optimizer updates flat copies of the parameters (ZeRO).
+
+    Otherwise it updates the live parameters themselves.
+    """
     return any(state.key == "master" for state in snapshot.states)
 
 
 def _gradient_bytes(snapshot: Snapshot) -> int:
-    """Return the bytes of the gradients that this rank's optimizer gets: of all it updates, in their widest dtype."""
+    """Return the bytes of the gradients that this rank's optimizer gets.
+
+    All that it updates has one, counted in the widest dtype of any.
+    """
     numel = 0
     for (key, _dtype), master_numel in state_elements(snapshot).items():
         if key == "master":
@@ -181,7 +214,10 @@ def _gradient_bytes(snapshot: Snapshot) -> int:
 
 
 def _optimizer_bytes(snapshot: Snapshot) -> int:
-    """Return the bytes of this rank's optimizer state, with its masters if they are copies of the parameters."""
+    """Return the bytes of this rank's optimizer state.
+
+    Masters are part of it if they are copies of the parameters.
+    """
     flat = _has_flat_masters(snapshot)
     size = 0
     for (key, dtype), numel in state_elements(snapshot).items():

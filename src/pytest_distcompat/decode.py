@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """Return a value of a trace as plain data: dataclasses, also those in tuples and mappings, as dictionaries."""
+    """Return a value of a trace as plain data for JSON.
+
+    Dataclasses, also those in tuples and mappings, become dictionaries.
+    """
     # ``dataclasses.asdict`` copies each number and text too: that took a tenth of the CPU time of a
     # rank.
     if isinstance(value, tuple):
@@ -36,10 +39,10 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def decode(kind: type[T], data: Any) -> T:
-    """Return the value that ``encode`` and JSON wrote. Keys that a newer version wrote are passed over.
+    """Return the value that ``encode`` and JSON wrote.
 
-    Raises:
-        ValueError: A field is missing, or is of another type than the dataclass says.
+    Keys that a newer version wrote are passed over. Raises: ValueError: A field is missing, or is
+    of another type than the dataclass says.
     """
     try:
         return msgspec.convert(data, kind, dec_hook=_from_name)
@@ -48,7 +51,10 @@ def decode(kind: type[T], data: Any) -> T:
 
 
 def prepare(*kinds: type) -> None:
-    """Inspect these types now, rather than when the first value is decoded: a test may break what that needs."""
+    """Inspect these types now, rather than when the first value is decoded.
+
+    A test may break what that needs.
+    """
     for kind in kinds:
         with contextlib.suppress(ValueError):
             decode(kind, {})

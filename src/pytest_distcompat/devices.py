@@ -1,4 +1,7 @@
-"""GPUs that this process may use, according to NVML: CUDA is not initialised and torch not imported."""
+"""GPUs that this process may use, according to NVML.
+
+CUDA is not initialised, and torch not imported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ CPU_WORLD_SIZE = 2
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a process that may not open NVML is told of the visible GPUs: their number, and the capability of the first."""
+    """Number of visible GPUs and capability of the first, for a process without NVML.
+
+    A process that may not open NVML is told these.
+    """
 
     count: int
     capability: tuple[int, int] | None
@@ -27,7 +33,10 @@ _told: GpuFacts | None = None
 
 
 def tell(facts: GpuFacts) -> None:
-    """Have this process go by these facts, and not open NVML: that starts a thread, which does not survive a fork."""
+    """Have this process use these facts and not open NVML.
+
+    NVML starts a thread, which does not survive a fork.
+    """
     global _told_process, _told  # noqa: PLW0603 - a fork server has its facts as long as it lives
     _told_process = os.getpid()
     _told = facts
@@ -40,7 +49,11 @@ def told() -> GpuFacts | None:
 
 @dataclass(frozen=True)
 class MigInstance:
-    """Part of a GPU in MIG mode: the GPU's UUID, its own UUID, and its older name (``MIG-GPU-8932f937.../3/0``)."""
+    """Part of a GPU in MIG mode.
+
+    ``gpu`` is the GPU's UUID, ``uuid`` the part's own, and ``path`` its older name:
+    ``MIG-GPU-8932f937.../3/0``.
+    """
 
     gpu: str
     uuid: str
@@ -48,7 +61,10 @@ class MigInstance:
 
 
 def visible_gpus() -> int:
-    """Return the number of GPUs that CUDA would show this process, by ``CUDA_VISIBLE_DEVICES``; 0 without a driver."""
+    """Return the number of GPUs that CUDA would show this process.
+
+    ``CUDA_VISIBLE_DEVICES`` is applied. Without a driver there are 0.
+    """
     facts = told()
     if facts is not None:
         return facts.count
@@ -56,13 +72,20 @@ def visible_gpus() -> int:
 
 
 def visible_ids(wanted: str | None = None) -> list[str]:
-    """Return the UUIDs of the GPUs and MIG instances that CUDA would show this process, perhaps with another value."""
-    value = os.environ.get("CUDA_VISIBLE_DEVICES") if wanted is None else wanted
-    return names_visible(value, gpu_uuids(), mig_instances())
+    """Return the UUIDs of the GPUs and MIG instances that CUDA would show this process.
+
+    ``wanted`` is a value of ``CUDA_VISIBLE_DEVICES`` to use in place of the environment's.
+    """
+    if wanted is None:
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names_visible(wanted, gpu_uuids(), mig_instances())
 
 
 def gpu_uuids() -> list[str]:
-    """Return the UUID of every GPU of the machine, in NVML's order, empty for a lost one; nothing without a driver."""
+    """Return the UUID of every GPU of the machine, in NVML's order.
+
+    A lost GPU has an empty one. Without a driver there are none.
+    """
     return _query_each_gpu("nvmlDeviceGetUUID")
 
 
@@ -72,10 +95,14 @@ def gpu_numbers(ids: Sequence[str]) -> list[int] | None:
     None if one of them has no number, as a MIG instance: torch counts no list that mixes numbers
     and UUIDs (``_parse_visible_devices`` in torch/cuda/__init__.py).
     """
-    numbers = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
-    if not all(uuid in numbers for uuid in ids):
-        return None
-    return [numbers[uuid] for uuid in ids]
+    # A lost GPU has none.
+    number_by_uuid = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
+    numbers: list[int] = []
+    for uuid in ids:
+        if uuid not in number_by_uuid:
+            return None
+        numbers.append(number_by_uuid[uuid])
+    return numbers
 
 
 def gpu_name() -> str:
@@ -88,7 +115,10 @@ def gpu_name() -> str:
 
 
 def mig_instances() -> list[MigInstance]:
-    """Return every MIG instance of the machine, in NVML's order; empty where no GPU is in MIG mode."""
+    """Return every MIG instance of the machine, in NVML's order.
+
+    There is none where no GPU is in MIG mode.
+    """
     instances: list[MigInstance] = []
     with _nvml() as nvml:
         if nvml is None:
@@ -121,11 +151,11 @@ def _instances_of(nvml: Any, gpu: Any) -> list[MigInstance]:
 
 
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
-    """Return the bytes in use on each of these GPUs or MIG instances, without those of other people's processes.
+    """Return the bytes in use on each of these GPUs or MIG instances.
 
-    This process and all below it are no others, nor is memory that no process owns. A device is
-    left out if NVML does not know it, or if another process uses it and NVML does not tell how
-    much.
+    The memory of other people's processes is not counted. This process and all below it are no
+    others, nor is memory that no process owns. A device is left out if NVML does not know it, or if
+    another process uses it and NVML does not tell how much.
     """
     memory_by_id: dict[str, int] = {}
     processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
@@ -142,7 +172,9 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
 
 
 def own_memory(ids: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that this process and those below it use on each of these GPUs, for a GPU that other runs share.
+    """Return the bytes that this process and those below it use on each of these GPUs.
+
+    It is for a GPU that other runs share.
 
     Memory that no process owns may be a neighbour's, whose process ends just now or is not listed.
     Where NVML lists no processes, as in most containers, nothing is known to be this process's.
@@ -156,20 +188,27 @@ def own_memory(ids: Sequence[str]) -> dict[str, int]:
 
 
 def _is_ours(pid: int) -> bool:
-    """Tell whether that is this process or one below it; the launcher process adopts what ranks leave behind."""
+    """Tell whether that is this process or one below it.
+
+    The launcher process adopts what ranks leave behind, so that it is below too.
+    """
     # A session without GPUs must not pay for the import.
     import psutil
 
     try:
         process = psutil.Process(pid)
-        return os.getpid() in {pid, *(parent.pid for parent in process.parents())}
+        parents = [parent.pid for parent in process.parents()]
+        return os.getpid() in {pid, *parents}
     except psutil.Error:
         # It is in another container, or ends just now.
         return False
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Return the compute capability of the first visible GPU, ``(9, 0)``; None if NVML does not know it."""
+    """Return the compute capability of the first visible GPU, ``(9, 0)``.
+
+    None if NVML does not know it.
+    """
     facts = told()
     if facts is not None:
         return facts.capability
@@ -185,28 +224,34 @@ def gpu_facts() -> GpuFacts:
 
 
 def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
-    """Return what a function of NVML returns for each of these devices, as far as NVML knows them."""
+    """Return what a function of NVML returns for each of these devices.
+
+    A device that NVML does not know is left out.
+    """
     answers: dict[str, Any] = {}
     with _nvml() as nvml:
         if nvml is None:
             return {}
         for uuid in ids:
             with contextlib.suppress(nvml.NVMLError):
-                answers[uuid] = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByUUID(uuid))
+                device = nvml.nvmlDeviceGetHandleByUUID(uuid)
+                answers[uuid] = getattr(nvml, function)(device)
     return answers
 
 
 def _query_each_gpu(function: str) -> list[str]:
-    """Return what a function of NVML returns for every GPU, empty for a lost one: NVML counts it, and has no handle of it."""
+    """Return what a function of NVML returns for every GPU, empty for a lost one.
+
+    NVML counts a lost GPU, and has no handle of it.
+    """
     with _nvml() as nvml:
         if nvml is None:
             return []
         answers = [""] * nvml.nvmlDeviceGetCount()
         for number in range(len(answers)):
             with contextlib.suppress(nvml.NVMLError):
-                answers[number] = _text(
-                    getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(number))
-                )
+                gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+                answers[number] = _text(getattr(nvml, function)(gpu))
     return answers
 
 
@@ -233,7 +278,9 @@ def _nvml() -> Iterator[Any]:
 def names_visible(
     wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()
 ) -> list[str]:
-    """Return the UUIDs of the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order; None: it is not set.
+    """Return the UUIDs of the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order.
+
+    ``wanted`` is None where the variable is not set.
 
     Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML
     does not list is taken as it is. Like CUDA, stop at the first entry that names nothing, and show
@@ -265,10 +312,10 @@ def names_visible(
 def _named_device(
     entry: str, devices: Sequence[str], uuids: Sequence[str], instances: Sequence[MigInstance]
 ) -> str | None:
-    """Return the UUID of the device that an entry of CUDA_VISIBLE_DEVICES names; None if it names none.
+    """Return the UUID of the device that an entry of CUDA_VISIBLE_DEVICES names.
 
-    ``devices`` has for each GPU of ``uuids`` the device that stands for it: itself, or its first
-    MIG instance.
+    None if it names none. ``devices`` has for each GPU of ``uuids`` the device that stands for it:
+    itself, or its first MIG instance.
     """
     if entry.isdigit() and int(entry) < len(devices) and devices[int(entry)]:
         return devices[int(entry)]

@@ -28,7 +28,7 @@ def full_disk_reason(directory: Path, size: int = REPORT_BYTES) -> str:
 
     Returns:
         The error of a disk that is full, with its number and the directory. Other errors are none
-            of this function's.
+        of this function's.
 
     """
     try:

@@ -76,7 +76,10 @@ def _missing(driver: Driver, action: str) -> str:
 
 
 class LiveTrainer:
-    """The trainer of one rank in one run: what a driver knows from its start, and what a probe reads after each action."""
+    """The trainer of one rank in one run.
+
+    It has what a driver knows from its start, and what a probe reads after each action.
+    """
 
     #: The model as the trainer has it, wrapped or not.
     model: Any = None
@@ -105,29 +108,35 @@ class Exports(LiveTrainer):
     """Ability to write weights for use elsewhere, which the check ``export`` loads again."""
 
     def export(self, directory: Path) -> None:
-        """Write the trained weights for use elsewhere: whole tensors, the unwrapped model's names, no optimizer."""
+        """Write the trained weights: whole tensors, the unwrapped model's names, no optimizer.
+
+        They are for use elsewhere.
+        """
         raise NotImplementedError
 
     def reload(self, directory: Path) -> Module:
-        """Load what ``export`` wrote as users do, in one process without the trainer; return the unwrapped model.
+        """Load what ``export`` wrote as users do, and return the unwrapped model.
 
-        The model may be on any device: it is moved to that of this rank, ``self.world.device``.
+        That is done in one process, without the trainer. The model may be on any device: it is
+        moved to that of this rank, ``self.world.device``.
         """
         raise NotImplementedError
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """Return what the model, trained or reloaded, computes on one fixed batch, the same on every rank; any shape.
+        """Return what a model computes on one fixed batch, the same on every rank; any shape.
 
-        A model that ``torch.compile`` wraps is run uncompiled here.
+        The model is the trained or the reloaded one. A model that ``torch.compile`` wraps is run
+        uncompiled here.
         """
         raise NotImplementedError
 
 
 class HasReference(LiveTrainer):
-    """Ability to repeat the training in one process, which the checks ``parity``, ``clipping`` and ``gradients`` compare with.
+    """Ability to repeat the training in one process, as the reference of some checks.
 
-    A driver has it by ``loss`` and ``make_optimizer``, from which ``reference`` is derived, or by a
-    ``reference`` of its own.
+    The checks ``parity``, ``clipping`` and ``gradients`` compare with it. A driver has it by
+    ``loss`` and ``make_optimizer``, from which ``reference`` is derived, or by a ``reference`` of
+    its own.
     """
 
     #: What has an equal weight in the gradients of a step, over all ranks: ``token``, ``row``,
@@ -141,7 +150,9 @@ class HasReference(LiveTrainer):
     averages: Mapping[str, float] = MappingProxyType({})
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
-        """Take step ``number`` of the same training in one process, without the trainer, and return the loss.
+        """Take step ``number`` of the same training in one process, and return the loss.
+
+        It is done without the trainer.
 
         Derived for a driver with ``loss`` and ``make_optimizer``: the mean of the ranks' losses,
         clipped to ``max_norm``, with ``make_scheduler``. A derived reference repeats a mistake of
@@ -173,10 +184,10 @@ class HasReference(LiveTrainer):
         return total
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
-        """Return the loss of a model, unwrapped or not, on batch ``number`` of that rank, without a backward pass.
+        """Return the loss on batch ``number`` of that rank, without a backward pass.
 
-        In the derived reference ``self.world`` is that of one process, ``self.cell.world_size``
-        that of the compared run.
+        The model may be unwrapped or not. In the derived reference ``self.world`` is that of one
+        process, ``self.cell.world_size`` that of the compared run.
         """
         raise NotImplementedError
 
@@ -185,7 +196,7 @@ class HasReference(LiveTrainer):
         raise NotImplementedError
 
     def make_scheduler(self, optimizer: Any) -> Any:  # noqa: ARG002 - for those who override it
-        """Return the scheduler of an optimizer, which is stepped after it; None if there is none."""
+        """Return the scheduler of an optimizer, stepped after it; None without one."""
         return None
 
 
@@ -193,27 +204,37 @@ class HasLossScaling(LiveTrainer):
     """Ability to take a step whose gradients overflow, for the check ``scaling`` of fp16."""
 
     def overflow(self, number: int) -> float:
-        """Do a ``step`` in which the gradients of the first layer alone are infinite, on the highest rank alone."""
+        """Do a ``step`` with infinite gradients in the first layer, on the highest rank alone.
+
+        The gradients of all other layers are finite.
+        """
         raise NotImplementedError
 
 
 class HasLoaders(LiveTrainer):
-    """Ability to show which rows the trainer's loaders give to each rank, for the check ``coverage``."""
+    """Ability to show which rows the trainer's loaders give to each rank.
+
+    The check ``coverage`` needs it.
+    """
 
     #: The trainer's loaders that ``rows`` knows, by name.
     loaders: ClassVar[Mapping[str, Loader]] = {}
 
     @classmethod
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:  # noqa: ARG003 - for those who override it
-        """Return those of ``loaders`` that can be made in a cell, such as on its mesh. By default all."""
+        """Return those of ``loaders`` that can be made in a cell; by default all.
+
+        Some cannot be made on the mesh of a cell, for example.
+        """
         return cls.loaders
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the batches that this rank gets of rows ``range(count)`` in two epochs: epoch, and numbers of the rows.
+        """Yield each batch of this rank in two epochs: epoch, and numbers of the rows.
 
-        ``build`` was not called: start the process group here if the loader needs it.
+        Rows are numbers out of ``range(count)``. ``build`` was not called: start the process group
+        here if the loader needs it.
 
         Args:
             loader: One of ``loaders``.
@@ -229,10 +250,10 @@ class HasMetrics(LiveTrainer):
     """Ability to evaluate over several ranks, for the check ``evaluation``."""
 
     def metrics(self, count: int) -> Mapping[str, float]:
-        """Return metrics over rows ``range(count)`` by name, for each way in which the trainer evaluates.
+        """Return metrics over rows ``range(count)`` by name, for each way of evaluation.
 
-        The check ``evaluation`` compares each with its value in one process, on every rank.
-        ``build`` was not called.
+        They are the ways in which the trainer evaluates. The check ``evaluation`` compares each
+        metric with its value in one process, on every rank. ``build`` was not called.
         """
         raise NotImplementedError
 
@@ -241,23 +262,26 @@ class RenamesKeys(LiveTrainer):
     """How names in saved files differ from those of the unwrapped model. By default they do not."""
 
     def saved_name(self, key: str) -> str:
-        """Return the unwrapped model's name for ``key`` of a saved file, for a trainer that renames keys when it saves.
+        """Return the unwrapped model's name for a key that the trainer renames when it saves.
 
-        Called for each key of a model or an optimizer in each saved file.
+        It is called for each key of a model or an optimizer in each saved file.
         """
         return key
 
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - for those who override it
-        """Return the names that files have in place of the unwrapped model's own, where its library writes others; else nothing.
+        """Return names that files have in place of the unwrapped model's own; by default none.
 
-        For tensors that are joined or split when they are written, which ``saved_name`` cannot
-        express.
+        They are for a library that writes other names: for tensors that are joined or split when
+        they are written, which ``saved_name`` cannot express.
         """
         return ()
 
 
 class HasExtraState(LiveTrainer):
-    """State that training depends on beside model, optimizer, scheduler and scaler, for the check ``extra_state``."""
+    """State that training depends on, for the check ``extra_state``.
+
+    It is state beside model, optimizer, scheduler and scaler.
+    """
 
     #: Name of an attribute of the driver, such as ``trainer.ema`` -> what to expect of it. The
     #: attribute is a tensor, a module, a number, text, a collection of them, or an object with
@@ -266,25 +290,31 @@ class HasExtraState(LiveTrainer):
 
 
 class KeepsSaves(LiveTrainer):
-    """Ability to load an earlier checkpoint: the first of two in one directory, or the best, for ``restarts`` and ``best``."""
+    """Ability to load an earlier checkpoint.
+
+    It is the first of two in one directory for the check ``restarts``, the best one for ``best``.
+    """
 
     @classmethod
     def keeps_saves(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
-        """Tell whether a second save leaves the first one where it is. By default it replaces it."""
+        """Tell whether a second save leaves the first one where it is; by default it does not."""
         return False
 
     @classmethod
     def loads_best(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
-        """Tell whether training ends with the weights of its best checkpoint, not those of its last step."""
+        """Tell whether training ends with the weights of its best checkpoint."""
         return False
 
     def load_first(self, directory: Path) -> None:
-        """Load the first of the two checkpoints that ``save`` wrote in that directory, in another process group."""
+        """Load the first of two checkpoints that ``save`` wrote there in another process group."""
         raise NotImplementedError
 
 
 class HasPipeline(LiveTrainer):
-    """What a driver with pipeline parallelism tells of it: each rank holds some stages, consecutive layers of the model."""
+    """What a driver with pipeline parallelism says of its pipeline.
+
+    Each rank holds some stages: consecutive layers of the model.
+    """
 
     #: The process group of the ranks that hold the stages of one pipeline, in their order; None if
     #: each rank has the whole model.
@@ -325,7 +355,9 @@ class Driver(
     HasBlocks,
     HasLiveCalls,
 ):
-    """The trainer under test: subclass it, write five methods and name the class ``module:attribute`` in your suite.
+    """The trainer under test: subclass it and write five methods.
+
+    A suite names the class as ``module:attribute``.
 
     Every rank makes one driver for each run and calls its methods in order. After each action a
     probe reads ``self.model``, ``self.optimizer`` and ``self.scheduler``. Set them in ``build``, as
@@ -371,9 +403,9 @@ class Driver(
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:  # noqa: ARG003 - for those who override it
-        """Return why this driver cannot run the cell on that device (``cpu``, ``cuda``); None if it can.
+        """Return why this driver cannot run the cell on that device; None if it can.
 
-        The reason is one sentence; reports show it.
+        The device is ``cpu`` or ``cuda``. The reason is one sentence; reports show it.
         """
         for name, _ in cell.options:
             if name not in cls.options:
@@ -390,11 +422,17 @@ class Driver(
     # What every trainer does. A driver with its own ``train`` needs ``build_model`` alone.
 
     def build_model(self) -> Module:
-        """Return the model that a user hands to the trainer: unwrapped, on the CPU, in the precision's load dtype."""
+        """Return the unwrapped model, on the CPU, in the precision's load dtype.
+
+        It is what a user hands to the trainer.
+        """
         raise NotImplementedError(_missing(self, "build_model"))
 
     def build(self, model: Module) -> None:
-        """Build the trainer: wrap the model, make the optimizer and the scheduler, and set the three attributes."""
+        """Build the trainer: wrap the model, make the optimizer, and set the attributes.
+
+        Make the scheduler too. The attributes are ``model``, ``optimizer`` and ``scheduler``.
+        """
         raise NotImplementedError(_missing(self, "build"))
 
     def step(self, number: int) -> float:
@@ -402,14 +440,16 @@ class Driver(
 
         Returns:
             The mean over this rank's rows or tokens, scaled so that the average over ranks is the
-                loss of all; or this
-            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the
-                loss of all together.
+            loss of all; or this rank's part of a sum, if the trainer sums gradients over ranks. Of
+            micro-batches, the loss of all together.
         """
         raise NotImplementedError(_missing(self, "step"))
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint to resume from; the directory exists and is the same for all ranks, see ``Plan``."""
+        """Write a checkpoint to resume from; the directory exists, the same for all ranks.
+
+        See ``Plan``.
+        """
         raise NotImplementedError(_missing(self, "save"))
 
     def load(self, directory: Path) -> None:

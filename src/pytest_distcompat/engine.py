@@ -63,9 +63,8 @@ def check_driver(
 
     Returns:
         A verdict for each check in each cell, in this order. A cell that the driver or the machine
-            cannot run has one
-        verdict, ``skipped``, with the reason; so has a check in ``checks`` that does not apply to a
-            cell.
+        cannot run has one verdict, ``skipped``, with the reason; so has a check in ``checks`` that
+        does not apply to a cell.
 
     Raises:
         UsageProblem: If a name is unknown, there is no cell, a cell is over several machines, or
@@ -73,7 +72,10 @@ def check_driver(
 
     Example:
         >>> from pytest_distcompat import check_driver
-        >>> for verdict in check_driver("torch", "fsdp2-fp32-w2-model_mlp", ["names", "resume"], device="cpu"):
+        >>> verdicts = check_driver(
+        ...     "torch", "fsdp2-fp32-w2-model_mlp", ["names", "resume"], device="cpu"
+        ... )
+        >>> for verdict in verdicts:
         ...     print(verdict.check, verdict.status)
         names passed
         resume passed
@@ -117,7 +119,10 @@ def check_driver(
 
 
 def _checks(names: Iterable[str] | None) -> list[Check]:
-    """Return the checks of these names; all checks for None or no names. Raises UsageProblem for an unknown name."""
+    """Return the checks of these names; all checks for None or no names.
+
+    Raises UsageProblem for an unknown name.
+    """
     if isinstance(names, str):
         names = [names]
     return [find_check(name) for name in names or CHECKS.names()]
@@ -155,7 +160,10 @@ def run_check(
 def not_applicable(
     check: Check, cell: Cell, driver: type[Driver], limits: Mapping[str, float]
 ) -> str | None:
-    """Return why a check has no verdict in a cell, given these limits of measured numbers; None if it has one."""
+    """Return why a check has no verdict in a cell; None if it has one.
+
+    ``limits`` are the user's limits of measured numbers.
+    """
     if check.limit and check.limit not in limits:
         return f"no limit was given: --distcompat-{check.limit}"
     return check.not_applicable(cell, driver)
@@ -171,10 +179,11 @@ def local_runner(
     limits: Mapping[str, float] | None = None,
     store: Path | None = None,
 ) -> Iterator[Runner]:
-    """Yield a runner on warm ranks of this machine, on leased devices; end its processes afterwards.
+    """Yield a runner on warm ranks of this machine, on leased devices.
 
-    The fork servers import what the driver and the cells' models need. Without ``store`` the runs'
-    directory is temporary. Raises UsageProblem for a cell whose ranks are not all on this machine.
+    Its processes are ended afterwards. The fork servers import what the driver and the cells'
+    models need. Without ``store`` the runs' directory is temporary. Raises UsageProblem for a cell
+    whose ranks are not all on this machine.
     """
     cells = tuple(cells)
     for cell in cells:
@@ -196,9 +205,10 @@ def local_runner(
 
 
 def choose_device(option: str, ranks: int) -> str:
-    """Return ``"cuda"`` or ``"cpu"``; for ``"auto"`` GPUs, if there are enough for the ranks of the largest run.
+    """Return the device to run on: ``"cuda"`` or ``"cpu"``.
 
-    Raises UsageProblem if GPUs are wanted and there are fewer than ranks, or for an unknown option.
+    For ``"auto"`` it is GPUs, if there are enough for the ``ranks`` of the largest run. Raises
+    UsageProblem if GPUs are wanted and there are fewer than ranks, or for an unknown option.
     """
     if option not in {"auto", "cuda", "cpu"}:
         raise UsageProblem(f"device {option!r} is not right: expected auto, cuda or cpu")
@@ -215,19 +225,26 @@ def _print_notice(text: str) -> None:
 
 
 def _importable(driver: str | type[Driver]) -> str:
-    """Return the name by which ranks find a driver. Raises UsageProblem for a class that they could not import."""
+    """Return the name by which ranks find a driver.
+
+    Raises UsageProblem for a class that they could not import.
+    """
     if isinstance(driver, str):
         return driver
     if driver.__module__ == "__main__" or "." in driver.__qualname__:
         raise UsageProblem(
-            f"driver {driver.__qualname__} is defined in {driver.__module__}: ranks could not import it; expected a class "
-            "at the top level of a module"
+            f"driver {driver.__qualname__} is defined in {driver.__module__}: "
+            "ranks could not import it; expected a class at the top level of a module"
         )
     return f"{driver.__module__}:{driver.__qualname__}"
 
 
 def _cells(cells: str | Cell | Matrix | Iterable[str | Cell], device: str) -> list[Cell]:
-    """Return the cells, each once; those of a matrix on all visible GPUs, without any on the CPU's default world size."""
+    """Return the cells, each once.
+
+    Those of a matrix that names no world size are on all visible GPUs, or without any on the CPU's
+    default world size.
+    """
     if isinstance(cells, Matrix):
         world_size = CPU_WORLD_SIZE
         if device != "cpu":

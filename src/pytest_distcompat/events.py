@@ -45,7 +45,10 @@ _COMMON = {field.name for field in fields(Event)}
 
 @dataclass(frozen=True)
 class Start(Event, name="start"):
-    """The first event of a rank; one of a script also has how it was started. ``oom_kills``: see ``deaths``."""
+    """The first event of a rank.
+
+    One of a script also has how it was started. ``oom_kills``: see ``deaths``.
+    """
 
     pid: int
     oom_kills: int | None = None
@@ -73,14 +76,20 @@ class SnapshotTaken(Event, name="snapshot"):
 
 @dataclass(frozen=True)
 class Done(Event, name="done"):
-    """The last event of a rank that ended well. With another ``pid`` than the rank's a forked child wrote it."""
+    """The last event of a rank that ended well.
+
+    If ``pid`` is not the rank's, a forked child wrote it.
+    """
 
     pid: int | None = None
 
 
 @dataclass(frozen=True)
 class Exit(Event, name="exit"):
-    """The last event of a script's rank that ends by a ``sys.exit`` with a ``code`` other than 0."""
+    """The last event of a script's rank that ends by ``sys.exit``.
+
+    The ``code`` is not 0.
+    """
 
     code: int
 
@@ -106,9 +115,10 @@ class Error(Raised, name="error"):
 
 @dataclass(frozen=True)
 class Excused(Raised, name="excused"):
-    """The rank has left its test as the test allows (a skip, an expected failure) and waits for the others' end.
+    """The rank has left its test as the test allows (a skip, an expected failure).
 
-    If it is a rank's last event, it counts as an error of that ``kind``.
+    It waits for the others' end. If it is a rank's last event, it counts as an error of that
+    ``kind``.
     """
 
 

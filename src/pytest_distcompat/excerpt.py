@@ -15,11 +15,16 @@ def excerpt(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     tail = most // 3
-    return f"{text[: most - tail]}\n... {len(text) - most} characters cut ...\n{text[-tail:]}"
+    head = most - tail
+    cut = len(text) - most
+    return f"{text[:head]}\n... {cut} characters cut ...\n{text[-tail:]}"
 
 
 def name_patterns(names: Sequence[str]) -> list[str]:
-    """Return the names in their order, several that differ in their numbers alone as one: ``layers.*.router.weight``."""
+    """Return the names in their order, similar ones as one pattern.
+
+    Several that differ in their numbers alone become one: ``layers.*.router.weight``.
+    """
     patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
     counts = Counter(patterns.values())
     # A dict, because it keeps the order and has each only once.
@@ -30,7 +35,10 @@ def name_patterns(names: Sequence[str]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names for a sentence, several that differ in their numbers alone as one, of many the first few."""
+    """Return the names for a sentence; of many the first few.
+
+    Several that differ in their numbers alone are listed as one.
+    """
     patterns = name_patterns(names)
     text = ", ".join(patterns[:LISTED])
     if len(patterns) > LISTED:
@@ -39,7 +47,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return the text with lone surrogates escaped: one in a report would end a whole session of xdist."""
+    """Return the text with lone surrogates escaped.
+
+    One in a report would end a whole session of xdist.
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -49,12 +60,26 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069
 
 
 def visible(text: str) -> str:
-    """Return the text as one line without effect on a terminal: control characters as Python writes them."""
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    """Return the text as one line without effect on a terminal.
+
+    Control characters stand as Python writes them.
+    """
+
+    def escaped(match: re.Match[str]) -> str:
+        quoted = ascii(match[0])
+        return quoted[1:-1]
+
+    return _CONTROL.sub(escaped, text)
 
 
 def explained(message: str) -> str:
-    """Return the message of an exception; add the likely cause if it only says that a debugger quit."""
+    """Return the message of an exception, with its likely cause.
+
+    A cause is added if the message only says that a debugger quit.
+    """
     if message != "bdb.BdbQuit":
         return message
-    return f"{message}: the debugger was left, or found no terminal; ranks that torchrun starts in one have it"
+    return (
+        f"{message}: the debugger was left, or found no terminal; "
+        "ranks that torchrun starts in one have it"
+    )

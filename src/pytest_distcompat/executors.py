@@ -1,4 +1,7 @@
-"""Executors, which start agents on other machines: the names of ``ext.cluster`` that users import."""
+"""Executors, which start agents on other machines.
+
+These are the names of ``ext.cluster`` that users import.
+"""
 
 from pytest_distcompat.ext.cluster.executors import EXECUTORS, Asked, Executor, Given
 

@@ -1,4 +1,8 @@
-"""Expectations that an adopter declares: ``fails`` (a known bug) and ``refuses`` (not supported, with a clear error)."""
+"""Expectations that an adopter declares.
+
+``fails`` is a known bug; ``refuses`` says that a cell is not supported, and fails with a clear
+error.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +43,10 @@ class Expectation:
     @property
     def ended(self) -> bool:
         """Tell whether its last day is over."""
-        return (
-            self.until != "" and time.strftime("%Y-%m-%d", time.gmtime(clock.wall())) > self.until
-        )
+        if not self.until:
+            return False
+        today = time.strftime("%Y-%m-%d", time.gmtime(clock.wall()))
+        return today > self.until
 
     def covers(self, cell: Cell, check: str) -> bool:
         """Tell whether the expectation is about that check in that cell."""
@@ -51,7 +56,8 @@ class Expectation:
         for name, expected in self.facets:
             wanted = expected if isinstance(expected, tuple) else (expected,)
             if name in COUNTS:
-                if not any(_allows(count, int(values[name])) for count in wanted):
+                number = int(values[name])
+                if not any(_allows(count, number) for count in wanted):
                     return False
                 continue
             actual = [values[name]]
@@ -68,18 +74,24 @@ class Expectation:
 
     def explains(self, finding: str) -> bool:
         """Tell whether one finding of several is the declared bug, or a consequence of it."""
-        return self.matches(finding) or (
-            self.also != "" and re.search(self.also, finding) is not None
-        )
+        if self.matches(finding):
+            return True
+        if not self.also:
+            return False
+        return re.search(self.also, finding) is not None
 
     def __str__(self) -> str:
-        facets = "".join(f", {name}={value!r}" for name, value in self.facets)
-        optional = ""
+        arguments = [repr(self.check)]
+        for name, value in self.facets:
+            arguments.append(f"{name}={value!r}")
+        arguments.append(f"reason={self.reason!r}")
+        arguments.append(f"match={self.match!r}")
         if self.also:
-            optional += f", also={self.also!r}"
+            arguments.append(f"also={self.also!r}")
         if self.until:
-            optional += f", until={self.until!r}"
-        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}{optional})"
+            arguments.append(f"until={self.until!r}")
+        listed = ", ".join(arguments)
+        return f"{self.kind}({listed})"
 
 
 def fails(
@@ -91,9 +103,9 @@ def fails(
     until: str = "",
     **facets: FacetValue,
 ) -> Expectation:
-    """Declare a known bug: the check fails in these cells; when it passes, that is an error ("FIXED?").
+    """Declare a known bug: the check fails in these cells.
 
-    A crash or a hang is never covered.
+    When it passes, that is an error ("FIXED?"). A crash or a hang is never covered.
 
     Args:
         check: The name of the check, ``*`` for all.
@@ -123,18 +135,21 @@ def may_fail(
     until: str = "",
     **facets: FacetValue,
 ) -> Expectation:
-    """Declare a known bug that occurs only sometimes, such as a number close to a tolerance. The check may pass."""
-    return replace(
-        fails(check, reason=reason, match=match, also=also, until=until, **facets), strict=False
-    )
+    """Declare a known bug that occurs only sometimes.
+
+    The check may pass. An example is a number close to a tolerance.
+    """
+    always = fails(check, reason=reason, match=match, also=also, until=until, **facets)
+    return replace(always, strict=False)
 
 
 def refuses(
     check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue
 ) -> Expectation:
-    """Declare cells that are not supported: ``build`` raises an error whose message contains ``match``.
+    """Declare cells that are not supported: ``build`` raises an error.
 
-    An error after ``build`` is a LateFailure, no error at all is a failure.
+    Its message contains ``match``. An error after ``build`` is a LateFailure, no error at all is a
+    failure.
 
     Args:
         check: The name of the check, ``*`` for all.
@@ -154,48 +169,61 @@ def refuses(
 def may_refuse(
     check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue
 ) -> Expectation:
-    """Declare cells that some machines do not support: they are refused with that message, or every check passes."""
-    return replace(refuses(check, match=match, reason=reason, until=until, **facets), strict=False)
+    """Declare cells that some machines do not support.
+
+    They are refused with that message, or every check passes.
+    """
+    always = refuses(check, match=match, reason=reason, until=until, **facets)
+    return replace(always, strict=False)
 
 
 def _expectation(
     kind: str, check: str, facets: dict[str, FacetValue], *, reason: str, match: str, until: str
 ) -> Expectation:
+    declaration = f"{kind}({check!r})"
     if until and not _is_day(until):
-        raise UsageProblem(f"{kind}({check!r}): until={until!r}; expected a day, as '2026-12-01'")
+        raise UsageProblem(f"{declaration}: until={until!r}; expected a day, as '2026-12-01'")
     for name, facet in facets.items():
-        if name not in FACETS:
-            raise UsageProblem(
-                f"{kind}({check!r}): no facet named {name!r}. Known: {', '.join(FACETS)}"
-            )
-        values = facet if isinstance(facet, tuple) else (facet,)
-        if not all(isinstance(value, (str, int)) for value in values):
-            raise UsageProblem(
-                f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}"
-            )
-        if name in COUNTS and not all(_is_count(value) for value in values):
-            expected = "a number, a lower bound as '>=2', or a tuple of them"
-            raise UsageProblem(f"{kind}({check!r}): {name} takes {expected}, got {facet!r}")
-        if name not in OPTIONS:
-            continue
-        wrong = [value for value in values if not OPTIONS[name].accepts(value)]
-        if wrong:
-            known = ", ".join(repr(value) for value in OPTIONS[name].values)
-            raise UsageProblem(
-                f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}"
-            )
-    expression = _regular(f"{kind}({check!r}): match", match)
-    return Expectation(kind, check, tuple(sorted(facets.items())), reason, expression, until=until)
+        problem = _problem_of_facet(name, facet)
+        if problem is not None:
+            raise UsageProblem(f"{declaration}: {problem}")
+    expression = _regular(f"{declaration}: match", match)
+    in_order = tuple(sorted(facets.items()))
+    return Expectation(kind, check, in_order, reason, expression, until=until)
+
+
+def _problem_of_facet(name: str, facet: FacetValue) -> str | None:
+    """Return what is wrong with a facet or its value; None if nothing is."""
+    if name not in FACETS:
+        known = ", ".join(FACETS)
+        return f"no facet named {name!r}. Known: {known}"
+    values = facet if isinstance(facet, tuple) else (facet,)
+    if not all(isinstance(value, (str, int)) for value in values):
+        return f"{name} takes one value or a tuple of them, got {facet!r}"
+    if name in COUNTS and not all(_is_count(value) for value in values):
+        expected = "a number, a lower bound as '>=2', or a tuple of them"
+        return f"{name} takes {expected}, got {facet!r}"
+    if name not in OPTIONS:
+        return None
+    option = OPTIONS[name]
+    for value in values:
+        if not option.accepts(value):
+            known = ", ".join(map(repr, option.values))
+            return f"{name} has no value {value!r}. Known: {known}"
+    return None
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) or (
-        isinstance(value, str) and _LOWER_BOUND.fullmatch(value) is not None
-    )
+    if isinstance(value, str):
+        return _LOWER_BOUND.fullmatch(value) is not None
+    return isinstance(value, int)
 
 
 def _allows(wanted: OptionValue | int, number: int) -> bool:
-    """Tell whether a number of ranks, or of what they are on, is the wanted one, or not below the wanted lower bound."""
+    """Tell whether a number of ranks, or of what they are on, is wanted.
+
+    ``wanted`` is that number, or a lower bound (``">=2"``).
+    """
     if isinstance(wanted, str):
         return number >= int(wanted.removeprefix(">="))
     return number == wanted

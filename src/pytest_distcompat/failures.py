@@ -1,4 +1,7 @@
-"""Exceptions of this package; ``LateFailure`` is an ``Incompatible``, all are a ``DistcompatError``."""
+"""Exceptions of this package: all are a ``DistcompatError``.
+
+``LateFailure`` is an ``Incompatible``.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,10 @@ class RunFailedError(DistcompatError):
 
 
 def hides_frames(excinfo: Any) -> bool:
-    """Tell whether pytest hides our frames of an error: of one that we raise on purpose, so that it shows the line of the test.
+    """Tell whether pytest hides our frames of an error.
 
-    A module with ``__tracebackhide__ = hides_frames`` shows its frames for all other errors: those
+    It hides those of an error that we raise on purpose, so that it shows the line of the test. A
+    module with ``__tracebackhide__ = hides_frames`` shows its frames for all other errors: those
     are bugs of ours.
     """
     return isinstance(excinfo.value, DistcompatError)

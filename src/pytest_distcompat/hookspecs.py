@@ -68,17 +68,26 @@ def pytest_distcompat_placement(session: DistcompatSession) -> Placement | None:
 def pytest_distcompat_run(
     session: DistcompatSession, item: pytest.Function, request: Request
 ) -> Ending | None:
-    """Have ranks do the request to run a marked test; None for new ranks of the session's launcher."""
+    """Have ranks do the request to run a marked test, and return how they ended.
+
+    None for new ranks of the session's launcher.
+    """
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_distcompat_group(session: DistcompatSession, item: pytest.Item) -> str | None:
-    """Return a key of the marked tests that one process is to run, as this one; None if it is alone."""
+    """Return a key of the marked tests that one process is to run, as this one.
+
+    None if the test is alone.
+    """
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_distcompat_process_group(world: World) -> ProcessGroup | None:
-    """Return, on a rank, the process group for a test, which does not destroy it; None for a new one."""
+    """Return, on a rank, the process group for a test; None for a new one.
+
+    The test does not destroy it.
+    """
 
 
 @pytest.hookspec(firstresult=True)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 
 
 def lazily(package: str, home: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the package's ``__getattr__`` (https://peps.python.org/pep-0562/); ``home``: public name to its module."""
+    """Return the package's ``__getattr__``: https://peps.python.org/pep-0562/.
+
+    ``home`` maps each public name to its module.
+    """
 
     def fetch(name: str) -> object:
         if name not in home:

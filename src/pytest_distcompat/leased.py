@@ -1,4 +1,7 @@
-"""Launcher that leases devices for each run: no two process groups share one, unless the user lets them."""
+"""Launcher that leases devices for each run.
+
+No two process groups share a device, unless the user lets them.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,17 @@ def leak_message(leak: Leak) -> str:
 
 
 def inherited_leak_message(leak: Leak) -> str:
-    """Return the message about memory that was leaked before the lease began, by a process that was killed."""
+    """Return the message about memory that was leaked before the lease began.
+
+    A process that was killed has leaked it.
+    """
     return f"{leak.who}, whose process died: {leak_message(leak)}"
 
 
 def rank_environment(lease: Lease, ranks: int) -> dict[str, str]:
-    """Return the variables for so many ranks on a lease: the devices they see and, if they share GPUs, NCCL's consent.
+    """Return the environment variables for so many ranks on a lease.
+
+    They say which devices the ranks see and, if they share GPUs, that NCCL is to allow it.
 
     Ranks that may share a GPU with other runs are told of how many, since they divide its memory.
     """
@@ -41,7 +49,10 @@ def rank_environment(lease: Lease, ranks: int) -> dict[str, str]:
 
 
 class LeasedLauncher(Launcher):
-    """Launcher that runs another one on leased devices; ``pool`` is called when the first run begins."""
+    """Launcher that runs another one on leased devices.
+
+    ``pool`` is called when the first run begins.
+    """
 
     def __init__(
         self, launcher: Launcher, pool: Callable[[], Pool], notice: Callable[[str], None]
@@ -79,7 +90,10 @@ class LeasedLauncher(Launcher):
         return self._launcher.can_open
 
     def open(self, request: Request, target: str) -> OpenRun:
-        """Start ranks that get requests when there are devices for them; they hold these until they are gone."""
+        """Start ranks that get requests, when there are devices for them.
+
+        They hold these devices until they are gone.
+        """
         environment = self._take(request)
         try:
             run = self._launcher.open(with_variables(request, environment), target)
@@ -100,7 +114,10 @@ class LeasedLauncher(Launcher):
         return rank_environment(self._lease, request.world_size)
 
     def give_back(self) -> tuple[str, ...]:
-        """End the lease, if there is one; return messages about memory that stayed in use on its devices."""
+        """End the lease, if there is one.
+
+        Return messages about memory that stayed in use on its devices.
+        """
         lease, self._lease = self._lease, None
         self._held.close()
         if lease is None:

@@ -1,4 +1,7 @@
-"""Calls of a live trainer in one process, in plain torch: the reference of walks, and what drivers derive theirs from."""
+"""Calls of a live trainer in one process, in plain torch.
+
+They are the reference of walks, and what drivers derive theirs from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ SLOWER = 0.5
 
 
 class Calls:
-    """Calls in one process, without a strategy: the model of a walk, and what drivers derive theirs from.
+    """Calls in one process, without a strategy.
+
+    They are the model of a walk, and what drivers derive theirs from.
 
     Arguments have annotations ``bool`` or ``Literal``, whose values are drawn. A driver that has
     fewer values overrides the method, and lists in ``refused`` what it does not have: strategy
@@ -58,7 +63,10 @@ class Calls:
         return self.trainer.model
 
     def perform(self, text: str) -> Any:
-        """Do a call and return its result; one that this class lacks does nothing: the reference has no observers."""
+        """Do a call and return its result.
+
+        One that this class lacks does nothing: the reference has no observers.
+        """
         call = Call.parse(text)
         method = getattr(self, call.name, None)
         if method is None:
@@ -66,7 +74,10 @@ class Calls:
         return method(**_accepted(method, dict(call.arguments)))
 
     def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002 - for those who override it
-        """Return the context of a forward and backward pass, in which gradients are reduced if it is the last one."""
+        """Return the context of a forward and backward pass.
+
+        Gradients are reduced in it if the pass is the ``last`` one.
+        """
         return contextlib.nullcontext()
 
     def backward(self, last: bool) -> float:
@@ -98,7 +109,10 @@ class Calls:
         clip: Literal["norm", "value", "no"] = "norm",
         zero: Literal["none", "zeros", "keep"] = "none",
     ) -> float:
-        """Train on a batch: forward, backward, clip, step optimizer and scheduler, zero gradients or keep them."""
+        """Train on a batch, as an optimizer step does.
+
+        Forward, backward, clip, step optimizer and scheduler, zero gradients or keep them.
+        """
         loss = self.backward(last=True)
         self.update(clip, zero)
         return loss
@@ -135,14 +149,20 @@ class Calls:
             group["lr"] *= SLOWER
 
     def part(self, name: str) -> Iterator[Any]:
-        """Yield the parameters of a module of the unwrapped model, wherever wrappers have put it."""
+        """Yield the parameters of a module of the unwrapped model.
+
+        Wrappers may have put the module anywhere.
+        """
         for live, parameter in self.model.named_parameters():
             if f".{name}." in f".{live.replace('_fsdp_wrapped_module.', '')}":
                 yield parameter
 
     @training
     def add_group(self) -> None:
-        """Unfreeze the layer that was frozen from the beginning, and give it to the optimizer as a group of its own."""
+        """Unfreeze the layer that was frozen from the beginning.
+
+        The optimizer gets it as a group of its own.
+        """
         added = list(self.part("frozen"))
         for parameter in added:
             parameter.requires_grad_(requires_grad=True)
@@ -173,7 +193,8 @@ class Calls:
     @training
     def new_epoch(self) -> None:
         """Begin the next epoch before this one is at its end."""
-        self.position += self.trainer.epoch - self.position % self.trainer.epoch
+        done = self.position % self.trainer.epoch
+        self.position += self.trainer.epoch - done
 
     @training
     def resume(self) -> None:
@@ -184,12 +205,16 @@ class Calls:
     @observer
     def save(self) -> None:
         """Save a checkpoint."""
-        states = [stateful.state_dict() for stateful in (self.model, *self._stateful())]
+        stateful_objects = (self.model, *self._stateful())
+        states = [stateful.state_dict() for stateful in stateful_objects]
         self.saved = copy.deepcopy(states)
 
     @training
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
-        """Load the last checkpoint in the same process group, with or without the state of optimizer and scheduler."""
+        """Load the last checkpoint in the same process group.
+
+        The state of optimizer and scheduler is loaded or not.
+        """
         states = copy.deepcopy(self.saved)
         loaded = (True, optimizer, scheduler)
         for stateful, state, is_loaded in zip(
@@ -212,7 +237,10 @@ class Calls:
         return self.outputs(context)
 
     def accessors(self, of: Any = "fp32_param") -> Any:
-        """Return what reads of parameters, gradients and Adam's first moments are compared with, of those that there are."""
+        """Return what reads of tensors are compared with, of those that there are.
+
+        They are parameters, gradients, or Adam's first moments.
+        """
         state = self.trainer.optimizer.state
         tensors: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
@@ -236,11 +264,16 @@ class Calls:
 
     @property
     def exports(self) -> Path:
-        """Return where weights are exported to: beside checkpoints, which may have files of the same names."""
+        """Return where weights are exported to.
+
+        It is a directory of its own: checkpoints may have files of the same names.
+        """
         return self.directory / "exported"
 
     def written(self, name: str) -> Any:
-        """Return the weights in a file that rank 0 has exported, or in its parts, and remove these files.
+        """Return the weights that rank 0 has exported, and remove their files.
+
+        They are in a file of that name, or in its parts.
 
         Returns:
             The weights by name on rank 0, None on others.
@@ -265,7 +298,10 @@ class Calls:
         return weights
 
     def outputs(self, context: str = "no_grad") -> Any:
-        """Return what the model computes in evaluation mode, and leave it in the mode that it was in."""
+        """Return what the model computes in evaluation mode.
+
+        The model is left in the mode that it was in.
+        """
         import torch
 
         was_training = self.model.training
@@ -289,6 +325,7 @@ class Calls:
 def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a method has, all of them if it passes further ones on."""
     parameters = inspect.signature(method).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -1,4 +1,7 @@
-"""Hint for an import that fails though the module lies in the repository: pytest does not look in its directory."""
+"""Hint for an import that fails though the module lies in the repository.
+
+pytest does not look in its directory.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ _LAYOUTS = (".", "src")
 
 
 def hint_of(error: BaseException | None, root: Path) -> str:
-    """Return how pytest would find the module that was not found; empty for another error, or if it is not in ``root``.
+    """Return how pytest would find the module that was not found.
 
-    Args:
-        error: The exception, or what was raised because of it.
-        root: The directory of the repository.
+    It is empty for another error, or if the module is not in ``root``. Args: error: The exception,
+    or what was raised because of it. root: The directory of the repository.
     """
     while error is not None and not isinstance(error, ModuleNotFoundError):
         error = error.__cause__
@@ -26,15 +28,19 @@ def hint_of(error: BaseException | None, root: Path) -> str:
     on_path = {Path(entry or ".").resolve() for entry in sys.path}
     for layout in _LAYOUTS:
         directory = (root / layout).resolve()
-        found = next(
-            (path for path in (directory / f"{name}.py", directory / name) if _is_module(path)),
-            None,
-        )
-        if found is not None and directory not in on_path:
-            return f"{found} is there, and pytest does not look in its directory: add pythonpath = {layout} to pytest's settings"
+        if directory in on_path:
+            continue
+        for path in (directory / f"{name}.py", directory / name):
+            if _is_module(path):
+                return (
+                    f"{path} is there, and pytest does not look in its directory: "
+                    f"add pythonpath = {layout} to pytest's settings"
+                )
     return ""
 
 
 def _is_module(path: Path) -> bool:
     """Tell whether the path is a file of Python, or a directory that has some."""
-    return path.is_file() if path.suffix == ".py" else path.is_dir() and any(path.glob("*.py"))
+    if path.suffix == ".py":
+        return path.is_file()
+    return path.is_dir() and any(path.glob("*.py"))

@@ -530,11 +530,17 @@ def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: st
     for snapshot in loaded:
         rank = f"rank {snapshot.rank}"
         if snapshot.scheduler != before.scheduler:
-            yield f"{rank}: scheduler is at {snapshot.scheduler!r} {when}; saved at {before.scheduler!r}"
+            yield (
+                f"{rank}: scheduler is at {snapshot.scheduler!r} {when}; "
+                f"saved at {before.scheduler!r}"
+            )
         groups_before = before.param_groups
         groups_after = snapshot.param_groups
         if len(groups_before) != len(groups_after):
-            yield f"{rank}: the optimizer has {len(groups_after)} param groups {when}; {len(groups_before)} were saved"
+            yield (
+                f"{rank}: the optimizer has {len(groups_after)} param groups {when}; "
+                f"{len(groups_before)} were saved"
+            )
         for number in unlike(groups_before, groups_after):
             if number.before is not None and number.after is not None:
                 setting = f"{number.key} of the optimizer's group {number.group}"

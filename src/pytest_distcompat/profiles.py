@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
 from pytest_distcompat.checks import CHECKS, Check
@@ -20,11 +20,14 @@ from pytest_distcompat.registry import Registry
 
 #: The meaning of each profile, from the one with the fewest cells to the one with the most.
 PROFILES = {
-    "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
-    "default": "the suite's matrix; a check with runs of its own only once in cells alike in all that it depends on",
-    "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
-    "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "
-    "every two axes of the mesh",
+    "smoke": "each strategy and each precision of the matrix once, no options; "
+    "checks with runs of their own in one cell only",
+    "default": "the suite's matrix; "
+    "a check with runs of its own only once in cells alike in all that it depends on",
+    "pairwise": "the suite's matrix, "
+    "and every pair of strategy, precision and option values that the driver can do",
+    "full": "every strategy with every precision that the suite's matrix has together, "
+    "with every option value by itself, and every two axes of the mesh",
 }
 
 
@@ -64,7 +67,8 @@ class Selection:
         A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies
         are not tried with it.
         """
-        return tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in self.own))
+        pairs = [(cell.strategy, cell.precision) for cell in self.own]
+        return tuple(dict.fromkeys(pairs))
 
 
 #: By cell and check, why a profile does not run the check there.
@@ -237,7 +241,10 @@ def left_out(
         for name, reason in by_law.items():
             reasons[cell, name] = reason
     for name, check in checks.items():
-        cells = [cell for cell, names in applicable.items() if name in names]
+        cells: list[Cell] = []
+        for cell, names in applicable.items():
+            if name in names:
+                cells.append(cell)
         if profile == "smoke" and check.costly:
             for cell in cells[:-1]:
                 reasons[cell, name] = f"the smoke profile runs it in {cells[-1]} only"
@@ -260,10 +267,11 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
         machines = dataclasses.replace(cell.spread, world_size=0)
         earlier = first.setdefault((cell.strategy, machines, cell.set, *values), cell)
         if earlier != cell:
-            yield (
-                cell,
-                f"the default profile runs it in {earlier}, which is alike in all that it depends on",
+            reason = (
+                f"the default profile runs it in {earlier}, "
+                "which is alike in all that it depends on"
             )
+            yield cell, reason
 
 
 def _full(selection: Selection) -> Iterator[Cell]:
@@ -308,7 +316,8 @@ def cell_of(
     if options.get("pp_schedule"):
         options.setdefault("pp", 2)
     if options.get("ep"):
-        options.setdefault("model", "moe_deepspeed" if strategy.startswith("zero") else "moe_fused")
+        is_zero = strategy.startswith("zero")
+        options.setdefault("model", "moe_deepspeed" if is_zero else "moe_fused")
     world_size = max(world_size, _least_world_size(options))
     return Cell(strategy, precision, world_size, tuple(options.items()))
 
@@ -334,7 +343,10 @@ def _needed_options(
 def _least_world_size(options: Mapping[str, OptionValue]) -> int:
     """Return the least number of ranks for the device mesh of these options."""
     replicas = int(options.get("dp_replicate", 1))
-    model_parallel = math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp"))
+    tp = int(options.get("tp", 1))
+    cp = int(options.get("cp", 1))
+    pp = int(options.get("pp", 1))
+    model_parallel = tp * cp * pp
     least = 1
     if replicas > 1:
         # Each replica is sharded over at least two ranks.
@@ -351,9 +363,11 @@ def _composed(selection: Selection) -> Iterator[Cell]:
     An option that cannot run by itself is left out: the cell with this option only has the reason.
     """
     driver = selection.driver
-    choices = [(name, OPTIONS[name].values[1]) for name in AXES]
-    choices += BESIDE_AXES
-    choices = [choice for choice in choices if choice[0] in driver.options]
+    axes = [(name, OPTIONS[name].values[1]) for name in AXES]
+    choices: list[tuple[str, OptionValue]] = []
+    for name, value in (*axes, *BESIDE_AXES):
+        if name in driver.options:
+            choices.append((name, value))
     for strategy, precision in selection.claimed:
         make = functools.partial(cell_of, driver, strategy, precision, selection.world_size)
         able = [choice for choice in choices if selection.supported(make(choice))]
@@ -408,10 +422,15 @@ def _pairwise(selection: Selection) -> Iterator[Cell]:
     driver = selection.driver
     claimed = selection.claimed
     yield from selection.own
-    model_choices = option_choices(driver, [name for name in OPTIONS if name in MODEL_OPTIONS])
-    training_choices = option_choices(
-        driver, [name for name in OPTIONS if name not in MODEL_OPTIONS]
-    )
+    of_model: list[str] = []
+    of_training: list[str] = []
+    for name in OPTIONS:
+        if name in MODEL_OPTIONS:
+            of_model.append(name)
+        else:
+            of_training.append(name)
+    model_choices = option_choices(driver, of_model)
+    training_choices = option_choices(driver, of_training)
 
     @functools.cache
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:
@@ -419,13 +438,25 @@ def _pairwise(selection: Selection) -> Iterator[Cell]:
         cell = cell_of(driver, strategy, precision, selection.world_size, *choices)
         return (strategy, precision) in claimed and selection.supported(cell)
 
+    def row_is_possible(row: Mapping[int, Any]) -> bool:
+        return possible(row[0], row[1], row[2], row[3])
+
     constraint = {
         "operator": "fn",
         "requires": [0, 1, 2, 3],
-        "evaluate": lambda row: possible(row[0], row[1], row[2], row[3]),
+        "evaluate": row_is_possible,
     }
     strategies = list(dict.fromkeys(strategy for strategy, _precision in claimed))
     precisions = list(dict.fromkeys(precision for _strategy, precision in claimed))
-    rows = make([strategies, precisions, model_choices, training_choices], constraints=[constraint])
-    for row in rows:
-        yield cell_of(driver, row[0], row[1], selection.world_size, row[2], row[3])
+    factors = [strategies, precisions, model_choices, training_choices]
+    for strategy, precision, of_model_choice, of_training_choice in make(
+        factors, constraints=[constraint]
+    ):
+        yield cell_of(
+            driver,
+            strategy,
+            precision,
+            selection.world_size,
+            of_model_choice,
+            of_training_choice,
+        )

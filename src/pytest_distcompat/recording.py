@@ -11,7 +11,10 @@ from typing import Protocol
 
 
 class Recorder(Protocol):
-    """An extension's part on one rank, from before the driver is made until the rank leaves its process group."""
+    """What an extension records on one rank.
+
+    It is there from before the driver is made until the rank leaves its process group.
+    """
 
     def start(self) -> None:
         """Begin, before the first action."""

@@ -1,4 +1,7 @@
-"""Launches of unmodified scripts and command lines on ranks: the names of ``ext.scripts`` that users import."""
+"""Launches of unmodified scripts and command lines on ranks.
+
+These are the names of ``ext.scripts`` that users import.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sources of settings, which a driver names: the name of ``ext.upstream.sweep`` that users import."""
+"""Sources of settings, which a driver names.
+
+This is the name of ``ext.upstream.sweep`` that users import.
+"""
 
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 

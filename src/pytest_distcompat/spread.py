@@ -17,7 +17,9 @@ _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)\b(?! on | others| more)
 
 @dataclass(frozen=True, order=True)
 class Spread:
-    """How many ranks a run has, and over how many machines they are spread: as many on each, their numbers in a row.
+    """How many ranks a run has, and over how many machines they are spread.
+
+    Each machine has as many, and their numbers are in a row.
 
     Attributes:
         world_size: The number of ranks: torchrun's ``WORLD_SIZE``.
@@ -34,7 +36,10 @@ class Spread:
 
     @property
     def local_size(self) -> int:
-        """Return the number of ranks on each machine, torchrun's ``LOCAL_WORLD_SIZE``; rounded up if they are uneven."""
+        """Return the number of ranks on each machine, torchrun's ``LOCAL_WORLD_SIZE``.
+
+        It is rounded up if they are uneven.
+        """
         return -(-self.world_size // self.nodes)
 
     def ranks_on(self, number: int) -> range:
@@ -52,8 +57,15 @@ class Spread:
 
     @property
     def tokens(self) -> list[str]:
-        """Return the parts that it has of a cell's id: ``w4``, and ``n2`` if it has two machines."""
-        return [f"{name[0]}{number}" for name, number in self.numbers.items()]
+        """Return the parts that it has of a cell's id.
+
+        They are ``w4``, and ``n2`` if it has two machines.
+        """
+        tokens: list[str] = []
+        for name, number in self.numbers.items():
+            initial = name[0]
+            tokens.append(f"{initial}{number}")
+        return tokens
 
     @property
     def uneven(self) -> str | None:
@@ -75,9 +87,10 @@ class Hosts:
     names: tuple[str, ...] = ()
 
     def name_in(self, text: str) -> str:
-        """Return a text with the machine of each rank that it names: ``ranks 0 and 1 on n1, rank 2 on n2``.
+        """Return a text with the machine of each rank that it names.
 
-        Without names, and for ranks beyond, nothing changes.
+        The text then reads ``ranks 0 and 1 on n1, rank 2 on n2``. Without names, and for ranks
+        beyond, nothing changes.
         """
         if not self.names:
             return text

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class Status(str):
-    """The status of one check in one cell: a text that equals its name in reports, as ``Status.FIXED == "fixed?"``.
+    """The status of one check in one cell.
+
+    It is a text that equals its name in reports: ``Status.FIXED == "fixed?"``.
 
     An extension adds one by an entry point in the group ``pytest_distcompat.statuses``: of claims
     that hold in runs of its own kind, which show less than real ranks do (``trace.StandIn``).
@@ -145,7 +147,10 @@ def all_statuses() -> list[Status]:
 
 
 def explained_statuses() -> list[Status]:
-    """Return the statuses whose reasons a report lists: those that are no success, then the others."""
+    """Return the statuses whose reasons a report lists.
+
+    Those that are no success come first, then the others.
+    """
     explained = [status for status in all_statuses() if status.heading]
     return sorted(explained, key=lambda status: status.ok)
 
@@ -210,11 +215,17 @@ class Verdict:
     @property
     def headline(self) -> str:
         """Return the first line of the message that is not empty."""
-        return next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+        for line in self.message.splitlines():
+            if line.strip():
+                return line.strip()
+        return ""
 
     @property
     def why(self) -> str:
-        """Return the reason; of a red verdict the first line of the message, since a declared reason does not explain it."""
+        """Return the reason; of a red verdict the first line of its message.
+
+        A declared reason does not explain a red verdict.
+        """
         return self.headline if self.red else self.reason or self.headline
 
     def to_json(self) -> dict[str, Any]:

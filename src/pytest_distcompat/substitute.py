@@ -1,4 +1,7 @@
-"""What takes the place of the ranks of a session, such as processes without peers. An extension supplies one."""
+"""What takes the place of the ranks of a session.
+
+Processes without peers may do so, for example. An extension supplies one.
+"""
 
 from __future__ import annotations
 

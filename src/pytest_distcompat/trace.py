@@ -1,7 +1,7 @@
-"""Traces: what the probes of all ranks recorded, as plain data, the only thing that leaves the ranks.
+"""Traces: what the probes of all ranks recorded, as plain data.
 
-Dtypes are torch's names without the prefix (``"float32"``), shapes tuples of ints, a digest a hash
-of a tensor's local values, in whatever dtype (``digests``).
+Nothing else leaves the ranks. Dtypes are torch's names without the prefix (``"float32"``), shapes
+tuples of ints, a digest a hash of a tensor's local values, in whatever dtype (``digests``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Layout:
 
     @property
     def region(self) -> tuple[tuple[str, int, int], ...]:
-        """Return which part it is, as (placement, size, coordinate) of each mesh dimension that shards; equal for replicas."""
+        """Return which part of the tensor it is; equal for replicas.
+
+        It has (placement, size, coordinate) of each mesh dimension that shards the tensor.
+        """
         cuts: list[tuple[str, int, int]] = []
         for dim in self.dims:
             if dim.size > 1 and dim.placement not in {REPLICATE, STAGE}:
@@ -79,7 +82,10 @@ class Layout:
 
     @property
     def flat(self) -> bool:
-        """Tell whether it is a piece of the flattened tensor; where it begins follows from the sizes of the pieces before it."""
+        """Tell whether it is a piece of the flattened tensor.
+
+        Where it begins follows from the sizes of the pieces before it.
+        """
         return {dim.placement for dim in self.dims} - {REPLICATE, STAGE} == {FLAT}
 
     def dim(self, name: str) -> MeshDim | None:
@@ -180,10 +186,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class StateInfo:
-    """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition.
+    """One tensor (or number) of the optimizer's state, such as ``exp_avg``.
 
-    ``dtype`` is that of what is stored, of a quantized tensor its codes'; ``nbytes`` counts its
-    scales too.
+    ``owner`` is the parameter or the flat partition that it belongs to. ``dtype`` is that of what
+    is stored, of a quantized tensor its codes'; ``nbytes`` counts its scales too.
     """
 
     owner: str
@@ -197,13 +203,14 @@ class StateInfo:
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """The optimizer on one rank: ``chain`` from the outermost wrapper to the torch optimizer that steps.
+    """The optimizer on one rank.
 
-    ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has
-    nothing but these). ``partitioned`` maps a live parameter's name to how many of its elements
-    this rank's flat master holds (ZeRO); ``masters`` are these parts. ``accumulates`` is what ZeRO
-    adds gradients up in; ``param_groups`` each group's numbers: ``lr``. ``without_gradient`` names
-    the live parameters whose gradient was None, not zero, in all steps since the last snapshot.
+    ``chain`` goes from the outermost wrapper to the torch optimizer that steps. ``foreign`` counts
+    entries that are no live parameter of the model (a stale optimizer has nothing but these).
+    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master
+    holds (ZeRO); ``masters`` are these parts. ``accumulates`` is what ZeRO adds gradients up in;
+    ``param_groups`` each group's numbers: ``lr``. ``without_gradient`` names the live parameters
+    whose gradient was None, not zero, in all steps since the last snapshot.
     """
 
     chain: tuple[str, ...]
@@ -219,9 +226,10 @@ class OptimizerInfo:
 
 @dataclass(frozen=True)
 class GradientInfo:
-    """This rank's part of the gradient of one live parameter: its number of elements and the sum of their squares.
+    """This rank's part of the gradient of one live parameter.
 
-    ``group`` is the place of the parameter's group in ``StepInfo.param_groups``.
+    ``numel`` is its number of elements, ``square`` the sum of their squares. ``group`` is the place
+    of the parameter's group in ``StepInfo.param_groups``.
     """
 
     name: str
@@ -233,8 +241,9 @@ class GradientInfo:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """State of the stepping torch optimizer during a step: the dtypes of masters, their gradients, states.
+    """State of the torch optimizer that steps, during a step.
 
+    ``master``, ``gradient`` and ``state`` are the dtypes of masters, their gradients, and states.
     ``square`` is this rank's share of the sum of the squares of all gradients as the optimizer got
     them, in float64: after unscaling and clipping. The shares of the ``holders``, which hold one
     copy of the gradients together (empty: this rank alone), add up to the sum: what several of them
@@ -256,8 +265,9 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class CollectiveInfo:
-    """One kind of collective inside a step: its calls, the most elements (``numel``) of one, the ``total`` of all.
+    """One kind of collective inside a step.
 
+    ``calls`` is how many there were, ``numel`` the most elements of one, ``total`` those of all.
     ``ranks`` are those of its process group, in their order there.
     """
 
@@ -351,7 +361,9 @@ class Loader:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """Expectations of a state beside model and optimizer: an average of the weights, the place in the data, a curriculum.
+    """Expectations of a state beside model and optimizer.
+
+    For example an average of the weights, the place in the data, or a curriculum.
 
     Attributes:
         changes: It changes within the first three steps.
@@ -367,9 +379,10 @@ class ExtraState:
 
 @dataclass(frozen=True)
 class ExtraStateInfo:
-    """Values of one such state on one rank, by their place in it: texts of numbers, digests of tensors.
+    """Values of one extra state on one rank, by their place in it.
 
-    ``rounded`` are numbers with a fraction, which computing the same in another order may change.
+    They are texts of numbers, and digests of tensors. ``rounded`` are numbers with a fraction,
+    which computing the same in another order may change.
     """
 
     name: str
@@ -385,7 +398,10 @@ class ExtraStateInfo:
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """Rows that one loader gave this rank, by epoch and batch, from batch ``done`` of that epoch on."""
+    """Rows that one loader gave this rank, by epoch and batch.
+
+    They begin with batch ``done`` of ``epoch``.
+    """
 
     loader: str
     epoch: int
@@ -396,7 +412,10 @@ class RowsInfo:
 
 @dataclass(frozen=True)
 class RowWeight:
-    """How many tokens of a row are trained on, and the weight of each of them in the gradients of this rank."""
+    """How many tokens of a row are trained on, and what each of them weighs.
+
+    ``weight`` is the weight of one such token in the gradients of this rank.
+    """
 
     tokens: int
     weight: float
@@ -420,7 +439,10 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class DropoutInfo:
-    """One forward of a module that drops activations: digests of its input, and of where it put zeros."""
+    """One forward of a module that drops activations.
+
+    ``input`` is a digest of what it was given, ``zeros`` one of where it put zeros.
+    """
 
     name: str
     input: str
@@ -434,10 +456,11 @@ WITHOUT_GRADIENT = "without gradient"
 
 @dataclass(frozen=True)
 class StandIn:
-    """What took a snapshot in place of some ranks: one process without peers, whose tensors have no values.
+    """What took a snapshot in place of some ranks.
 
-    The launcher of an extension has such runs. What a check may read of them are a run's abilities:
-    ``RunTrace.has_values``, ``RunTrace.has_every_rank``.
+    It is one process without peers, whose tensors have no values. The launcher of an extension has
+    such runs. What a check may read of them are a run's abilities: ``RunTrace.has_values``,
+    ``RunTrace.has_every_rank``.
 
     Attributes:
         status: The name of the status of a claim that holds in such a run; it never passes
@@ -453,9 +476,10 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Record of one rank's probe after one action: what it read of model, optimizer, process and files.
+    """Record of one rank's probe after one action.
 
-    Empty values are those of an action after which a field is not read.
+    It has what the probe read of model, optimizer, process and files. Empty values are those of an
+    action after which a field is not read.
     """
 
     # Of which action it is.
@@ -596,11 +620,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Failure of a run: its ``kind`` (``raised``, ``crashed``, ``hung``), its place and its messages.
+    """Failure of a run: what happened, where, and its messages.
 
-    ``action`` is what the first failing ``rank`` was in ("" = outside any action; the rank None
-    where it was none), ``index`` its place in the run; ``message`` the exception's one line,
-    ``text`` the whole story, first cause first.
+    ``kind`` is ``raised``, ``crashed`` or ``hung``. ``action`` is what the first failing ``rank``
+    was in ("" = outside any action; the rank None where it was none), ``index`` its place in the
+    run; ``message`` the exception's one line, ``text`` the whole story, first cause first.
     """
 
     kind: str
@@ -613,7 +637,10 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """One run on all its ranks; ``cell`` is the id of the cell that it ran in, ``hosts`` has the machine of each rank."""
+    """One run on all its ranks.
+
+    ``cell`` is the id of the cell that it ran in; ``hosts`` has the machine of each rank.
+    """
 
     name: str
     world_size: int
@@ -623,7 +650,10 @@ class RunTrace:
     hosts: Hosts = field(default_factory=Hosts)
 
     def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
-        """Return the snapshots after the nth such action, one per rank in rank order; empty if no rank reached it."""
+        """Return the snapshots after the nth such action, one per rank in rank order.
+
+        There are none if no rank reached it.
+        """
         indices = self.indices(action)
         if not -len(indices) <= nth < len(indices):
             return ()
@@ -635,8 +665,12 @@ class RunTrace:
 
     def at_index(self, index: int) -> tuple[Snapshot, ...]:
         """Return the snapshots after the action with that index in the run."""
-        snapshots = [snapshot for snapshot in self.snapshots if snapshot.index == index]
-        return tuple(sorted(snapshots, key=lambda snapshot: snapshot.rank))
+        snapshots: list[Snapshot] = []
+        for snapshot in self.snapshots:
+            if snapshot.index == index:
+                snapshots.append(snapshot)
+        snapshots.sort(key=lambda snapshot: snapshot.rank)
+        return tuple(snapshots)
 
     @property
     def trained(self) -> tuple[Snapshot, ...]:
@@ -658,13 +692,18 @@ class RunTrace:
 
     @property
     def tf32_since_build(self) -> bool:
-        """Tell whether they multiplied in full float32 before the trainer was built, and in TF32 later."""
+        """Tell whether a GPU changed from full float32 to TF32 once the trainer was built."""
         before = self.first("build_model")
-        return self.tf32 and before is not None and before.products.get("matmul", TF32) != TF32
+        if not self.tf32 or before is None:
+            return False
+        return before.products.get("matmul", TF32) != TF32
 
     @property
     def stand_in(self) -> StandIn | None:
-        """Return what took the place of the lowest rank that did not run itself; None if all ranks ran."""
+        """Return what took the place of the lowest rank that did not run itself.
+
+        None if all ranks ran.
+        """
         for snapshot in self.snapshots:
             if snapshot.stand_in is not None:
                 return snapshot.stand_in
@@ -687,7 +726,10 @@ class RunTrace:
         return first.unwrapped if first else None
 
     def first(self, action: str) -> Snapshot | None:
-        """Return the snapshot of the lowest rank after the first such action, None if no rank reached it."""
+        """Return the snapshot of the lowest rank after the first such action.
+
+        None if no rank reached it.
+        """
         snapshots = self.at(action)
         return snapshots[0] if snapshots else None
 
@@ -695,17 +737,20 @@ class RunTrace:
 def shard_groups(
     holders: Mapping[int, tuple[int, ...]], world_size: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each copy, from the ``holders`` that each rank reports; those of one process group without reports.
+    """Return the ranks of each copy, from the ``holders`` that each rank reports.
 
-    A rank that reports nothing, or itself alone because it holds no element, is in the group of its
-    peers.
+    Without reports they are the ranks of one process group. A rank that reports nothing, or itself
+    alone because it holds no element, is in the group of its peers.
     """
     reported = {group or (rank,) for rank, group in holders.items()}
     ranks_with_peers: set[int] = set()
     for group in reported:
         if len(group) > 1:
             ranks_with_peers.update(group)
-    groups = [group for group in reported if len(group) > 1 or group[0] not in ranks_with_peers]
+    groups: list[tuple[int, ...]] = []
+    for group in reported:
+        if len(group) > 1 or group[0] not in ranks_with_peers:
+            groups.append(group)
     if not groups and world_size:
         groups = [tuple(range(world_size))]
     return tuple(sorted(groups))
@@ -739,31 +784,37 @@ def held_indices(
 def _chunk(indices: Sequence[int], count: int, nth: int) -> Sequence[int]:
     """Return a chunk as torch makes them, a missing one empty."""
     # https://docs.pytorch.org/docs/stable/generated/torch.chunk.html
+    # Rounded up.
     size = -(-len(indices) // count)
-    return indices[nth * size : (nth + 1) * size]
+    start = nth * size
+    return indices[start : start + size]
 
 
 def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int, ...], float]:
-    """Return all holders of some squares, and one rank's share of their sum, from the holders and the square of each part.
+    """Return all holders of some squares, and one rank's share of their sum.
 
-    What fewer ranks hold together, several of the holders have: of each of them it is a part.
+    ``parts`` has the holders and the square of each part. What fewer ranks hold together, several
+    of the holders have: of each of them it is a part.
     """
     parts = tuple(parts)
     ranks: set[int] = set()
     for holders_of_part, _square in parts:
         ranks.update(holders_of_part)
     share = 0.0
+    # What has no holders is held by this rank alone.
+    holder_count = max(1, len(ranks))
     for holders_of_part, square in parts:
-        share += square * max(1, len(holders_of_part)) / max(1, len(ranks))
+        part_holder_count = max(1, len(holders_of_part))
+        share += square * part_holder_count / holder_count
     return tuple(sorted(ranks)), share
 
 
 @dataclass(frozen=True)
 class Trace:
-    """All runs of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers.
+    """All runs of a scenario, as the checks read them.
 
-    ``saves`` is False for the run of a script that saved nothing, so that nothing is known about
-    files.
+    ``limits`` are what the user demands of measured numbers. ``saves`` is False for the run of a
+    script that saved nothing, so that nothing is known about files.
     """
 
     driver: str
@@ -778,7 +829,7 @@ class Trace:
 
     @property
     def stand_in(self) -> StandIn | None:
-        """Return what took the place of ranks in the first run of which that is so; None if all ranks ran."""
+        """Return what took the place of ranks, in the first such run; None if all ran."""
         for run in self:
             if run.stand_in is not None:
                 return run.stand_in
@@ -793,7 +844,10 @@ class Trace:
         Runs of several world sizes spread their ranks otherwise, and a finding may be about either:
         then a line says how.
         """
-        failed_runs = [run for run in self if run.end is not None and run.end.message in text]
+        failed_runs: list[RunTrace] = []
+        for run in self:
+            if run.end is not None and run.end.message in text:
+                failed_runs.append(run)
         # A dictionary, to have each only once.
         all_hosts: dict[Hosts, None] = {}
         for run in failed_runs or self:
@@ -806,7 +860,8 @@ class Trace:
             return only_hosts.name_in(text)
         places: list[str] = []
         for hosts in all_hosts:
-            ranks = ", ".join(str(rank) for rank in range(len(hosts.names)))
+            numbers = range(len(hosts.names))
+            ranks = ", ".join(map(str, numbers))
             places.append(hosts.name_in(f"ranks {ranks}"))
         return f"{text}\n\nwhere ranks are: {'; '.join(places)}"
 

@@ -1,4 +1,7 @@
-"""Values that a user gives, in options, marks, matrices and commands: numbers of ranks, and addresses."""
+"""Values that a user gives: numbers of ranks, and addresses.
+
+They come from options, marks, matrices and commands.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ def write_address(host: str, port: int) -> str:
 
 
 def read_address(text: str) -> tuple[str, int | None]:
-    """Return the host, without brackets, and the port of an address; None for a port that it does not say.
+    """Return the host and the port of an address.
+
+    The host is without brackets. The port is None if the address does not say it.
 
     Raises:
         UsageProblem: It has another form, or the port is not between 1 and 65535.

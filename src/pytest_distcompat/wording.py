@@ -21,7 +21,10 @@ def listed_ranks(ranks: Sequence[int | str]) -> str:
 
 
 def and_others(names: Iterable[str]) -> str:
-    """Return the words for some names in a finding: the first in their order, and how many there are besides."""
+    """Return the words for some names in a finding.
+
+    They are the first name in their order, and how many there are besides.
+    """
     first, *others = sorted(names)
     if not others:
         return repr(first)

@@ -43,6 +43,9 @@ for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
     with contextlib.suppress(Exception):
         _registry.names()
 
+#: An epoch, and a batch of it.
+EpochAndBatch = tuple[int, int]
+
 #: The actions that are methods of the trainer, which may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save"}
 
@@ -80,24 +83,30 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def _capture_log(level: str, log: RankLog) -> None:
-    """Write log records without a handler to a file, as pytest writes them; the root logger gets no handler of its own."""
+    """Write log records without a handler to a file, as pytest writes them.
+
+    The root logger gets no handler of its own.
+    """
     # With one ``logging.basicConfig`` of the trainer would do nothing
     # (https://docs.python.org/3/library/logging.html#logging.lastResort).
     if level:
         number = int(level) if level.isdecimal() else logging.getLevelName(level.upper())
-        logging.getLogger().setLevel(min(logging.getLogger().level, number))
+        root = logging.getLogger()
+        root.setLevel(min(root.level, number))
     if not log.by_hand:
         path = log_file(log.path.parent, log.rank)
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
-        handler.setFormatter(
-            logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s")
-        )
+        line = "%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"
+        handler.setFormatter(logging.Formatter(line))
         handler.setLevel(logging.getLogger().level if level else logging.WARNING)
         logging.lastResort = handler
 
 
 def _init_gloo(world: World) -> None:
-    """Initialise the process group with gloo: ranks that share a GPU cannot use this NCCL, the default of trainers."""
+    """Initialise the process group with gloo, for ranks that share a GPU.
+
+    They cannot use this NCCL, the default of trainers.
+    """
     import torch
     from torch import distributed
 
@@ -132,19 +141,36 @@ class Rank:
         observer.trainer = self._trainer
 
     def _trainer(self) -> tuple[Module | None, Any, bool]:
-        """Return the trained model, its optimizer, and whether the step is one that is recorded with all values."""
-        model = self.driver.model if self.unwrapped is None else self.unwrapped
+        """Return the trained model, its optimizer, and whether the step is one of the first.
+
+        The first steps are recorded with all values.
+        """
+        model = self.unwrapped
+        if model is None:
+            model = self.driver.model
         return model, self.driver.optimizer, self._among_first_steps
 
     @property
     def _among_first_steps(self) -> bool:
-        """Tell whether the next step is one of the first of this run, which are recorded with all values."""
+        """Tell whether the next step is one of the first of this run.
+
+        These are recorded with all values.
+        """
         return self.number < self.run.first_step + WHOLE_STEPS
+
+    @property
+    def _next(self) -> str:
+        """The next action of the run; empty if all are done."""
+        if self.index < len(self.run.actions):
+            return self.run.actions[self.index]
+        return ""
 
     @property
     def _next_in_plan(self) -> str:
         """The action that the trainer is to do next; empty if its plan is done."""
-        return self.run.actions[self.index] if self.index < self.end else ""
+        if self.index < self.end:
+            return self.run.actions[self.index]
+        return ""
 
     def perform(self) -> None:
         """Perform all actions of the run."""
@@ -158,16 +184,19 @@ class Rank:
     def _begin(self) -> None:
         """Log the next action: if it hangs or dies, that is the last event of this rank."""
         self.index += 1
-        following = self.run.actions[self.index] if self.index < len(self.run.actions) else ""
-        if following:
-            self.log.write(Action(following, self.index))
+        action = self._next
+        if action:
+            self.log.write(Action(action, self.index))
         for recorder in self.recorders:
-            recorder.switch(following)
+            recorder.switch(action)
         self.observer.restart()
         self.began = clock.now()
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
-        """Log what was seen after the action, which took so many seconds, and begin the next one."""
+        """Log what was seen after the action, and begin the next one.
+
+        ``seconds`` is how long the action took.
+        """
         action = self.run.actions[self.index]
         snapshot = Snapshot(
             self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos
@@ -185,7 +214,10 @@ class Rank:
         self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
-        """Hand the trainer its methods, up to the next action of the worker's own, as one plan; read files in between."""
+        """Hand the trainer its methods as one plan; read files in between.
+
+        The plan goes up to the next action of the worker's own.
+        """
         actions = []
         self.end = self.index
         for action in self.run.actions[self.index :]:
@@ -231,15 +263,16 @@ class Rank:
         )
 
     def _record_action(self, action: str, loss: Any = None) -> None:
-        """Record an action that ``Driver.train`` reports as done, with the loss, or with what a call returned."""
+        """Record an action that ``Driver.train`` reports as done.
+
+        ``loss`` is the loss of a step, or what a call returned.
+        """
         # Before the probe reads anything, which is not the trainer's time.
         seconds = clock.now() - self.began
         if action != self._next_in_plan:
-            state = (
-                f"the next action of the plan is {self._next_in_plan!r}"
-                if self._next_in_plan
-                else "the plan is done"
-            )
+            state = "the plan is done"
+            if self._next_in_plan:
+                state = f"the next action of the plan is {self._next_in_plan!r}"
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         if action == "build":
             self._observe_built()
@@ -254,7 +287,7 @@ class Rank:
             # A load that trains again reaches the same state: only its steps show it.
             infos["steps"] = tuple(self.observer.steps)
         self._end(infos, seconds)
-        while self.index < len(self.run.actions) and self.run.actions[self.index] == "files":
+        while self._next == "files":
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
         self.observer.record_operators(on=self._observes_operators)
@@ -266,7 +299,10 @@ class Rank:
         self._fit_first_scale()
 
     def _needs_all_values(self, action: str) -> bool:
-        """Tell whether the snapshot after an action holds all values: always, but for steps between the first and the last."""
+        """Tell whether the snapshot after an action holds all values.
+
+        It does, but for steps between the first and the last.
+        """
         if self.run.records_calls or action not in STEP_ACTIONS or self._among_first_steps:
             return True
         return STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
@@ -288,18 +324,23 @@ class Rank:
         return infos
 
     def _fit_first_scale(self) -> None:
-        """Begin at a loss scale that fits, unless a load brings one: from the trainer's own it shows that the load did.
+        """Begin at a loss scale that fits, unless a load brings one.
 
-        Under another strategy a load need not bring the scale.
+        With the trainer's own first scale it shows that the load brought another. Under another
+        strategy a load need not bring the scale.
         """
         from pytest_distcompat.probe.snapshot import fit_first_scale
 
-        loads = self.run.actions[self.index + 1 : self.index + 2] == ("load",)
+        remaining = self.run.actions[self.index + 1 :]
+        loads = bool(remaining) and remaining[0] == "load"
         if not loads or self.run.strategy:
             fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
     def _called(self, result: Any) -> dict[str, Any]:
-        """Return what calls are compared by after an action, which returned a loss, outputs, whole tensors or nothing."""
+        """Return what calls are compared by after an action.
+
+        The action returned a loss, outputs, whole tensors or nothing.
+        """
         from torch import Tensor
 
         from pytest_distcompat.probe.snapshot import read_call, sample
@@ -329,9 +370,8 @@ class Rank:
             driver.scheduler = driver.make_scheduler(driver.optimizer)
             driver.caller = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
         with self.observer.watching():
-            result = driver.caller.perform(
-                self.run.actions[self.index].removeprefix(REFERENCE_CALL)
-            )
+            call = self.run.actions[self.index].removeprefix(REFERENCE_CALL)
+            result = driver.caller.perform(call)
             if result is None:
                 result = driver.caller.outputs()
         return self._snapshot(whole=True) | self._called(result)
@@ -358,7 +398,10 @@ class Rank:
             return self._attach(self.unwrapped)
 
     def _placed(self, model: Module) -> Module:
-        """Return the model on this rank's device, where batches are; one that a trainer is built around stays where it is."""
+        """Return the model on this rank's device, where batches are.
+
+        A model that a trainer is built around stays where it is.
+        """
         if "build" not in self.run.actions:
             move_to_device(model, self.driver.world.device)
         return model
@@ -386,21 +429,28 @@ class Rank:
         return infos
 
     def _files(self) -> dict[str, Any]:
-        """Read the saved files, then the exported ones, on rank 0, or on the first rank of each machine that has its own."""
+        """Read the saved files, then the exported ones.
+
+        Rank 0 reads them, or the first rank of each machine that has files of its own.
+        """
         from pytest_distcompat.probe.files import read_files, read_saved
 
         rank = self.driver.world.rank
         if not self.driver.world.writes_first:
             return {}
         exported = read_files(self.run_paths.export, "export/")
-        saved = read_files(self.run_paths.save_to, f"of rank {rank}: " if rank else "")
+        prefix = f"of rank {rank}: " if rank else ""
+        saved = read_files(self.run_paths.save_to, prefix)
         infos = {"files": self._with_own_names(saved + exported)}
         if self.driver.cell.option("save_only_model"):
             infos["saved"] = self._with_own_names(read_saved(self.run_paths.save_to))
         return infos
 
     def _with_own_names(self, files: Iterable[FileInfo]) -> tuple[FileInfo, ...]:
-        """Return files with the names of their tensors as the driver says that the model has them."""
+        """Return files with the names that the model's tensors have.
+
+        The driver says them.
+        """
         return tuple(file.renamed(self.driver.saved_name) for file in files)
 
     def _export(self) -> dict[str, Any]:
@@ -413,7 +463,9 @@ class Rank:
         return infos
 
     def _exported(self) -> dict[str, Any]:
-        return self._snapshot(whole=True) if self.driver.can("export") else {}
+        if not self.driver.can("export"):
+            return {}
+        return self._snapshot(whole=True)
 
     def _evaluate(self) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import sample
@@ -443,12 +495,16 @@ class Rank:
         }
         if driver.optimizer is None:
             raise RuntimeError(
-                "reference() is to set self.optimizer to the optimizer that it steps, as train() does"
+                "reference() is to set self.optimizer to the optimizer that it steps, "
+                "as train() does"
             )
         return infos | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
 
     def _rounded(self) -> dict[str, Any]:
-        """Run the reference under autocast; return nothing where it cannot run so, which is no failure."""
+        """Run the reference under autocast.
+
+        Return nothing where it cannot run so, which is no failure.
+        """
         import torch
 
         dtype = getattr(torch, PRECISIONS.get(self.driver.cell.precision).compute)
@@ -474,17 +530,26 @@ class Rank:
         return self._loaded(self._loaders, [(0, 0)], self.run_paths.save_to)
 
     def _resumed_rows(self) -> dict[str, Any]:
-        resumed = [name for name, loader in self._loaders.items() if loader.resumes]
+        resumed: list[str] = []
+        for name, loader in self._loaders.items():
+            if loader.resumes:
+                resumed.append(name)
         return self._loaded(resumed, RESUME_AT, self.run_paths.load_from)
 
     def _moved_rows(self) -> dict[str, Any]:
-        moved = [name for name, loader in self._loaders.items() if loader.moves]
+        moved: list[str] = []
+        for name, loader in self._loaders.items():
+            if loader.moves:
+                moved.append(name)
         # Twice as many ranks are as far after half the batches.
-        starts = [(epoch, batch // 2) for epoch, batch in RESUME_AT if batch]
+        starts: list[EpochAndBatch] = []
+        for epoch, batch in RESUME_AT:
+            if batch:
+                starts.append((epoch, batch // 2))
         return self._loaded(moved, starts, self.run_paths.load_from)
 
     def _loaded(
-        self, names: Iterable[str], starts: Sequence[tuple[int, int]], directory: Path
+        self, names: Iterable[str], starts: Sequence[EpochAndBatch], directory: Path
     ) -> dict[str, Any]:
         """Return the rows that loaders give from each of these epochs and batches on."""
         rows = []
@@ -494,20 +559,26 @@ class Rank:
         return {"rows": tuple(rows)}
 
     def _rows_of_loader(self, name: str, epoch: int, batch: int, directory: Path) -> RowsInfo:
-        """Return the numbers of the rows that a loader gives from that epoch and batch on, by epoch and batch."""
+        """Return the numbers of the rows that a loader gives, by epoch and batch.
+
+        The loader begins at that epoch and batch.
+        """
+        loader = self._loaders[name]
+        count = loader.rows or ROWS
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
-        count = self._loaders[name].rows or ROWS
         for number, rows in self.driver.rows(name, count, (epoch, batch), directory):
-            batches_by_epoch.setdefault(number, []).append(tuple(map(int, rows)))
-        batches = tuple(map(tuple, batches_by_epoch.values()))
-        return RowsInfo(name, epoch, batch, self._loaders[name], batches)
+            batches = batches_by_epoch.setdefault(number, [])
+            batches.append(tuple(map(int, rows)))
+        epochs = tuple(tuple(batches) for batches in batches_by_epoch.values())
+        return RowsInfo(name, epoch, batch, loader, epochs)
 
     def _metrics(self) -> dict[str, Any]:
         if not self.driver.can("metrics"):
             return {}
-        return {
-            "metrics": {name: float(value) for name, value in self.driver.metrics(ROWS).items()}
-        }
+        metrics: dict[str, float] = {}
+        for name, value in self.driver.metrics(ROWS).items():
+            metrics[name] = float(value)
+        return {"metrics": metrics}
 
     def _snapshot(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
@@ -534,19 +605,22 @@ class Rank:
 
 
 def move_to_device(model: Any, device: str) -> None:
-    """Move a model to the device in place; a tensor on ``meta`` has nothing to move, and stays for what fills it later.
+    """Move a model to the device in place.
 
-    Anything but a module is left to the check of what the driver returned.
+    A tensor on ``meta`` has nothing to move, and stays for what fills it later. Anything but a
+    module is left to the check of what the driver returned.
     """
     import torch
 
     if not isinstance(model, torch.nn.Module):
         return
     target = torch.device(device)
+    to_stay = {target, torch.device("meta")}
     tensors = [*model.parameters(), *model.buffers()]
-    elsewhere = [
-        tensor for tensor in tensors if tensor.device not in {target, torch.device("meta")}
-    ]
+    elsewhere = []
+    for tensor in tensors:
+        if tensor.device not in to_stay:
+            elsewhere.append(tensor)
     if not elsewhere:
         # Models that place their tensors themselves may refuse a call of ``to``.
         return
@@ -560,18 +634,25 @@ def move_to_device(model: Any, device: str) -> None:
 
 
 def _number(value: Any, name: str) -> float | None:
-    """Return a number, or a tensor with one element, as a float. Raises TypeError for anything else."""
+    """Return a number, or a tensor with one element, as a float.
+
+    Raises TypeError for anything else.
+    """
     if value is None:
         return None
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        actual = f"{name} is a {type(value).__name__}: {value!r:.200}"
+        kind = type(value).__name__
+        actual = f"{name} is a {kind}: {value!r:.200}"
         raise TypeError(f"{actual}; expected a number, or a tensor with one element") from error
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[object]:
-    """Run compiled modules eagerly: to compile a graph for one batch takes as long as the whole training."""
+    """Run compiled modules eagerly.
+
+    To compile a graph for one batch takes as long as the whole training.
+    """
     # https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
     if "torch._dynamo" not in sys.modules:
         # ``torch.compiler`` would import it, which takes seconds on a rank that compiles nothing.

@@ -36,7 +36,10 @@ class World:
 
     @classmethod
     def from_environment(cls, device: str) -> World:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK, which trainers take for their GPU: set it where ranks share some."""
+        """Read the place of this rank from RANK, WORLD_SIZE and LOCAL_RANK.
+
+        Trainers take LOCAL_RANK for their GPU: it is set where ranks share some.
+        """
         rank = int(os.environ["RANK"])
         size = int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ["LOCAL_RANK"])
@@ -61,26 +64,38 @@ class World:
         return self.ranks_each > 1
 
     def divide_memory(self) -> None:
-        """Let this rank use no more than its part of a GPU's memory, so that it cannot take that of another rank."""
+        """Let this rank use no more than its part of a GPU's memory.
+
+        Otherwise it could take that of another rank.
+        """
         if self.divides_memory:
             import torch
 
             torch.cuda.set_per_process_memory_fraction(1 / self.ranks_each, self.local_rank)
 
     def divide_memory_once_used(self, torch: Any) -> None:
-        """Divide the memory as soon as this process opens CUDA: some ranks never do, and some fork before they do."""
+        """Divide the memory as soon as this process opens CUDA.
+
+        Some ranks never open it, and some fork before they do.
+        """
         if self.divides_memory:
             _divide_once_used(self, torch)
 
     @property
     def writes_first(self) -> bool:
-        """Tell whether this is the first of the ranks that see the same files: rank 0, or the first one of its machine."""
+        """Tell whether this is the first of the ranks that see the same files.
+
+        It is rank 0, or the first rank of its machine.
+        """
         number = self.local_rank if self.own_disks else self.rank
         return number == 0
 
     @property
     def backend(self) -> str:
-        """Return the torch.distributed backend for the device: NCCL takes ranks that share a GPU from 2.30 on."""
+        """Return the torch.distributed backend for the device: ``nccl`` or ``gloo``.
+
+        NCCL takes ranks that share a GPU from 2.30 on.
+        """
         if not self.device.startswith("cuda"):
             return "gloo"
         return "nccl" if self.nccl or not self.shared else "gloo"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch.nn import Module
+
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.precisions import Precision
 
@@ -176,7 +178,7 @@ class NoSecondaryPartition(DeepSpeed):
 class ConfiguresRecomputationAlone(DeepSpeedDriver):
     """The JSON has a section activation_checkpointing, which is for models that call ``deepspeed.checkpointing``: none does."""
 
-    def _recompute(self, config: Mapping[str, Any]) -> None:
+    def _recompute(self, model: Module, config: Mapping[str, Any]) -> None:
         import deepspeed
 
         deepspeed.checkpointing.configure(None, deepspeed_config=dict(config))

@@ -29,6 +29,9 @@ Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
+#: The snapshots of several ranks after one action, one for each rank that reported.
+Snapshots = tuple[Snapshot, ...]
+
 #: How many findings a message shows: a model that is wrong throughout has hundreds of the same
 #: kind.
 FINDINGS_SHOWN = 12
@@ -219,7 +222,10 @@ def check(
     depends_on: frozenset[str] | None = None,
     remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
-    """Make a ``Check`` of a function: it has the function's name, and the docstring is its claim."""
+    """Make a ``Check`` of a function.
+
+    The check has the function's name, and its docstring as the claim.
+    """
 
     def check_of(claim: Claim) -> Check:
         return Check(
@@ -268,17 +274,17 @@ def message(findings: list[str]) -> str:
     lines: list[str] = []
     for text, ranks in ranks_by_text.items():
         if ranks:
-            lines.append(f"{text.before}{listed_ranks(ranks)}{text.after}")
+            names = listed_ranks(ranks)
+            lines.append(f"{text.before}{names}{text.after}")
         else:
             lines.append(text.before)
-    if len(lines) > FINDINGS_SHOWN:
-        lines[FINDINGS_SHOWN:] = [f"... and {len(lines) - FINDINGS_SHOWN} more"]
+    hidden = len(lines) - FINDINGS_SHOWN
+    if hidden > 0:
+        lines[FINDINGS_SHOWN:] = [f"... and {hidden} more"]
     return "\n".join(lines)
 
 
-def pairs(
-    before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]
-) -> Iterator[tuple[Snapshot, Snapshot]]:
+def pairs(before: Snapshots, after: Snapshots) -> Iterator[tuple[Snapshot, Snapshot]]:
     """Yield the two snapshots of each rank that reported both."""
     before_by_rank = {snapshot.rank: snapshot for snapshot in before}
     for snapshot in after:
@@ -293,8 +299,9 @@ def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveIn
     parallelism or of a pipeline.
     """
     for info in snapshot.collectives:
-        sums_floats = info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype
-        if sums_floats and not _moves_activations(cell, snapshot.rank, info):
+        if info.op not in REDUCTIONS or "float" not in info.dtype:
+            continue
+        if info.numel > 1 and not _moves_activations(cell, snapshot.rank, info):
             yield info
 
 
@@ -302,8 +309,9 @@ def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
     """Tell whether a collective runs only among ranks of one tensor-parallel group or pipeline."""
     if not info.ranks:
         return False
+    ranks = set(info.ranks)
     for peers in (cell.tp_peers(rank), cell.pp_peers(rank)):
-        if len(peers) > 1 and set(info.ranks).issubset(peers):
+        if len(peers) > 1 and ranks.issubset(peers):
             return True
     return False
 
@@ -323,7 +331,7 @@ def first_three(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:3])
 
 
-def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) -> Iterator[str]:
+def every_rank(snapshots: Snapshots, world_size: int, action: str) -> Iterator[str]:
     """Yield a finding if ranks did not report after that action: nothing is proved for them."""
     missing = set(range(world_size))
     for snapshot in snapshots:
@@ -351,7 +359,10 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
     """
     for snapshot in snapshots:
         if snapshot.loss is None or not math.isfinite(snapshot.loss):
-            yield f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; expected a finite number"
+            yield (
+                f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; "
+                "expected a finite number"
+            )
 
 
 def stale(optimizer: OptimizerInfo, when: str = "") -> str:
@@ -385,7 +396,8 @@ def _in_mode(mode: str, modules: set[str], step: str) -> str:
     """Return the words for modules that are in a mode; the whole model has an empty name."""
     if "" in modules:
         return f"the whole model is in {mode} mode in {step}"
-    return f"{len(modules)} modules are in {mode} mode in {step}, first {min(modules)!r}"
+    first = min(modules)
+    return f"{len(modules)} modules are in {mode} mode in {step}, first {first!r}"
 
 
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
@@ -423,7 +435,7 @@ def not_evaluated(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def resume_runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return a training and a run that resumes it, which evaluates at its end where that is tried."""
+    """Return a training and a run that resumes it, and evaluates where that is tried."""
     if not_evaluated(cell, driver):
         return RESUME
     return EVALUATED_RESUME
@@ -458,5 +470,8 @@ def saved_as_elsewhere(cell: Cell) -> str | None:
             changes = f"{name} changes how the model is trained, not what is saved"
             return f"{changes}, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:
-        return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, where it is tested"
+        return (
+            f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, "
+            "where it is tested"
+        )
     return None

@@ -16,16 +16,27 @@ def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
     micro_batches = int(cell.option("grad_accum"))
     for snapshot in run.at("step"):
         micro_batches = max(micro_batches, len(snapshot.inputs))
-    factors = {"the number of ranks": cell.world_size, "micro-batches a step": micro_batches}
+    numbers = {
+        "the number of ranks": cell.world_size,
+        "micro-batches a step": micro_batches,
+    }
     for axis in ("tp", "cp", "ep", "pp"):
-        factors[f"the size of {axis}"] = int(cell.option(axis))
+        numbers[f"the size of {axis}"] = int(cell.option(axis))
     if cell.dp_size < cell.world_size:
-        factors["the number of data-parallel ranks"] = cell.dp_size
-    return {name: factor for name, factor in factors.items() if factor > 1}
+        numbers["the number of data-parallel ranks"] = cell.dp_size
+    factors: dict[str, int] = {}
+    for name, number in numbers.items():
+        if number <= 1:
+            continue
+        factors[name] = number
+    return factors
 
 
 def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> str:
-    """Return the names of the factors that the ratio is, or is the inverse of; an empty text if it is none of them."""
+    """Return the names of the factors that the ratio is, or is the inverse of.
+
+    An empty text if it is none of them.
+    """
     names: list[str] = []
     inverse_names: list[str] = []
     for name, factor in factors.items():
@@ -33,6 +44,7 @@ def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> 
             names.append(name)
         if math.isclose(ratio * factor, 1, rel_tol=tolerance):
             inverse_names.append(f"1 / {name}")
-    if not names and not inverse_names:
+    names += inverse_names
+    if not names:
         return ""
-    return f"= {' or '.join(names + inverse_names)}"
+    return f"= {' or '.join(names)}"

@@ -1,4 +1,4 @@
-"""Keys of a file that differ from the model's own names in one part: a prefix or a segment that is extra, or missing."""
+"""Keys of a file that differ from the model's own names in one prefix or segment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pytest_distcompat.strategies import OPTION_WRAPPERS, STRATEGIES
 
 @dataclass(frozen=True)
 class Part:
-    """A prefix (``_orig_mod.`` in front of a key) or one segment anywhere in it, that is extra in the key or missing.
+    """Part of a key that is extra in it, or missing: a prefix or one segment anywhere.
+
+    ``_orig_mod.`` in front of a key is a prefix.
 
     Attributes:
         text: The part, with the dot after it.
@@ -26,12 +28,16 @@ class Part:
 
     def __str__(self) -> str:
         """Return the words for it in a finding: what keys do that have it, or lack it."""
-        verb = "have the extra" if self.extra else "lack the"
-        return f"{verb} {self.kind} `{self.text}`"
+        if self.extra:
+            return f"have the extra {self.kind} `{self.text}`"
+        return f"lack the {self.kind} `{self.text}`"
 
     @property
     def of_a_library(self) -> bool:
-        """Tell whether no wrapper of torch or of a strategy puts it in or takes it out: a library may, when it saves."""
+        """Tell whether the part may be a library's, which puts it in or takes it out as it saves.
+
+        It is then in no wrapper of torch or of a strategy.
+        """
         if not self.extra:
             return True
         wrappers = set(OPTION_WRAPPERS.values())
@@ -43,7 +49,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Several keys with the same part that is extra or missing; ``names`` has the model's own name for each of them."""
+    """Several keys with the same part that is extra or missing.
+
+    Attributes:
+        part: The part in which they differ from the model's own names.
+        names: The model's own name for each of the keys.
+    """
 
     part: Part
     names: dict[str, str]
@@ -54,7 +65,10 @@ class Renamed:
 
     @property
     def way_out(self) -> str:
-        """Return what to do if a library may have renamed the keys; an empty text if a wrapper did."""
+        """Return what to do if a library may have renamed the keys.
+
+        An empty text if a wrapper did.
+        """
         if self.part.of_a_library:
             return "; if a library renames them and loads them so, say it by saved_name"
         return ""
@@ -76,32 +90,46 @@ def renamed(keys: Collection[str], known: Collection[str]) -> list[Renamed]:
         known: The model's own names.
     """
     candidates_that_lack = _candidates_by_shortened_name(known)
-    names_by_part: dict[Part, dict[str, str]] = defaultdict(dict)
+    names_by_part: dict[Part, dict[str, str]] = {}
     for key in sorted(keys):
-        for candidate in (
-            *_candidates_without_extra(key, known),
-            *candidates_that_lack.get(key, ()),
-        ):
-            names_by_part[candidate.part][key] = candidate.name
+        candidates = [*_candidates_without_extra(key, known)]
+        candidates += candidates_that_lack.get(key, ())
+        for candidate in candidates:
+            names = names_by_part.setdefault(candidate.part, {})
+            names[key] = candidate.name
+    possible_groups = [Renamed(part, names) for part, names in names_by_part.items()]
     # A key that could be in two groups belongs to the larger one.
-    largest_first = sorted(names_by_part.items(), key=lambda item: len(item[1]), reverse=True)
+    possible_groups.sort(key=_size, reverse=True)
     groups: list[Renamed] = []
-    ungrouped = set(keys)
-    for part, names in largest_first:
-        members = {key: name for key, name in names.items() if key in ungrouped}
+    grouped: set[str] = set()
+    for group in possible_groups:
+        members: dict[str, str] = {}
+        for key, name in group.names.items():
+            if key in grouped:
+                continue
+            members[key] = name
         if len(members) > 1:
-            groups.append(Renamed(part, members))
-            ungrouped -= members.keys()
+            groups.append(Renamed(group.part, members))
+            grouped.update(members)
     return groups
 
 
+def _size(group: Renamed) -> int:
+    """Return the number of keys in a group."""
+    return len(group.names)
+
+
 def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Candidate]:
-    """Yield the known name that the key is without a prefix, the shortest that fits; or else without a segment."""
+    """Yield the known name that the key is without a prefix, or else without a segment.
+
+    Of several prefixes it is the shortest one that leaves a known name.
+    """
     segments = key.split(".")
     for count in range(1, len(segments)):
         name = ".".join(segments[count:])
         if name in known:
-            yield _Candidate(_prefix(segments[:count], extra=True), name)
+            prefix = _prefix(segments[:count], extra=True)
+            yield _Candidate(prefix, name)
             return
     for segment in dict.fromkeys(segments):
         name = _without(segments, segment)
@@ -111,19 +139,22 @@ def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Can
 
 
 def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Candidate]]:
-    """Return, for each known name without one of its segments or prefixes, the names that it may be short for."""
+    """Return the known names that a shortened name may be short for.
+
+    The keys are the known names without one of their segments or prefixes.
+    """
     without_segment: dict[str, list[_Candidate]] = defaultdict(list)
     without_prefix: dict[str, list[_Candidate]] = defaultdict(list)
     for name in sorted(known):
         segments = name.split(".")
         for count in range(1, len(segments)):
             shortened = ".".join(segments[count:])
-            without_prefix[shortened].append(
-                _Candidate(_prefix(segments[:count], extra=False), name)
-            )
+            prefix = _prefix(segments[:count], extra=False)
+            without_prefix[shortened].append(_Candidate(prefix, name))
         for segment in dict.fromkeys(segments[1:-1]):
             shortened = _without(segments, segment)
-            without_segment[shortened].append(_Candidate(_segment(segment, extra=False), name))
+            part = _segment(segment, extra=False)
+            without_segment[shortened].append(_Candidate(part, name))
     for shortened, candidates in without_prefix.items():
         # The end of several names, such as "weight", says nothing.
         if len(candidates) == 1:
@@ -132,7 +163,8 @@ def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Can
 
 
 def _prefix(segments: list[str], *, extra: bool) -> Part:
-    return Part(f"{'.'.join(segments)}.", "prefix", extra)
+    text = ".".join(segments)
+    return Part(f"{text}.", "prefix", extra)
 
 
 def _segment(segment: str, *, extra: bool) -> Part:
@@ -140,7 +172,14 @@ def _segment(segment: str, *, extra: bool) -> Part:
 
 
 def _without(segments: list[str], segment: str) -> str:
-    """Return the name without that segment, wherever it stands; an empty text for a number, which counts modules."""
+    """Return the name without that segment, wherever it stands.
+
+    An empty text for a segment that is a number: it counts modules.
+    """
     if segment.isdecimal():
         return ""
-    return ".".join(other for other in segments if other != segment)
+    others = []
+    for other in segments:
+        if other != segment:
+            others.append(other)
+    return ".".join(others)

@@ -27,27 +27,38 @@ MEANS = {
 
 def _not_read(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.option("compile"):
-        return "a hook that reads the gradient of what the model returns would break the graph that compile is to see"
+        return (
+            "a hook that reads the gradient of what the model returns "
+            "would break the graph that compile is to see"
+        )
     if cell.tp * cell.cp * cell.pp > 1:
         return "ranks have parts of what the model returns, or of its rows"
     return None
 
 
 def _measured(cell: Cell, trace: Trace) -> str:
-    """Return over what gradients are a mean and, where that is not each token, the loss of the joined batch beside it."""
+    """Return over what gradients are a mean, as a remark for reports.
+
+    Where that is not each token, the loss of the joined batch stands beside it.
+    """
     run = trace.run()
     steps = _steps(run)
-    if len(steps) < SAVED or not all(step.rows for step in steps):
+    if len(steps) < SAVED:
+        return ""
+    if not all(step.rows for step in steps):
         return ""
     means = steps[-1].means
     text = f"gradients give {_words(means)} the same weight"
     if "token" in means:
         return text
-    return text + _joined_loss(run.at("step"), steps[0].rows)
+    first_step = run.at("step")
+    return text + _joined_loss(first_step, steps[0].rows)
 
 
 def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
-    """Return the words for the loss of the first step over the tokens of all ranks together, beside the mean of the ranks'.
+    """Return the words for the loss of the first step over the tokens of all ranks together.
+
+    It stands beside the mean of the ranks' losses.
 
     A reference that is derived from the trainer's own loss has the same mean, and cannot show it.
     """
@@ -65,7 +76,11 @@ def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
     if not tokens:
         return ""
     mean_of_ranks = losses / len(snapshots)
-    return f"; in step 1 the ranks' losses have the mean {mean_of_ranks:.6g}, weighted by their tokens {weighted / tokens:.6g}"
+    mean_of_tokens = weighted / tokens
+    return (
+        f"; in step 1 the ranks' losses have the mean {mean_of_ranks:.6g}, "
+        f"weighted by their tokens {mean_of_tokens:.6g}"
+    )
 
 
 @check(
@@ -76,16 +91,19 @@ def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
     remark=_measured,
 )
 def mean(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that gradients are a mean over tokens, rows, micro-batches or ranks: over what the driver says, if it does.
+    """Check that gradients are a mean over tokens, rows, micro-batches or ranks, as declared.
 
-    The weight of each token is read from the gradient of the model's logits, on each rank and in each micro-batch of the
-    first three steps; no reference is needed. It is known of cross-entropy that weights the tokens of a row alike. Where
-    ranks have equally many tokens all means are the same.
+    If the driver declares none of these, any will do. The weight of each token is read
+    from the gradient of the model's logits, on each rank and in each micro-batch of the first three
+    steps; no reference is needed. It is known of cross-entropy that weights the tokens of a row
+    alike. Where ranks have equally many tokens all means are the same.
 
-    If it fails: a mean of means gives tokens of short batches more weight than others. Divide the sum over tokens by the
-    number of tokens of all micro-batches and ranks (https://github.com/huggingface/transformers/pull/34191), and count the
-    labels that the loss uses. What it finds stands in the report although the check passes: a reference that is derived from
-    the trainer's own loss has the same mean, so that no other check tells a mean of the ranks' means from one over tokens.
+    If it fails: a mean of means gives tokens of short batches more weight than others. Divide the
+    sum over tokens by the number of tokens of all micro-batches and ranks
+    (https://github.com/huggingface/transformers/pull/34191), and count the labels that the loss
+    uses. What it finds stands in the report although the check passes: a reference that is derived
+    from the trainer's own loss has the same mean, so that no other check tells a mean of the ranks'
+    means from one over tokens.
     """
     run = trace.run()
     declared = run.unwrapped.mean if run.unwrapped else ""
@@ -98,7 +116,8 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
     for number, step in enumerate(steps, start=1):
         if not step.means:
             other = f"gradients are a mean with other weights than those of {_words(means)}"
-            yield f"step {number}: {other}: {_example(step.rows)}"
+            example = _example(step.rows)
+            yield f"step {number}: {other}: {example}"
             return
         means = step.means
     if len(steps) < SAVED:
@@ -175,7 +194,8 @@ def _is_equal(rows: list[_Row], mean: str) -> bool:
         shared_weights.append(row.weight * _tokens_that_share(rows, row, mean))
     if not shared_weights:
         return True
-    return max(shared_weights) - min(shared_weights) <= TOLERANCE * max(shared_weights)
+    largest = max(shared_weights)
+    return largest - min(shared_weights) <= TOLERANCE * largest
 
 
 def _tokens_that_share(rows: list[_Row], row: _Row, mean: str) -> int:
@@ -195,18 +215,30 @@ def _tokens_that_share(rows: list[_Row], row: _Row, mean: str) -> int:
 
 def _example(rows: list[_Row]) -> str:
     """Return the words for the micro-batches whose tokens have the most and the least weight."""
-    most = max(rows, key=lambda row: row.weight)
-    least = min(rows, key=lambda row: row.weight)
+    most = max(rows, key=_weight)
+    least = min(rows, key=_weight)
     ratio = most.weight / least.weight
-    return f"a token of {_place(rows, most)} has {ratio:.3g} times the weight of one of {_place(rows, least)}"
+    return (
+        f"a token of {_place(rows, most)} "
+        f"has {ratio:.3g} times the weight of one of {_place(rows, least)}"
+    )
+
+
+def _weight(row: _Row) -> float:
+    return row.weight
 
 
 def _place(rows: list[_Row], row: _Row) -> str:
     """Return the words for the micro-batch of a row."""
     tokens = _tokens_that_share(rows, row, "micro_batch")
-    return f"rank {row.rank}'s micro-batch {row.micro_batch + 1} ({tokens} tokens)"
+    number = row.micro_batch + 1
+    return f"rank {row.rank}'s micro-batch {number} ({tokens} tokens)"
 
 
 def _words(means: Iterable[str]) -> str:
     """Return the words for some means, in the order of ``MEANS``."""
-    return " or ".join(MEANS[name] for name in MEANS if name in means)
+    words: list[str] = []
+    for name, word in MEANS.items():
+        if name in means:
+            words.append(word)
+    return " or ".join(words)

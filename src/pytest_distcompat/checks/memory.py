@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, requested
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, requested
 from pytest_distcompat.cost import is_quantized, state_elements, trained_elements
 from pytest_distcompat.model_values import FACTORS, by_stage, expert_parts, tp_copies, unused
 from pytest_distcompat.scenario import TRAIN
@@ -24,14 +24,16 @@ MAX_PADDING = 64
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=8)
 def memory(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that the optimizer keeps one element of each kind of state for each trained element of the model.
+    """Check that the optimizer keeps one element of each kind of state for each trained element.
 
-    State is counted over all ranks, or on each rank that holds the whole model (unless ZeroRedundancyOptimizer shards
-    the state). Padding, one number per parameter and factors (Adafactor) do not count. What tensor parallelism leaves
-    whole has state on each of its ranks. State in 8 bits takes less than two bytes an element, with its scales.
+    State is counted over all ranks, or on each rank that holds the whole model (unless
+    ZeroRedundancyOptimizer shards the state). Padding, one number per parameter and factors
+    (Adafactor) do not count. What tensor parallelism leaves whole has state on each of its ranks.
+    State in 8 bits takes less than two bytes an element, with its scales.
 
     If it fails: with too many something is kept twice, or for frozen parameters
-    (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
+    (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not
+    optimized.
     """
     run = trace.run()
     trained = run.trained
@@ -48,19 +50,22 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _too_large_quantized(snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding if quantized state takes two bytes an element or more, with its scales."""
-    quantized = []
+    numel = 0
+    size = 0
     for state in snapshot.states:
         if is_quantized(state):
-            quantized.append(state)
-    numel = sum(state.numel for state in quantized)
-    size = sum(state.nbytes for state in quantized)
+            numel += state.numel
+            size += state.nbytes
     if size >= 2 * numel:
-        yield f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; expected less than 2 each"
+        yield (
+            f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; "
+            "expected less than 2 each"
+        )
 
 
 @dataclass(frozen=True)
 class _StateSize:
-    """Ranks together keep another number of elements of a kind of state than they should; as text the finding about it.
+    """Finding that ranks keep another number of elements of a kind of state than they should.
 
     Attributes:
         where: The words for the ranks.
@@ -79,8 +84,11 @@ class _StateSize:
     ranks_of_stage: int
 
     def __str__(self) -> str:
-        context = f"{self.trained} elements are trained{self._spread}, expected {self.trained * self.copies}"
-        return f"{self.where} together keep {self.kept} elements of {self.key!r}; {context}"
+        expected = self.trained * self.copies
+        return (
+            f"{self.where} together keep {self.kept} elements of {self.key!r}; "
+            f"{self.trained} elements are trained{self._spread}, expected {expected}"
+        )
 
     @property
     def _spread(self) -> str:
@@ -92,7 +100,7 @@ class _StateSize:
 
 
 def _wrong_sizes(
-    cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
+    cell: Cell, run: RunTrace, snapshots: Snapshots, unwrapped: UnwrappedInfo | None
 ) -> Iterator[_StateSize]:
     """Yield the kinds of state of which the ranks of a stage keep a wrong number of elements.
 
@@ -126,18 +134,21 @@ def _wrong_sizes(
     shards_state = _shards_state(snapshots)
     kept = _kept_elements(snapshots)
     tensors = _state_tensors(snapshots)
+    where = "all ranks"
+    if cell.pp > 1:
+        where = named_ranks(ranks, cell.world_size)
     for key in _keys_by_element(run, snapshots, kept):
         trained_with_state = trained
-        if key != "master":
-            trained_with_state -= _without_state(snapshots, key, unused(run)) // parameter_copies
         copies = parameter_copies
+        if key != "master":
+            without_state = _without_state(snapshots, key, unused(run))
+            trained_with_state -= without_state // parameter_copies
         if shards_state and key != "master":
             copies = 1
         expected = trained_with_state * copies
         room = padding * (tensors[key] or ranks_of_stage)
         if expected <= kept[key] <= expected + room:
             continue
-        where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
         yield _StateSize(where, key, kept[key], trained_with_state, copies, ranks_of_stage)
 
 
@@ -151,7 +162,10 @@ def _built_on(run: RunTrace, ranks: Collection[int]) -> list[Snapshot]:
 
 
 def _elements_of_other_experts(built: Sequence[Snapshot]) -> int:
-    """Return how many trained elements of experts the first rank does not hold, because they are spread over ranks."""
+    """Return how many trained elements of experts the first rank does not hold.
+
+    They are on other ranks, over which the experts are spread.
+    """
     if not built:
         return 0
     elements = 0
@@ -201,7 +215,8 @@ def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter
         keys -= _of_another_size(snapshot)
     lacking: set[str] = set()
     for snapshot in run.trained:
-        lacking.update(key for key, _ in state_elements(snapshot))
+        for key, _ in state_elements(snapshot):
+            lacking.add(key)
     lacking -= set(kept)
     for snapshot in run.trained:
         lacking -= _of_another_size(snapshot)
@@ -209,7 +224,10 @@ def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter
 
 
 def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
-    """Return how many elements tensor parallelism adds: what it leaves whole is on each of its ranks, all but one are further."""
+    """Return how many elements tensor parallelism adds to those of the model.
+
+    What it leaves whole is on each of its ranks, and all but one of these are further ones.
+    """
     if not built:
         return 0
     first = built[0]
@@ -233,7 +251,7 @@ def _copies(built: Sequence[Snapshot], size: int) -> int:
     for snapshot in built:
         layouts = [info.layout for info in snapshot.parameters]
         if snapshot.optimizer:
-            layouts.extend(info.layout for info in snapshot.optimizer.masters)
+            layouts += [info.layout for info in snapshot.optimizer.masters]
         for layout in layouts:
             most_holders = max(most_holders, len(layout.holders))
     if most_holders == 0:
@@ -242,7 +260,9 @@ def _copies(built: Sequence[Snapshot], size: int) -> int:
 
 
 def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[str]) -> int:
-    """Return how many elements, on all ranks, have no state of a kind because nothing updates their parameters.
+    """Return how many elements, on all ranks, have no state of a kind.
+
+    Nothing updates the parameters that they belong to.
 
     Args:
         snapshots: Those of the ranks of one stage after three steps.

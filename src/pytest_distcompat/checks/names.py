@@ -1,4 +1,4 @@
-"""Are parameter names those of the unwrapped model, in memory, in the optimizer and in every saved file?"""
+"""Do live, optimizer and saved parameters have the names of the unwrapped model?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, first_three
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, first_three
 from pytest_distcompat.checks._renamed import Renamed, renamed
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import EMPTY
@@ -25,6 +25,7 @@ from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     FileInfo,
+    OptimizerInfo,
     ParameterInfo,
     RunTrace,
     Snapshot,
@@ -36,16 +37,16 @@ from pytest_distcompat.wording import and_others, named_ranks
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
+    """Check that names and shapes are the unwrapped model's, in memory and in every saved file.
 
-    Optimizer state has these names too. A file has every parameter and persistent buffer, or all names that the model's library
-    writes in place of them. Building keeps the values of buffers; ranks whose ``build_model`` gave other values have those of
-    rank 0 after it. An adapter may have PEFT's names
-    (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+    Optimizer state has these names too. A file has every parameter and persistent buffer, or all
+    names that the model's library writes in place of them. Building keeps the values of buffers;
+    ranks whose ``build_model`` gave other values have those of rank 0 after it. An adapter may have
+    PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
-    If it fails: look for an extra segment (``_orig_mod``, ``module``, ``_checkpoint_wrapped_module``) and save with
-    ``get_model_state_dict``, which removes it. For a wrapper of the trainer's own set ``self.model`` to the model
-    inside it.
+    If it fails: look for an extra segment (``_orig_mod``, ``module``,
+    ``_checkpoint_wrapped_module``) and save with ``get_model_state_dict``, which removes it. For a
+    wrapper of the trainer's own set ``self.model`` to the model inside it.
     """
     run = trace.run()
     if run.unwrapped is None:
@@ -65,7 +66,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _saved_files(expected: _ExpectedNames, trace: Trace) -> Iterator[str]:
-    """Yield findings for the files of the checkpoint, and for the keys of those that were written later."""
+    """Yield findings for the files of the checkpoint, and of later ones for their keys."""
     run = trace.run()
     written: list[list[FileInfo]] = []
     for index in run.indices("files"):
@@ -82,14 +83,18 @@ def _saved_files(expected: _ExpectedNames, trace: Trace) -> Iterator[str]:
 
 
 def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
-    """Yield a finding if ranks were given unlike models and what they hold together is not the model of rank 0.
+    """Yield a finding if ranks were given unlike models and do not hold that of rank 0.
+
+    What they hold together is compared. DDP sends rank 0's model to all; under FSDP2 each shard is
+    of another model, and no rank can see it.
 
     DDP sends rank 0's to all; of FSDP2 each shard is of another model then, and no rank can see it.
     """
     digests_by_name = _initial_digests(run)
     unlike: set[str] = set()
     for name, digest_by_rank in digests_by_name.items():
-        if 0 in digest_by_rank and len(set(digest_by_rank.values())) > 1:
+        digests = set(digest_by_rank.values())
+        if 0 in digest_by_rank and len(digests) > 1:
             unlike.add(name)
     # Experts of DeepSpeed are each rank's own.
     if not unlike or cell.option("ep") != 1:
@@ -99,19 +104,24 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
         initial_dtypes = {info.name: info.dtype for info in run.unwrapped.parameters}
     built = values(run, run.at("build"))
     built_digests = built.of("parameter")
+    built_dtypes = built.dtypes["parameter"]
     wrong: list[str] = []
     for name in unlike & built_digests.keys():
-        if _narrower(built.dtypes["parameter"][name], initial_dtypes[name]):
+        if _narrower(built_dtypes[name], initial_dtypes[name]):
             continue  # rounded values say nothing
-        if built_digests[name] != (digests_by_name[name][0],):
+        digest_on_rank_0 = digests_by_name[name][0]
+        if built_digests[name] != (digest_on_rank_0,):
             wrong.append(name)
     if wrong:
-        problem = f"build_model() gives each rank other values of {and_others(wrong)}, and build() not those of rank 0 to all"
+        problem = (
+            f"build_model() gives each rank other values of {and_others(wrong)}, "
+            "and build() not those of rank 0 to all"
+        )
         yield f"{problem}: ranks hold parts of unlike models; seed all alike, or broadcast"
 
 
 def _initial_digests(run: RunTrace) -> Mapping[str, Mapping[int, str]]:
-    """Return, by name and rank, the digests of the parameters that ``build_model`` gave each rank."""
+    """Return the digests of the parameters that ``build_model`` gave, by name and rank."""
     digests: dict[str, dict[int, str]] = defaultdict(dict)
     for snapshot in run.at("build_model"):
         if snapshot.unwrapped is None:
@@ -119,27 +129,33 @@ def _initial_digests(run: RunTrace) -> Mapping[str, Mapping[int, str]]:
         for info in snapshot.unwrapped.parameters:
             # On the meta device it has no values, and one that was cut while it was loaded has a
             # part of them.
-            if info.digest not in {"", EMPTY} and info.local_numel == math.prod(info.shape):
+            has_values = info.digest not in {"", EMPTY}
+            is_full = info.local_numel == math.prod(info.shape)
+            if has_values and is_full:
                 digests[info.name][snapshot.rank] = info.digest
     return digests
 
 
 def _narrower(dtypes: Iterable[str], than: str) -> bool:
     """Tell whether one of the dtypes has fewer bytes than the other dtype."""
-    size = BYTES.get(than, 4)
-    return any(BYTES.get(dtype, 0) < size for dtype in dtypes)
+    sizes = [BYTES.get(dtype, 0) for dtype in dtypes]
+    return min(sizes, default=math.inf) < BYTES.get(than, 4)
 
 
 #: The finding when no saved file is one that ``probe.files`` can read.
 NO_READABLE_FILE = (
-    "no file holds a model by names; read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
-    "(.pt, .pth, .bin, .ckpt, .tar): a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
+    "no file holds a model by names; "
+    "read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
+    "(.pt, .pth, .bin, .ckpt, .tar): "
+    "a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
     "or 'module'"
 )
 
 
 class _ExpectedNames:
-    """Names and shapes of the unwrapped model, which live and saved ones must be. Tied parameters count under their first name.
+    """Names and shapes of the unwrapped model, which live and saved ones must be.
+
+    Tied parameters count under their first name.
 
     Attributes:
         cell: The cell.
@@ -188,7 +204,8 @@ class _ExpectedNames:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for info in (*unwrapped.parameters, *unwrapped.buffers):
             self.shapes[info.name] = tuple(info.shape)
-        self.updated = self.trainable - {self.unwrapped_name(live) for live in unused}
+        never_updated = {self.unwrapped_name(live) for live in unused}
+        self.updated = self.trainable - never_updated
 
     def _names_in_files(self) -> set[str]:
         """Return the names of parameters in the model's own state dict.
@@ -208,18 +225,27 @@ class _ExpectedNames:
         return self.parameters - renamed | other_names
 
     def first_name(self, name: str) -> str:
-        """Return the first name of the same tensor, tied or PEFT's; the name itself if there is no other."""
+        """Return the first name of the same tensor, tied or PEFT's.
+
+        It is the name itself if there is no other.
+        """
         return self.first_names.get(name, name)
 
     def unwrapped_name(self, live: str) -> str:
-        """Return the unwrapped model's name for a live one, without the segments that wrappers put in."""
+        """Return the unwrapped model's name for a live one.
+
+        It is without the segments that wrappers put in.
+        """
         strategy = STRATEGIES.get(self.cell.strategy)
         return self.first_name(
             strategy.canonical(live, self.cell, self.state_dict | self.parameters)
         )
 
     def shape(self, live: str) -> tuple[int, ...] | None:
-        """Return the shape of the unwrapped parameter or buffer; None if there is none of that name."""
+        """Return the shape of the unwrapped parameter or buffer.
+
+        None if there is none of that name.
+        """
         return self.shapes.get(self.unwrapped_name(live))
 
     def known_in(self, file: FileInfo) -> set[str]:
@@ -229,39 +255,49 @@ class _ExpectedNames:
         return self.trainable | set(self.first_names)
 
     def renamed_in(self, file: FileInfo) -> list[Renamed]:
-        """Return the groups of unknown keys of the file that have, or lack, the same part of a name."""
+        """Return the groups of the file's unknown keys that differ in the same part of a name."""
         known = self.known_in(file)
-        return renamed(set(file.keys) - known - self.not_persistent, known)
+        unknown = set(file.keys) - known - self.not_persistent
+        return renamed(unknown, known)
 
     def names_in(self, file: FileInfo) -> set[str]:
-        """Return the keys of the file, and the model's own names for those that it has under others."""
+        """Return the keys of the file, with the model's own names for renamed ones."""
         names = {self.first_name(key) for key in file.keys}
         for group in self.renamed_in(file):
-            names.update(self.first_name(name) for name in group.names.values())
+            for name in group.names.values():
+                names.add(self.first_name(name))
         return names
 
     def written_by_library(self, keys: Iterable[str]) -> bool:
         """Tell whether some keys are names that the library alone gives to parameters."""
-        return not self.written.isdisjoint(set(keys) - self.state_dict)
+        other_keys = set(keys) - self.state_dict
+        return not self.written.isdisjoint(other_keys)
 
     def has_key_of_model(self, file: FileInfo) -> bool:
-        """Tell whether any key of the file is a name of the unwrapped model, as ``is_of_model`` tells it."""
+        """Tell whether any key of the file is a name of the unwrapped model, by ``is_of_model``."""
         return any(self.is_of_model(key) for key in file.keys)
 
     def is_of_model(self, key: str) -> bool:
-        """Tell whether the key is a name of the unwrapped model, perhaps with more before it or in it, or cut off in front."""
+        """Tell whether the key is a name of the unwrapped model, perhaps a changed one.
+
+        It may have more before it or in it, or be cut off in front.
+        """
         known = self.state_dict | self.parameters | self.written | self.not_persistent
         if self.unwrapped_name(key) in known:
             return True
         segments = key.split(".")
         for nth in range(len(segments)):
-            if ".".join(segments[nth:]) in known:
+            end = ".".join(segments[nth:])
+            if end in known:
                 return True
         return any(name.endswith(f".{key}") for name in known)
 
 
 def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings for buffers right after build; the check ``dtypes`` covers a buffer in another dtype."""
+    """Yield findings for buffers with other values right after build.
+
+    A buffer in another dtype is a finding of the check ``dtypes``.
+    """
     live_buffers = {expected.unwrapped_name(info.name): info for info in snapshot.buffers}
     for unwrapped in expected.unwrapped.buffers:
         live = live_buffers.get(expected.first_name(unwrapped.name))
@@ -272,12 +308,14 @@ def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
             continue
         if live.digest != unwrapped.digest:
             persistent = "persistent" if unwrapped.persistent else "non-persistent"
-            buffer = f"buffer {unwrapped.name!r} ({persistent})"
-            yield f"rank {snapshot.rank}: {buffer} has other values after build than in the unwrapped model"
+            yield (
+                f"rank {snapshot.rank}: buffer {unwrapped.name!r} ({persistent}) "
+                "has other values after build than in the unwrapped model"
+            )
 
 
 def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings for live parameters that are no names of the unwrapped model, or have other shapes."""
+    """Yield findings for live parameters with names or shapes that the model does not have."""
     where = f"rank {snapshot.rank}"
     if snapshot.model is None:
         yield f"{where}: no model to read names from"
@@ -288,8 +326,11 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
     for info in snapshot.parameters:
         live_by_name[expected.unwrapped_name(info.name)].append(info.name)
     for name in sorted(live_by_name.keys() - expected.parameters):
-        live = live_by_name[name][-1]
-        yield f"{where}: live parameter {live!r} maps to {name!r}, which is no name of the unwrapped model"
+        last_live = live_by_name[name][-1]
+        yield (
+            f"{where}: live parameter {last_live!r} maps to {name!r}, "
+            "which is no name of the unwrapped model"
+        )
     for name in sorted(live_by_name):
         count = len(live_by_name[name])
         if count > 1:
@@ -299,12 +340,19 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
         if info.kind == "FSDP1 shard":
             continue
         shape = expected.shape(info.name)
-        if shape not in {None, tuple(info.shape)}:
-            yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {shape} in the unwrapped model"
+        live_shape = tuple(info.shape)
+        if shape not in {None, live_shape}:
+            yield (
+                f"{where}: live parameter {info.name!r} has shape {info.shape}; "
+                f"{shape} in the unwrapped model"
+            )
 
 
 def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterator[str]:
-    """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
+    """Yield findings for what no rank of a copy of the model has.
+
+    A copy is held by one rank, or by the ranks of one pipeline.
+    """
     trained: dict[int, Snapshot] = {}
     for snapshot in run.trained:
         if snapshot.model:
@@ -314,20 +362,27 @@ def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterat
     expert_groups = [_ranks_with_its_experts(snapshot) for snapshot in trained.values()]
     for ranks in across_stages(run, expert_groups):
         parameters: list[ParameterInfo] = []
+        for snapshot in _of_ranks(trained, ranks):
+            parameters += snapshot.parameters
         buffers: list[ParameterInfo] = []
-        for rank in ranks:
-            if rank in trained:
-                parameters += trained[rank].parameters
-            if rank in built:
-                buffers += built[rank].buffers
+        for snapshot in _of_ranks(built, ranks):
+            buffers += snapshot.buffers
         where = named_ranks(ranks, 0)
-        stage = " on any stage" if len(ranks) > 1 else ""
+        problem = "of the unwrapped model has no live counterpart"
+        if len(ranks) > 1:
+            problem += " on any stage"
+        kinds = {info.kind for info in parameters}
         # Flat parameters have no names of their own.
-        if not any(info.kind == "FlatParameter" for info in parameters):
+        if "FlatParameter" not in kinds:
             for name in _absent(expected, expected.parameters, parameters):
-                yield f"{where}: parameter {name!r} of the unwrapped model has no live counterpart{stage}"
+                yield f"{where}: parameter {name!r} {problem}"
         for name in _absent(expected, expected_buffers, buffers):
-            yield f"{where}: buffer {name!r} of the unwrapped model has no live counterpart{stage}"
+            yield f"{where}: buffer {name!r} {problem}"
+
+
+def _of_ranks(snapshots: Mapping[int, Snapshot], ranks: Iterable[int]) -> list[Snapshot]:
+    """Return the snapshots of some ranks, without ranks that have none."""
+    return [snapshots[rank] for rank in ranks if rank in snapshots]
 
 
 def _absent(expected: _ExpectedNames, names: set[str], live: Iterable[ParameterInfo]) -> list[str]:
@@ -345,50 +400,74 @@ def _ranks_with_its_experts(snapshot: Snapshot) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) -> Iterator[str]:
-    """Yield findings over all ranks together: a rank has no state for a parameter of which it holds no element."""
+def _optimizer_state(expected: _ExpectedNames, trained: Snapshots) -> Iterator[str]:
+    """Yield findings for names of optimizer state, over all ranks together.
+
+    A rank has no state for a parameter of which it holds no element.
+    """
     owners: set[str] = set()
     for snapshot in trained:
         if snapshot.optimizer is None:
             yield f"rank {snapshot.rank}: no optimizer to read names from"
             return
-        for state in snapshot.states:
-            if not state.owner.startswith("partition "):
-                owners.add(state.owner)
-        for name, numel in snapshot.optimizer.partitioned.items():
-            if numel:
-                owners.add(name)
-    if flat_parameters(trained) or not _has_state(trained) or _state_under_one_parameter(trained):
+        owners |= _state_owners(snapshot, snapshot.optimizer)
+    # Flat parameters have no names of their own.
+    if flat_parameters(trained) or not _has_state(trained):
+        return
+    if _state_under_one_parameter(trained):
         return
     names = {expected.unwrapped_name(owner) for owner in owners}
     for name in sorted(expected.updated - names):
         yield f"the optimizer of no rank keeps state for {name!r}"
     for name in sorted(names - expected.trainable):
-        yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the unwrapped model"
+        yield (
+            f"the optimizer keeps state for {name!r}, "
+            "which is no trainable parameter of the unwrapped model"
+        )
 
 
-def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
+def _state_owners(snapshot: Snapshot, optimizer: OptimizerInfo) -> set[str]:
+    """Return the live names of parameters with state on this rank, in flat partitions too."""
+    owners: set[str] = set()
+    for state in snapshot.states:
+        if not state.owner.startswith("partition "):
+            owners.add(state.owner)
+    for name, numel in optimizer.partitioned.items():
+        if numel:
+            owners.add(name)
+    return owners
+
+
+def _has_state(snapshots: Snapshots) -> bool:
     """Tell whether any rank's optimizer keeps state; SGD without momentum keeps none."""
-    optimizers = []
     for snapshot in snapshots:
-        if snapshot.optimizer:
-            optimizers.append(snapshot.optimizer)
-    return any(optimizer.states or optimizer.partitioned for optimizer in optimizers)
+        optimizer = snapshot.optimizer
+        if optimizer and (optimizer.states or optimizer.partitioned):
+            return True
+    return False
 
 
-def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
-    """Tell whether the optimizer keeps all state under one parameter, as LBFGS does: it is larger than its owner."""
+def _state_under_one_parameter(snapshots: Snapshots) -> bool:
+    """Tell whether the optimizer keeps all state under one parameter, as LBFGS does.
+
+    That state is larger than its owner.
+    """
     for snapshot in snapshots:
         numel_by_name = {info.name: info.local_numel for info in snapshot.parameters}
         for state in snapshot.states:
             owner_numel = numel_by_name.get(state.owner)
-            if owner_numel is not None and state.numel > max(1, owner_numel):
+            if owner_numel is None:
+                continue
+            if state.numel > max(1, owner_numel):
                 return True
     return False
 
 
 def _checkpoint(expected: _ExpectedNames, files: list[FileInfo], run: RunTrace) -> Iterator[str]:
-    """Yield findings for keys, and for names that no file holds; of a model with an adapter only the adapter's."""
+    """Yield findings for keys of saved files, and for names that no file holds.
+
+    Of a model with an adapter only the adapter's names are expected.
+    """
     yield from _keys(expected, files)
     in_models: set[str] = set()
     in_optimizers: set[str] = set()
@@ -420,11 +499,12 @@ def _missing_of_model(expected: _ExpectedNames, saved: set[str], run: RunTrace) 
         buffers = set()
     for text in _missing(kind, parameters, saved):
         holders = _only_holders(expected, run, expected.in_files - saved)
-        if holders:
-            verb = "holds" if len(holders) == 1 else "hold"
-            yield f"{text}; {named_stage(run, holders)} alone {verb} them"
-        else:
+        if not holders:
             yield text
+            continue
+        where = named_stage(run, holders)
+        verb = "holds" if len(holders) == 1 else "hold"
+        yield f"{text}; {where} alone {verb} them"
     yield from _missing("persistent buffers", buffers, saved)
 
 
@@ -432,16 +512,22 @@ def _missing(kind: str, names: set[str], saved: set[str]) -> Iterator[str]:
     """Yield a finding for the names that no file holds."""
     missing = sorted(names - saved)
     if missing:
-        yield f"{len(missing)} of {len(names)} {kind} are in no saved file, first {first_three(missing)}"
+        numbers = f"{len(missing)} of {len(names)} {kind}"
+        yield f"{numbers} are in no saved file, first {first_three(missing)}"
 
 
 def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> list[int]:
-    """Return the ranks whose stage holds all parameters of these names, where other stages hold none of them."""
+    """Return the ranks whose stage alone holds all parameters of these names.
+
+    Empty if another stage holds some of them.
+    """
     if not stages_of(run):
         return []
     holders: list[int] = []
     for snapshot in run.at("build"):
-        live_names = {expected.unwrapped_name(info.name) for info in snapshot.parameters}
+        live_names: set[str] = set()
+        for info in snapshot.parameters:
+            live_names.add(expected.unwrapped_name(info.name))
         if live_names.isdisjoint(names):
             continue
         if not names <= live_names:
@@ -451,7 +537,10 @@ def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> l
 
 
 def _keys(expected: _ExpectedNames, files: list[FileInfo]) -> Iterator[str]:
-    """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
+    """Yield a finding for each key that is no name of the unwrapped model.
+
+    Likewise for a key whose tensor has another shape.
+    """
     models = []
     for file in files:
         if file.holds == "model":
@@ -475,8 +564,11 @@ def _keys_of_file(expected: _ExpectedNames, file: FileInfo) -> Iterator[str]:
     for group in expected.renamed_in(file):
         in_groups.update(group.names)
         first = min(group.names)
-        unknown = f"{group}: key {first!r} is no name of the unwrapped model; expected {group.names[first]!r}"
-        yield f"{unknown}{group.way_out}"
+        name = group.names[first]
+        yield (
+            f"{group}: key {first!r} is no name of the unwrapped model; "
+            f"expected {name!r}{group.way_out}"
+        )
     known = expected.known_in(file)
     renamed_by_library = expected.written_by_library(file.keys)
     for key in file.keys:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, stale
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, stale
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.model_values import is_sharded_along, named_stage, stages_of, unused
 from pytest_distcompat.scenario import TRAIN
@@ -28,16 +28,24 @@ _LOST = (
 )
 
 
+#: Live name -> whether the parameter should be trained.
+_Trainable = Mapping[str, bool]
+#: Live name -> rank -> the digest of the parameter there.
+_Digests = dict[str, dict[int, str]]
+#: The rank that has a flat master, and the parameter that the master belongs to.
+_MasterKey = tuple[int, str]
+
+
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
 def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer updates every trainable parameter of the live model, and no other.
 
-    The optimizer holds each parameter once, as the model's current tensor; under ZeRO each element is in one rank's
-    flat master. A gradient changes each within three steps, unless it is None (not zero) on all ranks: then the model does
-    not use it, if no re-entrant recomputation has lost it.
+    The optimizer holds each parameter once, as the model's current tensor; under ZeRO each element
+    is in one rank's flat master. A gradient changes each within three steps, unless it is None (not
+    zero) on all ranks: then the model does not use it, if no re-entrant recomputation has lost it.
 
-    If it fails: the optimizer was probably made before wrapping. Make it afterwards, or pass both to ``prepare``
-    together.
+    If it fails: the optimizer was probably made before wrapping. Make it afterwards, or pass both
+    to ``prepare`` together.
     """
     run = trace.run()
     built = run.at("build")
@@ -51,8 +59,11 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _movements(run, built, trained, trainable)
 
 
-def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
-    """Return, for each live name, whether it should be trained: as in the unwrapped model, not as in the trainer."""
+def _trainable(cell: Cell, run: RunTrace, built: Snapshots) -> _Trainable:
+    """Return, for each live name, whether it should be trained.
+
+    The unwrapped model decides, not the trainer.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     unwrapped: dict[str, bool] = {}
     if run.unwrapped:
@@ -66,11 +77,16 @@ def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mappin
     return trainable
 
 
-def _entries(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
-    """Yield findings unless a rank's optimizer holds each trainable parameter once, and nothing else."""
+def _entries(snapshot: Snapshot, trainable: _Trainable) -> Iterator[str]:
+    """Yield findings unless a rank's optimizer holds each trainable parameter once.
+
+    It is to hold nothing else.
+    """
     where = f"rank {snapshot.rank}"
     if snapshot.optimizer is None or snapshot.model is None:
-        yield f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
+        yield (
+            f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
+        )
         return
     if snapshot.optimizer.foreign:
         yield f"{where}: {stale(snapshot.optimizer)}"
@@ -78,47 +94,52 @@ def _entries(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]
         # ZeRO's optimizers hold flat copies instead (None): ``_flat_masters``.
         if not trainable[info.name] or info.held in {None, 1}:
             continue
-        entries = "not in the optimizer"
+        parameter = f"{where}: trainable parameter {info.name!r}"
         if info.held:
-            entries = f"in the optimizer {info.held} times"
-        yield f"{where}: trainable parameter {info.name!r} is {entries}; expected once"
+            yield f"{parameter} is in the optimizer {info.held} times; expected once"
+        else:
+            yield f"{parameter} is not in the optimizer; expected once"
 
 
-def _flat_masters(
-    cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]
-) -> Iterator[str]:
-    """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank.
+def _flat_masters(cell: Cell, built: Snapshots, trainable: _Trainable) -> Iterator[str]:
+    """Yield a finding unless each trainable element is in the flat master of exactly one rank.
 
     What tensor parallelism leaves whole each of its ranks has.
     """
-    elements = Counter[str]()
+    elements: Counter[str] = Counter()
     parameters: dict[str, ParameterInfo] = {}
     for snapshot in built:
         if snapshot.optimizer:
             elements.update(snapshot.optimizer.partitioned)
-        parameters.update({info.name: info for info in snapshot.parameters})
+        for info in snapshot.parameters:
+            parameters[info.name] = info
     for info in parameters.values():
         if not trainable[info.name]:
             continue
         numel = math.prod(info.shape)
+        partitioned = elements[info.name]
         copies = cell.tp
         if is_sharded_along(info, "tp"):
             copies = 1
-        if elements[info.name] != numel * copies:
+        if partitioned != numel * copies:
             times = "once" if copies == 1 else f"{copies} times"
-            partitioned = (
-                f"{elements[info.name]} of {numel} elements of trainable parameter {info.name!r}"
+            yield (
+                f"all ranks together: {partitioned} of {numel} elements "
+                f"of trainable parameter {info.name!r} are in the optimizer; "
+                f"expected each one {times}"
             )
-            yield f"all ranks together: {partitioned} are in the optimizer; expected each one {times}"
 
 
 def _movements(
     run: RunTrace,
-    built: tuple[Snapshot, ...],
-    trained: tuple[Snapshot, ...],
-    trainable: Mapping[str, bool],
+    built: Snapshots,
+    trained: Snapshots,
+    trainable: _Trainable,
 ) -> Iterator[str]:
-    """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed."""
+    """Yield findings for unchanged trainable parameters, and for changed frozen ones.
+
+    A trainable one is unchanged if no rank changed it; an unused one may be.
+    """
     ranks = _ranks_with_model(built) & _ranks_with_model(trained)
     built_digests = _digests(built)
     moved = _moved(built, trained)
@@ -135,11 +156,14 @@ def _movements(
         elif ranks and name not in moved:
             where = "on any rank"
             if stages_of(run):
-                holders = built_digests[name].keys() & ranks
-                where = f"on {named_stage(run, sorted(holders))}, where it is"
+                holders = sorted(built_digests[name].keys() & ranks)
+                where = f"on {named_stage(run, holders)}, where it is"
             yield f"trainable parameter {name!r} did not move in three steps, {where}"
         elif name in without_gradient:
-            yield f"trainable parameter {name!r} had no gradient in three steps: its state in the optimizer is all zero"
+            yield (
+                f"trainable parameter {name!r} had no gradient in three steps: "
+                "its state in the optimizer is all zero"
+            )
     for owner in sorted(without_gradient - trainable.keys()):
         yield f"{owner} of the optimizer had no gradient in three steps: its state is all zero"
 
@@ -153,16 +177,16 @@ def _loses_gradients(run: RunTrace) -> bool:
     return False
 
 
-def _moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
+def _moved(built: Snapshots, trained: Snapshots) -> set[str]:
     """Return the live names of parameters that changed on any rank."""
     before = _digests(built)
     after = _digests(trained)
     ranks = _ranks_with_model(built) & _ranks_with_model(trained)
     moved: set[str] = set()
-    for name in before:
+    for name, digest_by_rank in before.items():
+        digest_after_by_rank = after[name]
         for rank in ranks:
-            digest = before[name].get(rank)
-            if digest != after[name].get(rank):
+            if digest_by_rank.get(rank) != digest_after_by_rank.get(rank):
                 moved.add(name)
     if moved:
         # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1
@@ -171,20 +195,20 @@ def _moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[st
     return moved
 
 
-def _ranks_with_model(snapshots: tuple[Snapshot, ...]) -> set[int]:
+def _ranks_with_model(snapshots: Snapshots) -> set[int]:
     return {snapshot.rank for snapshot in snapshots if snapshot.model}
 
 
-def _digests(snapshots: tuple[Snapshot, ...]) -> dict[str, dict[int, str]]:
+def _digests(snapshots: Snapshots) -> _Digests:
     """Return the digests of live parameters, by name and rank."""
-    digests: dict[str, dict[int, str]] = defaultdict(dict)
+    digests: _Digests = defaultdict(dict)
     for snapshot in snapshots:
         for info in snapshot.parameters:
             digests[info.name][snapshot.rank] = info.digest
     return digests
 
 
-def _moved_masters(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
+def _moved_masters(built: Snapshots, trained: Snapshots) -> set[str]:
     """Return the parameters whose master changed on any rank that had one after build."""
     before = _master_digests(built)
     after = _master_digests(trained)
@@ -196,9 +220,9 @@ def _moved_masters(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -
     return moved
 
 
-def _master_digests(snapshots: tuple[Snapshot, ...]) -> dict[tuple[int, str], str]:
+def _master_digests(snapshots: Snapshots) -> dict[_MasterKey, str]:
     """Return the digests of masters, by rank and owner."""
-    digests: dict[tuple[int, str], str] = {}
+    digests: dict[_MasterKey, str] = {}
     for snapshot in snapshots:
         for state in _states(snapshot):
             if state.key == "master":
@@ -207,12 +231,18 @@ def _master_digests(snapshots: tuple[Snapshot, ...]) -> dict[tuple[int, str], st
 
 
 def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
-    """Return the state of live parameters and flat partitions, and the parameters' parts of the partitions."""
+    """Return the state of live parameters and flat partitions.
+
+    The parameters' parts of the partitions are among it.
+    """
     return (*snapshot.states, *snapshot.masters)
 
 
-def _without_gradient(trained: tuple[Snapshot, ...]) -> set[str]:
-    """Return the owners of optimizer state that is all zero on every rank, step counts and masters aside."""
+def _without_gradient(trained: Snapshots) -> set[str]:
+    """Return the owners of optimizer state that is all zero on every rank.
+
+    Step counts and masters are left aside.
+    """
     owners: set[str] = set()
     with_gradient: set[str] = set()
     for snapshot in trained:

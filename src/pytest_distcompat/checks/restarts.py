@@ -1,4 +1,4 @@
-"""Does a run that was resumed save what another can resume from, and do both go on over the end of an epoch?"""
+"""Can a resumed run be saved and resumed again, and go on over the end of an epoch?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import math
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, options_beside_checkpoints, pairs
+from pytest_distcompat.checks._base import (
+    check,
+    every_rank,
+    options_beside_checkpoints,
+    pairs,
+    with_rank,
+)
 from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import differences, settings, unlike, values
@@ -21,13 +27,20 @@ FIRST_SAVE_STEPS = 2
 
 
 def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why the check does not apply: it takes two runs, and what a load restores is tested by ``resume`` already."""
+    """Return why the check does not apply to the cell; None if it does.
+
+    It takes two runs, and what a load restores is tested by ``resume`` already.
+    """
     if not {"grad_accum", "model"}.issuperset(options_beside_checkpoints(cell)):
         return "a second load is tried without that option"
     if "grad_accum" in driver.options and cell.option("grad_accum") == 1:
         return "it is tried with grad_accum, where an epoch ends in the middle of an accumulation"
-    if PRECISIONS.get(cell.precision).compute != "float32" and cell.world_size > 2:
-        return "in lower precision sums of more than two ranks depend on their order, the more, the more steps are followed"
+    compute = PRECISIONS.get(cell.precision).compute
+    if compute != "float32" and cell.world_size > 2:
+        return (
+            "in lower precision sums of more than two ranks depend on their order, "
+            "the more, the more steps are followed"
+        )
     return None
 
 
@@ -52,16 +65,17 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     depends_on=frozenset(),
 )
 def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that a resumed run can be saved and resumed again, and that it goes on over the end of an epoch.
+    """Check that a resumed run can be saved and resumed again, and goes on after an epoch ends.
 
-    A run that loaded a checkpoint saves after one step, and after three in the same directory; a third process group loads
-    the later of both, bit by bit, and where the trainer keeps both, a fourth one the earlier. All their steps have the losses
-    and learning rates of the run that never stopped. The driver's own data decide where an epoch ends; those of the built-in
-    drivers do so in step 8, in the middle of an accumulation.
+    A run that loaded a checkpoint saves after one step, and after three in the same directory; a
+    third process group loads the later of both, bit by bit, and where the trainer keeps both, a
+    fourth one the earlier. All their steps have the losses and learning rates of the run that never
+    stopped. The driver's own data decide where an epoch ends; those of the built-in drivers do so
+    in step 8, in the middle of an accumulation.
 
-    If it fails: a save keeps files of an earlier one, or a load takes the first checkpoint that it finds; counters (steps,
-    epochs, batches, the scheduler's) begin at 0 in a resumed run, so that its own checkpoint, or the next end of an epoch,
-    has those of this run alone.
+    If it fails: a save keeps files of an earlier one, or a load takes the first checkpoint that it
+    finds; counters (steps, epochs, batches, the scheduler's) begin at 0 in a resumed run, so that
+    its own checkpoint, or the next end of an epoch, has those of this run alone.
     """
     train = trace.run("train")
     second = trace.run("second")
@@ -74,7 +88,9 @@ def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from followed
     loaded = third.at("load")
     when = "after the second load"
-    yield from differences(values(second, saved), values(third, loaded), when)
+    saved_values = values(second, saved)
+    loaded_values = values(third, loaded)
+    yield from differences(saved_values, loaded_values, when)
     yield from settings(saved, loaded, when)
     # A resumed run that is wrong saves what is wrong.
     if not followed:
@@ -106,7 +122,9 @@ def _loaded_first_save(cell: Cell, trace: Trace, *, follows: bool) -> Iterator[s
 def _followed(
     train: RunTrace, resumed: RunTrace, first: int, steps: int, load: str
 ) -> Iterator[str]:
-    """Yield the findings of the first step of a resumed run that is not that of the run that never stopped.
+    """Yield the findings of the first step of a resumed run that is another one.
+
+    It is compared with that of the run that never stopped.
 
     Args:
         train: The run that never stopped.
@@ -116,22 +134,30 @@ def _followed(
         load: Words for the load.
     """
     for nth in range(steps):
+        step = f"{nth + 1} after the {load}"
+        expected_snapshots = train.at("step", first + nth)
+        snapshots = resumed.at("step", nth)
         wrong: list[str] = []
-        for expected, found in pairs(train.at("step", first + nth), resumed.at("step", nth)):
-            wrong += _other_step(expected, found, f"{nth + 1} after the {load}")
+        for expected, snapshot in pairs(expected_snapshots, snapshots):
+            wrong += with_rank(snapshot, _other_step(expected, snapshot, step))
         yield from wrong
         if wrong:
             return
 
 
-def _other_step(expected: Snapshot, found: Snapshot, step: str) -> Iterator[str]:
-    """Yield findings for the loss and the numbers of param groups of a rank's step."""
-    where = f"rank {found.rank}"
-    if expected.loss is None or found.loss is None:
-        yield f"{where}: no loss to compare in step {step}; expected step() to return it"
-    elif not math.isclose(expected.loss, found.loss, rel_tol=LOSS_TOLERANCE):
-        yield f"{where}: loss {step} is {found.loss:.6g}; {expected.loss:.6g} in the run that never stopped"
-    for number in unlike(expected.param_groups, found.param_groups, RATE_TOLERANCE):
-        if number.before is not None and number.after is not None:
-            resumed = f"{number.key} of the optimizer's group {number.group} is {number.after:.6g} in step {step}"
-            yield f"{where}: {resumed}; {number.before:.6g} in the run that never stopped"
+def _other_step(expected: Snapshot, snapshot: Snapshot, step: str) -> Iterator[str]:
+    """Yield what is wrong with the loss and the numbers of param groups of a rank's step."""
+    if expected.loss is None or snapshot.loss is None:
+        yield f"no loss to compare in step {step}; expected step() to return it"
+    elif not math.isclose(expected.loss, snapshot.loss, rel_tol=LOSS_TOLERANCE):
+        yield (
+            f"loss {step} is {snapshot.loss:.6g}; {expected.loss:.6g} in the run that never stopped"
+        )
+    for number in unlike(expected.param_groups, snapshot.param_groups, RATE_TOLERANCE):
+        if number.before is None or number.after is None:
+            continue
+        setting = f"{number.key} of the optimizer's group {number.group}"
+        yield (
+            f"{setting} is {number.after:.6g} in step {step}; "
+            f"{number.before:.6g} in the run that never stopped"
+        )

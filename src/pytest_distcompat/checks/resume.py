@@ -11,6 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import (
     RESUMED,
     UNTIL_RESUMED,
+    Snapshots,
     check,
     every_rank,
     finite_losses,
@@ -52,16 +53,17 @@ RATE_TOLERANCE = 1e-9
 
 @check(scenario=resume_runs, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
+    """Check that a fresh process group restores all from a checkpoint, and goes on training.
 
-    Parameters, optimizer, scheduler and scaler are bit by bit what was saved; the optimizer holds the live parameters, and
-    the same ones are trainable. The next two losses and learning rates are those of the uninterrupted run. A buffer that
-    each rank fills from its own data (BatchNorm) may come back as any rank saved it
+    Parameters, optimizer, scheduler and scaler are bit by bit what was saved; the optimizer holds
+    the live parameters, and the same ones are trainable. The next two losses and learning rates are
+    those of the uninterrupted run. A buffer that each rank fills from its own data (BatchNorm) may
+    come back as any rank saved it
     (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
-    If it fails: state was not saved, or was loaded into an optimizer that has none before its first step
-    (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only, the second on the
-    optimizer too.
+    If it fails: state was not saved, or was loaded into an optimizer that has none before its first
+    step (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters
+    only, the second on the optimizer too.
     """
     train = trace.run("train")
     resumed = trace.run("resume")
@@ -86,9 +88,15 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     for before, after in pairs(saved, loaded):
         yield from _texts(_state_changes(before, after, "load", _buffers_of_ranks(saved)))
         if before.scaler != after.scaler:
-            yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
+            yield (
+                f"rank {after.rank}: the gradient scaler is at {after.scaler}; "
+                f"saved at {before.scaler}"
+            )
         if before.scheduler != after.scheduler:
-            yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
+            yield (
+                f"rank {after.rank}: scheduler is at {after.scheduler!r}; "
+                f"saved at {before.scheduler!r}"
+            )
     yield from _later_steps(
         cell, train, resumed, compares_groups=_same_groups_loaded(saved, loaded)
     )
@@ -108,7 +116,7 @@ def _first_infinite_losses(train: RunTrace) -> list[str]:
             # ``_loss_changes`` reports ranks without a loss.
             if snapshot.loss is not None:
                 with_loss.append(snapshot)
-        infinite = list(finite_losses(with_loss, f"step {nth + 1}"))
+        infinite = [*finite_losses(with_loss, f"step {nth + 1}")]
         if infinite:
             # Losses of later steps are infinite because of it.
             return infinite
@@ -123,7 +131,7 @@ def _before_save(train: RunTrace) -> list[Snapshot]:
     return snapshots
 
 
-def _same_groups_loaded(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...]) -> bool:
+def _same_groups_loaded(saved: Snapshots, loaded: Snapshots) -> bool:
     """Tell whether each rank has loaded the numbers of param groups that it saved."""
     for before, after in pairs(saved, loaded):
         if list(_group_changes(before, after, "load")):
@@ -145,15 +153,15 @@ def _later_steps(
     """
     tolerance = _loss_tolerance(cell)
     for nth in (0, 1):
+        name = f"step {nth + 1}"
         expected = train.at("step", SAVED + nth)
         steps = resumed.at("step", nth)
-        yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
-        yield from every_rank(steps, cell.world_size, f"step {nth + 1} after the load")
+        yield from every_rank(expected, cell.world_size, f"{name} after the save")
+        yield from every_rank(steps, cell.world_size, f"{name} after the load")
         if nth == 0:
+            when = f"{name} after the load"
             for before, after in pairs(expected, steps):
-                yield from other_mode(
-                    before, after, "step 1 after the load", "in the run that never stopped"
-                )
+                yield from other_mode(before, after, when, "in the run that never stopped")
         for text in _texts(_loss_changes(nth, expected, steps, tolerance)):
             yield f"{text}{tied_apart(cell, train)}"
         if compares_groups:
@@ -183,9 +191,7 @@ _Tensors = Mapping[str, _Value]
 _Buffers = Mapping[str, Collection[_Value]]
 
 
-def _without_nonpersistent_buffers(
-    cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]
-) -> tuple[Snapshot, ...]:
+def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: Snapshots) -> Snapshots:
     """Return the snapshots without non-persistent buffers, which a new process computes anew."""
     if run.unwrapped is None or not run.unwrapped.buffers:
         return snapshots
@@ -205,12 +211,13 @@ def _without_nonpersistent_buffers(
     return tuple(kept)
 
 
-def _buffers_of_ranks(snapshots: tuple[Snapshot, ...]) -> _Buffers:
+def _buffers_of_ranks(snapshots: Snapshots) -> _Buffers:
     """Return the values that any rank has of each buffer."""
     values: dict[str, set[_Value]] = defaultdict(set)
     for snapshot in snapshots:
         for info in snapshot.buffers:
-            values[info.name].add(_Value(info.digest, info.dtype))
+            value = _Value(info.digest, info.dtype)
+            values[info.name].add(value)
     return values
 
 
@@ -237,7 +244,8 @@ class _TensorsChange:
     action: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.kind} {and_others(self.names)}: {self.change} after the {self.action}"
+        tensors = f"{self.kind} {and_others(self.names)}"
+        return f"rank {self.rank}: {tensors}: {self.change} after the {self.action}"
 
 
 @dataclass(frozen=True)
@@ -280,8 +288,9 @@ class _GroupNumberChange:
     action: str
 
     def __str__(self) -> str:
-        values = f"{self.number.after} after the {self.action}; {self.number.before} before"
-        return f"rank {self.rank}: {_setting(self.number)} is {values}"
+        number = self.number
+        values = f"{number.after} after the {self.action}; {number.before} before"
+        return f"rank {self.rank}: {_setting(number)} is {values}"
 
 
 @dataclass(frozen=True)
@@ -293,10 +302,10 @@ class _LaterGroupNumber:
     nth: int
 
     def __str__(self) -> str:
-        when = f"after step {self.nth + 1} of the resumed run"
-        expected = f"{self.number.before:.6g} in the run that never stopped"
-        setting = _setting(self.number)
-        return f"rank {self.rank}: {setting} is {self.number.after:.6g} {when}; {expected}"
+        number = self.number
+        expected = f"{number.before:.6g} in the run that never stopped"
+        actual = f"{number.after:.6g} after step {self.nth + 1} of the resumed run"
+        return f"rank {self.rank}: {_setting(number)} is {actual}; {expected}"
 
 
 def _setting(number: GroupNumber) -> str:
@@ -327,7 +336,8 @@ class _TrainableChange:
         change = "frozen after the load, and trained before"
         if self.trainable:
             change = "trainable after the load, and frozen before"
-        return f"rank {self.rank}: parameter {and_others(self.names)}: {change}"
+        names = and_others(self.names)
+        return f"rank {self.rank}: parameter {names}: {change}"
 
 
 @dataclass(frozen=True)
@@ -351,7 +361,8 @@ class _LossChange:
 
     def __str__(self) -> str:
         loss = f"loss {self.nth + 1} after the load is {self.after:.6g}"
-        return f"rank {self.rank}: {loss}; {self.before:.6g} in the run that never stopped"
+        expected = f"{self.before:.6g} in the run that never stopped"
+        return f"rank {self.rank}: {loss}; {expected}"
 
 
 _StateChange = _TensorsChange | _EmptyState | _GroupCountChange | _GroupNumberChange
@@ -376,7 +387,7 @@ def _state_changes(
     if states and not states_after:
         yield _EmptyState(after.rank, len(states), action)
         return
-    for names, change in _tensor_changes(states, states_after):
+    for change, names in _tensor_changes(states, states_after).items():
         yield _TensorsChange(after.rank, "optimizer state", names, change, action)
     yield from _group_changes(before, after, action)
 
@@ -385,7 +396,8 @@ def _optimizer_states(snapshot: Snapshot) -> _Tensors:
     """Return the tensors of a rank's optimizer state."""
     states: dict[str, _Value] = {}
     for state in held_states(snapshot):
-        states[f"{state.key} of {state.owner}"] = _Value(state.digest, state.dtype)
+        name = f"{state.key} of {state.owner}"
+        states[name] = _Value(state.digest, state.dtype)
     return states
 
 
@@ -395,40 +407,43 @@ def _model_changes(
     """Yield findings for changed parameters, and for buffers with values that are not allowed."""
     parameters = _tensors(before.parameters)
     parameters_after = _tensors(after.parameters)
-    for names, change in _tensor_changes(parameters, parameters_after):
+    for change, names in _tensor_changes(parameters, parameters_after).items():
         yield _TensorsChange(after.rank, "parameter", names, change, action)
     buffers = _tensors(before.buffers)
     buffers_after = _tensors(after.buffers)
     for name, value in buffers_after.items():
         if name in buffers and value in allowed_buffers.get(name, ()):
             buffers_after[name] = buffers[name]
-    for names, change in _tensor_changes(buffers, buffers_after):
+    for change, names in _tensor_changes(buffers, buffers_after).items():
         yield _TensorsChange(after.rank, "buffer", names, change, action)
 
 
 def _tensors(infos: Iterable[ParameterInfo]) -> dict[str, _Value]:
     """Return the values of parameters or buffers."""
-    return {info.name: _Value(info.digest, info.dtype) for info in infos}
+    tensors: dict[str, _Value] = {}
+    for info in infos:
+        tensors[info.name] = _Value(info.digest, info.dtype)
+    return tensors
 
 
-def _tensor_changes(before: _Tensors, after: _Tensors) -> Iterator[tuple[Collection[str], str]]:
-    """Yield the names of the tensors that changed in each way, and the words for the way."""
-    yield from _if_any(before.keys() - after.keys(), "missing")
-    yield from _if_any(after.keys() - before.keys(), "new")
+def _tensor_changes(before: _Tensors, after: _Tensors) -> dict[str, Collection[str]]:
+    """Return the names of the tensors that changed, by the words for how; only ways with any."""
     other_values: list[str] = []
     other_dtypes: list[str] = []
     for name in before.keys() & after.keys():
-        if before[name].digest != after[name].digest:
+        value = before[name]
+        value_after = after[name]
+        if value.digest != value_after.digest:
             other_values.append(name)
-        if not same_dtype(before[name].dtype, after[name].dtype):
+        if not same_dtype(value.dtype, value_after.dtype):
             other_dtypes.append(name)
-    yield from _if_any(other_values, "other values")
-    yield from _if_any(other_dtypes, "another dtype")
-
-
-def _if_any(names: Collection[str], change: str) -> Iterator[tuple[Collection[str], str]]:
-    if names:
-        yield names, change
+    names_by_change: dict[str, Collection[str]] = {
+        "missing": before.keys() - after.keys(),
+        "new": after.keys() - before.keys(),
+        "other values": other_values,
+        "another dtype": other_dtypes,
+    }
+    return {change: names for change, names in names_by_change.items() if names}
 
 
 def _optimized_changes(
@@ -438,8 +453,10 @@ def _optimized_changes(
 
     At a small learning rate the two losses after the load would not show it.
     """
-    if before.optimizer and after.optimizer and after.optimizer.foreign > before.optimizer.foreign:
-        yield _StaleOptimizer(after.rank, stale(after.optimizer, " after the load"))
+    optimizer = before.optimizer
+    optimizer_after = after.optimizer
+    if optimizer and optimizer_after and optimizer_after.foreign > optimizer.foreign:
+        yield _StaleOptimizer(after.rank, stale(optimizer_after, " after the load"))
     trainable = {info.name: info.trainable for info in before.parameters}
     trainable_after = {info.name: info.trainable for info in after.parameters}
     frozen: list[str] = []
@@ -461,14 +478,16 @@ def _group_changes(
     """Yield findings for another number of param groups, and for other numbers in them."""
     groups = before.param_groups
     groups_after = after.param_groups
-    if len(groups) != len(groups_after):
-        yield _GroupCountChange(after.rank, len(groups), len(groups_after), action)
+    count = len(groups)
+    count_after = len(groups_after)
+    if count != count_after:
+        yield _GroupCountChange(after.rank, count, count_after, action)
     for number in unlike(groups, groups_after):
         yield _GroupNumberChange(after.rank, number, action)
 
 
 def _loss_changes(
-    nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...], tolerance: float
+    nth: int, expected: Snapshots, resumed: Snapshots, tolerance: float
 ) -> Iterator[_MissingLoss | _LossChange]:
     """Yield findings for losses of a step after the load that differ by more than the tolerance."""
     for before, after in pairs(expected, resumed):
@@ -482,7 +501,7 @@ def _loss_changes(
 
 
 def _later_group_changes(
-    nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]
+    nth: int, expected: Snapshots, resumed: Snapshots
 ) -> Iterator[_LaterGroupNumber]:
     """Yield findings for numbers of param groups after a step, which no later loss may show."""
     for before, after in pairs(expected, resumed):
@@ -495,11 +514,12 @@ def _later_group_changes(
 def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that neither saving a checkpoint nor exporting the weights changes what is trained.
 
-    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit, and the step after a save
-    has the same modules in training mode as that before it.
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by
+    bit, and the step after a save has the same modules in training mode as that before it.
 
-    If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, for
-    what draws random numbers, and for an evaluation without ``model.train()`` after it.
+    If it fails: look for a step of the optimizer that creates state to save, for weights that are
+    cast or moved in place, for what draws random numbers, and for an evaluation without
+    ``model.train()`` after it.
     """
     train = trace.run("train")
     trained = train.at("step", SAVED - 1)
@@ -519,12 +539,14 @@ def observers(cell: Cell, trace: Trace) -> Iterator[str]:
 def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that an evaluation between two steps changes nothing of the training.
 
-    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit. The step after it has the
-    same modules in training mode as that before it, and the loss of the run that never evaluated. A resumed run evaluates, by
-    the driver's call ``evaluate()``; if its steps before are wrong, which ``resume`` reports, no loss is compared.
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by
+    bit. The step after it has the same modules in training mode as that before it, and the loss of
+    the run that never evaluated. A resumed run evaluates, by the driver's call ``evaluate()``; if
+    its steps before are wrong, which ``resume`` reports, no loss is compared.
 
-    If it fails: call ``model.train()`` after it; look for what draws random numbers, such as the seed of a new iterator of a
-    loader; for parameters that stay gathered or cast; for a count of batches or steps that goes on.
+    If it fails: call ``model.train()`` after it; look for what draws random numbers, such as the
+    seed of a new iterator of a loader; for parameters that stay gathered or cast; for a count of
+    batches or steps that goes on.
     """
     train = trace.run("train")
     evaluating = trace.run("resume")
@@ -562,12 +584,13 @@ def _ends_with_last_step(cell: Cell, driver: type[Driver]) -> str | None:
     depends_on=RESUMED,
 )
 def best(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that a training which is to end with its best checkpoint ends with the weights that were saved there.
+    """Check that a training which is to end with its best checkpoint has its weights then.
 
-    Parameters and buffers are bit by bit those of the only checkpoint of the run ``train``, 17 steps before its end.
+    Parameters and buffers are bit by bit those of the only checkpoint of the run ``train``, 17
+    steps before its end.
 
-    If it fails: the checkpoint was not found, which trainers only warn of; its weights were loaded into a model that is not the
-    wrapped one, or under names that it does not have.
+    If it fails: the checkpoint was not found, which trainers only warn of; its weights were loaded
+    into a model that is not the wrapped one, or under names that it does not have.
     """
     train = trace.run("train")
     saved = _without_nonpersistent_buffers(cell, train, train.at("save"))
@@ -580,7 +603,7 @@ def best(cell: Cell, trace: Trace) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _LossAfterEvaluation:
-    """The loss of the step after an evaluation is another one than that of the run that never evaluated."""
+    """The loss of the step after an evaluation is not that of the run that never evaluated."""
 
     rank: int
     expected: float
@@ -592,7 +615,7 @@ class _LossAfterEvaluation:
 
 
 def _observed(
-    cell: Cell, before_action: tuple[Snapshot, ...], after_action: tuple[Snapshot, ...], action: str
+    cell: Cell, before_action: Snapshots, after_action: Snapshots, action: str
 ) -> Iterator[str]:
     """Yield findings for what an action changed that must only read."""
     yield from every_rank(after_action, cell.world_size, action)

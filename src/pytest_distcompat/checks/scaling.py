@@ -1,4 +1,4 @@
-"""Does float16 train with a scaled loss, and do all ranks skip a step in which gradients overflow?"""
+"""Is the loss of float16 scaled, and do all ranks skip a step whose gradients overflow?"""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def _not_scaled(cell: Cell, driver: type[Driver]) -> str | None:
 def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the loss is scaled, and that all ranks skip a step in which gradients overflow.
 
-    If one rank's gradients of one layer are infinite, no rank changes a parameter, a master or state, and every scale
-    shrinks, unless DeepSpeed's ``hysteresis`` tolerates more overflows. In the next step all ranks train.
+    If one rank's gradients of one layer are infinite, no rank changes a parameter, a master or
+    state, and every scale shrinks, unless DeepSpeed's ``hysteresis`` tolerates more overflows. In
+    the next step all ranks train.
 
     If it fails: without a scaler gradients below 6e-8 are zero
-    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). One that reads its own rank's gradients only lets
-    some ranks step (https://github.com/deepspeedai/DeepSpeed/pull/7580): use ShardedGradScaler for FSDP1.
+    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). One that reads its own rank's
+    gradients only lets some ranks step (https://github.com/deepspeedai/DeepSpeed/pull/7580): use
+    ShardedGradScaler for FSDP1.
     """
     run = trace.run("overflow")
     before = run.at("step", 0)
@@ -55,8 +57,12 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _not_skipped(snapshot_before, snapshot)
         yield from _not_shrunk(snapshot_before, snapshot)
     for snapshot_before, snapshot in pairs(corrupted, after):
-        if snapshot.states and _trained_digests(snapshot_before) == _trained_digests(snapshot):
-            yield f"rank {snapshot.rank}: nothing changed in the step after the overflow; expected training to go on"
+        trained_before = _trained_digests(snapshot_before)
+        if snapshot.states and trained_before == _trained_digests(snapshot):
+            yield (
+                f"rank {snapshot.rank}: nothing changed in the step after the overflow; "
+                "expected training to go on"
+            )
 
 
 def _wrong_scale(snapshot: Snapshot) -> Iterator[str]:
@@ -78,7 +84,8 @@ def _unlike_scales(snapshots: Sequence[Snapshot], moment: str) -> Iterator[str]:
         if "scale" in snapshot.scaler:
             scales.add(snapshot.scaler["scale"])
     if len(scales) > 1:
-        listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
+        texts = [f"{scale:g}" for scale in sorted(scales)]
+        listed = ", ".join(texts)
         yield f"ranks scale the loss differently after {moment}: by {listed}"
 
 
@@ -93,27 +100,35 @@ def _not_skipped(before: Snapshot, after: Snapshot) -> Iterator[str]:
     if not changed:
         return
     names = changed[0]
-    if len(changed) > 1:
-        names = f"{names} and {len(changed) - 1} others"
-    yield f"rank {after.rank}: {names} changed in a step whose gradients overflow; expected it to be skipped"
+    others = len(changed) - 1
+    if others:
+        names += f" and {others} others"
+    yield (
+        f"rank {after.rank}: {names} changed in a step whose gradients overflow; "
+        "expected it to be skipped"
+    )
 
 
 def _not_shrunk(before: Snapshot, after: Snapshot) -> Iterator[str]:
-    """Yield a finding if a rank's scale did not become smaller in a step whose gradients overflow."""
+    """Yield a finding if a step whose gradients overflow does not make a rank's scale smaller."""
     scale = before.scaler.get("scale")
     scale_after = after.scaler.get("scale")
     if scale is None or scale_after is None:
         return
     # Hysteresis may tolerate an overflow:
     # https://www.deepspeed.ai/docs/config-json/#fp16-training-options.
-    is_tolerated = after.scaler.get("hysteresis", 1.0) < before.scaler.get("hysteresis", 1.0)
+    tolerated = before.scaler.get("hysteresis", 1.0)
+    tolerated_after = after.scaler.get("hysteresis", 1.0)
+    is_tolerated = tolerated_after < tolerated
     if scale_after >= scale and not is_tolerated:
-        yield f"rank {after.rank}: the scale is {scale_after:g} after an overflow at {scale:g}; expected a smaller one"
+        text = f"the scale is {scale_after:g} after an overflow at {scale:g}"
+        yield f"rank {after.rank}: {text}; expected a smaller one"
 
 
 def _trained_digests(snapshot: Snapshot) -> dict[str, str]:
-    """Return the digests of all that a step changes on this rank, by the words for it in a finding."""
+    """Return the digests of all that a step changes on this rank, by the words for it."""
     digests = {repr(info.name): info.digest for info in snapshot.parameters}
     for state in snapshot.states:
-        digests[f"{state.key} of {state.owner!r}"] = state.digest
+        words = f"{state.key} of {state.owner!r}"
+        digests[words] = state.digest
     return digests

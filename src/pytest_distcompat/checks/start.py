@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, module_of, with_rank
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, module_of, with_rank
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.model_values import Kind, Names, values
 from pytest_distcompat.precisions import PRECISIONS
@@ -18,15 +18,16 @@ from pytest_distcompat.wording import and_others
 
 @check(scenario=TRAIN, until=(("train", "step", 0),), order=3)
 def start(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that training starts from the loaded model: the one that build_model() returns on rank 0.
+    """Check that training starts from the model that build_model() returns on rank 0.
 
-    After ``build`` parameters and masters have its values, on all ranks together, and ``requires_grad`` is as it was. Only
-    what is stored in the dtype that the precision computes in is rounded, as masters of ZeRO may be, and buffers. Modules
-    with trainable parameters that were in training mode are so in the first step.
+    After ``build`` parameters and masters have its values, on all ranks together, and
+    ``requires_grad`` is as it was. Only what is stored in the dtype that the precision computes in
+    is rounded, as masters of ZeRO may be, and buffers. Modules with trainable parameters that were
+    in training mode are so in the first step.
 
-    If it fails: weights were made anew, or loaded on one rank and not sent to the others; masters were copied from
-    rounded weights; making the optimizer's state was a step with weight decay. A trainer that makes a model of its own is
-    to copy the given values in ``build``.
+    If it fails: weights were made anew, or loaded on one rank and not sent to the others; masters
+    were copied from rounded weights; making the optimizer's state was a step with weight decay. A
+    trainer that makes a model of its own is to copy the given values in ``build``.
     """
     run = trace.run()
     built = run.at("build")
@@ -43,7 +44,7 @@ def start(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from with_rank(snapshot, _evaluating(snapshot, run.unwrapped, names))
 
 
-def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Iterator[str]:
+def _other_parameters(cell: Cell, run: RunTrace, built: Snapshots) -> Iterator[str]:
     """Yield findings for parameters and flat masters that have other values than loaded."""
     assert run.unwrapped is not None
     loaded = _with_values(run.unwrapped.parameters)
@@ -53,6 +54,7 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
         return
     built_values = values(run, built)
     for kind in ("parameter", "master"):
+        built_dtypes = built_values.dtypes[kind]
         apart: list[str] = []
         others: list[str] = []
         for name, built_digests in built_values.of(kind).items():
@@ -60,7 +62,7 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
             # check ``names``.
             if name not in loaded or not built_digests:
                 continue
-            expected = _expected_values(cell, kind, loaded[name], built_values.dtypes[kind][name])
+            expected = _expected_values(cell, kind, loaded[name], built_dtypes[name])
             if not expected or expected.issuperset(built_digests):
                 continue
             if len(built_digests) > 1:
@@ -68,44 +70,63 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
             else:
                 others.append(name)
         if apart:
-            yield f"{kind} {and_others(apart)}: unlike from rank to rank after build; expected the loaded values"
+            yield (
+                f"{kind} {and_others(apart)}: unlike from rank to rank after build; "
+                "expected the loaded values"
+            )
         if others:
             yield f"{kind} {and_others(others)}: other values after build than were loaded"
 
 
 def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[str]:
-    """Return the names of parameters whose flat pieces follow each other as in memory, so that digests differ."""
+    """Return the names of parameters whose flat pieces follow each other as in memory.
+
+    Their digests differ for that reason alone.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/fsdp/_flat_param.py,
     # ``flatten_tensors``.
-    return unwrapped.noncontiguous if cell.strategy == "fsdp1" else ()
+    if cell.strategy != "fsdp1":
+        return ()
+    return unwrapped.noncontiguous
 
 
 def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
     """Return the tensors whose values were read, by name: one on the meta device has none."""
     with_values: dict[str, ParameterInfo] = {}
     for info in infos:
-        if info.digest and (info.digest != digests.EMPTY or 0 in info.shape):
-            with_values[info.name] = info
+        has_no_elements = 0 in info.shape
+        if not info.digest or (info.digest == digests.EMPTY and not has_no_elements):
+            continue
+        with_values[info.name] = info
     return with_values
 
 
 def _expected_values(
     cell: Cell, kind: Kind, loaded: ParameterInfo, dtypes: Collection[str]
 ) -> set[str]:
-    """Return the digests that a parameter or a flat master may have; none if its dtype is a finding of ``dtypes``."""
+    """Return the digests that a parameter or a flat master may have.
+
+    None if its dtype is a finding of the check ``dtypes``.
+    """
     flat_masters = STRATEGIES.get(cell.strategy).flat_masters
     if kind == "master" or flat_masters:
         # DeepSpeed casts the model before it copies the masters.
         return {loaded.digest, loaded.rounded or loaded.digest}
-    if loaded.rounded and set(dtypes) == {PRECISIONS.get(cell.precision).compute}:
+    compute = PRECISIONS.get(cell.precision).compute
+    if loaded.rounded and set(dtypes) == {compute}:
         return {loaded.rounded}
-    if any(BYTES.get(dtype, 4) < BYTES.get(loaded.dtype, 4) for dtype in dtypes):
-        return set()
+    loaded_size = BYTES.get(loaded.dtype, 4)
+    for dtype in dtypes:
+        if BYTES.get(dtype, 4) < loaded_size:
+            return set()
     return {loaded.digest}
 
 
 def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield a finding for buffers whose values on this rank are not even the loaded ones in another dtype."""
+    """Yield a finding for buffers with other values on this rank than were loaded.
+
+    The loaded values in another dtype are the same.
+    """
     # The check ``names`` compares those that kept their dtype.
     loaded = _with_values(unwrapped.buffers)
     others: list[str] = []
@@ -120,7 +141,7 @@ def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -
 
 
 def _other_flags(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield findings for parameters that are trainable on this rank and were not when loaded, or the other way round."""
+    """Yield findings for parameters that became trainable, or frozen, since they were loaded."""
     trainable = {info.name: info.trainable for info in unwrapped.parameters}
     frozen: list[str] = []
     thawed: list[str] = []
@@ -139,12 +160,16 @@ def _other_flags(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> 
 
 
 def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield a finding if what is trained is in evaluation mode in a rank's step, and was not when loaded."""
+    """Yield a finding if what is trained is in evaluation mode, and was not when loaded.
+
+    The mode is that of the rank's step.
+    """
     # A trainer may put what it does not train into evaluation mode.
     trained = _above_trainable(unwrapped)
+    strategy = STRATEGIES.get(names.cell.strategy)
     evaluating: list[str] = []
     for module in snapshot.evaluating:
-        name = STRATEGIES.get(names.cell.strategy).canonical(module, names.cell, trained)
+        name = strategy.canonical(module, names.cell, trained)
         if name in trained and name not in unwrapped.evaluating:
             evaluating.append(name)
     if not evaluating:
@@ -156,10 +181,15 @@ def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> I
 
 
 def _above_trainable(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the names of all modules with a trainable parameter, of their own or below; the root's is empty."""
+    """Return the names of all modules with a trainable parameter, of their own or below.
+
+    The root's name is empty.
+    """
     modules: set[str] = set()
     for info in unwrapped.parameters:
-        name = info.name if info.trainable else ""
+        if not info.trainable:
+            continue
+        name = info.name
         while name:
             name = module_of(name)
             modules.add(name)

@@ -17,25 +17,31 @@ _WITH_UNITS = frozenset({"FSDP1", "FSDP2"})
 
 
 def _why_no_units(cell: Cell, driver: type[Driver]) -> str | None:
-    if _has_units(cell) or cell.option("activation_checkpointing") or cell.option("compile"):
+    if _has_units(cell):
+        return None
+    if cell.option("activation_checkpointing") or cell.option("compile"):
         return None
     return f"{cell.strategy} cuts no units, and nothing is recomputed or compiled"
 
 
 def _has_units(cell: Cell) -> bool:
-    """Tell whether the strategy shards a model unit by unit: FSDP gathers the parameters of one at a time."""
+    """Tell whether the strategy shards a model unit by unit.
+
+    FSDP gathers the parameters of one unit at a time.
+    """
     return STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=7, not_applicable=_why_no_units)
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that FSDP's units, activation checkpointing and torch.compile apply to the model's blocks.
+    """Check that FSDP, activation checkpointing and torch.compile apply to the model's blocks.
 
-    Each block and the root is a unit; no child of a block is. Whole blocks are recomputed; selectively all but their
-    matrix products. The driver or the model declares the blocks, as models of transformers do; unknown blocks are a finding.
+    Each block and the root is a unit; no child of a block is. Whole blocks are recomputed;
+    selectively all but their matrix products. The driver or the model declares the blocks, as
+    models of transformers do; unknown blocks are a finding.
 
-    If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once,
-    one for each child costs a collective each.
+    If it fails: compare the policy's class names with the model's. One unit for all gathers the
+    whole model at once, one for each child costs a collective each.
     """
     run = trace.run()
     if run.unwrapped is None:
@@ -53,7 +59,10 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _of_rank(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
-    """Yield what is not as the cell says on one rank, given the part of the unwrapped model that its stage has."""
+    """Yield what is not as the cell says on one rank.
+
+    ``unwrapped`` is the part of the unwrapped model that the rank's stage has.
+    """
     if snapshot.model is None or unwrapped is None:
         yield "no model to read units from"
         return
@@ -65,14 +74,20 @@ def _of_rank(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) ->
 
 
 def _why_not_known(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
-    """Return a finding if the expected units are not known, so that the check cannot pass; None otherwise."""
+    """Return a finding if the expected units are not known; None otherwise.
+
+    Without them the check cannot pass.
+    """
     if cell.option("ignored_modules") and not unwrapped.ignored_modules:
         return "it is not known which module was to be left out of the sharding"
     if not _needs_blocks(cell):
         return None
     classes = " or ".join(repr(name) for name in unwrapped.block_classes)
     if "" in unwrapped.blocks:
-        return f"the whole model that was seen is one block, a {classes}: nothing wraps what is around it"
+        return (
+            f"the whole model that was seen is one block, a {classes}: "
+            "nothing wraps what is around it"
+        )
     if unwrapped.blocks:
         return None
     reason = "it declares none (_no_split_modules)"
@@ -92,15 +107,24 @@ def _needs_blocks(cell: Cell) -> bool:
 
 
 def _unwrapped_names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
-    """Return the unwrapped model's names of live modules; the root's is empty, whatever wraps it."""
+    """Return the unwrapped model's names of live modules.
+
+    The root's is empty, whatever wraps it.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     known = {module_of(info.name) for info in unwrapped.parameters}
     known.update(unwrapped.blocks)
-    return {strategy.canonical(name, cell, known) for name in live}
+    names: set[str] = set()
+    for live_name in live:
+        names.add(strategy.canonical(live_name, cell, known))
+    return names
 
 
 def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding unless FSDP's units are the blocks and the root, and none is inside a block."""
+    """Yield a finding unless FSDP's units are the blocks and the root.
+
+    None may be inside a block.
+    """
     if not _has_units(cell):
         return
     fsdp_units = _unwrapped_names(cell, unwrapped, model.units)
@@ -108,7 +132,10 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
         return
     if cell.option("wrap_policy") == "size":
         if len(fsdp_units) < 2:
-            yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
+            yield (
+                "FSDP has one unit for the whole model; "
+                "expected one for each part that is large enough"
+            )
         return
     inside_blocks = set()
     for unit in fsdp_units:
@@ -123,7 +150,10 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
         expected.add("")
     # Embeddings and heads may be units of their own.
     if inside_blocks or not expected <= fsdp_units:
-        yield f"FSDP's units are {_listed(fsdp_units)}; expected {_listed(expected)}, and none inside a block"
+        yield (
+            f"FSDP's units are {_listed(fsdp_units)}; "
+            f"expected {_listed(expected)}, and none inside a block"
+        )
 
 
 def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
@@ -147,7 +177,10 @@ def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
 
 
 def _recomputed_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding unless the activations of each block are recomputed, or of none without activation checkpointing."""
+    """Yield a finding unless the activations of each block are recomputed.
+
+    Without activation checkpointing those of none are to be.
+    """
     recomputed = _unwrapped_names(cell, unwrapped, model.checkpointed)
     # A parent of blocks may be marked without being recomputed.
     recomputed &= _blocks_and_modules_inside(unwrapped)
@@ -155,7 +188,10 @@ def _recomputed_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) 
         # A script may turn it on by itself; a driver that supports the option was given the cell's
         # value.
         if recomputed and requested(cell, unwrapped, "activation_checkpointing"):
-            yield f"the activations of {_listed(recomputed)} are recomputed without activation_checkpointing"
+            yield (
+                f"the activations of {_listed(recomputed)} "
+                "are recomputed without activation_checkpointing"
+            )
         return
     blocks = set(unwrapped.blocks)
     if recomputed != blocks:
@@ -175,30 +211,40 @@ def _blocks_and_modules_inside(unwrapped: UnwrappedInfo) -> set[str]:
 
 
 def _recomputed_operators(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings for what blocks did not compute again, or did although it was to be kept; nothing if that was not seen."""
+    """Yield findings for what blocks did not compute again, or did although it was kept.
+
+    Nothing if that was not seen.
+    """
     mode = cell.option("activation_checkpointing")
     counts = snapshot.recomputed
     if not mode or not counts.get("products"):
         return
     again = counts.get("products again", 0)
-    counted = f"blocks computed {again} of {counts['products']} matrix products again"
+    products = counts["products"]
+    counted = f"blocks computed {again} of {products} matrix products again"
     if mode == "selective" and again:
         yield f"{counted}; expected none in selective activation checkpointing"
     elif not again and not counts.get("others again"):
         yield "blocks computed nothing again in the backward pass"
     # A recomputation ends with what it needs, so that the last product of a block is not computed
     # again.
-    elif mode is True and not again and counts["products"] > counts["calls"]:
+    elif mode is True and not again and products > counts["calls"]:
         yield f"{counted}; expected all but the last of each block"
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:
     """Tell whether the module or parameter of that name is inside one of the modules."""
-    return any(name.startswith(f"{module}.") for module in modules)
+    for module in modules:
+        if name.startswith(f"{module}."):
+            return True
+    return False
 
 
 def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield findings unless torch.compile has compiled what the cell says: the model, each block, or one of them."""
+    """Yield findings unless torch.compile has compiled what the cell says.
+
+    That is the model, each block, or one of them.
+    """
     mode = cell.option("compile")
     if not mode:
         return
@@ -221,7 +267,10 @@ def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) ->
 
 
 def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding for each parameter that is sharded although its module was to be left out of the sharding."""
+    """Yield a finding for each sharded parameter that was to be left out of the sharding.
+
+    Its module is to be left out.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     # Then the strategy shards no live parameters, as DDP.
     if strategy.kind == "Tensor":
@@ -229,10 +278,14 @@ def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
     numel_by_name = {info.name: info.local_numel for info in unwrapped.parameters}
     for info in model.parameters:
         name = strategy.canonical(info.name, cell, numel_by_name)
-        if info.kind != strategy.kind or info.local_numel == numel_by_name.get(name, 0):
+        is_whole = info.local_numel == numel_by_name.get(name, 0)
+        if info.kind != strategy.kind or is_whole:
             continue
         if _is_inside(name, unwrapped.ignored_modules):
-            yield f"{name!r} is sharded ({info.kind}, {info.layout}); it was to be left out of the sharding"
+            yield (
+                f"{name!r} is sharded ({info.kind}, {info.layout}); "
+                "it was to be left out of the sharding"
+            )
 
 
 def _quoted(module: str) -> str:
@@ -245,8 +298,10 @@ def _listed(names: Collection[str]) -> str:
     """Return the words for some modules in a finding: the first six, and how many more."""
     if not names:
         return "nothing"
-    quoted = sorted(_quoted(name) for name in names)
+    quoted = [_quoted(name) for name in names]
+    quoted.sort()
     listed = ", ".join(quoted[:6])
-    if len(quoted) > 6:
-        listed += f" and {len(quoted) - 6} more"
+    more = len(quoted) - 6
+    if more > 0:
+        listed += f" and {more} more"
     return listed

@@ -1,4 +1,7 @@
-"""Entry point of ``python -m pytest_distcompat.cli``, where the script ``distcompat`` is not on the PATH."""
+"""Entry point of ``python -m pytest_distcompat.cli``.
+
+For where the script ``distcompat`` is not on the PATH.
+"""
 
 import sys
 

@@ -19,6 +19,9 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import MESH
 from pytest_distcompat.strategies import STRATEGIES
 
+#: Why each check does not apply to a cell, by the check's name; None for one that does.
+WhyNotByCheck = dict[str, str | None]
+
 
 @dataclass(frozen=True)
 class Capability:
@@ -36,7 +39,7 @@ class Capability:
     driver: str
     reasons: dict[Cell, str | None] = field(default_factory=dict)
     known: frozenset[Cell] = frozenset()
-    checks: dict[Cell, dict[str, str | None]] = field(default_factory=dict)
+    checks: dict[Cell, WhyNotByCheck] = field(default_factory=dict)
 
     @property
     def able(self) -> int:
@@ -49,7 +52,8 @@ class Capability:
         Args:
             whole: Whether to add the tables of mesh options, and why cells and checks are left out.
         """
-        yield f"{self.driver}: {self.able} of the {len(self.reasons)} cells of the full profile"
+        total = len(self.reasons)
+        yield f"{self.driver}: {self.able} of the {total} cells of the full profile"
         yield from table(("", *PRECISIONS.names()), self._rows_of_strategies())
         if not whole:
             return
@@ -63,8 +67,9 @@ class Capability:
         for cell, reason in self.reasons.items():
             if not cell.options:
                 words[cell.strategy, cell.precision] = self._word(cell, reason)
+        precisions = PRECISIONS.names()
         for strategy in STRATEGIES.names():
-            yield [strategy, *[words[strategy, precision] for precision in PRECISIONS.names()]]
+            yield [strategy, *[words[strategy, precision] for precision in precisions]]
 
     def _word(self, cell: Cell, reason: str | None) -> str:
         """Return a cell's word in a table; ``reason`` is why it cannot run, None if it can."""
@@ -80,16 +85,22 @@ class Capability:
         for cell, reason in self.reasons.items():
             if reason:
                 cells_by_reason.setdefault(reason, []).append(cell)
-        by_frequency = sorted(cells_by_reason.items(), key=lambda item: len(item[1]), reverse=True)
-        for reason, cells in by_frequency:
-            ids = [cell.id for cell in cells]
-            yield f"    {len(cells)} not: {reason} [{_first_of(ids)}]"
+
+        def number_of_cells(reason: str) -> int:
+            return len(cells_by_reason[reason])
+
+        for reason in sorted(cells_by_reason, key=number_of_cells, reverse=True):
+            ids = [cell.id for cell in cells_by_reason[reason]]
+            yield f"    {len(ids)} not: {reason} [{_first_of(ids)}]"
 
     def _rows_of_meshes(self) -> Iterator[list[str]]:
         """Yield a row for each set of mesh options: how many cells of each strategy can run."""
         for mesh, cells in _by_mesh(self.reasons).items():
             able = Counter(cell.strategy for cell in cells if not self.reasons[cell])
-            yield [mesh, *[str(able[strategy] or "-") for strategy in STRATEGIES.names()]]
+            row = [mesh]
+            for strategy in STRATEGIES.names():
+                row.append(str(able[strategy] or "-"))
+            yield row
 
     def _checks(self) -> Iterator[str]:
         """Yield a table of checks by mesh options, then why checks do not apply.
@@ -179,7 +190,7 @@ def _concerns_whole_cells(issue: Expectation) -> bool:
 
 def _checks_on_meshes(
     driver: type[Driver], reasons: dict[Cell, str | None]
-) -> dict[Cell, dict[str, str | None]]:
+) -> dict[Cell, WhyNotByCheck]:
     """Return why checks do not apply in the cells that can run on a mesh of several dimensions.
 
     Args:
@@ -189,14 +200,15 @@ def _checks_on_meshes(
     Returns:
         The reasons by cell and name of the check; None for a check that applies.
     """
-    checks: dict[Cell, dict[str, str | None]] = {}
+    checks: dict[Cell, WhyNotByCheck] = {}
     for cells in _by_mesh(reasons).values():
         for cell in cells:
-            if not reasons[cell]:
-                checks[cell] = {
-                    check.name: not_applicable(check, cell, driver, {})
-                    for check in CHECKS.by_name.values()
-                }
+            if reasons[cell]:
+                continue
+            reasons_of_cell: WhyNotByCheck = {}
+            for check in CHECKS.by_name.values():
+                reasons_of_cell[check.name] = not_applicable(check, cell, driver, {})
+            checks[cell] = reasons_of_cell
     return checks
 
 
@@ -206,7 +218,10 @@ def issues_here(
     """Return the issues that are present on the device, each with the drivers concerned."""
     applicable = []
     for issue in issues:
-        names = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]
+        names = []
+        for driver in drivers:
+            if not set(concerned(driver)).isdisjoint(issue.drivers):
+                names.append(driver.name)
         if names and issue.applies_on(device) and not issue.ended:
             applicable.append((issue, names))
     return applicable

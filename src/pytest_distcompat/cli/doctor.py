@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="what is installed, what can be run here, what is wrong",
-        description="Look at this machine and its packages; run no test. Exit code 0: no problem, 1: at least one.",
+        description="Look at this machine and its packages; run no test. "
+        "Exit code 0: no problem, 1: at least one.",
     )
     doctor.add_argument(
         "--driver",
@@ -99,7 +100,8 @@ def _verdict(findings: Sequence[Finding], *, failed: bool, strict: bool) -> str:
     parts = []
     for level in ("problem", "warning", "note"):
         count = levels.count(level)
-        parts.append(f"{count} {level}" if count == 1 else f"{count} {level}s")
+        plural = "" if count == 1 else "s"
+        parts.append(f"{count} {level}{plural}")
     if strict:
         parts.append("--strict")
     word = "FAIL" if failed else "ok"
@@ -109,20 +111,24 @@ def _verdict(findings: Sequence[Finding], *, failed: bool, strict: bool) -> str:
 def _findings(
     inspected: Machine, wanted_gpus: int, capabilities: Sequence[Capability]
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the packages and the machine, and whether GPUs or cells are missing."""
+    """Yield what is wrong with the packages and the machine, and what is missing.
+
+    A suite may miss GPUs, or cells that can run here.
+    """
     yield from machine.package_findings()
     yield from machine.findings(inspected)
     visible = len(inspected.visible)
     if visible < wanted_gpus:
-        text = f"{wanted_gpus} GPUs are wanted, {visible} of {len(inspected.gpus)} are visible"
-        yield Finding("problem", text)
+        gpus = f"{visible} of {len(inspected.gpus)} are visible"
+        yield Finding("problem", f"{wanted_gpus} GPUs are wanted, {gpus}")
     if not any(capability.able for capability in capabilities):
         # A dictionary, to have each reason once and in order.
         reasons: dict[str | None, None] = {}
         for capability in capabilities:
             reasons |= dict.fromkeys(capability.reasons.values())
         texts = list(filter(None, reasons))
-        yield Finding("problem", f"no cell can run here, so a suite fails: {'; '.join(texts[:3])}")
+        first_reasons = "; ".join(texts[:3])
+        yield Finding("problem", f"no cell can run here, so a suite fails: {first_reasons}")
 
 
 def _lines(
@@ -136,7 +142,9 @@ def _lines(
 ) -> Iterator[str]:
     """Yield the lines for the terminal; ``whole``: with every reason and link."""
     yield "installed"
-    versions = [f"{name} {version}" for name, version in machine.installed().items()]
+    versions = []
+    for name, version in machine.installed().items():
+        versions.append(f"{name} {version}")
     yield f"  {', '.join(versions)}"
     for kind, origins in machine.extensions().items():
         for origin in origins:
@@ -147,7 +155,8 @@ def _lines(
         yield f"  {line}"
     yield ""
     hint = "" if whole else "; --all gives the reasons of the others"
-    yield f"cells that can be run here, those without options one by one ({world_size} ranks, {inspected.device}){hint}"
+    place = f"({world_size} ranks, {inspected.device})"
+    yield f"cells that can be run here, those without options one by one {place}{hint}"
     for capability in capabilities:
         for line in capability.lines(whole=whole):
             yield f"  {line}"
@@ -156,7 +165,8 @@ def _lines(
     yield f"known upstream issues of these versions on {inspected.device}: {len(known)}{hint}"
     if whole:
         for issue, drivers in known:
-            yield f"  {issue.id} ({', '.join(drivers)}): {issue.reason} ({issue.link})"
+            place = f"{issue.id} ({', '.join(drivers)})"
+            yield f"  {place}: {issue.reason} ({issue.link})"
     yield ""
     for finding in findings:
         yield f"{finding.level}: {finding.text}"
@@ -164,7 +174,8 @@ def _lines(
 
 def _devices(inspected: Machine) -> Iterator[str]:
     """Yield the lines about CPU cores, GPUs, and what connects ranks."""
-    yield f"{inspected.cores} CPU cores; {len(inspected.gpus)} GPUs, {len(inspected.visible)} visible"
+    visible = f"{len(inspected.visible)} visible"
+    yield f"{inspected.cores} CPU cores; {len(inspected.gpus)} GPUs, {visible}"
     torch = inspected.torch
     if "error" in torch:
         return
@@ -174,15 +185,15 @@ def _devices(inspected: Machine) -> Iterator[str]:
         gpus += f" ({', '.join(names)})"
     yield f"torch is built for {_platform(torch)}; it can use {gpus}"
     gloo = "gloo" if torch["gloo"] else "no gloo"
-    nccl = f"NCCL {torch['nccl']}".strip() if torch["has_nccl"] else "no NCCL"
+    nccl = "no NCCL"
+    if torch["has_nccl"]:
+        nccl = f"NCCL {torch['nccl']}".strip()
     yield f"ranks talk through {gloo} on the CPU; for GPUs there is {nccl}"
     library = inspected.nccl
     if library is not None:
-        sharing = (
-            "takes several ranks of one GPU"
-            if library.shares_gpus
-            else f"takes one rank a GPU. {CURE}"
-        )
+        sharing = f"takes one rank a GPU. {CURE}"
+        if library.shares_gpus:
+            sharing = "takes several ranks of one GPU"
         yield f"ranks load {library} ({library.path}), which {sharing}"
 
 

@@ -61,7 +61,10 @@ FURTHER = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding about the machine: a ``problem`` (runs fail or differ from their settings), a ``warning``, a ``note``."""
+    """Finding about the machine.
+
+    Its level is ``problem`` (runs fail or differ from their settings), ``warning`` or ``note``.
+    """
 
     level: str
     text: str
@@ -120,7 +123,10 @@ def this_machine() -> Machine:
 
 
 def torch_infos() -> dict[str, Any]:
-    """Return facts about torch, as ``Machine.torch`` has them. Starts a Python process that imports it."""
+    """Return facts about torch, as ``Machine.torch`` has them.
+
+    Starts a Python process that imports torch.
+    """
     command = [sys.executable, "-m", "pytest_distcompat.cli.torch_facts"]
     try:
         done = subprocess.run(
@@ -133,7 +139,8 @@ def torch_infos() -> dict[str, Any]:
         if errors:
             return {"error": errors[-1]}
         return {"error": f"the process that imports torch ended with exit code {done.returncode}"}
-    infos: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    last_line = done.stdout.splitlines()[-1]
+    infos: dict[str, Any] = json.loads(last_line)
     return infos
 
 
@@ -194,12 +201,14 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
     if count and not (torch["cuda"] or torch["hip"]):
         yield Finding(
             "problem",
-            f"{count} GPUs are here, and this torch is built for the CPU only: install one for CUDA",
+            f"{count} GPUs are here, and this torch is built for the CPU only: "
+            "install one for CUDA",
         )
     elif machine.visible and not torch["gpus"]:
         yield Finding(
             "problem",
-            "torch cannot use the GPUs (torch.cuda.is_available() is False): is the driver too old?",
+            "torch cannot use the GPUs (torch.cuda.is_available() is False): "
+            "is the driver too old?",
         )
     elif len(machine.visible) != len(torch["gpus"]):
         yield Finding(
@@ -208,50 +217,65 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
         )
     if machine.visible and torch["gpus"] and not torch["has_nccl"]:
         yield Finding("problem", "this torch has no NCCL, without which no ranks meet on GPUs")
-    if count and selection is not None and not selection.strip():
+    if not count or selection is None:
+        return
+    if not selection.strip():
         yield Finding(
             "warning",
             f"CUDA_VISIBLE_DEVICES is empty: none of {count} GPUs is used, runs are on the CPU",
         )
-    elif count and selection is not None and len(machine.visible) < len(selection.split(",")):
+        return
+    visible = len(machine.visible)
+    if visible < len(selection.split(",")):
         problem = f"CUDA_VISIBLE_DEVICES={selection} names what is not here, or one GPU twice"
-        yield Finding("problem", f"{problem}: CUDA shows {len(machine.visible)} of {count} GPUs")
+        yield Finding("problem", f"{problem}: CUDA shows {visible} of {count} GPUs")
 
 
 def _environment_findings(machine: Machine) -> Iterator[Finding]:
     environ = machine.environ
     threads = environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > max(1, machine.cores // 2):
-        problem = f"OMP_NUM_THREADS={threads}: each rank starts so many threads, and there are {machine.cores} cores"
-        yield Finding("warning", f"{problem}. torchrun takes 1 where it is not set")
+    most_threads = max(1, machine.cores // 2)
+    if threads.isdecimal() and int(threads) > most_threads:
+        yield Finding(
+            "warning",
+            f"OMP_NUM_THREADS={threads}: each rank starts so many threads, "
+            f"and there are {machine.cores} cores. torchrun takes 1 where it is not set",
+        )
     rank_variables = [name for name in RANK_VARIABLES if name in environ]
     if rank_variables:
         yield Finding(
             "warning",
-            f"{', '.join(rank_variables)}: set as for a rank of a process group; a trainer takes itself for one",
+            f"{', '.join(rank_variables)}: set as for a rank of a process group; "
+            "a trainer takes itself for one",
         )
-    overriding = [f"{name}={environ[name]}" for name in LAUNCHER_VARIABLES if name in environ]
+    overriding = []
+    for name in LAUNCHER_VARIABLES:
+        if name in environ:
+            overriding.append(f"{name}={environ[name]}")
     if overriding:
         yield Finding(
             "warning",
-            f"{', '.join(overriding)}: accelerate obeys the environment before your trainer's settings",
+            f"{', '.join(overriding)}: "
+            "accelerate obeys the environment before your trainer's settings",
         )
-    offline = [
-        name
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-        if environ.get(name)
-    ]
+    offline = []
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        if environ.get(name):
+            offline.append(name)
     if offline:
         problem = f"{', '.join(offline)}: nothing is downloaded"
         yield Finding(
             "note",
-            f"{problem}; what your own trainer loads must be in the cache (the built-in models need nothing)",
+            f"{problem}; what your own trainer loads must be in the cache "
+            "(the built-in models need nothing)",
         )
 
 
 def _system_findings(machine: Machine) -> Iterator[Finding]:
     if machine.shm is None or machine.shm < LEAST_SHM:
-        size = "is not there" if machine.shm is None else f"has {machine.shm >> 20} MiB free"
+        size = "is not there"
+        if machine.shm is not None:
+            size = f"has {machine.shm >> 20} MiB free"
         yield Finding(
             "warning",
             f"{SHM} {size}; ranks share memory there: docker run --shm-size=1g, or --ipc=host",
@@ -262,18 +286,20 @@ def _system_findings(machine: Machine) -> Iterator[Finding]:
             "warning", f"{problem}; checkpoints are kept there: set TMPDIR, or --basetemp"
         )
     if not machine.resolves:
-        problem = f"the name of this machine, {machine.hostname}, does not resolve within {RESOLVE_TIMEOUT_S:g} s"
         yield Finding(
             "warning",
-            f"{problem}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME",
+            f"the name of this machine, {machine.hostname}, does not resolve "
+            f"within {RESOLVE_TIMEOUT_S:g} s: gloo may wait for it, or fail; "
+            "add it to /etc/hosts or set GLOO_SOCKET_IFNAME",
         )
     if machine.unreachable:
         yield Finding("problem", machine.unreachable)
     if not machine.loopback:
-        problem = f"{HOSTS} does not name ::1: torch's store asks a name server who 127.0.0.1 is, for each rank of each group"
         yield Finding(
             "warning",
-            f"{problem}, and one that drops a query costs 5 s; add '::1 localhost' to {HOSTS}",
+            f"{HOSTS} does not name ::1: torch's store asks a name server who 127.0.0.1 is, "
+            "for each rank of each group, and one that drops a query costs 5 s; "
+            f"add '::1 localhost' to {HOSTS}",
         )
     if not machine.compiler:
         yield Finding(
@@ -288,7 +314,10 @@ def installed() -> dict[str, str]:
 
 
 def extensions() -> dict[str, list[str]]:
-    """Return what other packages add by entry points, by kind: ``{"strategy": ["hsdp of my-trainer"]}``."""
+    """Return what other packages add by entry points.
+
+    By kind: ``{"strategy": ["hsdp of my-trainer"]}``.
+    """
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.precisions import PRECISIONS
@@ -304,7 +333,10 @@ def extensions() -> dict[str, list[str]]:
     }
     added: dict[str, list[str]] = {}
     for kind, registry in registries.items():
-        origins = [origin for origin in registry.extensions if not origin.endswith(f" of {OURS}")]
+        origins = []
+        for origin in registry.extensions:
+            if not origin.endswith(f" of {OURS}"):
+                origins.append(origin)
         if origins:
             added[kind] = origins
     return added
@@ -318,7 +350,8 @@ def package_findings() -> Iterator[Finding]:
     for requirement in _requirements(OURS, STACK):
         # The driver of accelerate gives its reason, below.
         if requirement.name != "accelerate" and not _fits(requirement, installed_versions):
-            problem = f"{requirement.name} {installed_versions[requirement.name]} is older than what {OURS} was tried with"
+            found_package = f"{requirement.name} {installed_versions[requirement.name]}"
+            problem = f"{found_package} is older than what {OURS} was tried with"
             yield Finding("problem", f"{problem}: {requirement}")
     if "accelerate" in installed_versions:
         yield from _accelerate_findings(installed_versions["accelerate"])
@@ -347,7 +380,10 @@ def _accelerate_findings(version: str) -> Iterator[Finding]:
 
 
 def _requirements(package: str, among: Collection[str]) -> Iterator[Requirement]:
-    """Yield what the package requires of these packages, each once, with the extras for the stack."""
+    """Yield what the package requires of these packages, each once.
+
+    The extras that concern the stack count too.
+    """
     relevant = set(STACK) & set(among) - {package}
     yielded: set[str] = set()
     for text in importlib.metadata.requires(package) or ():
@@ -362,7 +398,9 @@ def _requirements(package: str, among: Collection[str]) -> Iterator[Requirement]
 def _applies(requirement: Requirement) -> bool:
     """Tell whether the requirement is one of the package itself, or of one of its ``EXTRAS``."""
     marker = requirement.marker
-    return marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+    if marker is None:
+        return True
+    return any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
 
 
 def _fits(requirement: Requirement, installed_versions: Mapping[str, str]) -> bool:

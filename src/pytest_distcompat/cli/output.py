@@ -19,7 +19,11 @@ WRITTEN = f"written in the format of its suffix ({', '.join(FORMATS)}); may be g
 
 
 def report_file(text: str) -> Path:
-    """Return the path of a report's file. Raises ArgumentTypeError if its suffix is that of no format."""
+    """Return the path of a report's file.
+
+    Raises:
+        argparse.ArgumentTypeError: Its suffix is that of no format.
+    """
     path = Path(text)
     if path.suffix not in FORMATS:
         raise argparse.ArgumentTypeError(
@@ -30,7 +34,10 @@ def report_file(text: str) -> Path:
 
 @contextlib.contextmanager
 def named_in_errors(name: object = None) -> Iterator[None]:
-    """Turn an OSError of the block into a UsageProblem, whose message names the file, or what is given instead."""
+    """Turn an OSError of the block into a UsageProblem.
+
+    Its message names the file, or ``name`` if that is given.
+    """
     try:
         yield
     except OSError as error:
@@ -55,10 +62,15 @@ def table(
 ) -> Iterator[str]:
     """Yield a line for the heads and one for each row, in columns of equal width."""
     lines = [list(heads)]
-    lines += [list(map(str, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for row in rows:
+        lines.append(list(map(str, row)))
+    widths = []
+    for column in zip(*lines, strict=True):
+        widths.append(max(map(len, column)))
     for line in lines:
-        padded = [value.ljust(width) for value, width in zip(line, widths, strict=True)]
+        padded = []
+        for value, width in zip(line, widths, strict=True):
+            padded.append(value.ljust(width))
         yield f"{indent}{'  '.join(padded)}".rstrip()
 
 

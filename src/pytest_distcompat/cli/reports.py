@@ -1,4 +1,4 @@
-"""``diff``, ``merge``, ``report`` and ``trend``: commands for the JSON reports of earlier sessions."""
+"""``diff``, ``merge``, ``report``, ``trend``: commands for the JSON reports of earlier sessions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def add(commands: Any) -> None:
     diff = commands.add_parser(
         "diff",
         help="what is newly broken, newly fixed, newly missing",
-        description="Compare two reports. Exit code 0: nothing is newly broken or newly missing; 1: something is.",
+        description="Compare two reports. "
+        "Exit code 0: nothing is newly broken or newly missing; 1: something is.",
     )
     diff.add_argument("before", type=Path, metavar="LAST.json")
     diff.add_argument("after", type=Path, metavar="TODAY.json")
@@ -36,7 +37,8 @@ def add(commands: Any) -> None:
     merged = commands.add_parser(
         "merge",
         help="the reports of several jobs as one",
-        description="Merge reports. Of several verdicts on the same check in the same cell, the worst counts. "
+        description="Merge reports. "
+        "Of several verdicts on the same check in the same cell, the worst counts. "
         "Exit code 1: the report of a shard (--distcompat-shard) is missing.",
     )
     merged.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
@@ -53,7 +55,8 @@ def add(commands: Any) -> None:
     nights = commands.add_parser(
         "trend",
         help="many nights on one page: broken, flaky, fixed",
-        description="Write a page of all JSON reports in a directory and below it, in the order in which they began.",
+        description="Write a page of all JSON reports in a directory and below it, "
+        "in the order in which they began.",
     )
     nights.add_argument("directory", type=Path, metavar="DIR")
     nights.add_argument(
@@ -83,7 +86,8 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 def _diff(options: argparse.Namespace) -> int:
     differences = compare(Report.read(options.before), Report.read(options.after))
     if options.json:
-        print(json.dumps(differences.to_json(str(options.before)), indent=1))
+        document = differences.to_json(str(options.before))
+        print(json.dumps(document, indent=1))
     else:
         print("\n".join(differences.lines()))
     if differences.broken:

@@ -13,7 +13,8 @@ def infos() -> dict[str, Any]:
 
     gpus: list[str] = []
     if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        for number in range(torch.cuda.device_count()):
+            gpus.append(torch.cuda.get_device_name(number))
     has_nccl = distributed.is_available() and distributed.is_nccl_available()
     nccl_version = ""
     if has_nccl and torch.cuda.is_available():

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     from pytest_distcompat.status import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
 
+#: Makes the value of a table's column from a row of the evidence.
+Column = Callable[[dict[str, Any]], object]
+
 
 def add(commands: Any) -> None:
     """Add the subcommand to the parser's."""
     trace = commands.add_parser(
         "trace",
         help="train one cell; show names, dtypes, placements",
-        description="Train one cell, show what its ranks saw. Exit code 0: it trained and no check that was named fails; else 1.",
+        description="Train one cell, show what its ranks saw. "
+        "Exit code 0: it trained and no check that was named fails; else 1.",
     )
     trace.add_argument(
         "driver",
@@ -158,16 +162,18 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     if evidence.steps.get("loss"):
         yield ""
         yield from _steps(evidence)
-    if run.end is not None:
-        place = f" in {run.end.action}" if run.end.action else ""
+    end = run.end
+    if end is not None:
+        place = f" in {end.action}" if end.action else ""
+        text = f"{end.kind}{place}: {end.text}"
         yield ""
-        yield from f"{run.end.kind}{place}: {run.end.text}".split("\n")
+        yield from text.split("\n")
 
 
 def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
     """Yield a table of the parameters and buffers: their names, dtypes and placements."""
     stored_by_name = _stored_elements(run)
-    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+    columns: dict[str, Column] = {
         "unwrapped name": lambda row: row["unwrapped"] or "none",
         "shape": lambda row: " x ".join(map(str, row["shape"])),
         "live name": _live_name,
@@ -182,12 +188,18 @@ def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
     rows: list[list[object]] = []
     for row in evidence.names:
         rows.append([column(row) for column in columns.values()])
-    yield "names and placements (= the unwrapped name; held: how often by the optimizer; files: how many have the name)"
+    yield (
+        "names and placements (= the unwrapped name; "
+        "held: how often by the optimizer; files: how many have the name)"
+    )
     yield from table([*columns], rows)
 
 
 def _live_name(row: Mapping[str, Any]) -> object:
-    """Return the live name of a row, ``=`` for the unwrapped one; of what is in files alone, its key there."""
+    """Return the live name of a row, ``=`` for the unwrapped one.
+
+    Of what is in files alone, it is its key there.
+    """
     if row["live"] == row["unwrapped"]:
         return "="
     return row["live"] or row.get("key", "none")
@@ -199,7 +211,8 @@ def _dtypes(evidence: Row) -> Iterator[str]:
     for row in evidence.dtypes:
         differs = row["expected"] and row["seen"] != [row["expected"]]
         actual = ", ".join(row["seen"]) or "nothing"
-        rows.append((row["kind"], row["expected"] or "any", actual, "differs" if differs else ""))
+        note = "differs" if differs else ""
+        rows.append((row["kind"], row["expected"] or "any", actual, note))
     yield "dtypes after three steps"
     yield from table(("kind", "expected", "actual", ""), rows)
 
@@ -223,22 +236,31 @@ def _model(run: RunTrace) -> Iterator[str]:
     if built is None or built.model is None:
         return
     model = built.model
-    wraps = ", ".join(f"{count} x {name}" for name, count in model.wrappers.items()) or "none"
+    counts = []
+    for name, count in model.wrappers.items():
+        counts.append(f"{count} x {name}")
+    wrappers = ", ".join(counts) or "none"
     stage = "" if model.zero_stage is None else f", ZeRO stage {model.zero_stage}"
-    yield f"  model {model.type}; wrappers {wraps}{stage}; {model.world_size} ranks over {model.backend or 'no group'}"
+    group = f"{model.world_size} ranks over {model.backend or 'no group'}"
+    yield f"  model {model.type}; wrappers {wrappers}{stage}; {group}"
     stepped = run.first("step")
     if stepped is not None and stepped.optimizer is not None:
         optimizer = stepped.optimizer
-        keys = dict.fromkeys(
-            f"{state.key} {state.dtype}" for state in (*optimizer.masters, *optimizer.states)
-        )
+        # A dictionary, to have each key once and in order.
+        keys: dict[str, None] = {}
+        for state in (*optimizer.masters, *optimizer.states):
+            keys[f"{state.key} {state.dtype}"] = None
         kept_state = f"; keeps {', '.join(keys)}" if keys else ""
         entries = f"{optimizer.entries} entries on rank 0, {optimizer.foreign} foreign"
-        yield f"  optimizer {' > '.join(optimizer.chain)}; {entries}{kept_state}"
+        chain = " > ".join(optimizer.chain)
+        yield f"  optimizer {chain}; {entries}{kept_state}"
 
 
 def _stored_elements(run: RunTrace) -> dict[str, str]:
-    """Return the elements that each rank stores of each live name: one number if all ranks store as many."""
+    """Return the elements that each rank stores of each live name, as text.
+
+    It is one number if all ranks store as many.
+    """
     numels_by_name: dict[str, list[int]] = {}
     for snapshot in run.at("build"):
         for info in snapshot.parameters:

@@ -1,4 +1,7 @@
-"""Validation of what a driver's class declares: a wrong name or type would silently leave test items out."""
+"""Validation of what a driver's class declares.
+
+A wrong name or type would silently leave test items out.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,29 @@ _TUPLES_OF_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ig
 
 
 def check_declared(driver: type[Driver], name: str) -> None:
-    """Validate the attributes of a driver's class, which messages call ``name``. Raises UsageProblem, with the valid values."""
+    """Validate the attributes of a driver's class.
+
+    Args:
+        driver: The class.
+        name: What messages call it.
+
+    Raises:
+        UsageProblem: If one is wrong; the message has the valid values.
+    """
     for attribute in _TUPLES_OF_NAMES:
         _check_names(driver, name, attribute)
     if not isinstance(driver.portable, Mapping):
         raise UsageProblem(
-            f"driver {name!r}: portable is {driver.portable!r:.200}; expected a mapping of strategy to strategy"
+            f"driver {name!r}: portable is {driver.portable!r:.200}; "
+            "expected a mapping of strategy to strategy"
         )
     if not isinstance(
         inspect.getattr_static(driver, "unsupported_reason"), (classmethod, staticmethod)
     ):
         # Called on the class, a plain method would take the cell for ``self``.
         raise UsageProblem(
-            f"driver {name!r}: unsupported_reason is no classmethod; expected unsupported_reason(cls, cell, device)"
+            f"driver {name!r}: unsupported_reason is no classmethod; "
+            "expected unsupported_reason(cls, cell, device)"
         )
     for option in driver.options:
         if option not in OPTIONS:
@@ -36,7 +49,8 @@ def check_declared(driver: type[Driver], name: str) -> None:
                 f"driver {name!r}: options: no option named {option!r}. Known: {', '.join(OPTIONS)}"
             )
     _check_strategies(name, "reshards", driver.reshards)
-    _check_strategies(name, "portable", (*driver.portable, *driver.portable.values()))
+    _check_strategies(name, "portable", driver.portable.keys())
+    _check_strategies(name, "portable", driver.portable.values())
 
 
 def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
@@ -44,7 +58,10 @@ def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
     value: Any = getattr(driver, attribute)
     if isinstance(value, property):
         return
-    if not isinstance(value, (tuple, list)) or not all(isinstance(item, str) for item in value):
+    has_names = False
+    if isinstance(value, (tuple, list)):
+        has_names = all(isinstance(item, str) for item in value)
+    if not has_names:
         raise UsageProblem(
             f"driver {name!r}: {attribute} is {value!r:.200}; expected a tuple of names"
         )
@@ -60,15 +77,22 @@ def _check_strategies(name: str, attribute: str, strategies: Iterable[str]) -> N
 
 
 def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | None:
-    """Return why the driver cannot run the cell on that device, None if it can. Raises UsageProblem if its method is wrong."""
-    call = f"driver '{driver.__module__}:{driver.__qualname__}': unsupported_reason({cell.id}, {device!r})"
+    """Return why the driver cannot run the cell on that device; None if it can.
+
+    Raises:
+        UsageProblem: If the driver's method raises or returns something else.
+    """
+    name = f"{driver.__module__}:{driver.__qualname__}"
+    call = f"driver '{name}': unsupported_reason({cell.id}, {device!r})"
     method: Callable[[Cell, str], Any] = driver.unsupported_reason
     try:
         reason = method(cell, device)
     except Exception as error:
-        raise UsageProblem(f"{call} raised {type(error).__name__}: {error}") from error
+        kind = type(error).__name__
+        raise UsageProblem(f"{call} raised {kind}: {error}") from error
     if reason is not None and not isinstance(reason, str):
         raise UsageProblem(
-            f"{call} returned {reason!r:.200}; expected the reason as one sentence, None if the driver supports the cell"
+            f"{call} returned {reason!r:.200}; "
+            "expected the reason as one sentence, None if the driver supports the cell"
         )
     return reason or None

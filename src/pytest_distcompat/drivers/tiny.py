@@ -1,4 +1,7 @@
-"""``TinyDriver``, the base of drivers of common libraries: the name of ``ext.upstream.drivers`` that users import."""
+"""``TinyDriver``, the base of drivers of common libraries, under the name users import.
+
+``ext.upstream.drivers`` has it.
+"""
 
 from pytest_distcompat.ext.upstream.drivers import TinyDriver
 

@@ -56,25 +56,29 @@ def _all_curves(cell: Cell, trace: Trace) -> dict[str, _Curve]:
     curves = _curves(trace.run(), "step")
     if "reference" in trace.runs:
         reference = _curves(trace.run("reference"), "reference")
-        for name in _COMPARED:
-            if name in reference:
-                curves[f"reference_{name}"] = reference[name]
+        _add_compared(curves, reference, "reference")
         loss_tolerances, norm_tolerances = tolerances(cell, trace)
         curves["loss_tolerance"] = [_rounded(tolerance) for tolerance in loss_tolerances]
         curves["grad_norm_tolerance"] = [_rounded(tolerance) for tolerance in norm_tolerances]
     if "resume" in trace.runs:
         resumed = _curves(trace.run("resume"), "step", SAVED)
-        for name in _COMPARED:
-            if name in resumed:
-                curves[f"resumed_{name}"] = resumed[name]
+        _add_compared(curves, resumed, "resumed")
     return curves
+
+
+def _add_compared(curves: dict[str, _Curve], others: Mapping[str, _Curve], prefix: str) -> None:
+    """Add the curves of another run that stand beside the training's, under a prefix."""
+    for name in _COMPARED:
+        if name in others:
+            curves[f"{prefix}_{name}"] = others[name]
 
 
 def _peak_memory(run: RunTrace) -> list[int]:
     """Return the peak memory of each rank in bytes, in rank order."""
     peaks: dict[int, int] = {}
     for snapshot in run.snapshots:
-        peaks[snapshot.rank] = max(peaks.get(snapshot.rank, 0), snapshot.memory)
+        peak = peaks.get(snapshot.rank, 0)
+        peaks[snapshot.rank] = max(peak, snapshot.memory)
     return [peaks[rank] for rank in sorted(peaks)]
 
 
@@ -90,9 +94,17 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     unwrapped_keys = {*unwrapped, *first.unwrapped.state_dict}
     live = _live_parameters(cell, run, unwrapped_keys)
     files_by_key = _files_by_key(run)
-    other_keys = [key for key in files_by_key if key not in unwrapped_keys]
-    names = list(dict.fromkeys((*unwrapped, *live, *other_keys)))[:MAX_NAMES]
-    return [_name_row(name, unwrapped.get(name), live.get(name), files_by_key) for name in names]
+    # A dict, because it keeps the order and has each name only once.
+    names: dict[str, None] = dict.fromkeys((*unwrapped, *live))
+    for key in files_by_key:
+        if key not in unwrapped_keys:
+            names[key] = None
+    rows = []
+    for name in list(names)[:MAX_NAMES]:
+        row = _name_row(name, unwrapped.get(name), live.get(name))
+        row["files"] = files_by_key.get(name, [])
+        rows.append(row)
+    return rows
 
 
 def _live_parameters(
@@ -103,9 +115,11 @@ def _live_parameters(
     if trained is None:
         return {}
     strategy = STRATEGIES.get(cell.strategy)
-    return {
-        strategy.canonical(info.name, cell, unwrapped_keys): info for info in trained.parameters
-    }
+    parameters: dict[str, ParameterInfo] = {}
+    for info in trained.parameters:
+        name = strategy.canonical(info.name, cell, unwrapped_keys)
+        parameters[name] = info
+    return parameters
 
 
 def _files_by_key(run: RunTrace) -> dict[str, list[str]]:
@@ -126,9 +140,8 @@ def _name_row(
     name: str,
     unwrapped: ParameterInfo | None,
     live: ParameterInfo | None,
-    files_by_key: Mapping[str, list[str]],
 ) -> dict[str, Any]:
-    """Return a row of the table of names, as the report's schema has it."""
+    """Return a row of the table of names, as the report's schema has it, but for the files."""
     row: dict[str, Any] = {
         "unwrapped": "",
         "shape": [],
@@ -153,7 +166,6 @@ def _name_row(
         row["held"] = live.held
     if not unwrapped and not live:
         row["key"] = name
-    row["files"] = files_by_key.get(name, [])
     return row
 
 
@@ -172,8 +184,9 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
 
 def _seen_dtypes(snapshots: Sequence[Snapshot]) -> dict[str, set[str]]:
     """Return the dtypes that any rank recorded for each kind of tensor."""
-    kinds = ("storage", "compute", "reduce", "gradient", "master", "state")
-    seen: dict[str, set[str]] = {kind: set() for kind in kinds}
+    seen: dict[str, set[str]] = {}
+    for kind in ("storage", "compute", "reduce", "gradient", "master", "state"):
+        seen[kind] = set()
     for snapshot in snapshots:
         for info in snapshot.parameters:
             if info.trainable and info.local_numel:
@@ -195,7 +208,8 @@ def _reduced(snapshot: Snapshot) -> Iterable[str]:
     largest_numel: dict[str, int] = {}
     for info in snapshot.collectives:
         if info.op in REDUCTIONS and "float" in info.dtype:
-            largest_numel[info.dtype] = max(largest_numel.get(info.dtype, 0), info.numel)
+            largest = largest_numel.get(info.dtype, 0)
+            largest_numel[info.dtype] = max(largest, info.numel)
     if not largest_numel:
         return []
     return [max(largest_numel, key=lambda dtype: largest_numel[dtype])]
@@ -212,19 +226,25 @@ def _curves(run: RunTrace, action: str, before: int = 0) -> dict[str, _Curve]:
     losses: _Curve = [None] * before
     norms: _Curve = [None] * before
     seconds: _Curve = [None] * before
-    indices = {snapshot.index for snapshot in run.snapshots if snapshot.action == action}
+    indices: set[int] = set()
+    for snapshot in run.snapshots:
+        if snapshot.action == action:
+            indices.add(snapshot.index)
     for nth in range(len(indices)):
         snapshots = run.at(action, nth)
         losses.append(_mean_loss(snapshots))
-        norm = snapshots[0].grad_norm
-        norms.append(None if norm is None else _rounded(norm))
-        seconds.append(_rounded(max(snapshot.seconds for snapshot in snapshots)))
+        norms.append(_rounded(snapshots[0].grad_norm))
+        slowest = max(snapshot.seconds for snapshot in snapshots)
+        seconds.append(_rounded(slowest))
     curves = {"loss": losses, "grad_norm": norms, "seconds": seconds}
     return {name: curve for name, curve in curves.items() if _has_numbers(curve)}
 
 
 def _mean_loss(snapshots: Iterable[Snapshot]) -> float | None:
-    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
+    losses: list[float] = []
+    for snapshot in snapshots:
+        if snapshot.loss is not None:
+            losses.append(snapshot.loss)
     if not losses:
         return None
     return _rounded(sum(losses) / len(losses))
@@ -234,8 +254,8 @@ def _has_numbers(curve: _Curve) -> bool:
     return any(value is not None for value in curve)
 
 
-def _rounded(value: float) -> float | None:
-    """Round to six digits; return None for a number that JSON does not have."""
-    if not math.isfinite(value):
+def _rounded(value: float | None) -> float | None:
+    """Round to six digits; return None for None, and for a number that JSON does not have."""
+    if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")

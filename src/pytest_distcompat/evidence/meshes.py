@@ -19,7 +19,9 @@ _SHARD = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
 
 
 def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
-    """Return the ranks at their coordinates, and the parts that they hold after ``build``, once for each distinct layout.
+    """Return the ranks at their coordinates, and the parts that they hold after ``build``.
+
+    Each distinct layout is there once.
 
     Args:
         cell: The cell of the training.
@@ -32,12 +34,16 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     snapshots = run.at("build")
     parameters_by_rank = _parameters_by_rank(cell, run)
     dims = _widest_mesh(parameters_by_rank)
-    if not parameters_by_rank or (len(dims) < 2 and cell.tp * cell.pp == 1):
+    if not parameters_by_rank:
         return None
-    dim_rows = [{"name": dim.name, "size": dim.size} for dim in dims]
-    coordinates = [
-        _coordinate(list(parameters.values()), dims) for parameters in parameters_by_rank
-    ]
+    if len(dims) < 2 and cell.tp * cell.pp == 1:
+        return None
+    dim_rows: list[dict[str, Any]] = []
+    for dim in dims:
+        dim_rows.append({"name": dim.name, "size": dim.size})
+    coordinates: list[list[int]] = []
+    for parameters in parameters_by_rank:
+        coordinates.append(_coordinate(parameters.values(), dims))
     if not _tell_ranks_apart(coordinates, dims):
         # Parameters lie on no mesh that does.
         dim_rows = [{"name": "rank", "size": run.world_size}]
@@ -45,7 +51,8 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     rank_rows = []
     for snapshot, coordinate in zip(snapshots, coordinates, strict=True):
         rank_rows.append({"rank": snapshot.rank, "at": coordinate})
-    return {"dims": dim_rows, "ranks": rank_rows, "layouts": _layouts(parameters_by_rank)}
+    layouts = _layouts(parameters_by_rank)
+    return {"dims": dim_rows, "ranks": rank_rows, "layouts": layouts}
 
 
 #: A rank's parameters by the names that they have in the unwrapped model.
@@ -62,16 +69,16 @@ def _parameters_by_rank(cell: Cell, run: RunTrace) -> list[_Parameters]:
     strategy = STRATEGIES.get(cell.strategy)
     parameters_by_rank = []
     for snapshot in run.at("build"):
-        parameters = {
-            strategy.canonical(info.name, cell, unwrapped_keys): info
-            for info in snapshot.parameters
-        }
+        parameters: _Parameters = {}
+        for info in snapshot.parameters:
+            name = strategy.canonical(info.name, cell, unwrapped_keys)
+            parameters[name] = info
         parameters_by_rank.append(parameters)
     return parameters_by_rank
 
 
 def _widest_mesh(parameters_by_rank: Iterable[_Parameters]) -> tuple[MeshDim, ...]:
-    """Return the dimensions of the mesh that has the most of them, of the meshes on which parameters lie."""
+    """Return the dimensions of the mesh with the most, of those on which parameters lie."""
     widest: tuple[MeshDim, ...] = ()
     for parameters in parameters_by_rank:
         for info in parameters.values():
@@ -83,14 +90,23 @@ def _widest_mesh(parameters_by_rank: Iterable[_Parameters]) -> tuple[MeshDim, ..
 
 def _tell_ranks_apart(coordinates: Sequence[Sequence[int]], dims: Sequence[MeshDim]) -> bool:
     """Tell whether each rank has a coordinate on each dimension, and no two ranks have the same."""
-    complete = all(len(coordinate) == len(dims) for coordinate in coordinates)
-    different = {tuple(coordinate) for coordinate in coordinates}
-    return complete and len(different) == len(coordinates)
+    different: set[tuple[int, ...]] = set()
+    for coordinate in coordinates:
+        if len(coordinate) != len(dims):
+            return False
+        different.add(tuple(coordinate))
+    return len(different) == len(coordinates)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter is spread over the ranks: its global shape, its placement, and the part that each rank holds."""
+    """How a parameter is spread over the ranks.
+
+    Attributes:
+        shape: Its global shape.
+        placement: Its placement.
+        parts: The part that each rank holds.
+    """
 
     shape: tuple[int, ...]
     placement: str
@@ -101,8 +117,10 @@ def _layouts(parameters_by_rank: Sequence[_Parameters]) -> list[dict[str, Any]]:
     """Return the distinct layouts, each with the names of the parameters that have it."""
     names_by_layout: dict[_Layout, list[str]] = {}
     for name, info in _first_of_each(parameters_by_rank).items():
-        parts = tuple(_part_on_rank(parameters.get(name)) for parameters in parameters_by_rank)
-        layout = _Layout(info.shape, str(info.layout), parts)
+        parts: list[str] = []
+        for parameters in parameters_by_rank:
+            parts.append(_part_on_rank(parameters.get(name)))
+        layout = _Layout(info.shape, str(info.layout), tuple(parts))
         names_by_layout.setdefault(layout, []).append(name)
     rows = []
     for layout, names in names_by_layout.items():
@@ -117,7 +135,10 @@ def _layouts(parameters_by_rank: Sequence[_Parameters]) -> list[dict[str, Any]]:
 
 
 def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
-    """Return each parameter as the lowest rank has it that holds it; those of the last pipeline stage come first."""
+    """Return each parameter as the lowest rank that holds it has it.
+
+    Those of the last pipeline stage come first.
+    """
     first: _Parameters = {}
     for parameters in reversed(parameters_by_rank):
         first.update(parameters)
@@ -125,7 +146,10 @@ def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
 
 
 def _part_on_rank(info: ParameterInfo | None) -> str:
-    """Return the part of a parameter that a rank holds; ``none`` for a parameter of another pipeline stage."""
+    """Return the part of a parameter that a rank holds.
+
+    ``none`` for a parameter of another pipeline stage.
+    """
     if info is None:
         return "none"
     return _part(info.shape, info.layout.dims)
@@ -149,8 +173,9 @@ def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) ->
             coordinates[dim.name, dim.size] = dim.coordinate
     place: list[int] = []
     for dim in dims:
-        if (dim.name, dim.size) in coordinates:
-            place.append(coordinates[dim.name, dim.size])
+        coordinate = coordinates.get((dim.name, dim.size))
+        if coordinate is not None:
+            place.append(coordinate)
     return place
 
 
@@ -158,19 +183,23 @@ def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) ->
 def _part(shape: tuple[int, ...], dims: tuple[MeshDim, ...]) -> str:
     """Return the held part as slices, ``0:8, :``; ``all`` of the tensor, or ``none``."""
     cuts: list[tuple[int, int, int, int]] = []
-    flat_pieces = []
+    flat_pieces: list[str] = []
     for dim in dims:
         shard = _SHARD.fullmatch(dim.placement)
         if shard:
-            cuts.append((int(shard[1]), int(shard[2] or 1), dim.size, dim.coordinate))
+            tensor_dim = int(shard[1])
+            cut_before = int(shard[2] or 1)
+            cuts.append((tensor_dim, cut_before, dim.size, dim.coordinate))
         if dim.placement == FLAT:
-            flat_pieces.append(f"flat piece {dim.coordinate + 1} of {dim.size}")
-    indices_by_dim = held_indices(shape, cuts)
-    if any(len(indices) == 0 for indices in indices_by_dim):
-        return "none"
-    slices = [_slices(indices, size) for indices, size in zip(indices_by_dim, shape, strict=True)]
-    pieces = []
-    if any(text != ":" for text in slices):
+            number = dim.coordinate + 1
+            flat_pieces.append(f"flat piece {number} of {dim.size}")
+    slices: list[str] = []
+    for indices, size in zip(held_indices(shape, cuts), shape, strict=True):
+        if len(indices) == 0:
+            return "none"
+        slices.append(_slices(indices, size))
+    pieces: list[str] = []
+    if set(slices) - {":"}:
         pieces.append(", ".join(slices))
     pieces += flat_pieces
     return "; ".join(pieces) or "all"
@@ -182,8 +211,10 @@ def _slices(rows: Sequence[int], size: int) -> str:
         return ":"
     stretches: list[range] = []
     for row in rows:
+        start = row
         if stretches and stretches[-1].stop == row:
-            stretches[-1] = range(stretches[-1].start, row + 1)
-        else:
-            stretches.append(range(row, row + 1))
-    return " + ".join(f"{stretch.start}:{stretch.stop}" for stretch in stretches)
+            # It goes on.
+            start = stretches.pop().start
+        stretches.append(range(start, row + 1))
+    texts = [f"{stretch.start}:{stretch.stop}" for stretch in stretches]
+    return " + ".join(texts)

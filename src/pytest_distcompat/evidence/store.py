@@ -1,4 +1,7 @@
-"""Runs in the store, whichever process started them: those in progress, how others ended, and which cells' checks read them."""
+"""Runs in the store, whichever process started them.
+
+Those in progress, how others ended, and which cells' checks read them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ _COMPARED = ("resume", "reference", "rounded")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One run in the store, without its snapshots: a session has hundreds of runs, and a training many megabytes.
+    """One run in the store, without its snapshots.
+
+    A session has hundreds of runs, and the snapshots of a training are many megabytes.
 
     Attributes:
         directory: Where its files are.
@@ -67,6 +72,7 @@ class StoredRun:
     def to_json(self) -> dict[str, Any]:
         """Return the run as reports have it."""
         end = self._end()
+        ranks = self.done.get("ranks", ())[:MAX_RANKS]
         return {
             "id": self.id,
             "driver": self.payload.driver,
@@ -77,7 +83,7 @@ class StoredRun:
             "ending": self._ending(),
             "action": end.get("action", ""),
             "message": self._message(),
-            "ranks": [_rank_json(rank) for rank in self.done.get("ranks", ())[:MAX_RANKS]],
+            "ranks": [_rank_json(rank) for rank in ranks],
             "command": self.done.get("command", ""),
         }
 
@@ -91,10 +97,15 @@ class StoredRun:
         end = self._end()
         if end:
             return str(end["kind"])
-        return "ok" if self.done else "unfinished"
+        if self.done:
+            return "ok"
+        return "unfinished"
 
     def _message(self) -> str:
-        """Return the first line of the message with which it ended early, with the machines of the ranks; empty without one."""
+        """Return the first line of the message with which it ended early.
+
+        The line has the machines of the ranks. Empty if there is no message.
+        """
         lines = self._end().get("message", "").splitlines()
         if not lines:
             return ""
@@ -111,7 +122,10 @@ def _rank_json(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_store(store: Path) -> list[StoredRun]:
-    """Return the runs in that directory, in the order in which they began, without those that cannot be read."""
+    """Return the runs in that directory, in the order in which they began.
+
+    Those that cannot be read are left out.
+    """
     paths = list(store.glob("*/request.json"))
     paths.sort(key=lambda path: path.stat().st_mtime_ns)
     runs = []
@@ -127,31 +141,38 @@ def read_store(store: Path) -> list[StoredRun]:
 
 def _read_stored(directory: Path) -> StoredRun:
     request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
+    payload = decode(SuitePayload, request["payload"])
     done: dict[str, Any] = {}
     done_path = directory / DONE
     if done_path.exists():
         done = json.loads(done_path.read_text(encoding="utf-8"))
-    return StoredRun(
-        directory, decode(SuitePayload, request["payload"]), request["world_size"], done
-    )
+    return StoredRun(directory, payload, request["world_size"], done)
 
 
 def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool = True) -> None:
-    """Add the runs to the report, and to each cell the ids of its runs; with ``trainings`` also the evidence of its training."""
+    """Add the runs to the report, and to each cell the ids of its runs.
+
+    With ``trainings`` each cell also gets the evidence of its training.
+    """
     stored_runs = list(runs)
     by_id = {run.id: run for run in stored_runs}
     report.runs = [run.to_json() for run in stored_runs]
     for row in report.rows:
         cell = Cell.parse(row.cell)
-        driver_runs = [run for run in stored_runs if run.payload.driver == row.driver]
-        own_runs = [run for run in driver_runs if _is_for(run, cell, by_id)]
+        own_runs: list[StoredRun] = []
+        for run in stored_runs:
+            if run.payload.driver == row.driver and _is_for(run, cell, by_id):
+                own_runs.append(run)
         row.runs = [run.id for run in own_runs]
         if trainings:
             _add_first_training(row, own_runs)
 
 
 def _add_first_training(row: Row, runs: Iterable[StoredRun]) -> None:
-    """Add the evidence of the cell's first training that ended, with the last run of each name that is shown beside it."""
+    """Add the evidence of the cell's first training that ended.
+
+    Beside it stands the last run of each name that is shown with a training.
+    """
     training = None
     compared: dict[str, StoredRun] = {}
     for run in runs:
@@ -167,7 +188,10 @@ def _add_first_training(row: Row, runs: Iterable[StoredRun]) -> None:
 
 
 def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bool:
-    """Tell whether checks of that cell read the run. Several cells may share one that follows no other."""
+    """Tell whether checks of that cell read the run.
+
+    Several cells may share a run that follows no other.
+    """
     payload = stored.payload
     try:
         cell_of_run = payload.run.cell(cell)
@@ -213,11 +237,14 @@ class Running:
         progress = "starts"
         if self.number:
             progress = f"{self.action} {self.number}/{self.actions}"
-        return f"{self.cell} {self.run}: {progress}, {self.seconds:.0f} s of {self.timeout:g} s"
+        time = f"{self.seconds:.0f} s of {self.timeout:g} s"
+        return f"{self.cell} {self.run}: {progress}, {time}"
 
 
 def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Running]:
-    """Yield the runs in the store that have begun after ``since`` (seconds since the epoch) and not ended.
+    """Yield the runs in the store that have begun after ``since`` and not ended.
+
+    ``since`` is in seconds since the epoch.
 
     ``ended`` collects the names of those that have ended, so that they are not read again.
     """
@@ -232,9 +259,10 @@ def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Runnin
         if (directory / DONE).exists():
             ended.add(name)
             continue
+        request_path = directory / "request.json"
         try:
-            begun = (directory / "request.json").stat().st_mtime
-            request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
+            begun = request_path.stat().st_mtime
+            request = json.loads(request_path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # it waits for its devices, or is being written
         seconds = max(0.0, clock.wall() - begun)
@@ -255,7 +283,10 @@ def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Runnin
 
 @dataclass(frozen=True)
 class _Action:
-    """An action that a rank has begun, and its index in the run; an empty name and -1 before the first."""
+    """An action that a rank has begun, and its index in the run.
+
+    An empty name and -1 before the first.
+    """
 
     name: str = ""
     index: int = -1

@@ -39,7 +39,11 @@ def values_of(cell: Cell, run: RunTrace) -> dict[str, Any]:
     if cell.precision != PRECISION or not run.has_values or run.unwrapped is None:
         return {}
     run = dataclasses.replace(run, cell=cell.id)
-    groups = {"digests": dict(_digests(run)), "numbers": _numbers(run), "files": _files(run)}
+    groups = {
+        "digests": dict(_digests(run)),
+        "numbers": _numbers(run),
+        "files": _files(run),
+    }
     return {name: values for name, values in groups.items() if values}
 
 
@@ -51,9 +55,13 @@ def _digests(run: RunTrace) -> Iterator[tuple[str, str]]:
             if not snapshots[0].parameters:
                 # After most steps only numbers are recorded.
                 continue
-            name = action if action != "step" else f"step {number}"
-            for kind, digests in sorted(held_values(run, snapshots).digests.items()):
-                yield f"{name} {kind}", _hash(sorted(digests.items()))
+            name = action
+            if action == "step":
+                name = f"step {number}"
+            digests_by_kind = held_values(run, snapshots).digests
+            for kind, digests in sorted(digests_by_kind.items()):
+                digest = _hash(sorted(digests.items()))
+                yield f"{name} {kind}", digest
 
 
 def _numbers(run: RunTrace) -> dict[str, list[float | None]]:
@@ -128,8 +136,10 @@ def _format_of(file: FileInfo) -> str:
         sorted(file.dtypes.items()),
         sorted(file.files.items()),
     ]
-    return f"{file.format} {file.holds} {_hash(content)}".strip()
+    text = f"{file.format} {file.holds} {_hash(content)}"
+    return text.strip()
 
 
 def _hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+    data = json.dumps(content).encode()
+    return hashlib.sha256(data).hexdigest()[:12]

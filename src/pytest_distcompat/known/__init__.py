@@ -1,4 +1,4 @@
-"""Known upstream issues as data: the versions that have them, the cells that show them, their messages."""
+"""Known upstream issues as data: versions that have them, cells that show them, messages."""
 
 from pytest_distcompat.known.read import (
     IssueFile,

@@ -11,7 +11,6 @@ import datetime as dt
 import functools
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,7 +109,11 @@ class KnownIssue:
     until: str = ""
     strict: bool = True
     where: str = field(default="", compare=False)
-    requirements: tuple[Requirement, ...] = field(default=(), compare=False, repr=False)
+    requirements: tuple[Requirement, ...] = field(
+        default=(),
+        compare=False,
+        repr=False,
+    )
 
     def applies_on(self, device: str) -> bool:
         """Tell whether the installed packages have the bug on this device."""
@@ -137,7 +140,9 @@ class KnownIssue:
         # Cached, because every test item reads all issues.
         if self.also and "refuse" in self.kind:
             raise UsageProblem(f"also is for what checks find; kind {self.kind!r} has one error")
-        reason = f"{self.reason} ({self.link})" if self.link else self.reason
+        reason = self.reason
+        if self.link:
+            reason = f"{reason} ({self.link})"
         texts = {"match": self.match, "reason": reason, "until": self.until}
         if self.also:
             texts["also"] = self.also
@@ -213,34 +218,55 @@ def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, 
     Raises:
         UsageProblem: If the file or an entry is invalid; the message names the entry.
     """
+    where = f"known issues {path}"
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageProblem(f"known issues {path}: {error}") from error
-    if data.get("version") != FORMAT:
-        version = data.get("version")
-        raise UsageProblem(
-            f"known issues {path}: version is {version!r}; this release reads version {FORMAT}"
-        )
+        raise UsageProblem(f"{where}: {error}") from error
+    version = data.get("version")
+    if version != FORMAT:
+        raise UsageProblem(f"{where}: version is {version!r}; this release reads version {FORMAT}")
     unknown = sorted(set(data) - {"version", "issue"})
     if unknown:
-        raise UsageProblem(
-            f"known issues {path}: no key named {unknown[0]!r}. Known: issue, version"
-        )
-    return _issues(data.get("issue", []), f"known issues {path}: issue", needed)
+        raise UsageProblem(f"{where}: no key named {unknown[0]!r}. Known: issue, version")
+    return _issues(data.get("issue", []), f"{where}: issue", needed)
 
 
 def _issues(entries: Any, where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:
     """Return the issues of all entries. Raises UsageProblem for an invalid one or a double id."""
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+    if not _is_list_of(entries, Mapping):
         raise UsageProblem(f"{where}: expected tables, [[...]], got {entries!r}")
-    issues = [_issue(entry, f"{where} {number}", needed) for number, entry in enumerate(entries, 1)]
-    ids = Counter(issue.id for issue in issues if issue.id)
-    duplicates = [name for name, count in ids.items() if count > 1]
+    issues: list[KnownIssue] = []
+    for number, entry in enumerate(entries, 1):
+        issues.append(_issue(entry, f"{where} {number}", needed))
+    duplicates = _ids_of_several(issues)
     if duplicates:
         file = where.rpartition(":")[0] or where
         raise UsageProblem(f"{file}: more than one issue has the id {min(duplicates)!r}")
     return tuple(issues)
+
+
+def _is_list_of(value: Any, item_type: type) -> bool:
+    """Tell whether a value is a list with items of that type alone."""
+    return isinstance(value, list) and _is_sequence_of(value, item_type)
+
+
+def _is_sequence_of(value: Any, item_type: type) -> bool:
+    """Tell whether a value is a list or a tuple with items of that type alone."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return all(isinstance(item, item_type) for item in value)
+
+
+def _ids_of_several(issues: Iterable[KnownIssue]) -> list[str]:
+    """Return the ids that more than one issue has."""
+    ids: set[str] = set()
+    duplicates: list[str] = []
+    for issue in issues:
+        if issue.id and issue.id in ids:
+            duplicates.append(issue.id)
+        ids.add(issue.id)
+    return duplicates
 
 
 def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> KnownIssue:
@@ -280,7 +306,8 @@ def _problems(entry: Mapping[str, Any], needed: Iterable[str]) -> Iterator[str]:
             yield f"{name} is missing"
     unknown = sorted(set(entry) - _KEYS)
     if unknown:
-        yield f"no key named {unknown[0]!r}. Known: {', '.join(sorted(_KEYS))}"
+        known = ", ".join(sorted(_KEYS))
+        yield f"no key named {unknown[0]!r}. Known: {known}"
     for name in _TEXTS:
         # Reject a list: as a regular expression, its text would be a character class that matches
         # everything.
@@ -304,16 +331,23 @@ def _parsed(entry: Mapping[str, Any], where: str) -> KnownIssue:
     for name in _TEXTS:
         if name in entry:
             texts[name] = entry[name]
-    packages = _names(entry.get("when", entry.get("packages", ())), "when, packages")
+
+    packages = entry.get("when", entry.get("packages", ()))
+    package_names = _names(packages, "when, packages")
+    check = _names(entry.get("check", _EVERY), "check")
+    drivers = _names(entry.get("drivers", ()), "drivers")
+    cells = [_facets(table) for table in _tables(entry.get("cells", {}))]
+    strict = _strict(entry)
+    requirements = [Requirement(text) for text in package_names]
     return KnownIssue(
         **texts,
-        check=_names(entry.get("check", _EVERY), "check"),
-        packages=packages,
-        drivers=_names(entry.get("drivers", ()), "drivers"),
-        cells=tuple(_facets(table) for table in _tables(entry.get("cells", {}))),
-        strict=_strict(entry),
+        check=check,
+        packages=package_names,
+        drivers=drivers,
+        cells=tuple(cells),
+        strict=strict,
         where=where,
-        requirements=tuple(Requirement(text) for text in packages),
+        requirements=tuple(requirements),
     )
 
 
@@ -339,7 +373,8 @@ def _names(entry: Any, name: str) -> tuple[str, ...]:
     """
     if isinstance(entry, str):
         return (entry,)
-    if not isinstance(entry, (list, tuple)) or not all(isinstance(text, str) for text in entry):
+    # The defaults are tuples.
+    if not _is_sequence_of(entry, str):
         raise UsageProblem(f"{name}: expected a text or a list of texts, got {entry!r}")
     return tuple(entry)
 
@@ -352,8 +387,7 @@ def _tables(cells: Any) -> list[Mapping[str, Any]]:
     """
     if isinstance(cells, Mapping):
         return [cells]
-    is_list = isinstance(cells, list) and len(cells) > 0
-    if not is_list or not all(isinstance(table, Mapping) for table in cells):
+    if not cells or not _is_list_of(cells, Mapping):
         raise UsageProblem(f"cells={cells!r}: expected a table of facets, or a list of such")
     return list(cells)
 
@@ -364,7 +398,10 @@ def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
     for name, value in entry.items():
         if value == []:
             raise UsageProblem(f"cells: {name} = [] is no cell; leave it out for all")
-        facets[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            facets[name] = tuple(value)
+        else:
+            facets[name] = value
     return facets
 
 

@@ -10,7 +10,10 @@ TESTED_RELEASES = ("1.6", "2")
 
 
 def check_version(version: str) -> None:
-    """Raise RuntimeError for an accelerate too old for ``on_cpu``; warn about a major version that was not tested."""
+    """Check that the version of accelerate suits ``on_cpu``.
+
+    Raises RuntimeError for one that is too old; warns about a major version that was not tested.
+    """
     import warnings
 
     from packaging.version import Version

@@ -1,4 +1,7 @@
-"""torchrun's own agent, on a store whose port cannot race. Runs in the launcher process, on its main thread."""
+"""torchrun's own agent, on a store whose port cannot race.
+
+It runs in the launcher process, on its main thread.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,13 @@ LONGEST_WAIT_S = 1.0
 
 
 class OneAgent(StaticTCPRendezvous):
-    """torchrun's static rendezvous of one agent with itself, on a store whose port the kernel chooses, without a race.
+    """torchrun's static rendezvous of one agent with itself, on a port of the kernel.
 
-    torch's static rendezvous needs a port chosen beforehand, and its c10d one backs off at random
-    (0.1 to 0.4 s). The store answers every client that connects, so it listens on the loopback
-    interface only; torch's own choice is all interfaces. Ranks meet on this very store, as they do
-    under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
-    https://pytorch.org/docs/stable/elastic/rendezvous.html
+    The kernel chooses the port of the store, so that nothing can take it in between. torch's static
+    rendezvous needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s).
+    The store answers every client that connects, so it listens on the loopback interface only;
+    torch's own choice is all interfaces. Ranks meet on this very store, as they do under torchrun
+    (``TORCHELASTIC_USE_AGENT_STORE``). https://pytorch.org/docs/stable/elastic/rendezvous.html
     """
 
     def __init__(self) -> None:
@@ -118,12 +121,13 @@ def run(
     start_method: str,
     listens: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Run one request under torchrun's agent; ``listens`` is called with the port of the store that it opens for other agents.
+    """Run one request under torchrun's agent.
+
+    ``listens`` is called with the port of the store that it opens for other agents.
 
     Returns:
         The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``,
-            and by rank when the agent saw
-        its process gone (``ended_at``).
+        and by rank when the agent saw its process gone (``ended_at``).
     """
     Path(request.directory, "logs").mkdir(exist_ok=True)
     # Ranks write their exceptions there for torch, which does not always remove the files.
@@ -168,7 +172,10 @@ def run(
 
 
 def _rendezvous(request: Request, listens: Callable[[int], None]) -> Any:
-    """Return how the agent meets those of other machines, by the function that the request's ``place`` names."""
+    """Return how the agent meets those of other machines.
+
+    The function that the request's ``place`` names makes it.
+    """
     if not request.place:
         return OneAgent()
     meet = pkgutil.resolve_name(request.place["rendezvous"])

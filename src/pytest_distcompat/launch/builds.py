@@ -1,4 +1,6 @@
-"""Locks of builds of torch's extensions: a killed build leaves its lock, and all later builds wait for it for ever.
+"""Locks of builds of torch's extensions.
+
+A killed build leaves its lock, and all later builds wait for it for ever.
 
 A lock is an empty file ``lock`` in the directory of the build, which the building process keeps
 open (torch/utils/file_baton.py). https://docs.pytorch.org/docs/stable/cpp_extension.html says where
@@ -36,15 +38,18 @@ class BuildLock:
     def __str__(self) -> str:
         if self.holder is None:
             return f"no process holds {self.path}, which a build that was killed left: remove it"
-        return f"{self.path} is held by process {self.holder.pid} ({self.holder.name()})"
+        pid = self.holder.pid
+        name = self.holder.name()
+        return f"{self.path} is held by process {pid} ({name})"
 
 
 def is_waiting(frames: Iterable[Frame]) -> bool:
     """Tell whether a thread with these frames waits for another build, in a function of torch."""
-    return any(
-        frame.file.endswith("/torch/utils/file_baton.py") and frame.function == "wait"
-        for frame in frames
-    )
+    for frame in frames:
+        in_lock = frame.file.endswith("/torch/utils/file_baton.py")
+        if in_lock and frame.function == "wait":
+            return True
+    return False
 
 
 def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
@@ -72,7 +77,10 @@ def _locks(environment: Mapping[str, str]) -> list[BuildLock]:
     if not made_at:
         return []
     holders = _processes_by_open_file()
-    return [BuildLock(path, time, holders.get(path)) for path, time in made_at.items()]
+    locks: list[BuildLock] = []
+    for path, time in made_at.items():
+        locks.append(BuildLock(path, time, holders.get(path)))
+    return locks
 
 
 def _lock_files(environment: Mapping[str, str]) -> list[Path]:
@@ -80,13 +88,18 @@ def _lock_files(environment: Mapping[str, str]) -> list[Path]:
     directory = environment.get("TORCH_EXTENSIONS_DIR")
     if directory:
         return sorted(Path(directory).resolve().glob("*/lock"))
-    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/"), ".cache")
+    home = environment.get("HOME", "/")
+    cache = environment.get("XDG_CACHE_HOME") or Path(home, ".cache")
+    builds = Path(cache, "torch_extensions").resolve()
     # The default has a directory for each Python and CUDA.
-    return sorted(Path(cache, "torch_extensions").resolve().glob("*/*/lock"))
+    return sorted(builds.glob("*/*/lock"))
 
 
 def _processes_by_open_file() -> dict[Path, psutil.Process]:
-    """Return a process that has it open, by file; of those processes that this user may look into."""
+    """Return, by file, a process that has the file open.
+
+    Only processes that this user may look into are read.
+    """
     processes: dict[Path, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

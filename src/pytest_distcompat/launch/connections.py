@@ -1,4 +1,7 @@
-"""TCP connections of a rank to ranks that do not answer any more: cut, so that it waits for them no longer."""
+"""TCP connections of a rank to ranks that do not answer any more.
+
+They are cut, so that the rank waits for those ranks no longer.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ import psutil
 
 
 def of_store(port: int) -> frozenset[int]:
-    """Return the file descriptors of this process's connections to the launch's store, which listens on that port."""
+    """Return the file descriptors of this process's connections to the launch's store.
+
+    The store listens on that port.
+    """
     descriptors = set()
     for connection in _connections():
         if connection.pid == os.getpid() and _port(connection.raddr) == port:
@@ -44,7 +50,10 @@ def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
 
 
 def _port(address: Any) -> int | None:
-    """Return the port of an address, a pair of ip and port; None of an empty one: the other end is not connected."""
+    """Return the port of an address, a pair of ip and port.
+
+    None of an empty address: the other end is not connected.
+    """
     return address[1] if address else None
 
 

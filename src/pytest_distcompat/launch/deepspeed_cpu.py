@@ -10,11 +10,11 @@ OPERATOR = "deepspeed_shm_comm"
 
 
 def without_shared_memory() -> None:
-    """Switch DeepSpeed's shared-memory all-reduce off in this process and its forks; gloo does the work then.
+    """Switch DeepSpeed's shared-memory all-reduce off in this process and its forks.
 
-    It does nothing where DeepSpeed is not imported. ``__compatible_ops__`` is DeepSpeed's table of
-    the operators that it may build (printed by ``ds_report``), read when its communication back end
-    starts.
+    gloo does the work then. It does nothing where DeepSpeed is not imported. ``__compatible_ops__``
+    is DeepSpeed's table of the operators that it may build (printed by ``ds_report``), read when
+    its communication back end starts.
     """
     ops = sys.modules.get("deepspeed.ops")
     if ops is not None:

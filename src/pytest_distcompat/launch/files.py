@@ -1,4 +1,7 @@
-"""Files that the ranks of a request write beside their logs: output, and on request stacks and records."""
+"""Files that the ranks of a request write beside their logs.
+
+They are output and, on request, stacks and records.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ def log_file(run: Path, rank: int) -> Path:
 
 
 def recorded_file(run: Path, extension: str, rank: int) -> Path:
-    """Return the file in which that extension's recorder writes on that rank of a suite (``recording``)."""
+    """Return the file of an extension's recorder on a rank of a suite.
+
+    See ``recording``.
+    """
     return run / f"recorded-{extension}-{rank}.json"
 
 
@@ -97,9 +103,10 @@ def recorded_files(run: Path, extension: str = "*") -> list[Path]:
 
 
 def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the end of what a rank of a suite wrote: ``stdout``, ``stderr`` or ``log``, and the text, if there is any.
+    """Yield the end of what a rank of a suite wrote, as (name, text).
 
-    ``first`` is the first rank of the node.
+    Names are ``stdout``, ``stderr`` and ``log``, of those that have any text. ``first`` is the
+    first rank of the node.
     """
     kinds = {path: path.stem for path in _logs(run, rank - first)}
     kinds[log_file(run, rank)] = "log"
@@ -110,7 +117,10 @@ def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def _logs(run: Path, rank: int) -> Iterator[Path]:
-    """Yield the logs of a rank, which torchrun's agent puts below a directory for each of its runs."""
+    """Yield the logs of a rank.
+
+    torchrun's agent puts them below a directory for each of its runs.
+    """
     logs = run / "logs"
     attempts = sorted(logs.iterdir()) if logs.exists() else []
     for name in ("stdout.log", "stderr.log"):
@@ -119,7 +129,10 @@ def _logs(run: Path, rank: int) -> Iterator[Path]:
 
 
 def read_end(path: Path, limit: int, since: int = 0) -> str:
-    """Return the last bytes of a file as text, of what came after ``since`` bytes; empty if there is no such file."""
+    """Return the last bytes of a file as text; empty if there is no such file.
+
+    Only what came after ``since`` bytes is read.
+    """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(since, file.tell() - limit))

@@ -1,12 +1,12 @@
-"""Fork servers from which warm ranks are started: multiprocessing's own, several of them, started our way.
+"""Fork servers from which warm ranks are started.
 
-Ranks of torchrun are processes that were started one by one: each has its own hash seed and its own
-layout of memory. So there are two interpreters (``SIDES``) from which ranks come in turn, and the
-next run starts with the other one. What goes by the order of a set of strings then differs between
-the ranks of a group, and between the run that saves and the one that loads. Of 4 or 8 ranks those
-come from different interpreters whose numbers differ in one binary digit: they are neighbours along
-a dimension of a mesh of 2 x 2 or 2 x 4, and would agree along one of the dimensions if they came
-strictly in turn.
+They are multiprocessing's own, several of them, started our way. Ranks of torchrun are processes
+that were started one by one: each has its own hash seed and its own layout of memory. So there are
+two interpreters (``SIDES``) from which ranks come in turn, and the next run starts with the other
+one. What goes by the order of a set of strings then differs between the ranks of a group, and
+between the run that saves and the one that loads. Of 4 or 8 ranks those come from different
+interpreters whose numbers differ in one binary digit: they are neighbours along a dimension of a
+mesh of 2 x 2 or 2 x 4, and would agree along one of the dimensions if they came strictly in turn.
 
 Each interpreter has a server that has imported libraries. Where tests are collected beforehand,
 another server, forked from the first, has imported the user's modules too.
@@ -111,10 +111,10 @@ class ForkServers:
         self._close_ends(side)
 
     def spawn(self, side: int, line: Sequence[str], log: Path) -> None:
-        """Start the servers of that side as another interpreter, by a command that gets the ends as JSON.
+        """Start the servers of that side as another interpreter.
 
-        Their output goes to ``log``, a file of their own: two that hang at once would write their
-        stacks into each other's.
+        The command of ``line`` gets the ends as JSON. Their output goes to ``log``, a file of their
+        own: two that hang at once would write their stacks into each other's.
         """
         ends = self.ends(side)
         command = [*line, json.dumps(ends)]
@@ -130,7 +130,10 @@ class ForkServers:
         self._close_ends(side)
 
     def _close_ends(self, side: int) -> None:
-        """Close the servers' ends here: no other process may have the end whose closing means that a server died."""
+        """Close the servers' ends here.
+
+        No other process may have the end whose closing means that a server died.
+        """
         for ends in self.ends(side).values():
             ends.close()
 
@@ -144,7 +147,7 @@ class ForkServers:
         return statuses
 
     def choose(self, kind: str, turn: int | None, world_size: int) -> None:
-        """Have the ranks that multiprocessing starts from now on, rank 0 first, forked from servers of that kind.
+        """Have multiprocessing fork ranks from servers of that kind from now on, rank 0 first.
 
         Private names used here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which
         ``popen_forkserver`` looks up at each call, and three attributes of its fork server.
@@ -180,7 +183,10 @@ class ForkServers:
 
 
 def _step(rank: int, world_size: int) -> int:
-    """Return by how many sides a rank is after rank 0: by its binary digits where ranks may form a mesh, else in turn."""
+    """Return by how many sides a rank is after rank 0.
+
+    Where ranks may form a mesh it follows from its binary digits, else they take turns.
+    """
     if world_size % 4 == 0:
         return rank.bit_count()
     return rank
@@ -189,7 +195,10 @@ def _step(rank: int, world_size: int) -> int:
 def serve(
     ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """Write this process's status, and fork ranks on request until no other process can ask; then call ``at_end``."""
+    """Write this process's status, and fork ranks on request.
+
+    That ends when no other process can ask; then ``at_end`` is called.
+    """
     code = 1
     unimported.keep_visible()
     try:

@@ -67,9 +67,10 @@ _FATAL: dict[str, int] = {
 
 @dataclass
 class Hosted:
-    """Command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; messages call it ``name``.
+    """A command to be run on several ranks.
 
-    It runs below a process that is an ancestor of the launcher and of all its ranks
+    There are ``world_size`` ranks, for ``timeout`` seconds at most. Messages call the command
+    ``name``. It runs below a process that is an ancestor of the launcher and of all its ranks
     (``supervisor``). ``unreported`` is the exit code of a rank of which neither its launcher nor
     its files say one.
     """
@@ -85,7 +86,10 @@ class Hosted:
     unreported: int | None = None
 
     def run(self) -> Ending:
-        """Start the command, wait until it has ended or kill it at the timeout, and return how it ended; raise nothing."""
+        """Run the command, and return how it ended; raise nothing.
+
+        It is killed at the timeout.
+        """
         # A launcher tries for minutes, and then says what it could not connect to.
         problem = loopback.problem()
         if problem:
@@ -126,7 +130,10 @@ class Hosted:
             )
 
     def _watch(self) -> Ending:
-        """Watch the launcher and the ranks that announce themselves until the launcher has ended; return how all ended."""
+        """Watch the launcher and its ranks until the launcher has ended.
+
+        The ranks announce themselves. Return how all ended.
+        """
         watchdog = self._watchdog
         status = self._launcher_status()
         while status is None and clock.now() < watchdog.acted_at + EXIT_TIMEOUT_S:
@@ -158,9 +165,13 @@ class Hosted:
         return replace(ending, launch_error=self._launch_error(ending, status, surviving, output))
 
     def _launcher_status(self) -> Mapping[str, Any] | None:
-        """Return how the launcher ended: its exit ``code`` and a ``problem``; None while it runs."""
+        """Return how the launcher ended; None while it runs.
+
+        That is its exit ``code`` and a ``problem``.
+        """
         if self._status.exists():
-            return cast("dict[str, Any]", json.loads(self._status.read_text(encoding="utf-8")))
+            status = json.loads(self._status.read_text(encoding="utf-8"))
+            return cast("dict[str, Any]", status)
         if self._supervisor.poll() is not None:
             output = read_end(self._output.with_name("supervisor.log"), OUTPUT_BYTES_READ)
             reason = f"the process that ran it died ({exit_name(self._supervisor.returncode)})"
@@ -168,13 +179,22 @@ class Hosted:
         return None
 
     def _processes(self) -> list[psutil.Process]:
-        """Return the live processes: the launcher, its ranks, and the processes that they started."""
-        return [process for process in descendants(self._supervisor.pid) if alive(process.pid)]
+        """Return the live processes of the run.
+
+        They are the launcher, its ranks, and the processes that they started.
+        """
+        processes: list[psutil.Process] = []
+        for process in descendants(self._supervisor.pid):
+            if alive(process.pid):
+                processes.append(process)
+        return processes
 
     def _note_exits(self) -> None:
         """Read the process numbers of new ranks, and note the time for ranks that are gone."""
         if len(self._pids) < self.world_size:
-            self._pids = pids_of(self._watchdog.logs.read()) | self._pids
+            started = pids_of(self._watchdog.logs.read())
+            # The number that a rank had first stays.
+            self._pids = {**started, **self._pids}
         for rank, pid in self._pids.items():
             if rank not in self._exited_at and not alive(pid):
                 self._exited_at[rank] = clock.now()
@@ -188,8 +208,13 @@ class Hosted:
             kill_and_wait(self._supervisor)
 
     def _exit_code(self, rank: int, events: Sequence[Event], output: str) -> int | None:
-        """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
-        reported = {int(failed): int(code) for failed, code in _FAILURE.findall(output)}
+        """Return the exit code of a rank; None if it is unknown.
+
+        It is read from torchrun's report, the rank's log or its crash file.
+        """
+        reported: dict[int, int] = {}
+        for failed_rank, code in _FAILURE.findall(output):
+            reported[int(failed_rank)] = int(code)
         if rank in reported:
             return reported[rank]
         if str(self._pids.get(rank)) in _ENDED.findall(output):
@@ -198,9 +223,9 @@ class Hosted:
         if exits:
             return exits[0].code
         crash = read_end(self.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
-        for name, code in _FATAL.items():
+        for name, signal_code in _FATAL.items():
             if f"{CRASH}{name}" in crash:
-                return code
+                return signal_code
         if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ):
             return -signal.SIGTERM
         return self.unreported
@@ -212,7 +237,10 @@ class Hosted:
         surviving: Sequence[int],
         output: str,
     ) -> str:
-        """Return what went wrong apart from the ranks, below the output that shows it; empty if nothing did."""
+        """Return what went wrong apart from the ranks; empty if nothing did.
+
+        It stands below the output that shows it.
+        """
         failed_probes = sorted(self.directory.glob("probe-*.failed"))
         if failed_probes:
             output = failed_probes[0].read_text(encoding="utf-8")
@@ -222,13 +250,19 @@ class Hosted:
         if not headline:
             return ""
         # The last line is the headline of the report.
-        shown = "\n".join(output.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
-        return f"last output of {self.name}:\n{shown}\n\n{headline}" if shown else headline
+        last_lines = output.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:]
+        shown = "\n".join(last_lines)
+        if not shown:
+            return headline
+        return f"last output of {self.name}:\n{shown}\n\n{headline}"
 
     def _launch_problem(
         self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int]
     ) -> str:
-        """Return in one line what went wrong in the launcher or with the number of ranks; empty if nothing did."""
+        """Return in one line what went wrong apart from the ranks; empty if nothing did.
+
+        It is about the launcher, or the number of ranks.
+        """
         code = status["code"] if status else None
         if status and status["problem"]:
             return f"{self.name} could not be run: {status['problem']}"
@@ -245,7 +279,10 @@ class Hosted:
         return ""
 
     def _wrong_number_of_ranks(self, ending: Ending, code: int | None) -> str:
-        """Return a line on ranks that were not asked for, or if no process announced itself as a rank; else empty."""
+        """Return a line on a wrong number of ranks; else empty.
+
+        There may be ranks that were not asked for, or no process that announced itself as a rank.
+        """
         announced = self._announced_ranks()
         extra = announced - set(range(self.world_size))
         if extra:
@@ -253,13 +290,12 @@ class Hosted:
             return f"rank {ranks} announced itself too; expected {self.world_size} ranks"
         if announced:
             return ""
-        end = (
-            f"time limit of {self.timeout:g} s"
-            if ending.timed_out
-            else f"{self.name} ended ({exit_name(code)})"
-        )
+        end = f"{self.name} ended ({exit_name(code)})"
+        if ending.timed_out:
+            end = f"time limit of {self.timeout:g} s"
         return (
-            f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
+            f"{end}, and no process announced itself as a rank: "
+            "none had RANK in its environment or made a process group "
             "(is Python started with -E, -I or -S, or without its environment?)"
         )
 
@@ -274,10 +310,16 @@ class Hosted:
 
 
 def _root_cause(output: str) -> int | None:
-    """Return the rank that failed first, as torchrun's report names it; None if there is no report."""
+    """Return the rank that failed first, as torchrun's report names it.
+
+    None if there is no report.
+    """
     # Without that title the first rank that the report names.
-    match = _FAILURE.search(output, max(0, output.find("Root Cause")))
-    return int(match.group(1)) if match else None
+    title = max(0, output.find("Root Cause"))
+    match = _FAILURE.search(output, title)
+    if match is None:
+        return None
+    return int(match.group(1))
 
 
 class TorchrunLauncher(Launcher):
@@ -290,7 +332,10 @@ class TorchrunLauncher(Launcher):
         self._plain = plain
 
     def run(self, request: Request) -> Ending:
-        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
+        """Start the ranks, and wait until they ended or were ended.
+
+        Never raises for what the ranks do.
+        """
         request = request.from_here()
         path = request.write()
         logs = Path(request.directory) / "logs"

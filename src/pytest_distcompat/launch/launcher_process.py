@@ -1,4 +1,7 @@
-"""The launcher process (``server``) as the parent sees it: started, sent requests, found dead, killed."""
+"""The launcher process (``server``) as the parent sees it.
+
+The parent starts it, sends it requests, finds it dead and kills it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ EXIT_TIMEOUT_S = 4.0
 
 
 class LauncherProcess:
-    """One launcher process with its fork servers, from start to end. ``base`` is the environment that it has."""
+    """One launcher process with its fork servers, from start to end.
+
+    ``base`` is the environment that it has.
+    """
 
     def __init__(self, warmth: Warmth, device: str) -> None:
         self._owned = OwnedDirectory()
@@ -51,9 +57,10 @@ class LauncherProcess:
         if device != "cpu":
             # NVML starts a thread in a process that opens it, and the fork servers must have none.
             fields["gpus"] = dataclasses.asdict(devices.gpu_facts())
-            fields["nccl"] = []
+            libraries: list[dict[str, Any]] = []
             for library in nccl.answers():
-                fields["nccl"].append({"path": str(library.path), "version": library.version})
+                libraries.append({"path": str(library.path), "version": library.version})
+            fields["nccl"] = libraries
         warmth_file.write_text(json.dumps(fields), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         self._buffer = b""
@@ -83,14 +90,14 @@ class LauncherProcess:
 
     @property
     def intact(self) -> bool:
-        """Tell whether the process is there, and its fork servers and their sockets too: without one it must be replaced.
+        """Tell whether the process, its fork servers and their sockets are there.
 
-        A server that is unfit, so that no rank is forked from it, may die. A cleaner, or a test,
-        may remove the sockets.
+        Without one of them it must be replaced. A server that is unfit, so that no rank is forked
+        from it, may die. A cleaner, or a test, may remove the sockets.
         """
         if self.dead or not all(path.exists() for path in self._paths):
             return False
-        return bool(self.unfit) or all(alive(pid) for pid in self._own_pids)
+        return self.unfit != "" or all(map(alive, self._own_pids))
 
     @property
     def unfit(self) -> str:
@@ -115,7 +122,10 @@ class LauncherProcess:
         return ""
 
     def not_shared(self, request: Request) -> str:
-        """Return why the ranks of a request must collect their tests themselves; empty if they may inherit them."""
+        """Return why the ranks of a request must collect their tests themselves.
+
+        It is empty if they may inherit them.
+        """
         assert self.status is not None
         problem = str(self.status["not_shared"])
         if problem:
@@ -136,7 +146,10 @@ class LauncherProcess:
             self._channel.sendall(f"{message}\n".encode())
 
     def _start_for(self, request: Request) -> str:
-        """Return how the ranks of a request start: as new interpreters, or forked from servers of a kind."""
+        """Return how the ranks of a request start.
+
+        They are new interpreters, or forked from servers of a kind.
+        """
         if self.unfit:
             return "spawn"
         if request.collected and not self.not_shared(request):
@@ -152,9 +165,8 @@ class LauncherProcess:
         the process is gone.
         """
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select(
-                [self._channel, *others], [], [], max(0.0, deadline - clock.now())
-            )
+            seconds_left = max(0.0, deadline - clock.now())
+            ready, _, _ = select.select([self._channel, *others], [], [], seconds_left)
             if self._channel not in ready:
                 return None
             try:
@@ -176,16 +188,23 @@ class LauncherProcess:
         """Return what the process wrote last, and how it died."""
         log = self._last_output()
         if not self.dead:
-            hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
+            hangs = (
+                "a module or a conftest.py hangs at import, "
+                "or needs more time (--distcompat-warm-timeout)"
+            )
             return (
                 f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
             )
         if "ModuleNotFoundError: No module named 'torch'" in log:
             return f"{log}\ntorch is not installed: {GET_TORCH}"
-        return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
+        code = exit_name(self._process.poll())
+        return f"{log}\nthe launcher process died {when} ({code})"
 
     def _last_output(self) -> str:
-        """Return the last output of this process and of the fork servers; they mostly fail in the same way."""
+        """Return the last output of this process and of the fork servers.
+
+        They mostly fail in the same way.
+        """
         texts_by_last_line = {}
         for name in reversed(LOGS):
             file = self.directory / name
@@ -197,26 +216,40 @@ class LauncherProcess:
         return "\n".join(texts_by_last_line.values())
 
     def strays(self) -> list[psutil.Process]:
-        """Return ranks, and what they started, below this process, without those that will end by themselves."""
+        """Return ranks, and what they started, below this process.
+
+        Those that will end by themselves are left out.
+        """
         strays = []
         for process in self._below():
-            if process.pid not in self._own_pids and alive(process.pid) and not tidies_up(process):
+            if process.pid in self._own_pids or not alive(process.pid):
+                continue
+            if not tidies_up(process):
                 strays.append(process)
         return strays
 
     def _below(self) -> list[psutil.Process]:
-        """Return all processes below this one; none if it is dead, because its number may be another's by now."""
+        """Return all processes below this one.
+
+        None if it is dead, because its number may be another's by now.
+        """
         return [] if self.dead else descendants(self._process.pid)
 
     @property
     def _has_farewell(self) -> bool:
-        """Tell whether the process has collected tests that want to be ended, and still can end them."""
+        """Tell whether the process has collected tests that want to be ended.
+
+        It must still be able to end them.
+        """
         if self.status is None or not self.status["leaves"]:
             return False
         return self.intact and not self.unfit
 
     def close(self, *, farewell: bool = False) -> None:
-        """Kill the process and all below it. With ``farewell`` it may first end collected tests properly."""
+        """Kill the process and all below it.
+
+        With ``farewell`` it may first end collected tests properly.
+        """
         try:
             if farewell and self._has_farewell:
                 with contextlib.suppress(OSError):

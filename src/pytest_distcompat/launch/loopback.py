@@ -20,7 +20,10 @@ def problem() -> str:
     try:
         addresses = _addresses()
     except OSError as error:
-        return f"{HOST} does not resolve ({error.strerror}): ranks cannot meet there; add '127.0.0.1 {HOST}' to /etc/hosts"
+        return (
+            f"{HOST} does not resolve ({error.strerror}): ranks cannot meet there; "
+            f"add '127.0.0.1 {HOST}' to /etc/hosts"
+        )
     for family, address in addresses:
         # For a datagram socket this only looks up the route.
         with (
@@ -33,10 +36,9 @@ def problem() -> str:
 
 
 def listen(host: str = HOST, port: int = 0) -> socket.socket:
-    """Listen on one interface, by default where only this machine can connect; on port 0, on one that the kernel chooses.
+    """Listen on one interface, by default where only this machine can connect.
 
-    Raises:
-        OSError: No such interface, or no free port.
+    For port 0 the kernel chooses one. Raises: OSError: No such interface, or no free port.
     """
     for family, address in _addresses(host):
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -20,7 +20,10 @@ from pytest_distcompat.world import SHARES_GPUS
 #: not.
 SHARES_FROM = (2, 30)
 #: What a user with an older library can do.
-CURE = "NCCL 2.30 or newer takes ranks that share a GPU: pip install --upgrade 'pytest-distcompat[one-gpu]'"
+CURE = (
+    "NCCL 2.30 or newer takes ranks that share a GPU: "
+    "pip install --upgrade 'pytest-distcompat[one-gpu]'"
+)
 #: Time limit for the process that loads the library, in seconds. It has some hundred MiB.
 ASK_TIMEOUT_S = 60.0
 #: A program that prints the code of the version. It runs in another process, because pytest and

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from types import TracebackType
 
 _LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
-    r"remote process exited|recvValue failed|sendBytes failed|failed to recv|Socket Timeout|DistNetworkError|"
-    r"NCCL communicator was aborted|connectFullMesh failed|wait timeout after|Application timeout caused pair closure",
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|"
+    r"Socket closed|remote process exited|recvValue failed|sendBytes failed|failed to recv|"
+    r"Socket Timeout|DistNetworkError|NCCL communicator was aborted|connectFullMesh failed|"
+    r"wait timeout after|Application timeout caused pair closure",
     re.IGNORECASE,
 )
 #: torch's Python module that communicates with other ranks, and the C++ source file that gloo's
@@ -23,7 +24,10 @@ _TORCH_MODULE, _GLOO_SOURCE = "torch.distributed", re.compile(r"\bgloo/")
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Tell whether torch.distributed raised the exception, or one that led to it, because another rank is gone."""
+    """Tell whether an exception came about because another rank is gone.
+
+    torch.distributed raised it, or one that led to it.
+    """
     for cause in _chain(error):
         if _of_torch(cause) and _LOST_PEER.search(f"{type(cause).__name__}: {cause}"):
             return True
@@ -31,9 +35,10 @@ def lost_peer(error: BaseException | None) -> bool:
 
 
 def aborted_by_lost_peer(output: str) -> bool:
-    """Tell whether the output of a rank that aborted shows that a C++ thread of it did so for a lost peer.
+    """Tell whether a rank aborted because a C++ thread of it lost a peer.
 
-    gloo throws in a thread of its own, where nothing can catch it.
+    ``output`` is what the rank wrote. gloo throws in a thread of its own, where nothing can catch
+    it.
     """
     _, _, abort_message = output.partition("terminate called")
     return _LOST_PEER.search(abort_message) is not None
@@ -52,7 +57,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _of_torch(error: BaseException) -> bool:
-    """Tell whether torch.distributed raised the exception: in its Python code, or in C++ code that some line called."""
+    """Tell whether torch.distributed raised the exception.
+
+    It did so in its Python code, or in C++ code that some line called.
+    """
     own_type = isinstance(error, RuntimeError) and type(error).__module__ == _TORCH_MODULE
     trace = error.__traceback__
     if trace is None or not (own_type or type(error) is RuntimeError):
@@ -67,5 +75,8 @@ def _of_torch(error: BaseException) -> bool:
 
 
 def _raised_by_statement(trace: TracebackType) -> bool:
-    """Tell whether a ``raise`` or ``assert`` of that frame raised the exception, and not a call that it made."""
+    """Tell whether a ``raise`` or ``assert`` of that frame raised the exception.
+
+    Otherwise a call that the frame made did.
+    """
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"

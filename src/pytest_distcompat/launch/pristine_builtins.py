@@ -1,7 +1,7 @@
-"""Functions that a rank reports with, bound before any test runs: a test's patches are still there when it reports.
+"""Functions that a rank reports with, bound before any test runs.
 
-These functions look up nothing that tests replace. ``json.dumps`` would, which is why it is not
-used here.
+A test's patches are still there when it reports. These functions look up nothing that tests
+replace. ``json.dumps`` would, which is why it is not used here.
 """
 
 from __future__ import annotations

@@ -45,24 +45,34 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even if it is stuck in C (Linux; elsewhere nothing)."""
+    """Have the kernel kill this process when its parent dies, even if it is stuck in C.
+
+    That is Linux only; elsewhere nothing happens.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what our descendants leave behind, so that it can be found and killed (Linux)."""
+    """Become the parent of what our descendants leave behind (Linux).
+
+    So it can be found and killed.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def do_nothing(number: int, frame: object) -> None:
-    """Handle a signal that must not end this process. Unlike SIG_IGN, processes that are started do not inherit it."""
+    """Handle a signal that must not end this process.
+
+    Unlike SIG_IGN, processes that are started do not inherit it.
+    """
 
 
 def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return a copy of the environment for ranks on ``cpu`` or ``cuda``; on the CPU no GPU is visible.
+    """Return a copy of the environment for ranks on ``cpu`` or ``cuda``.
 
-    Where there is none to hide, no variable is set: code that reads it would work here and fail
-    under torchrun. pytest's own variable ``PYTEST_CURRENT_TEST`` is left out.
+    On the CPU no GPU is visible. Where there is none to hide, no variable is set: code that reads
+    it would work here and fail under torchrun. pytest's own variable ``PYTEST_CURRENT_TEST`` is
+    left out.
     """
     of_ranks = dict(environment)
     of_ranks.pop("PYTEST_CURRENT_TEST", None)
@@ -73,10 +83,10 @@ def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
 
 
 def user_environment(environment: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return a copy of the environment as the user's own torchrun would pass it on; only GPUs stay hidden from ranks on the CPU.
+    """Return a copy of the environment as the user's own torchrun would pass it on.
 
-    ``DS_ACCELERATOR`` is the user's own or none: DeepSpeed takes the CPU by itself where it sees no
-    GPU.
+    Only GPUs stay hidden from ranks on the CPU. ``DS_ACCELERATOR`` is the user's own or none:
+    DeepSpeed takes the CPU by itself where it sees no GPU.
     """
     of_ranks = on_device(environment, device)
     if "DS_ACCELERATOR" not in environment:
@@ -101,7 +111,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def reap_adopted(keep: Iterable[int]) -> None:
-    """Wait for children that are zombies, but for ``keep``: a process that adopts orphans has to reap them."""
+    """Wait for children that are zombies, but for ``keep``.
+
+    A process that adopts orphans has to reap them.
+    """
     for pid in set(children(os.getpid())) - set(keep):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -150,10 +163,11 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> list[str]:
-    """SIGKILL the processes, wait until they are gone, and return the names of those that were killed.
+    """SIGKILL the processes, and wait until they are gone.
 
-    Zombies count as gone: their parents have to reap them. Processes that tidy up after others are
-    left alone: they end by themselves when the others are gone.
+    Return the names of those that were killed. Zombies count as gone: their parents have to reap
+    them. Processes that tidy up after others are left alone: they end by themselves when the others
+    are gone.
     """
     doomed = [process for process in processes if not tidies_up(process)]
     names = []
@@ -166,7 +180,10 @@ def kill(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def let_tidy_up(processes: Iterable[psutil.Process]) -> None:
-    """Wait until processes that tidy up have ended, now that no others use them. One that does not end is killed."""
+    """Wait until processes that tidy up have ended, now that no others use them.
+
+    One that does not end is killed.
+    """
     tidy = list(processes)
     await_end(tidy, TIDY_TIMEOUT_S)
     for process in tidy:
@@ -201,12 +218,18 @@ def kill_and_wait(process: subprocess.Popen[Any]) -> None:
 
 
 def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Wait for a child of ours to end; return whether it did. Popen's own ``wait`` reads a clock that a test may have frozen."""
+    """Wait for a child of ours to end; return whether it did.
+
+    Popen's own ``wait`` reads a clock that a test may have frozen.
+    """
     return clock.wait_until(lambda: process.poll() is not None, seconds)
 
 
 def await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait until the processes are gone or zombies. psutil's own wait would wait for the parents of zombies."""
+    """Wait until the processes are gone or zombies.
+
+    psutil's own wait would wait for the parents of zombies.
+    """
     pids = [process.pid for process in processes]
     clock.wait_until(lambda: not any(map(alive, pids)), seconds)
 
@@ -232,7 +255,10 @@ def flush() -> None:
 
 
 def native_threads() -> Counter[str]:
-    """Return the names of this process's threads, also of C libraries; one without a name has the process's name."""
+    """Return the names of this process's threads, also of C libraries.
+
+    A thread without a name has the process's name.
+    """
     names: Counter[str] = Counter()
     for thread in psutil.Process().threads():
         with contextlib.suppress(OSError):

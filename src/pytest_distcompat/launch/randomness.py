@@ -1,4 +1,7 @@
-"""Random number generators of a rank: a fork inherits all generators as they are, a fresh process has its own."""
+"""Random number generators of a rank.
+
+A fork inherits all generators as they are; a fresh process has its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ _seeded: dict[str, Any] = {}
 
 
 def states() -> dict[str, Any]:
-    """Return the states of the global generators of Python, numpy and torch, of those that are imported."""
+    """Return the states of the global generators of Python, numpy and torch.
+
+    Only those that are imported have one.
+    """
     by_name: dict[str, Any] = {"random": random.getstate()}
     # A module that is still being imported may lack the function.
     state_of_numpy = getattr(sys.modules.get("numpy.random"), "get_state", None)
@@ -38,21 +44,27 @@ def remember_seeds(before: dict[str, Any]) -> None:
 
 
 def drawn(name: str, before: Any, after: Any) -> bool:
-    """Tell whether numbers were drawn from that generator between these states of it, and it was given no seed."""
+    """Tell whether numbers were drawn from that generator between these states of it.
+
+    A generator that was given a seed in between does not count.
+    """
     if name == "torch":
         same = sys.modules["torch"].equal(before, after)
     elif name == "numpy":
-        same = before[2] == after[2] and bool((before[1] == after[1]).all())
+        same_words = bool((before[1] == after[1]).all())
+        same_position = before[2] == after[2]
+        same = same_words and same_position
     else:
         same = before == after
     return not same and not _SEEDS[name](before, after)
 
 
 def renew() -> None:
-    """Give this rank generators as a fresh process has them, except those that a module seeded when it was imported.
+    """Give this rank generators as a fresh process has them.
 
-    A fork inherits torch's and numpy's generators as they are, so all ranks would draw the same,
-    and Python seeds its own anew. A rank that does several requests gets new generators for each.
+    Those that a module seeded when it was imported stay as they are. A fork inherits torch's and
+    numpy's generators as they are, so all ranks would draw the same, and Python seeds its own anew.
+    A rank that does several requests gets new generators for each.
     """
     torch: Any = sys.modules.get("torch")
     numpy: Any = sys.modules.get("numpy.random")
@@ -75,13 +87,18 @@ def renew() -> None:
             torch.cuda.seed_all()
 
 
-#: The words that a Mersenne Twister makes at a time, and how often it is drawn from to see whether
-#: that leads from one state to another. No module draws forty thousand numbers at import.
-_WORDS, _MOST_DRAWS = 624, 64
+#: The words that a Mersenne Twister makes at a time.
+_WORDS = 624
+#: How often a generator is drawn from to see whether that leads from one state to another. No
+#: module draws forty thousand numbers at import.
+_MOST_DRAWS = 64
 
 
 def _seeds_of_python(before: Any, after: Any) -> bool:
-    """Tell whether Python's generator was seeded between these states: drawing alone does not lead from one to the other."""
+    """Tell whether Python's generator was seeded between these states.
+
+    Drawing alone does not lead from one to the other.
+    """
     replay = random.Random()  # noqa: S311 - it repeats what another one drew
     replay.setstate(before)
     return not _reached(
@@ -99,9 +116,14 @@ def _seeds_of_numpy(before: Any, after: Any) -> bool:
 def _reached(
     goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Callable[[], object]
 ) -> bool:
-    """Tell whether a generator gets to a state by drawing alone, however many words of the state are used up."""
+    """Tell whether a generator gets to a state by drawing alone.
+
+    It may use up any number of words of its state.
+    """
+    goal_words = list(goal[:_WORDS])
     for _ in range(_MOST_DRAWS):
-        if list(state()[:_WORDS]) == list(goal[:_WORDS]):
+        words = state()[:_WORDS]
+        if list(words) == goal_words:
             return True
         draw()
     return False

@@ -1,7 +1,7 @@
-"""The main of every rank, warm or cold: sets the process up, calls the target, reports how it ended.
+"""The main of every rank, warm or cold.
 
-``torchrun --nproc-per-node N -m pytest_distcompat.launch.rank REQUEST`` runs it without a fork
-server.
+It sets the process up, calls the target, and reports how it ended. ``torchrun --nproc-per-node N -m
+pytest_distcompat.launch.rank REQUEST`` runs it without a fork server.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
 
 
 def lead_session() -> None:
-    """Make this process the leader of a session and a process group of its own, as torchrun starts each rank.
+    """Make this process the leader of a session and a process group of its own.
 
-    A signal that a test sends to its own group then reaches nothing but the rank and its children.
-    torchrun passes ``start_new_session``
+    torchrun starts each rank so. A signal that a test sends to its own group then reaches nothing
+    but the rank and its children. torchrun passes ``start_new_session``
     (torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py).
     """
     if os.getpgid(0) != os.getpid():
@@ -111,7 +111,10 @@ def forget_parent() -> None:
 
 
 def prepare(request: Request) -> None:
-    """Give this process what the parent has: environment, threads, working directory, command line, import path."""
+    """Give this process what the parent has.
+
+    These are environment, threads, working directory, command line, and import path.
+    """
     threads = os.environ.get(_THREADS)
     os.environ.update(request.set)
     for name in request.unset:
@@ -154,10 +157,10 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
 
 
 def debug(log: RankLog, error: BaseException) -> None:
-    """Start the debugger at an error of the rank to debug; on another rank wait until that one has ended.
+    """Start the debugger at an error of the rank to debug.
 
-    A failed rank that ended at once would take the rank to debug with it. Does nothing in a run
-    without a rank to debug.
+    Another rank waits until that one has ended. A failed rank that ended at once would take the
+    rank to debug with it. Does nothing in a run without a rank to debug.
     """
     began = clock.now()
     debugged = log.debugged
@@ -180,7 +183,10 @@ def debug(log: RankLog, error: BaseException) -> None:
 
 
 def _use_threads() -> None:
-    """Use as many threads as the environment says: OpenMP read its variable when the fork server loaded it."""
+    """Use as many threads as the environment says.
+
+    OpenMP read its variable when the fork server loaded it.
+    """
     import torch
 
     wanted = os.environ.get(_THREADS, "")
@@ -193,10 +199,11 @@ def _use_threads() -> None:
 
 
 def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
-    """End this rank so that its peers notice, without barrier and without destroying the process group.
+    """End this rank so that its peers notice.
 
-    Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at
-    the same moment report their own failure, not the loss of this peer.
+    There is no barrier, and the process group is not destroyed. Both would wait for peers who may
+    be waiting for this rank. The grace lets ranks that fail at the same moment report their own
+    failure, not the loss of this peer.
     """
     logs = LogReader(directory, range(world_size))
     request_straggler_stacks(logs.read())
@@ -219,15 +226,16 @@ def message_of(error: BaseException) -> str:
 
 #: Messages of gloo, the store, ``monitored_barrier`` and NCCL's watchdog when they give up waiting.
 _GAVE_UP = re.compile(
-    r"Timed out waiting \d+ms|wait timeout after|failed to pass monitoredBarrier|Watchdog caught collective operation timeout"
+    r"Timed out waiting \d+ms|wait timeout after|failed to pass monitoredBarrier|"
+    r"Watchdog caught collective operation timeout"
 )
 
 
 def request_straggler_stacks(events: Mapping[int, Sequence[Event]]) -> None:
-    """Have the ranks that still run write their stacks, if this rank was the first to give up waiting for them.
+    """Have the ranks that still run write their stacks.
 
-    The agent ends them as soon as it sees that this rank is gone, and afterwards their stacks
-    cannot be had.
+    That is done if this rank was the first to give up waiting for them. The agent ends them as soon
+    as it sees that this rank is gone, and afterwards their stacks cannot be had.
     """
     gave_up = []
     for logged in events.values():

@@ -1,4 +1,7 @@
-"""The log of a rank: a line of JSON for each event, in a file, because stdout belongs to the tests."""
+"""The log of a rank: a line of JSON for each event.
+
+It is a file, because stdout belongs to the tests.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from pytest_distcompat.launch.forensics import deaths
 
 
 class RankLog:
-    """The log of one rank. Each event is written at once, so that a killed rank leaves all its events.
+    """The log of one rank.
 
-    ``by_hand``: a user runs the run again and looks at a terminal: the log starts afresh, and
-    errors are shown. ``debugged`` is then the rank in which the user wants a debugger.
+    Each event is written at once, so that a killed rank leaves all its events. ``by_hand``: a user
+    runs the run again and looks at a terminal: the log starts afresh, and errors are shown.
+    ``debugged`` is then the rank in which the user wants a debugger.
     """
 
     def __init__(
@@ -56,10 +60,8 @@ class RankLog:
             written = pristine_builtins.write_to(self._file, raw)
             raw = raw[written:]
         if isinstance(event, Error) and self._terminal is not None:
-            shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n".encode(
-                "utf-8", "replace"
-            )
-            pristine_builtins.write_to(self._terminal, shown)
+            shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n"
+            pristine_builtins.write_to(self._terminal, shown.encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Close the log."""
@@ -75,8 +77,11 @@ class LogReader:
     """
 
     def __init__(self, directory: str | Path, ranks: Iterable[int]) -> None:
-        self._paths = {rank: f"{directory}/rank-{rank}.jsonl" for rank in ranks}
-        self._events: dict[int, list[Event]] = {rank: [] for rank in self._paths}
+        self._paths: dict[int, str] = {}
+        self._events: dict[int, list[Event]] = {}
+        for rank in ranks:
+            self._paths[rank] = f"{directory}/rank-{rank}.jsonl"
+            self._events[rank] = []
         #: How much of each file has been read, by rank: its inode, and a number of bytes.
         self._positions: dict[int, tuple[int, int]] = {}
 
@@ -88,7 +93,10 @@ class LogReader:
         return self._events
 
     def _read_more(self, rank: int) -> None:
-        """Read the lines that a rank has written since the last call, without one that it has not finished."""
+        """Read the lines that a rank has written since the last call.
+
+        A line that it has not finished is left for the next call.
+        """
         with pristine_builtins.open_file(self._paths[rank], "rb") as file:
             inode = pristine_builtins.status_of(file.fileno()).st_ino
             known_inode, offset = self._positions.get(rank, (inode, 0))
@@ -102,12 +110,16 @@ class LogReader:
         self._positions[rank] = inode, offset + len(finished)
         for line in finished.splitlines():
             with contextlib.suppress(ValueError):
-                event = decode_event(pristine_builtins.decode(line.decode("utf-8", "replace")))
+                data = pristine_builtins.decode(line.decode("utf-8", "replace"))
+                event = decode_event(data)
                 if event is not None and not self._of_forked_child(rank, event):
                     self._events[rank].append(event)
 
     def _of_forked_child(self, rank: int, event: Event) -> bool:
-        """Tell whether a forked child of the rank wrote ``done`` to the same file; the rank may be gone without it."""
+        """Tell whether a forked child of the rank wrote ``done`` to the same file.
+
+        The rank may be gone without it.
+        """
         if not isinstance(event, Done) or event.pid is None:
             return False
         logged = self._events[rank]

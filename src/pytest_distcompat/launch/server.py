@@ -1,7 +1,7 @@
-"""The launcher process: one beside each pytest process, with torch imported, so that pytest need not import it.
+"""The launcher process: one beside each pytest process, with torch imported.
 
-It reads one request a line from a socket and answers one JSON line: first that it is warm, then how
-each run ended.
+So pytest need not import it. It reads one request a line from a socket and answers one JSON line:
+first that it is warm, then how each run ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _DIED = "it died while it imported"
 
 
 def main(channel_descriptor: str, warmth: str) -> None:
-    """Serve until the other end of the socket closes; ``warmth`` is the file with the Warmth and the ``device``."""
+    """Serve until the other end of the socket closes.
+
+    ``warmth`` is the file with the Warmth and the ``device``.
+    """
     adopt_orphans()
     _handle_by_default()
     descriptor = int(channel_descriptor)
@@ -81,10 +84,11 @@ def main(channel_descriptor: str, warmth: str) -> None:
 
 
 def _handle_by_default() -> None:
-    """Give signals their default handlers, which ranks inherit, where pytest ignores them, as ``nohup pytest`` does.
+    """Give signals their default handlers, which ranks inherit.
 
-    torchrun's agent handles these four (torch/distributed/elastic/multiprocessing/api.py), and what
-    a process handles is handled by default in a program that it starts.
+    pytest ignores some of them, as ``nohup pytest`` does. torchrun's agent handles these four
+    (torch/distributed/elastic/multiprocessing/api.py), and what a process handles is handled by
+    default in a program that it starts.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -94,16 +98,19 @@ def _handle_by_default() -> None:
 
 
 def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict[str, Any]]:
-    """Start all fork servers, which close the launcher process's socket; return them and their merged status."""
+    """Start all fork servers; return them and their merged status.
+
+    They close the launcher process's socket.
+    """
     warmth_fields = json.loads(Path(warmth).read_text(encoding="utf-8"))
     # Before the parent gives up, and shows what this process wrote.
     dump_at = clock.now() + 0.9 * warmth_fields["timeout"]
     servers = ForkServers((LIBRARIES, SESSION) if warmth_fields["call"] else (LIBRARIES,))
     # It imports everything itself, while this process imports torch for itself and for the servers
     # of the first side.
-    servers.spawn(
-        1, in_new_process("serve_alone", warmth, str(dump_at)), Path(warmth).with_name(LOGS[1])
-    )
+    command = in_new_process("serve_alone", warmth, str(dump_at))
+    log = Path(warmth).with_name(LOGS[1])
+    servers.spawn(1, command, log)
     # A warning that the user made an error is an error in ranks only.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -123,12 +130,18 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
 
 def serve_alone(warmth: str, dump_at: str, ends: str) -> NoReturn:
     """Be the fork servers of a side, in an interpreter of their own."""
-    ends_by_kind = {kind: Ends(*descriptors) for kind, descriptors in json.loads(ends).items()}
-    _serve(ends_by_kind, json.loads(Path(warmth).read_text(encoding="utf-8")), float(dump_at))
+    ends_by_kind: dict[str, Ends] = {}
+    for kind, descriptors in json.loads(ends).items():
+        ends_by_kind[kind] = Ends(*descriptors)
+    warmth_fields = json.loads(Path(warmth).read_text(encoding="utf-8"))
+    _serve(ends_by_kind, warmth_fields, float(dump_at))
 
 
 def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: float) -> NoReturn:
-    """Be the fork servers of a side: import libraries, fork the server that collects tests, and serve."""
+    """Be the fork servers of a side.
+
+    Import libraries, fork the server that collects tests, and serve.
+    """
     die_with_parent()
     # As in a new interpreter: an imported module may read it.
     sys.argv[1:] = []
@@ -174,23 +187,33 @@ def _serve_session(
 
 
 def _merged(sides: list[dict[str, dict[str, Any] | None]]) -> dict[str, Any]:
-    """Return the status for the parent: of both sides the first problem of each kind, and all findings."""
+    """Return the status of both sides for the parent.
+
+    It has the first problem of each kind, and all findings.
+    """
     libraries = []
     sessions = []
     for side in sides:
         libraries.append(side[LIBRARIES] or {"unfit": _DIED})
         if side[LIBRARIES] and SESSION in side:
             sessions.append(side[SESSION] or {"unfit": _DIED})
+    findings = []
+    for status in sessions:
+        if "findings" in status:
+            findings.append(status["findings"])
     return {
         "unfit": _first_problem(libraries),
         "not_shared": _first_problem(sessions),
-        "findings": [status["findings"] for status in sessions if "findings" in status],
+        "findings": findings,
         "leaves": any(status.get("leaves") for status in sessions),
     }
 
 
 def _first_problem(statuses: list[dict[str, Any]]) -> str:
-    """Return why ranks must not be forked from one of the servers with these statuses; empty if they may."""
+    """Return why ranks must not be forked from one of the servers with these statuses.
+
+    It is empty if they may.
+    """
     for status in statuses:
         if status["unfit"]:
             return str(status["unfit"])

@@ -1,7 +1,8 @@
-"""Supervisor process of a launcher: it runs one command and adopts all processes that the command leaves behind.
+"""Supervisor process of a launcher.
 
-So ranks in sessions of their own, or whose launcher was killed, are its descendants. It kills all
-of them when its standard input closes, even by the death of pytest.
+It runs one command and adopts all processes that the command leaves behind. So ranks in sessions of
+their own, or whose launcher was killed, are its descendants. It kills all of them when its standard
+input closes, even by the death of pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from pytest_distcompat.launch.process import adopt_orphans, descendants, kill, r
 
 
 def main(path: str) -> None:
-    """Run the command of a JSON file with ``command``, ``environment``, ``cwd``, and paths of ``output`` and ``status``."""
+    """Run the command of a JSON file.
+
+    The file has ``command``, ``environment``, ``cwd``, and paths of ``output`` and ``status``.
+    """
     request: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     adopt_orphans()
     threading.Thread(target=_kill_all_at_end_of_input, daemon=True).start()

@@ -1,6 +1,6 @@
-"""Temporary directories that are removed even if their owner is killed: the next process that makes one removes them.
+"""Temporary directories that are removed even if their owner is killed.
 
-Sockets are made below them, so they have short names.
+The next process that makes one removes them. Sockets are made below them, so they have short names.
 
 An owner keeps a file in its directory locked (flock). The operating system releases the lock when
 the owner dies, in whatever way, and no other process can have it by mistake: process numbers are
@@ -44,7 +44,9 @@ def temporary_root() -> Path:
 
 
 class OwnedDirectory:
-    """A new directory for temporary files, this process's own until it calls ``remove``, drops the object, or ends.
+    """A new directory for temporary files.
+
+    It is this process's own until it calls ``remove``, drops the object, or ends.
 
     Args:
         name: Part of the directory's name. Such a directory is where the user looks for it, and its
@@ -78,7 +80,10 @@ class OwnedDirectory:
 
 @contextlib.contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """Yield a new directory that is removed after the block, or by a later session if this process is killed in it."""
+    """Yield a new directory that is removed after the block.
+
+    If this process is killed in the block, a later session removes it.
+    """
     owned = OwnedDirectory()
     try:
         yield owned.path
@@ -94,7 +99,10 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's directories whose owners are gone; one without a lock may be another program's."""
+    """Remove this user's directories whose owners are gone.
+
+    A directory without a lock may be another program's, and stays.
+    """
     for root in {temporary_root(), Path(tempfile.gettempdir())}:
         for path in root.glob(f"{_PREFIX}*"):
             # Another process may be removing it.
@@ -103,7 +111,10 @@ def remove_abandoned() -> None:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    """Remove a directory of this user's if nobody has its lock. Raises OSError if somebody has, or there is none."""
+    """Remove a directory of this user's if nobody has its lock.
+
+    Raises OSError if somebody has, or there is none.
+    """
     lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if path.lstat().st_uid == os.fstat(lock).st_uid == os.getuid():

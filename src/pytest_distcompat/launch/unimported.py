@@ -1,8 +1,9 @@
-"""Modules that a fork server imported and its ranks have not: they are hidden, and given back by an import.
+"""Modules that a fork server imported and its ranks have not.
 
-``import torch`` alone does not make ``torch.distributed.fsdp`` an attribute, but an import of it
-anywhere in the process does. Ranks are forked from a process in which it was imported, and code
-that forgets the import would work on them, and fail under torchrun.
+They are hidden, and given back by an import. ``import torch`` alone does not make
+``torch.distributed.fsdp`` an attribute, but an import of it anywhere in the process does. Ranks are
+forked from a process in which it was imported, and code that forgets the import would work on them,
+and fail under torchrun.
 
 What each module imports is recorded while libraries are imported. Afterwards all modules are taken
 out of ``sys.modules`` and out of their packages, but for those that ``import torch`` brings and
@@ -45,7 +46,10 @@ _given_back_before = 0
 
 @contextlib.contextmanager
 def recorded(name: str) -> Iterator[None]:
-    """Record what each module imports that is loaded in the block, which imports the module of that name."""
+    """Record what each module imports that is loaded in the block.
+
+    The block imports the module of that name.
+    """
     _given_with[name] = ()
     kinds = (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader)
     with contextlib.ExitStack() as undo:
@@ -107,7 +111,10 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
 
 
 def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
-    """Return those of these modules that are known, and all known ones that they import, directly or by way of known ones."""
+    """Return those of these modules that are known, and what they import of the known ones.
+
+    They may import it directly or by way of known ones.
+    """
     reached: set[str] = set()
     pending = list(names)
     while pending:
@@ -119,7 +126,10 @@ def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
 
 
 def _stays(name: str) -> bool:
-    """Tell whether a recorded module stays; of the standard library, packages do, but not what is in them."""
+    """Tell whether a recorded module stays.
+
+    Of the standard library, packages stay, but not what is in them.
+    """
     return name.partition(".")[0] in _STAY or name in sys.stdlib_module_names
 
 
@@ -147,7 +157,10 @@ def hide() -> None:
 
 
 def _hide(names: Sequence[str]) -> None:
-    """Take these modules out of ``sys.modules``, and out of their packages, whose attributes they are."""
+    """Take these modules out of ``sys.modules``, and out of their packages.
+
+    Packages have them as attributes.
+    """
     for name in names:
         module = sys.modules.pop(name, None)
         if module is not None:
@@ -160,13 +173,19 @@ def _hide(names: Sequence[str]) -> None:
 
 
 def keep_visible() -> None:
-    """Leave to ranks what has been given back so far: this process imported it for them, with their tests."""
+    """Leave to ranks what has been given back so far.
+
+    This process imported it for them, with their tests.
+    """
     global _given_back_before  # noqa: PLW0603 - a process has one
     _given_back_before = len(_given_back)
 
 
 def hide_again() -> None:
-    """Hide what has been given back since, in a rank that has run no code of the user's: multiprocessing needed it."""
+    """Hide what has been given back since, in a rank that has run no code of the user's.
+
+    multiprocessing needed it.
+    """
     _hide(_given_back[_given_back_before:])
     del _given_back[_given_back_before:]
 

@@ -1,4 +1,7 @@
-"""The default launcher: torchrun's agent in a launcher process of ours, ranks forked from a warm fork server."""
+"""The default launcher: torchrun's agent in a launcher process of ours.
+
+Ranks are forked from a warm fork server.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ AGENT_NOTIFIED_AFTER_S = 0.2
 
 
 class WarmLauncher(Launcher):
-    """A launcher that keeps one launcher process with its fork servers, and replaces it when it breaks."""
+    """A launcher that keeps one launcher process with its fork servers.
+
+    It replaces the process when it breaks.
+    """
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
         self._warmth = warmth
@@ -45,7 +51,10 @@ class WarmLauncher(Launcher):
             self._process = LauncherProcess(self._warmth, self._device)
 
     def get_warm(self) -> str:
-        """Wait until the launcher process is ready, and return what went wrong; empty if nothing did."""
+        """Wait until the launcher process is ready.
+
+        Return what went wrong; empty if nothing did.
+        """
         if problem := loopback.problem():
             return problem
         self.warm_up()
@@ -55,7 +64,10 @@ class WarmLauncher(Launcher):
         return problem
 
     def run(self, request: Request) -> Ending:
-        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
+        """Start the ranks, and wait until they ended or were ended.
+
+        Never raises for what the ranks do.
+        """
         self.watch = None
         try:
             if problem := self.get_warm():
@@ -90,7 +102,10 @@ class WarmLauncher(Launcher):
             self._open_run = None
 
     def notice(self, process: LauncherProcess, request: Request) -> str:
-        """Return what the user should know about the fork servers; only the first notice of a session is given."""
+        """Return what the user should know about the fork servers.
+
+        Only the first notice of a session is given.
+        """
         if self._notice_given:
             return ""
         notice = _describe_slow_start(process, request)
@@ -98,7 +113,10 @@ class WarmLauncher(Launcher):
         return notice
 
     def close(self, *, farewell: bool = True) -> None:
-        """End the launcher process and all processes below it; with ``farewell`` it may run its exit functions first."""
+        """End the launcher process and all processes below it.
+
+        With ``farewell`` it may run its exit functions first.
+        """
         if self._open_run is not None:
             self._open_run.release()
             farewell = False
@@ -204,7 +222,10 @@ class OpenWarmRun(WarmRun):
         return self._ending(watch, {}, notice=notice)
 
     def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
-        """Return how the watched request ended, once the ranks are gone; the run is no longer open."""
+        """Return how the watched request ended, once the ranks are gone.
+
+        The run is no longer open.
+        """
         self.release()
         return super().conclude(watch, answer)
 
@@ -220,13 +241,14 @@ def _describe_slow_start(process: LauncherProcess, request: Request) -> str:
     """Return why the ranks of the request start slower than they could; empty if they do not."""
     if process.unfit:
         return (
-            f"the fork server cannot be forked from: {process.unfit}. Ranks are started by spawn instead, "
-            "seconds slower each. Look for code at import time in a conftest.py or a test module."
+            f"the fork server cannot be forked from: {process.unfit}. "
+            "Ranks are started by spawn instead, seconds slower each. "
+            "Look for code at import time in a conftest.py or a test module."
         )
     reason = process.not_shared(request) if request.collected else ""
     if reason:
         return (
-            f"each rank imports the tests itself, as under torchrun, which takes longer: {reason}, and ranks that are forked "
-            "after that would share what came of it."
+            f"each rank imports the tests itself, as under torchrun, which takes longer: {reason}, "
+            "and ranks that are forked after that would share what came of it."
         )
     return ""

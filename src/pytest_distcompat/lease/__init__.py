@@ -1,8 +1,9 @@
-"""Leases of GPUs, or of CPU slots, to one process group at a time. It knows neither ranks nor pytest.
+"""Leases of GPUs, or of CPU slots, to one process group at a time.
 
-``inventory`` lists the devices, ``places`` names those of a GPU that runs share, ``tickets`` is the
-queue, ``pool`` leases devices, ``watch`` reports what a request waits for, ``directory`` has the
-locks, ``timeline`` records leases, and ``packing`` orders requests.
+It knows neither ranks nor pytest. ``inventory`` lists the devices, ``places`` names those of a GPU
+that runs share, ``tickets`` is the queue, ``pool`` leases devices, ``watch`` reports what a request
+waits for, ``directory`` has the locks, ``timeline`` records leases, and ``packing`` orders
+requests.
 """
 
 from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here

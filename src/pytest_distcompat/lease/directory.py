@@ -173,8 +173,11 @@ class LeaseDirectory:
 
     def _claimed(self, name: str) -> str:
         # An address has 107 bytes at most; a path may have more.
-        digest = hashlib.sha256(os.fsencode(f"{self._address}/{device_of(name)}")).hexdigest()
-        return f"\0distcompat-{os.getuid()}-{digest[:32]}{place_of(name)}"
+        device = device_of(name)
+        path = os.fsencode(f"{self._address}/{device}")
+        digest = hashlib.sha256(path).hexdigest()
+        place = place_of(name)
+        return f"\0distcompat-{os.getuid()}-{digest[:32]}{place}"
 
 
 def own_directory(path: Path) -> Path:
@@ -201,7 +204,10 @@ def own_directory(path: Path) -> Path:
         not_own = _close_to_others(path)
         if not_own is None:
             return path
-        problem = f"was open to others (mode {mode & 0o777:o}, expected 700), and {not_own} in it is not yours alone"
+        problem = (
+            f"was open to others (mode {mode & 0o777:o}, expected 700), "
+            f"and {not_own} in it is not yours alone"
+        )
     raise UsageProblem(
         f"leases cannot be kept in {path}: it {problem}. To make a new one: {command}"
     )

@@ -1,4 +1,7 @@
-"""Inventory of the devices to lease: the GPUs that this process may use or, without any, slots of the CPU."""
+"""Inventory of the devices to lease.
+
+They are the GPUs that this process may use or, without any, slots of the CPU.
+"""
 
 from __future__ import annotations
 
@@ -65,23 +68,25 @@ class Inventory:
             raise UsageProblem(f"a lease is of at least 1, not {ranks}")
         least = -(-ranks // self.ranks_each)
         if self.kind == "gpu" and least > len(self.ids):
+            known = ", ".join(self.ids)
             raise UsageProblem(
-                f"{ranks} ranks need {least} GPUs; there are {len(self.ids)}: {', '.join(self.ids)}"
+                f"{ranks} ranks need {least} GPUs; there are {len(self.ids)}: {known}"
             )
         return min(ranks, len(self.ids))
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the variables that make only these devices visible; none for CPU slots, to which nothing is pinned.
+        """Return the variables that make only these devices visible.
 
-        GPUs are named by number, because some libraries take ``int`` of each entry
-        (deepspeed/accelerator/cuda_accelerator.py).
+        There are none for CPU slots, to which nothing is pinned. GPUs are named by number, because
+        some libraries take ``int`` of each entry (deepspeed/accelerator/cuda_accelerator.py).
         """
         if self.kind != "gpu":
             return {}
         numbers = gpu_numbers(ids)
         if numbers is None:
             return dict.fromkeys(VISIBLE, ",".join(ids))
-        return {**dict.fromkeys(VISIBLE, ",".join(map(str, numbers))), **NVML_ORDER}
+        listed = ",".join(map(str, numbers))
+        return {**dict.fromkeys(VISIBLE, listed), **NVML_ORDER}
 
 
 def gpus(
@@ -97,7 +102,8 @@ def gpus(
     if there are none.
     """
     visible = visible_ids(",".join(wanted) or None)
-    return Inventory("gpu", tuple(visible[:most]), ranks_each, runs_share)
+    ids = tuple(visible[:most])
+    return Inventory("gpu", ids, ranks_each, runs_share)
 
 
 #: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep
@@ -107,7 +113,10 @@ SLOTS = 2
 
 
 def cpu_slots() -> Inventory:
-    """Return the slots of the cores that this process may run on; sessions that are pinned to different cores share none."""
+    """Return the slots of the cores that this process may run on.
+
+    Sessions that are pinned to different cores share none.
+    """
     ids = []
     for core in sorted(os.sched_getaffinity(0)):
         ids += [f"cpu-{core}.{slot}" for slot in range(SLOTS)]

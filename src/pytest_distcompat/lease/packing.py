@@ -38,19 +38,27 @@ class Demand:
 
 
 def pack(demands: Iterable[Demand], devices: int, workers: int) -> list[Demand]:
-    """Return the demands in the order in which workers should take them, each with its expected duration."""
+    """Return the demands in the order in which workers should take them.
+
+    Each has its expected duration.
+    """
     known = expect(list(demands))
     # A test that takes most of the session must not begin last, however few devices it needs.
     long = ideal(known, devices, workers) / 2
 
     def priority(demand: Demand) -> tuple[bool, int, float]:
-        return demand.expected() > long, demand.world_size, demand.expected()
+        seconds = demand.expected()
+        is_long = seconds > long
+        return is_long, demand.world_size, seconds
 
     return sorted(known, key=priority, reverse=True)
 
 
 def expect(demands: Sequence[Demand]) -> list[Demand]:
-    """Return the demands with durations: unknown ones get the median of their world size, of all, or ``UNKNOWN`` seconds."""
+    """Return the demands with durations.
+
+    Unknown ones get the median of their world size, of all, or ``UNKNOWN`` seconds.
+    """
     seconds_by_size: dict[int, list[float]] = {}
     all_seconds: list[float] = []
     for demand in demands:
@@ -68,7 +76,10 @@ def expect(demands: Sequence[Demand]) -> list[Demand]:
 
 
 def ideal(demands: Iterable[Demand], devices: int, workers: int) -> float:
-    """Return a lower bound of the makespan in seconds: all devices always busy, all workers, or the longest test alone."""
+    """Return a lower bound of the makespan in seconds.
+
+    It is the most of: all devices always busy, all workers always busy, the longest test alone.
+    """
     device_seconds: float = 0
     durations = []
     for demand in demands:

@@ -1,10 +1,11 @@
-"""Pool of devices and places, leased to one process group at a time, among all processes of one user on a machine.
+"""Pool of devices and places, leased to one process group at a time.
 
-A device is a GPU, a MIG instance, or a CPU slot: the right to run some ranks on the CPU. One is
-leased while a process holds the lock on the device's file and the claim on its name, so the
-operating system ends the lease of a process that dies, however it dies. The claim holds even if a
-cleaner removes the file. Beside each lock is a record of the holder, for messages, and of the
-memory in use before the lease. A record without a lock belongs to a holder that died.
+All processes of one user on a machine share it. A device is a GPU, a MIG instance, or a CPU slot:
+the right to run some ranks on the CPU. One is leased while a process holds the lock on the device's
+file and the claim on its name, so the operating system ends the lease of a process that dies,
+however it dies. The claim holds even if a cleaner removes the file. Beside each lock is a record of
+the holder, for messages, and of the memory in use before the lease. A record without a lock belongs
+to a holder that died.
 
 Where runs share a GPU, a run of one rank leases one of its places (``places``): it shares the lock
 on the GPU's file, and has a lock and a claim of its own on the place. So it excludes a lease of the
@@ -56,9 +57,15 @@ _POLL, _POLL_MEMORY = 0.02, 0.05
 #: out.
 Memory = Callable[[Sequence[str]], Mapping[str, int]]
 
+#: Of devices that are locked: the names that are held, its own or those of its places.
+NamesByDevice = dict[str, tuple[str, ...]]
+
 
 class LeaseTimeout(DistcompatError, TimeoutError):
-    """The devices did not become free in time; the message says who holds them and who waits for them."""
+    """The devices did not become free in time.
+
+    The message says who holds them and who waits for them.
+    """
 
 
 @dataclass
@@ -111,7 +118,10 @@ _this_thread = threading.local()
 
 
 def _ranks_by_lock() -> Mapping[Path, int]:
-    """Return for each device that this thread holds, of all pools, the path of its lock, and how many ranks may use it."""
+    """Return how many ranks may use each device that this thread holds.
+
+    Keys are the paths of the devices' locks. Those of all pools are among them.
+    """
     ranks_by_lock: Mapping[Path, int] = getattr(_this_thread, "ranks_by_lock", {})
     return ranks_by_lock
 
@@ -198,19 +208,17 @@ class Pool:
         if shares:
             # Rounded up.
             places = -(-ranks // count)
-        mine = tuple(
-            device
-            for device in self.inventory.ids
-            if self._path(device, "lock") in _ranks_by_lock()
-        )
+        mine: list[str] = []
+        for device in self.inventory.ids:
+            if self._path(device, "lock") in _ranks_by_lock():
+                mine.append(device)
         if mine:
-            yield self._lend_again(mine, count, places, who)
+            yield self._lend_again(tuple(mine), count, places, who)
             return
         requested_at = clock.now()
         with contextlib.ExitStack() as locks:
-            names_by_device, waited_for = self._take(
-                count, places, who, requested_at + timeout, locks
-            )
+            deadline = requested_at + timeout
+            names_by_device, waited_for = self._take(count, places, who, deadline, locks)
             ids = tuple(names_by_device)
             names = tuple(itertools.chain(*names_by_device.values()))
             leaks_of_dead = self._await_dead_holders(names)
@@ -222,13 +230,11 @@ class Pool:
             before = measure(ids) if self.inventory.kind == "gpu" else {}
             self._write_records(names, who, since, {} if shares else before)
             grant = _Grant(names, who, requested_at, granted_at, waited_for, before, measure)
-            lease = Lease(
-                ids, self.inventory.environment(ids), self.inventory.places, leaks_of_dead
-            )
+            environment = self.inventory.environment(ids)
+            lease = Lease(ids, environment, self.inventory.places, leaks_of_dead)
             owner = os.getpid()
-            ranks_by_lock = {
-                self._path(device, "lock"): places or self.inventory.ranks_each for device in ids
-            }
+            ranks_each = places or self.inventory.ranks_each
+            ranks_by_lock = {self._path(device, "lock"): ranks_each for device in ids}
             try:
                 with _held_by_this_thread(ranks_by_lock):
                     yield lease
@@ -238,7 +244,10 @@ class Pool:
                     self._end(lease, grant)
 
     def _await_dead_holders(self, names: Sequence[str]) -> tuple[Leak, ...]:
-        """Wait until memory is free that the last holders of these devices used, if they died; return what they leak."""
+        """Wait until memory is free that dead holders of these devices used.
+
+        They are the last holders, if they died. Return what they leak.
+        """
         before = {}
         who = {}
         for name in names:
@@ -252,16 +261,19 @@ class Pool:
     def _write_records(
         self, names: Sequence[str], who: str, since: float, before: Mapping[str, int]
     ) -> None:
-        """Write for others who holds these devices, and how much of their memory was in use before."""
+        """Write for others who holds these devices.
+
+        ``before`` is how much of their memory was in use before.
+        """
         for name in names:
             holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
-            self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
+            file_name = self._path(name, "json").name
+            self._directory.write(file_name, json.dumps(asdict(holder)))
 
     def _end(self, lease: Lease, grant: _Grant) -> None:
         """Wait until the lease's memory is free, note what stays in use, and remove its records."""
-        lease.own_leak = self._await_free(
-            grant.before, dict.fromkeys(lease.ids, grant.who), grant.measure
-        )
+        who = dict.fromkeys(lease.ids, grant.who)
+        lease.own_leak = self._await_free(grant.before, who, grant.measure)
         lease.leak += lease.own_leak
         for name in grant.names:
             self._path(name, "json").unlink(missing_ok=True)
@@ -283,13 +295,17 @@ class Pool:
             append(self.timeline, span)
 
     def _lend_again(self, mine: tuple[str, ...], count: int, places: int, who: str) -> Lease:
-        """Return a lease of devices that this thread holds. Raises UsageProblem if it holds too few."""
+        """Return a lease of devices that this thread holds.
+
+        Raises UsageProblem if it holds too few.
+        """
         if self.inventory.kind == "gpu" and count > len(mine):
             raise UsageProblem(
                 f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}"
             )
         ids = mine[:count]
-        ranks = min(_ranks_by_lock()[self._path(device, "lock")] for device in ids)
+        ranks_by_lock = _ranks_by_lock()
+        ranks = min(ranks_by_lock[self._path(device, "lock")] for device in ids)
         if places > ranks:
             raise UsageProblem(
                 f"{who}: {places} ranks need a GPU, and what starts them has it for {ranks}"
@@ -298,7 +314,10 @@ class Pool:
 
     @property
     def waits(self) -> str:
-        """Devices that a request of this process waits for, with holder and time; empty if none waits for long."""
+        """Devices that a request of this process waits for, with holder and time.
+
+        It is empty if none waits for long.
+        """
         return self._watch.text if self._watch is not None else ""
 
     def holders(self) -> list[Holder]:
@@ -331,7 +350,7 @@ class Pool:
 
     def _take(
         self, count: int, places: int, who: str, deadline: float, locks: contextlib.ExitStack
-    ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    ) -> tuple[NamesByDevice, tuple[str, ...]]:
         """Wait until the request has its devices or places, and lock them.
 
         Devices stay locked while the request waits for more, so that a later request cannot take
@@ -346,12 +365,12 @@ class Pool:
 
         Returns:
             For each device the names that are locked, its own or those of its places; and whom the
-                request waited for.
+            request waited for.
 
         Raises:
             LeaseTimeout: At the deadline.
         """
-        taken: dict[str, tuple[str, ...]] = {}
+        taken: NamesByDevice = {}
 
         def blockers() -> Iterator[Blocker]:
             for device in self.inventory.ids:
@@ -398,12 +417,13 @@ class Pool:
         self,
         count: int,
         places: int,
-        taken: dict[str, tuple[str, ...]],
+        taken: NamesByDevice,
         locks: contextlib.ExitStack,
     ) -> None:
-        """Lock what is free now, until ``count`` devices are taken; of places those on the devices with the fewest runs first.
+        """Lock what is free now, until ``count`` devices are taken.
 
-        The arguments are those of ``_take``; ``taken`` has what is locked already, and grows.
+        Of places those on the devices with the fewest runs are locked first. The arguments are
+        those of ``_take``; ``taken`` has what is locked already, and grows.
         """
         order: Sequence[str] = self.inventory.ids
         if places:
@@ -419,30 +439,37 @@ class Pool:
                 taken[device] = names
 
     def _lock_whole(self, device: str, locks: contextlib.ExitStack) -> tuple[str, ...]:
-        """Lock a device until ``locks`` is closed; return its name, or nothing if it was not free."""
+        """Lock a device until ``locks`` is closed.
+
+        Return its name, or nothing if it was not free.
+        """
         with contextlib.ExitStack() as own:
             if not self._lock(device, own):
                 return ()
-            # Their holders have locked the device's file, but a cleaner may have removed it. CPU
-            # slots have no places.
-            if self.inventory.kind == "gpu" and self._directory.claimed(device) not in (
-                [],
-                [device],
-            ):
+            # Holders of its places have locked the device's file, but a cleaner may have removed
+            # it. CPU slots have no places.
+            if self.inventory.kind == "gpu" and self._has_claimed_places(device):
                 return ()
             locks.push(own.pop_all())
         return (device,)
 
+    def _has_claimed_places(self, device: str) -> bool:
+        """Tell whether a process has claimed anything of a device but the whole."""
+        return self._directory.claimed(device) not in ([], [device])
+
     def _lock_places(self, device: str, count: int, locks: contextlib.ExitStack) -> tuple[str, ...]:
-        """Lock so many places of a device until ``locks`` is closed; return their names, or nothing if fewer were free."""
+        """Lock so many places of a device until ``locks`` is closed.
+
+        Return their names, or nothing if fewer were free.
+        """
         names: list[str] = []
+        file_name = self._path(device, "lock").name
         with contextlib.ExitStack() as own:
             try:
-                own.callback(
-                    self._directory.lock(self._path(device, "lock").name, shared=True).close
-                )
+                shared = self._directory.lock(file_name, shared=True)
             except TakenError:
                 return ()
+            own.callback(shared.close)
             for name in place_names(device, self.inventory.places):
                 if len(names) < count and self._lock(name, own):
                     names.append(name)
@@ -456,7 +483,10 @@ class Pool:
         return tuple(names)
 
     def _is_excluded(self, device: str, places: Sequence[str]) -> bool:
-        """Tell whether the device is held as a whole, or divided into another number of places than these."""
+        """Tell whether others exclude these places of the device.
+
+        It is held as a whole then, or divided into another number of places.
+        """
         for name in self._names(device):
             if name in places or may_be_held_beside(name, places[0]):
                 continue
@@ -466,9 +496,10 @@ class Pool:
 
     def _lock(self, name: str, locks: contextlib.ExitStack) -> bool:
         """Lock a device or place until ``locks`` is closed; return whether it was free."""
+        file_name = self._path(name, "lock").name
         with contextlib.ExitStack() as both:
             try:
-                both.callback(self._directory.lock(self._path(name, "lock").name).close)
+                both.callback(self._directory.lock(file_name).close)
                 both.callback(self._directory.claim(name).close)
             except TakenError:
                 return False
@@ -476,7 +507,10 @@ class Pool:
         return True
 
     def _names(self, device: str) -> list[str]:
-        """Return the names of a device and of its places that may be held: all that are claimed or have a file."""
+        """Return the names of a device and of its places that may be held.
+
+        They are all that are claimed or have a file.
+        """
         if self.inventory.kind == "cpu":
             return [device]
         files = self._directory.path.glob(self._path(device, "place-*.lock").name)
@@ -493,7 +527,10 @@ class Pool:
     def _await_free(
         self, before: Mapping[str, int], who: Mapping[str, str], measure: Memory
     ) -> tuple[Leak, ...]:
-        """Wait until these devices use no more memory than ``before``, and return what stays in use as leaks of its holders."""
+        """Wait until these devices use no more memory than ``before``.
+
+        Return what stays in use as leaks of its holders.
+        """
         deadline = clock.now() + self.free_timeout
         while True:
             used = measure(list(before)) if before else {}
@@ -508,35 +545,42 @@ class Pool:
 
     def _timeout_message(self, count: int, who: str, taken: Container[str]) -> str:
         """Return who holds the devices that were not to be had, and who waits for them."""
-        lines = [
-            f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"
-        ]
+        devices_in_words = f"{len(self.inventory.ids)} {self.inventory.words}"
+        lines = [f"{who}: no {count} of {devices_in_words} to be had in time"]
         for device in self.inventory.ids:
             if device in taken:
                 continue
             for holder in self._holders(device):
                 since = time.strftime("%H:%M:%S", time.localtime(holder.since))
-                lines.append(
-                    f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}"
-                )
+                pid = holder.pid or "unknown"
+                lines.append(f"  {holder.id} is held by {holder.who} (pid {pid}) since {since}")
         for ticket in self._queue.waiting():
             if set(ticket.ids) & set(self.inventory.ids):
                 lines.append(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}")
         return "\n".join(lines)
 
     def _read_record(self, name: str) -> Holder | None:
-        """Return the record of the holder of a device or place, who may be dead; None without one."""
+        """Return the record of the holder of a device or place; None without one.
+
+        The holder may be dead.
+        """
+        path = self._path(name, "json")
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return decode(Holder, json.loads(self._path(name, "json").read_text(encoding="utf-8")))
+            record = json.loads(path.read_text(encoding="utf-8"))
+            return decode(Holder, record)
         return None
 
     def _path(self, name: str, kind: str) -> Path:
         # Older names of MIG devices contain slashes.
-        return self._directory.path / f"{quote(name, safe='')}.{kind}"
+        quoted = quote(name, safe="")
+        return self._directory.path / f"{quoted}.{kind}"
 
 
 def boot_id() -> str:
-    """Return the id of this boot, which tells whether two processes share CLOCK_MONOTONIC; empty where unknown."""
+    """Return the id of this boot; empty where unknown.
+
+    It tells whether two processes share CLOCK_MONOTONIC.
+    """
     with contextlib.suppress(OSError):
         return BOOT.read_text(encoding="ascii").strip()
     return ""
@@ -549,4 +593,5 @@ def default_directory() -> Path:
     slots and clocks. The host name would not do: containers of one machine have different ones.
     """
     machine = boot_id() or quote(socket.gethostname(), safe="")
-    return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}-{machine}"
+    name = f"distcompat-leases-{os.getuid()}-{machine}"
+    return Path(tempfile.gettempdir()) / name

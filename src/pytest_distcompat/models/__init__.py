@@ -1,4 +1,7 @@
-"""Registry of the tiny models that drivers of common libraries train. Those that there are come from ``ext.upstream``."""
+"""Registry of the tiny models that drivers of common libraries train.
+
+``ext.upstream`` adds them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ def model_of(cell: Cell) -> TinyModel:
 
 
 def known_model(cell: Cell) -> TinyModel | None:
-    """Return the model of a cell, None if there is none: without the models of ``ext.upstream`` every driver has its own."""
+    """Return the model of a cell, None if there is none.
+
+    Without the models of ``ext.upstream`` every driver has a model of its own.
+    """
     name = str(cell.option("model"))
     if name in MODELS.by_name or ":" in name:
         return model_of(cell)

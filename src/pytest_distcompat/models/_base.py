@@ -19,13 +19,21 @@ PROMPT_LENGTHS = (0, 13, 6, 10, 3)
 
 
 def prompt_length(step: int, rank: int) -> int:
-    """Return how many tokens at the start of each row are not trained on, in a rank's batch for a step."""
-    return PROMPT_LENGTHS[(step + 2 * rank) % len(PROMPT_LENGTHS)]
+    """Return how many tokens at the start of each row are not trained on.
+
+    Args:
+        step: The number of the step.
+        rank: The rank whose batch for that step it is.
+    """
+    index = (step + 2 * rank) % len(PROMPT_LENGTHS)
+    return PROMPT_LENGTHS[index]
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is cut into the stages of a pipeline; ``parallel/pipeline_parallel.py`` says what a stage is.
+    """How a model is cut into the stages of a pipeline.
+
+    ``parallel/pipeline_parallel.py`` says what a stage is.
 
     Attributes:
         parts: Names of modules in the order of the forward; those of one part stay together.

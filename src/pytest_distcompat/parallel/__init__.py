@@ -1,1 +1,4 @@
-"""Parallelism within a model: of layers (``tp``), sequences (``cp``), experts (``ep``) and stages (``pp``)."""
+"""Parallelism within a model.
+
+Of layers (``tp``), sequences (``cp``), experts (``ep``) and stages (``pp``).
+"""

@@ -1,7 +1,7 @@
-"""Context parallelism (``cp``): each rank computes on its part of the sequence, with the keys and values of all of it.
+"""Context parallelism (``cp``): each rank computes on its part of the sequence.
 
-A sequence of n tokens over cp ranks: rank r of them has the tokens from r * n / cp to (r + 1) * n /
-cp, of every row.
+It has the keys and values of all of it. A sequence of n tokens over cp ranks: rank r of them has
+the tokens from r * n / cp to (r + 1) * n / cp, of every row.
 
 torch's own ``context_parallel`` has kernels for GPUs alone: on the CPU it raises
 ``NotImplementedError`` in the first forward. Here keys and values are gathered, as for Llama 3
@@ -50,13 +50,20 @@ BESIDE_ULYSSES = frozenset({"model", "cp", "set"})
 
 def unsupported_reason(cell: Cell) -> str | None:
     """Return why no sequence is sharded as the cell asks; None if one is."""
-    by_ulysses = cell.strategy != "fsdp2"
-    # Ulysses reduces gradients in float32, whatever they are in.
-    precisions = {"fp32"} if by_ulysses else {"fp32", "bf16_upcast"}
+    if cell.strategy == "fsdp2":
+        precisions = {"fp32", "bf16_upcast"}
+        tried = BESIDE
+    else:
+        # Ulysses reduces gradients in float32, whatever they are in.
+        precisions = {"fp32"}
+        tried = BESIDE_ULYSSES
     reason = first_reason(
         (
             cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"},
-            "context parallelism is driven under FSDP2, and under ZeRO as DeepSpeed's Ulysses, alone",
+            (
+                "context parallelism is driven under FSDP2, "
+                "and under ZeRO as DeepSpeed's Ulysses, alone"
+            ),
         ),
         (
             cell.option("model") not in LLAMAS,
@@ -69,13 +76,14 @@ def unsupported_reason(cell: Cell) -> str | None:
     )
     if reason is not None:
         return reason
-    tried = BESIDE_ULYSSES if by_ulysses else BESIDE
     return untried_option_reason("context parallelism", cell, tried)
 
 
 @contextlib.contextmanager
 def attending(model: Any, mesh: DeviceMesh | None) -> Iterator[None]:
-    """Replace the model's attention, within the context, by one over a sequence that is sharded along a mesh.
+    """Replace the model's attention, within the context, by one over a sharded sequence.
+
+    The sequence is sharded along the mesh.
 
     Without a mesh the attention stays as it is.
     """
@@ -103,7 +111,9 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention of this rank's part of the sequence to the full one, as transformers' attention interface.
+    """Return causal attention of this rank's part of the sequence to the full one.
+
+    The signature is that of transformers' attention interface.
 
     Args:
         mesh: One dimension, the ranks that have the parts of each sequence.
@@ -133,7 +143,10 @@ def attend(
 
 
 def _gather_sequence(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return (batch, heads, all tokens, head size); in the backward pass the gradients of all ranks are summed."""
+    """Return (batch, heads, all tokens, head size) from this rank's part of the tokens.
+
+    In the backward pass the gradients of all ranks are summed.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     sharded: Any = DTensor.from_local(part, mesh, [Shard(2)])
@@ -143,7 +156,9 @@ def _gather_sequence(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
-    """Return this rank's share of the loss of full rows, times the ranks of the mesh: the mean over them is the loss.
+    """Return this rank's share of the loss of full rows, times the ranks of the mesh.
+
+    The mean over these ranks is the loss.
 
     Args:
         model: A Llama whose attention is ``attend``.
@@ -154,15 +169,18 @@ def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
     from torch.nn.functional import pad
 
     # Shifted before they are split: the label of a part's last token is the first of the next part.
-    labels = pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    padded = pad(batch["labels"], (0, 1), value=-100)
+    labels = padded[:, 1:]
+    row_positions = torch.arange(labels.shape[1], device=labels.device)
+    positions = row_positions.expand_as(labels)
     full = {"input_ids": batch["input_ids"], "position_ids": positions, "labels": labels}
     part = {}
     for name, tensor in full.items():
         parts = tensor.chunk(mesh.size(), dim=1)
         part[name] = parts[mesh.get_local_rank()].contiguous()
     count = (labels != -100).sum()
-    loss: torch.Tensor = model(**part, shift_labels=part["labels"], num_items_in_batch=count).loss
+    output = model(**part, shift_labels=part["labels"], num_items_in_batch=count)
+    loss: torch.Tensor = output.loss
     return loss * mesh.size()
 
 
@@ -170,11 +188,15 @@ def positions_of(tokens: torch.Tensor) -> torch.Tensor:
     """Return the position of each token in its row, which Ulysses needs."""
     import torch
 
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+    row_positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return row_positions.expand_as(tokens).contiguous()
 
 
 def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss of full rows, the same on all ranks of a sequence; DeepSpeed's Ulysses shards them."""
+    """Return the loss of full rows, the same on all ranks of a sequence.
+
+    DeepSpeed's Ulysses shards the rows.
+    """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 
@@ -188,7 +210,9 @@ def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
         peers.get_sequence_parallel_world_size(),
         device,
     )
-    part = {name: tensor.to(device) for name, tensor in next(loader).items()}
+    part = {}
+    for name, tensor in next(loader).items():
+        part[name] = tensor.to(device)
     return ulysses_part_loss(engine, part)
 
 
@@ -207,7 +231,8 @@ def ulysses_part_loss(engine: Any, batch: Batch) -> torch.Tensor:
     labels = part.pop("shift_labels")
     count = (labels != -100).sum()
     distributed.all_reduce(count, group=group)
-    logits = engine(**part).logits.flatten(0, 1).float()
+    output = engine(**part)
+    logits = output.logits.flatten(0, 1).float()
     part_sum = cross_entropy(logits, labels.flatten(), reduction="sum")
     loss: torch.Tensor = all_reduce(part_sum / count, group=group)  # type: ignore[no-untyped-call]
     return loss

@@ -8,12 +8,16 @@ from pytest_distcompat.cell import Cell
 
 
 def parallelism(cell: Cell) -> dict[str, int]:
-    """Return the sizes of a mesh of several dimensions, as arguments of accelerate's ParallelismConfig; empty for one."""
+    """Return the sizes of a mesh, as arguments of accelerate's ParallelismConfig.
+
+    Empty for a mesh of one dimension.
+    """
     replicas = int(cell.option("dp_replicate"))
     sizes = {}
     if replicas > 1:
         sizes["dp_replicate_size"] = replicas
-    sizes["dp_shard_size"] = cell.world_size // cell.tp // cell.pp // replicas
+    ranks_of_stage = cell.world_size // cell.pp
+    sizes["dp_shard_size"] = ranks_of_stage // cell.tp // replicas
     if cell.tp > 1:
         sizes["tp_size"] = cell.tp
     if len(sizes) == 1:
@@ -22,7 +26,10 @@ def parallelism(cell: Cell) -> dict[str, int]:
 
 
 def distributed_config(cell: Cell) -> Any:
-    """Return how transformers shards a model while it loads it: by layer, by expert, and what is left of both by FSDP2."""
+    """Return how transformers shards a model while it loads it.
+
+    By layer, by expert, and what is left of both by FSDP2.
+    """
     # https://huggingface.co/docs/transformers/expert_parallelism
     from transformers.distributed import DistributedConfig
 

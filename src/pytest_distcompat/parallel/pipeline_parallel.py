@@ -1,9 +1,10 @@
-"""Pipeline parallelism (``pp``) by ``torch.distributed.pipelining``: each rank keeps the layers of its stages, as in torchtitan.
+"""Pipeline parallelism (``pp``): each rank keeps the layers of its stages, as in torchtitan.
 
-A stage is a run of the model's layers. It receives hidden states from the stage before it and sends
-its own to the next one; the first receives tokens, the last computes logits and loss. With one
-stage a rank, rank r holds stage r. Interleaved schedules have two a rank: rank r holds stages r and
-r + pp. A batch passes the stages row by row, in micro-batches.
+By ``torch.distributed.pipelining``. A stage is a run of the model's layers. It receives
+hidden states from the stage before it and sends its own to the next one; the first receives tokens,
+the last computes logits and loss. With one stage a rank, rank r holds stage r. Interleaved
+schedules have two a rank: rank r holds stages r and r + pp. A batch passes the stages row by row,
+in micro-batches.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
@@ -63,11 +64,17 @@ def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:
         ),
         (
             cell.stages > len(stages.parts),
-            f"{schedule} needs {cell.stages} stages, and the model {cell.option('model')} has {len(stages.parts)} parts",
+            (
+                f"{schedule} needs {cell.stages} stages, "
+                f"and the model {cell.option('model')} has {len(stages.parts)} parts"
+            ),
         ),
         (
             bool(cell.option("sp")),
-            "the model takes positions and masks from what a stage receives, of which sequence parallelism sends a part",
+            (
+                "the model takes positions and masks from what a stage receives, "
+                "of which sequence parallelism sends a part"
+            ),
         ),
     )
     if reason is not None:
@@ -108,10 +115,10 @@ class Pipeline:
         self.schedules: dict[int, Any] = {}
 
     def keep(self, model: Any) -> dict[int, Module]:
-        """Remove the layers of other ranks from the model, in place, and return the module of each stage of this rank.
+        """Remove the layers of other ranks from the model, and return each stage's module.
 
-        With several stages on a rank each module is a copy of the model that shares the layers of
-        its stage.
+        The model is changed in place; the stages are those of this rank. With several stages on a
+        rank each module is a copy of the model that shares the layers of its stage.
         """
         from pytest_distcompat.parallel.placeholder import Elsewhere
 
@@ -126,13 +133,17 @@ class Pipeline:
             if self.cell.stages > self.cell.pp:
                 # What the memo of a deep copy has for an object stands in the object's place:
                 # layers of the stage are shared.
-                memo = {}
+                memo: dict[int, Module] = {}
                 for name, layer in layers.items():
-                    memo[id(layer)] = layer if stage_by_name[name] == number else Elsewhere()
+                    is_of_stage = stage_by_name[name] == number
+                    memo[id(layer)] = layer if is_of_stage else Elsewhere()
                 module = copy.deepcopy(model, memo)
-            first = number == 0
-            last = number == self.cell.stages - 1
-            module.forward = functools.partial(self.stages.forward, module, first=first, last=last)
+            module.forward = functools.partial(
+                self.stages.forward,
+                module,
+                first=number == 0,
+                last=number == self.cell.stages - 1,
+            )
             modules[number] = module
         return modules
 
@@ -158,13 +169,16 @@ class Pipeline:
             return
         (module,) = modules.values()
         tokens, hidden, logits = self.stages.shapes(module, example)
-        self.shapes = {
-            "input_args": tokens if self.first else hidden,
-            "output_args": logits if self.last else hidden,
-        }
+        self.shapes = {"input_args": hidden, "output_args": hidden}
+        if self.first:
+            self.shapes["input_args"] = tokens
+        if self.last:
+            self.shapes["output_args"] = logits
 
     def step(self, rows: Batch, divisor: int) -> float:
-        """Run forward and backward of each row, and return the sum of their losses, which the last stage broadcasts.
+        """Run forward and backward of each row, and return the sum of their losses.
+
+        The last stage broadcasts the sum.
 
         Args:
             rows: Micro-batches of one row each.
@@ -172,19 +186,28 @@ class Pipeline:
         """
         import torch
 
-        inputs = (rows["input_ids"],) if self.first else ()
+        labels = rows["labels"]
+        inputs: list[torch.Tensor] = []
+        if self.first:
+            inputs.append(rows["input_ids"])
         losses: list[torch.Tensor] = []
-        target: dict[str, Any] = {"target": rows["labels"], "losses": losses} if self.last else {}
-        schedule = self.schedule(len(rows["labels"]), divisor)
+        target: dict[str, Any] = {}
+        if self.last:
+            target = {"target": labels, "losses": losses}
+        schedule = self.schedule(len(labels), divisor)
         schedule.step(*inputs, **target, return_outputs=False)
         total = torch.zeros((), device=self.device)
         if losses:
             total = torch.stack(losses).sum().detach().float()
-        torch.distributed.broadcast(total, group=self.group, group_src=self.cell.pp - 1)
+        last_stage = self.cell.pp - 1
+        torch.distributed.broadcast(total, group=self.group, group_src=last_stage)
         return float(total)
 
     def schedule(self, count: int, divisor: int) -> Any:
-        """Return the schedule of ``count`` micro-batches; the loss of each is divided by the ``divisor``."""
+        """Return the schedule of ``count`` micro-batches.
+
+        The loss of each micro-batch is divided by the ``divisor``.
+        """
         if count not in self.schedules:
             self.schedules[count] = self._make_schedule(count, divisor)
         return self.schedules[count]
@@ -195,18 +218,28 @@ class Pipeline:
 
         # Each schedule has its own: a stage keeps the number of micro-batches of the last one that
         # was made ready in it.
-        stages = [
-            PipelineStage(
-                module, number, self.cell.stages, self.device, group=self.group, **self.shapes
+        stages: list[Any] = []
+        for number, module in self.modules.items():
+            stage = PipelineStage(
+                module,
+                number,
+                self.cell.stages,
+                self.device,
+                group=self.group,
+                **self.shapes,
             )
-            for number, module in self.modules.items()
-        ]
-        schedule_class: Any = get_schedule_class(str(self.cell.option("pp_schedule")))
+            stages.append(stage)
+        name = str(self.cell.option("pp_schedule"))
+        schedule_class: Any = get_schedule_class(name)
         several_per_rank = self.cell.stages > self.cell.pp
+
+        def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.stages.loss(logits, labels) / divisor
+
         return schedule_class(
             stages if several_per_rank else stages[0],
             n_microbatches=count,
-            loss_fn=lambda logits, labels: self.stages.loss(logits, labels) / divisor,
+            loss_fn=loss_of,
             # It would divide once more in each call:
             # https://github.com/pytorch/torchtitan/issues/1733
             scale_grads=False,
@@ -222,20 +255,24 @@ class Pipeline:
                 # The copy waits for a sum over parts of layers; pickle takes what is there.
                 sent = self.modules[number](received).clone()
             message = [sent]
-            distributed.broadcast_object_list(
-                message, group=self.group, group_src=number % self.cell.pp
-            )
+            sender = number % self.cell.pp
+            distributed.broadcast_object_list(message, group=self.group, group_src=sender)
             received = message[0]
         return received
 
     def gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of all stages together, on the rank of the first one; elsewhere this rank's."""
+        """Return the state of all stages together, on the rank of the first one.
+
+        Elsewhere it is this rank's state.
+        """
         from torch import distributed
 
-        states: Any = [None] * self.cell.pp if self.first else None
-        distributed.gather_object(dict(state), states, group=self.group, group_dst=0)
-        if states is None:
-            return dict(state)
+        own = dict(state)
+        if not self.first:
+            distributed.gather_object(own, group=self.group, group_dst=0)
+            return own
+        states: Any = [None] * self.cell.pp
+        distributed.gather_object(own, states, group=self.group, group_dst=0)
         merged: dict[str, Any] = {}
         for state_of_rank in states:
             merged |= state_of_rank

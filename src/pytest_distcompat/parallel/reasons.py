@@ -8,7 +8,10 @@ from pytest_distcompat.cell import Cell
 
 
 def first_reason(*rules: tuple[bool, str]) -> str | None:
-    """Return the reason of the first rule (condition, reason) whose condition holds; None if none does."""
+    """Return the reason of the first rule (condition, reason) whose condition holds.
+
+    None if none does.
+    """
     for applies, reason in rules:
         if applies:
             return reason
@@ -16,7 +19,10 @@ def first_reason(*rules: tuple[bool, str]) -> str | None:
 
 
 def untried_option_reason(feature: str, cell: Cell, tried: Collection[str]) -> str | None:
-    """Return that a feature was not tried together with an option of the cell; None if it was with all of them."""
+    """Return that a feature was not tried together with an option of the cell.
+
+    None if it was tried with all of them.
+    """
     for name, _ in cell.options:
         if name not in tried:
             return f"{feature} is not driven with option {name!r} yet"

@@ -14,7 +14,8 @@ The styles of a plan:
     rowwise_split: The same, and the input is split first.
     sequence: Under ``sp`` the input of this module is split along the sequence.
     norm: Under ``sp`` this module works on a part of the sequence.
-    gather: Under ``sp`` the input of this module is gathered along the sequence; ``gather:KEYWORD`` that keyword argument.
+    gather: Under ``sp`` the input of this module is gathered along the sequence.
+    gather:KEYWORD: The same for that keyword argument.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
 
 
 def _no_autotp(cell: Cell) -> str | None:
-    """Return why DeepSpeed's own tensor parallelism (AutoTP) is not tried in the cell; None if it is."""
+    """Return why DeepSpeed's own tensor parallelism (AutoTP) is not tried in the cell.
+
+    None if it is.
+    """
     reason = first_reason(
         (
             cell.cp > 1,
@@ -77,7 +81,10 @@ def _no_autotp(cell: Cell) -> str | None:
         ),
         (
             cell.strategy == "zero3",
-            "DeepSpeed's documentation of its own tensor parallelism (AutoTP) promises ZeRO-0, 1 and 2 alone",
+            (
+                "DeepSpeed's documentation of its own tensor parallelism (AutoTP) "
+                "promises ZeRO-0, 1 and 2 alone"
+            ),
         ),
         (
             bool(cell.option("sp")),
@@ -98,14 +105,17 @@ def _no_autotp(cell: Cell) -> str | None:
 
 
 def autotp_plan(cell: Cell) -> dict[str, Any]:
-    """Return DeepSpeed's setting for a model whose plan transformers does not have; a layer of another style stays whole."""
+    """Return DeepSpeed's setting for a model whose plan transformers does not have.
+
+    A layer of another style stays whole.
+    """
     if cell.option("model") in LLAMAS:
         return {}
     layers = []
     for name, style in model_of(cell).tp_plan.items():
-        pattern = name.replace(".", r"\.").replace("*", r"\d+") + r"\.weight$"
+        module_pattern = name.replace(".", r"\.").replace("*", r"\d+")
         layer = {
-            "patterns": [pattern],
+            "patterns": [rf"{module_pattern}\.weight$"],
             "partition_type": AUTOTP_PARTITIONS.get(style, "skip"),
             "gather_output": style == "colwise_gather",
         }
@@ -130,10 +140,15 @@ def parallelize(
 
     from pytest_distcompat.parallel.placeholder import Elsewhere
 
+    placeholders: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Elsewhere):
+            placeholders.add(name)
     styles = {}
-    placeholders = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
     for name, style_name in plan.items():
-        style = None if name in placeholders else _style(style_name, sequence=sequence)
+        if name in placeholders:
+            continue
+        style = _style(style_name, sequence=sequence)
         if style is not None:
             styles[name] = style
     parallelize_module(model, mesh, styles)
@@ -142,7 +157,10 @@ def parallelize(
 
 
 def _style(name: str, *, sequence: bool) -> Any:
-    """Return torch's object for a style; None for one of sequence parallelism where there is none."""
+    """Return torch's object for a style.
+
+    None for a style of sequence parallelism where there is none.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -157,7 +175,9 @@ def _style(name: str, *, sequence: bool) -> Any:
     full = Replicate()
     # Of (rows, tokens, hidden size).
     part_of_sequence = Shard(1)
-    between_layers = part_of_sequence if sequence else full
+    between_layers: Any = full
+    if sequence:
+        between_layers = part_of_sequence
     # Everything between layers is a plain tensor, which the model's own code can add up.
     prepare_input = functools.partial(PrepareModuleInput, use_local_output=True)
     if name == "gather" and keyword:

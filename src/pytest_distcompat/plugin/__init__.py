@@ -49,14 +49,18 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker and the fixtures, and check the options, so that a wrong value fails before tests run."""
+    """Register the marker and the fixtures, and check the options before any test runs."""
     from pytest_distcompat.plugin import fixtures
 
-    added = "".join([f", {argument.signature}" for argument in added_arguments(config)])
+    added = ""
+    for argument in added_arguments(config):
+        added += f", {argument.signature}"
     config.addinivalue_line(
         "markers",
-        f"distcompat(world_size=N, nodes=N, strategies=[...], precisions=[...], options=[{{...}}], timeout=SECONDS{added}): "
-        "run the test on every rank of a torchrun process group; with strategies, precisions or options once for each cell.",
+        "distcompat(world_size=N, nodes=N, strategies=[...], precisions=[...], options=[{...}], "
+        f"timeout=SECONDS{added}): "
+        "run the test on every rank of a torchrun process group; "
+        "with strategies, precisions or options once for each cell.",
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.hook.pytest_distcompat_configure(config=config)
@@ -86,14 +90,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     settings = []
     for name in names:
         setting = options.setting(config, name)
-        settings.append(
-            f"{name.removeprefix('distcompat_')} {setting.text} (from {setting.origin})"
-        )
-    return [f"distcompat: {', '.join(settings)}; {session.device} x {session.world_size}"]
+        short_name = name.removeprefix("distcompat_")
+        settings.append(f"{short_name} {setting.text} (from {setting.origin})")
+    all_settings = ", ".join(settings)
+    return [f"distcompat: {all_settings}; {session.device} x {session.world_size}"]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """Return a line with the device, world size, time limit and launcher of the distributed tests, if there are any."""
+    """Return a line with the settings of the distributed tests; nothing if there are none.
+
+    It names the device, world size, time limit and launcher.
+    """
     if _IN_USE not in config.stash:
         return []
     from pytest_distcompat.cell import OPTIONS
@@ -103,15 +110,18 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
         return [f"distcompat: {session.substitute.title}"]
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
-    limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
-    line = f"{_devices(session)}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"
+    timeout_origin = session.setting("timeout").origin
+    limit = f"time limit {session.timeout:g} s ({timeout_origin})"
+    world_size = f"world size {session.world_size} ({origin})"
+    line = f"{_devices(session)}, {world_size}, {limit}, {launcher} launcher"
     budget = session.setting("budget").value
     if budget:
         line += f", budget {budget.seconds:g} s in order @{budget.seed}"
     lines = [f"distcompat: {line}"]
     if OPTIONS["model"].default == "mlp":
         lines.append(
-            "distcompat: transformers is not installed: the built-in drivers train the model mlp by default"
+            "distcompat: transformers is not installed: "
+            "the built-in drivers train the model mlp by default"
         )
     return lines
 
@@ -133,7 +143,10 @@ def _devices(session: DistcompatSession) -> str:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Add a hint if a module of distributed tests imports one of the repository that pytest does not find."""
+    """Add a hint to a failed import of a module that the repository has but pytest does not find.
+
+    Only modules of distributed tests get one.
+    """
     report = yield
     call: Any = getattr(report, "call", None)
     if (
@@ -156,7 +169,9 @@ def pytest_pycollect_makeitem(
     # A module that defines a suite has imported this one; other sessions must not pay for the
     # import.
     suite = sys.modules.get("pytest_distcompat.compat_suite")
-    if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
+    if suite is None or not isinstance(obj, type):
+        return None
+    if not issubclass(obj, suite.CompatSuite):
         return None
     from pytest_distcompat.plugin.suite import suite_class
     from pytest_distcompat.plugin.suite.declared_names import check_attributes
@@ -199,7 +214,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Leave out tests of other shards, check the marked ones, and find out whether there are distributed tests."""
+    """Deselect the tests of other shards, check marked tests, and note if any are distributed."""
     collected = list(items)
     yield
     shard = options.setting(config, "distcompat_shard").value
@@ -250,7 +265,11 @@ def _prepare_for_ranks(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write down how many ranks each test needs, before xdist's controller knows that this worker has collected."""
+    """Write down how many ranks each test needs.
+
+    This comes before xdist's controller learns that this worker has collected: the controller
+    plans with these numbers.
+    """
     collected = session.config.stash.get(_COLLECTED, None)
     if collected is not None and not session.config.option.collectonly:
         from pytest_distcompat.plugin import packing
@@ -260,7 +279,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Send the arguments of the command line to a worker: the command that runs a test again shows them."""
+    """Send the arguments of the command line to a worker of xdist.
+
+    The command that repeats a test shows them.
+    """
     from pytest_distcompat.plugin.reporting.reproduce import ARGUMENTS
 
     node.workerinput[ARGUMENTS] = [str(argument) for argument in node.config.invocation_params.args]
@@ -268,7 +290,10 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return the scheduler that keeps devices busy, under ``--dist load``. Other values order tests by their own rules."""
+    """Return the scheduler that keeps devices busy, under ``--dist load``.
+
+    Other values of ``--dist`` order tests by their own rules.
+    """
     if config.getoption("dist") != "load":
         return None
     from pytest_distcompat.plugin import packed, packing
@@ -299,7 +324,10 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def _end_by_sigterm(config: pytest.Config) -> None:
-    """Have SIGTERM end the session as Ctrl-C does: what ran is reported, and other machines are let go."""
+    """Have SIGTERM end the session as Ctrl-C does.
+
+    What ran is reported, and other machines are let go.
+    """
     from pytest_distcompat.plugin import interruption
 
     interruption.install(config)
@@ -322,10 +350,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Apply pytest-timeout's limit to the process group: without the warm-up, and with the stacks of a hang.
+    """Apply pytest-timeout's limit to the process group instead of this process.
 
-    pytest-timeout's own timer would end the launcher and show frames of this plugin, or end the
-    whole session. Several items of a suite share its runs, which have ``--distcompat-timeout``.
+    The warm-up does not count, and a hang shows the stacks of the ranks. pytest-timeout's own timer
+    would end the launcher and show frames of this plugin, or end the whole session. Several items
+    of a suite share its runs, which have ``--distcompat-timeout``.
     https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
     """
     if item.get_closest_marker(_MARK) is not None:
@@ -340,7 +369,10 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the failure of the ranks instead of frames of this plugin, and attach the verdict to its report."""
+    """Show the failure of the ranks instead of frames of this plugin.
+
+    The verdict is attached to the report.
+    """
     report = yield
     _finish_report(item, call, report)
     if call.when == "call" and item.config.stash.get(_APPLIES_KNOWN, False):
@@ -354,7 +386,10 @@ def pytest_runtest_makereport(
 def _finish_report(
     item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Put into a report what the ranks say: of a marked test, of a case of a suite, or of a test that starts scripts."""
+    """Put into a report what the ranks say.
+
+    This concerns a marked test, a case of a suite, and a test that starts scripts.
+    """
     if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
         from pytest_distcompat.plugin.marked import outcome
 

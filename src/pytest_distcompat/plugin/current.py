@@ -1,4 +1,7 @@
-"""Access to the ``DistcompatSession`` of this process, which is made on first use with its hooks."""
+"""Access to the ``DistcompatSession`` of this process.
+
+It is made on first use, together with its hooks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def session_of(config: pytest.Config) -> DistcompatSession:
-    """Return the session; the first call makes it, imports what it needs, and registers its hooks."""
+    """Return the session. The first call imports what it needs and registers the hooks."""
     from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
     if SESSION not in config.stash:

@@ -1,4 +1,7 @@
-"""``--pdb`` for tests on ranks: the run that failed runs again under torchrun, and its rank stops where it failed."""
+"""``--pdb`` for tests on ranks.
+
+The run that failed runs again under torchrun, and its rank stops where it failed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ _NAME = "pdbinvoke"
 
 
 class FailedRun(NamedTuple):
-    """The run that an item failed in: the command that repeats it, and the rank that raised; None if none did."""
+    """The run in which an item failed.
+
+    Attributes:
+        command: The command that repeats the run.
+        rank: The rank that raised; None if none did.
+    """
 
     command: str
     rank: int | None
@@ -61,12 +69,16 @@ class Debugger:
         terminal.line()
         terminal.sep(">", "traceback")
         report.toterminal(terminal)
-        report._pdbshown = True  # noqa: SLF001 - as pytest's own does, so that the failure is not shown twice
+        # As pytest's own does, so that the failure is not shown twice.
+        report._pdbshown = True  # noqa: SLF001
         _debug(failed, terminal)
 
 
 def _debug(failed: FailedRun, terminal: Any) -> None:
-    """Run the run again, with a debugger where its rank fails, or say how to do that where it cannot be done here."""
+    """Run the run again, with a debugger where its rank fails.
+
+    Where that cannot be done here, say how to do it.
+    """
     from pytest_distcompat.launch.rank import DEBUG_OPTION
 
     if failed.rank is None:
@@ -88,7 +100,8 @@ def _debug(failed: FailedRun, terminal: Any) -> None:
     if reason:
         terminal.sep(">", "no debugger")
         terminal.line(f"{reason}, rank {failed.rank} stops where it failed with:")
-        terminal.line(f"{run} {DEBUG_OPTION} {failed.rank}{comment}{node}")
+        repeated = f"{run} {DEBUG_OPTION} {failed.rank}"
+        terminal.line(repeated + comment + node)
         return
     terminal.sep(
         ">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)"

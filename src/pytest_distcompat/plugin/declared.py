@@ -1,4 +1,7 @@
-"""Known issues that the user declares: applied to reports of tests, and listed when they excuse nothing."""
+"""Known issues that the user declares.
+
+They are applied to the reports of tests, and listed when they excuse nothing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ APPLIED: pytest.StashKey[AppliedIssues] = pytest.StashKey()
 def apply_known_issues(
     item: pytest.Item, report: pytest.TestReport, *, hard: bool, outcome: Outcome | None = None
 ) -> None:
-    """Apply the user's known issues to the report of an item's call, if it is a distributed test, and attach them to it.
+    """Apply the user's known issues to the report of an item's call, and attach them to it.
+
+    An item that is no distributed test is left alone.
 
     Args:
         item: The item.
@@ -91,7 +96,10 @@ def declared_of(session: DistcompatSession) -> Declared:
 
 
 class Declared:
-    """Applies the user's known issues to items where they run, and counts them where reports are gathered."""
+    """Applies the user's known issues to items where they run.
+
+    Counts them where reports are gathered.
+    """
 
     def __init__(self, session: DistcompatSession) -> None:
         self._session = session
@@ -101,7 +109,10 @@ class Declared:
 
     @functools.cached_property
     def _of_this_machine(self) -> tuple[KnownIssue, ...]:
-        """The user's issues of the installed versions and of this device, those whose last day is over too."""
+        """The user's issues of the installed versions and of this device.
+
+        Those whose last day is over are among them.
+        """
         issues = []
         for issue in self._session.own:
             if issue.applies_on(self._session.device):
@@ -120,7 +131,7 @@ class Declared:
     def note_verdict(
         self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict
     ) -> None:
-        """Note which of the user's issues cover an item of a suite, and which of them excuse its failure."""
+        """Note which of the user's issues cover an item of a suite, and which excuse it."""
         applied = AppliedIssues()
         item.stash[APPLIED] = applied
         if verdict.status is Status.SKIPPED:
@@ -149,10 +160,10 @@ class Declared:
         *,
         hard: bool,
     ) -> None:
-        """Turn a declared failure into an xfail, and a pass where a failure is declared strictly into a failure.
+        """Turn a declared failure into an xfail, and an unexpected pass into a failure.
 
-        A crash or a hang is ``hard`` and never excused. A report that an xfail mark decided stays
-        as it is.
+        A pass is a failure where an issue declares strictly that the test fails. A crash or a hang
+        is ``hard`` and never excused. A report that an xfail mark decided stays as it is.
         """
         applied = AppliedIssues()
         item.stash[APPLIED] = applied
@@ -225,7 +236,8 @@ class Declared:
             reasons = list(issue.missing_requirements(self._session.device))
             if issue.ended:
                 reasons.append(f"ended on {issue.until}")
-            lines.append(f"not in force here: {issue.where}: {', '.join(reasons)}")
+            missing = ", ".join(reasons)
+            lines.append(f"not in force here: {issue.where}: {missing}")
         if lines:
             terminalreporter.section("declared known issues")
             for line in lines:
@@ -241,7 +253,10 @@ class _EndedIssue:
 
 
 def _text_of_failure(report: pytest.TestReport, outcome: Outcome | None) -> str:
-    """Return what a failure says, without the commands after it, which name the test and would match its name."""
+    """Return what a failure says, without the commands after it.
+
+    These name the test, so that an issue would match the test's name.
+    """
     text = report.longreprtext
     if outcome is not None and outcome.text and text.startswith(outcome.text):
         return outcome.text
@@ -256,7 +271,7 @@ def _matching(covering: Mapping[str, Expectation], text: str) -> dict[str, Expec
 
 
 def _fail_unexpected_pass(report: pytest.TestReport, covering: Mapping[str, Expectation]) -> None:
-    """Make the report of a test that passed a failure, if an issue declares strictly that it fails."""
+    """Make the report of a passed test a failure, if an issue says strictly that it fails."""
     for where, expectation in covering.items():
         if expectation.strict:
             report.outcome = "failed"

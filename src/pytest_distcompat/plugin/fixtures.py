@@ -36,7 +36,8 @@ def cell(request: pytest.FixtureRequest) -> Cell:
     param = getattr(request, "param", None)
     if not isinstance(param, Cell):
         pytest.fail(
-            "fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) or precisions=, options=",
+            "fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) "
+            "or precisions=, options=",
             pytrace=False,
         )
     return param
@@ -71,7 +72,10 @@ def device(world: World) -> torch.device:
 
 @pytest.fixture
 def shared_dir(request: pytest.FixtureRequest) -> Path:
-    """Return a directory that all ranks of this test share, empty at its start. ``tmp_path`` is each rank's own."""
+    """Return a directory that all ranks of this test share, empty at its start.
+
+    ``tmp_path`` is each rank's own.
+    """
     _require_rank(request)
     directory = request.config.stash[SHARED]
     directory.mkdir(exist_ok=True)

@@ -96,8 +96,7 @@ def count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int 
     def read(text: str) -> int | str:
         if text in keywords:
             return text
-        # ``int`` refuses thousands of digits by an error of its own.
-        if text.isdecimal() and (len(text) > len(str(LARGEST_COUNT)) or int(text) > LARGEST_COUNT):
+        if text.isdecimal() and _exceeds_largest_count(text):
             raise UsageProblem(f"{text[:20]!r} is too large: expected at most {LARGEST_COUNT}.")
         if not text.isdecimal() or int(text) < least:
             also = "".join([f", or {keyword!r}" for keyword in keywords])
@@ -107,6 +106,11 @@ def count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int 
         return int(text)
 
     return read
+
+
+def _exceeds_largest_count(digits: str) -> bool:
+    # ``int`` refuses thousands of digits by an error of its own.
+    return len(digits) > len(str(LARGEST_COUNT)) or int(digits) > LARGEST_COUNT
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
@@ -128,7 +132,10 @@ _seconds = _number("a number of seconds above 0", lambda number: 0 < number < ma
 
 
 def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
-    """Return a parser for names from a registry, separated by commas or white space; empty means all."""
+    """Return a parser for names from a registry.
+
+    They are separated by commas or white space; empty means all.
+    """
 
     def read(text: str) -> tuple[str, ...]:
         from pytest_distcompat.drivers import find_driver
@@ -195,8 +202,9 @@ def _report(text: str, base: Path) -> tuple[Path, ...]:
             raise UsageProblem(
                 f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}."
             )
-        if not path.absolute().parent.is_dir():
-            raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
+        directory = path.absolute().parent
+        if not directory.is_dir():
+            raise UsageProblem(f"{str(path)!r}: there is no directory {directory}.")
         if path.is_dir():
             raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
     return tuple(paths)
@@ -225,7 +233,8 @@ _ALL = (
         "N|auto|0",
         "auto",
         count(least=0, keywords=("auto",)),
-        "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
+        "Use N of the visible GPUs; more than there are is an error. "
+        "auto: all, or the CPU where there are none. 0: the CPU.",
     ),
     Option(
         "world_size",
@@ -239,7 +248,8 @@ _ALL = (
         "N|auto",
         "auto",
         count(least=1, keywords=("auto",)),
-        "Let up to N ranks share a GPU, above 1 those of several runs too. auto: 2 of a run on one GPU if NCCL can, else 1.",
+        "Let up to N ranks share a GPU, above 1 those of several runs too. "
+        "auto: 2 of a run on one GPU if NCCL can, else 1.",
         alias="oversubscribe",
     ),
     Option(
@@ -268,23 +278,25 @@ _ALL = (
         "smoke|default|pairwise|sweep|zoo|full",
         "default",
         _profile,
-        "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
+        "Run so many cells of each suite: "
+        "each strategy once, its matrix, a covering array of pairs, every option.",
     ),
     Option(
         "budget",
         "TIME[@SEED]",
         "",
         read_budget,
-        "Start no further cell after this time (90s, 20m, 2h). First come those that never ran or were red in the "
-        "last report, then all others in the order of the seed, another one each day (default: no limit).",
+        "Start no further cell after this time (90s, 20m, 2h). "
+        "First come those that never ran or were red in the last report, "
+        "then all others in the order of the seed, another one each day (default: no limit).",
     ),
     Option(
         "shard",
         "I/N",
         "",
         read_shard,
-        "Run only part I of N of the tests, of equal duration by the baseline, else of equal number; cells stay whole "
-        "(default: all).",
+        "Run only part I of N of the tests, of equal duration by the baseline, "
+        "else of equal number; cells stay whole (default: all).",
     ),
     Option(
         "known",
@@ -298,14 +310,16 @@ _ALL = (
         "PART",
         "",
         _part,
-        "Fail a cell whose tokens/s per rank fall below this fraction of the baseline strategy's (default: no limit).",
+        "Fail a cell whose tokens/s per rank fall below this fraction of the baseline strategy's "
+        "(default: no limit).",
     ),
     Option(
         "timeout",
         "SECONDS",
         "300",
         _seconds,
-        "End a run that takes longer than this; imports of the fork server do not count (default: 300).",
+        "End a run that takes longer than this; "
+        "imports of the fork server do not count (default: 300).",
     ),
     Option(
         "warm_timeout",
@@ -319,7 +333,8 @@ _ALL = (
         "FILE",
         "",
         _report,
-        "Write the verdicts of all suites to this file: .json, .html, .md, or .txt for a chat. May be given several times.",
+        "Write the verdicts of all suites to this file: .json, .html, .md, or .txt for a chat. "
+        "May be given several times.",
         repeated=True,
     ),
     Option(
@@ -327,29 +342,32 @@ _ALL = (
         "FILE",
         "",
         _baseline,
-        "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
+        "Compare with this earlier .json report: "
+        "only what is newly broken or newly missing makes the run fail.",
     ),
     Option(
         "launcher",
         "warm|torchrun",
         "warm",
         choice("warm", "torchrun"),
-        "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
+        "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command "
+        "(default: warm).",
     ),
     Option(
         "verify",
         "PERCENT",
         "0",
         _number("a number from 0 to 100", lambda number: 0 <= number <= 100),
-        "Run this share of all tests and checks a second time under cold torchrun, another one each day, and fail "
-        "where the verdicts differ (default: 0).",
+        "Run this share of all tests and checks a second time under cold torchrun, "
+        "another one each day, and fail where the verdicts differ (default: 0).",
     ),
     Option(
         "nothing_ran",
         "fail|pass",
         "fail",
         choice("fail", "pass"),
-        "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
+        "Fail or pass a session in which suites were collected and none of their cells ran "
+        "(default: fail).",
     ),
 )
 #: The options of the core, by the name of their ini key.
@@ -360,7 +378,10 @@ _REGISTERED = "distcompat-options"
 
 @dataclass(eq=False)
 class RegisteredOptions:
-    """The options of one pytest, by the name of their ini key: those of the core, and those of its extensions."""
+    """The options of one pytest, by the name of their ini key.
+
+    They are those of the core and those of its extensions.
+    """
 
     parser: pytest.Parser
     by_name: dict[str, Option] = field(default_factory=dict)

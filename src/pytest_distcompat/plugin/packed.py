@@ -1,4 +1,7 @@
-"""The xdist scheduler that hands out tests in a planned order. Imported under xdist only, and light without distributed tests."""
+"""The xdist scheduler that hands out tests in a planned order.
+
+Imported under xdist only, and light without distributed tests.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ IN_HAND = 2
 
 
 class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untyped here
-    """Hands out the planned units one at a time to the next free worker, then all other tests as ``--dist load`` does.
+    """Hands out the planned units, one at a time to the next free worker.
+
+    All other tests follow, as ``--dist load`` hands them out.
 
     xdist's own rule hands out slices of consecutive tests: one worker would get all large tests,
     and the checks of a cell would go to several workers, which would wait for one another's runs. A
@@ -35,7 +40,10 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
         self._unit: dict[int, int] = {}
 
     def schedule(self) -> None:
-        """Hand out the first units, now that all workers have collected; or give tests to a worker that was added later."""
+        """Hand out the first units, now that all workers have collected.
+
+        Called again when a worker is added later, which then gets tests.
+        """
         if self.collection is not None:
             super().schedule()
             return
@@ -58,7 +66,12 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
             self.check_schedule(worker)
 
     def _make_plan(self) -> list[str]:
-        """Plan the units of what the workers have collected, and return it; none if they collected different tests."""
+        """Plan the units of what the workers have collected.
+
+        Returns:
+            The collection of the first worker. Nothing is planned if they collected different
+            tests.
+        """
         collection: list[str]
         others: list[list[str]]
         collection, *others = self.node2collection.values()

@@ -147,7 +147,8 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
     seconds = _cached_seconds(session.config)
     to_pack = []
     for name, unit in units.items():
-        to_pack.append(Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)))
+        seconds_known = seconds.get(name)
+        to_pack.append(Demand(name, demands.world_sizes[name], seconds_known, len(unit)))
     # If several runs can share a GPU, each of its places counts as a device.
     machines = session.placement.machines_of_workers
     devices = len(session.inventory.ids) * session.inventory.places * machines

@@ -1,4 +1,7 @@
-"""Where the runs of a session are: all on this machine, unless an extension places them elsewhere."""
+"""Where the runs of a session are.
+
+All are on this machine, unless an extension places them elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class Placement:
-    """The placement of all runs on this machine. An extension has a subclass (``pytest_distcompat_placement``).
+    """The placement of all runs on this machine.
+
+    An extension has a subclass of its own (``pytest_distcompat_placement``).
 
     Attributes:
         machines: Over how many machines a test of this session is spread at most.
@@ -36,19 +41,29 @@ class Placement:
         return self.machines > 1
 
     def spread(self, world_size: int, nodes: int | None) -> Spread:
-        """Return the spread of a test with that many ranks, and the number of machines that its mark names."""
+        """Return the spread of a test with that many ranks.
+
+        ``nodes`` is the number of machines that its mark names.
+        """
         return Spread(world_size, nodes or 1)
 
     def spread_matrix(self, matrix: Matrix) -> Matrix:
-        """Return a matrix whose cells are spread as the session says, unless it names a number of machines itself."""
+        """Return a matrix whose cells are spread as the session says.
+
+        A matrix that names a number of machines itself stays as it is.
+        """
         return matrix
 
     def note(self, spread: Spread, *, shares: bool) -> None:  # noqa: ARG002 - for subclasses
-        """Note a test of this session; ``shares``: its ranks need a directory that all of them see."""
+        """Note a test of this session.
+
+        ``shares`` says that its ranks need a directory that all of them see.
+        """
         if not spread.uneven:
             self.machines = max(self.machines, spread.nodes)
 
-    def launcher(self, local: Launcher, warmth: Warmth) -> Launcher:  # noqa: ARG002 - for subclasses
+    # The warmth is for subclasses.
+    def launcher(self, local: Launcher, warmth: Warmth) -> Launcher:  # noqa: ARG002
         """Return the launcher of all runs; ``local`` starts ranks on this machine.
 
         Raises:

@@ -1,4 +1,7 @@
-"""What to say if the coverage of this process is measured, by pytest-cov or ``coverage run``, and that of ranks is not."""
+"""Warning that coverage is measured in this process, but not on ranks.
+
+Both pytest-cov and ``coverage run`` measure this process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ def warn(session: DistcompatSession) -> None:
         return
     if not {*_PATCHES} <= patched:
         session.notice(
-            "the coverage of ranks is not measured: it needs coverage 7.10 or newer, and in its settings "
+            "the coverage of ranks is not measured: it needs coverage 7.10 or newer, "
+            "and in its settings "
             f"[run] patch = {', '.join(_PATCHES)}"
         )
 

@@ -1,4 +1,7 @@
-"""Cases and node ids of items, without the group that xdist appends, and whether the user selected only a part of the tests."""
+"""Cases and node ids of items, and whether the user selected only a part of the tests.
+
+Node ids are without the group that xdist appends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
 
 
 def case_of(item: pytest.Item) -> Any:
-    """Return the case of a suite's item; None for any other test, and for the one item of a suite without selected cells."""
+    """Return the case of a suite's item.
+
+    None for any other test, and for the one item of a suite without selected cells.
+    """
     callspec: Any = getattr(item, "callspec", None)
     if callspec is None:
         return None
@@ -37,7 +43,8 @@ def strip_group(config: pytest.Config, nodeid: str) -> str:
     the user's next command line use the id without it.
     """
     # In a worker --dist is "no"; xdist sets the option loadgroup there instead.
-    if config.getoption("dist", "no") != "loadgroup" and not config.getoption("loadgroup", False):
+    in_controller = config.getoption("dist", "no") == "loadgroup"
+    if not in_controller and not config.getoption("loadgroup", False):
         return nodeid
     path, colons, inside = nodeid.partition("::")
     match = _GROUPED.fullmatch(inside)
@@ -58,10 +65,10 @@ def is_narrowed(config: pytest.Config) -> bool:
 
 
 def is_partial(config: pytest.Config) -> bool:
-    """Tell whether tests were selected in any way: also by paths below the root, or by this plugin's own options.
+    """Tell whether tests were selected in any way.
 
-    A baseline counts tests that those leave out as missing; a known issue that covers only such
-    tests is not stale.
+    Paths below the root and this plugin's own options select too. A baseline counts tests that
+    those leave out as missing; a known issue that covers only such tests is not stale.
     """
     if is_narrowed(config):
         return True

@@ -1,4 +1,7 @@
-"""The plugin's state in one pytest process: device, world size, launcher, runner. Made on first use."""
+"""The plugin's state in one pytest process: device, world size, launcher, runner.
+
+Made on first use.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,8 @@ LEFT_OUT = "left_out.json"
 
 #: The message for a plugin that forks for each test (pytest-forked).
 FORKED = (
-    "tests whose ranks are processes of their own cannot run in a fork of pytest's process: leave out --forked, "
-    "or whatever else forks for each test"
+    "tests whose ranks are processes of their own cannot run in a fork of pytest's process: "
+    "leave out --forked, or whatever else forks for each test"
 )
 
 
@@ -111,8 +114,9 @@ class DistcompatSession:
         if requested.value > available:
             variable = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
             raise pytest.UsageError(
-                f"--distcompat-gpus {requested.value} ({requested.origin}): {available} visible "
-                f"(CUDA_VISIBLE_DEVICES={variable}); use auto for what there is, 0 for the CPU"
+                f"--distcompat-gpus {requested.value} ({requested.origin}): "
+                f"{available} visible (CUDA_VISIBLE_DEVICES={variable}); "
+                "use auto for what there is, 0 for the CPU"
             )
         return int(requested.value)
 
@@ -136,7 +140,11 @@ class DistcompatSession:
 
     @functools.cached_property
     def world_size(self) -> int:
-        """The number of ranks of tests that do not set one. Raises pytest.UsageError if there are not enough GPUs for it."""
+        """The number of ranks of tests that do not set one.
+
+        Raises:
+            pytest.UsageError: There are not enough GPUs for it.
+        """
         if self.substitute is not None:
             return self.substitute.world_size
         requested = self.setting("world_size")
@@ -186,7 +194,8 @@ class DistcompatSession:
         each = self.ranks_each
         if not self.gpus or world_size <= self.gpus * each:
             return ""
-        reason = f"{world_size} ranks need {math.ceil(world_size / each)} GPUs, {self.gpus} to use"
+        needed = math.ceil(world_size / each)
+        reason = f"{world_size} ranks need {needed} GPUs, {self.gpus} to use"
         if each > 1:
             reason += f", {each} ranks on each at most"
         return reason
@@ -223,14 +232,19 @@ class DistcompatSession:
         """Return why that cell does not start any more; None if it does, or has started."""
         budget = self.setting("budget")
         has_started = (driver, cell) in self._started
-        if budget.value and not has_started and clock.now() - self.began > budget.value.seconds:
-            return f"the budget of {budget.text} is used up"
+        if budget.value and not has_started:
+            passed = clock.now() - self.began
+            if passed > budget.value.seconds:
+                return f"the budget of {budget.text} is used up"
         self._started.add((driver, cell))
         return None
 
     @functools.cached_property
     def last_report(self) -> Report | None:
-        """The baseline, else the last report that this session will replace; None if there is none."""
+        """The baseline, or else the last report that this session will replace.
+
+        None if there is neither.
+        """
         baseline: Report | None = self.setting("baseline").value
         if baseline is not None:
             return baseline
@@ -243,24 +257,36 @@ class DistcompatSession:
 
     @functools.cached_property
     def verified(self) -> float:
-        """The share of items that are run a second time, in percent. Raises pytest.UsageError if the first run is cold too."""
+        """The share of items that are run a second time, in percent.
+
+        Raises:
+            pytest.UsageError: The first run is cold too.
+        """
         percent = float(self.setting("verify").value)
         if percent and self.setting("launcher").value != "warm":
             raise pytest.UsageError(
-                "--distcompat-verify compares warm ranks with torchrun's; expected no --distcompat-launcher torchrun beside it"
+                "--distcompat-verify compares warm ranks with torchrun's; "
+                "expected no --distcompat-launcher torchrun beside it"
             )
         return percent
 
     def verifies(self, nodeid: str) -> bool:
-        """Tell whether that item is run a second time, under cold torchrun. Each day selects other items."""
+        """Tell whether that item is run a second time, under cold torchrun.
+
+        Each day selects other items.
+        """
         today = int(clock.wall() // 86400)
         # crc32 and not hash(): all xdist workers must select the same items, and each has its own
         # hash seed.
-        return zlib.crc32(f"{today} {nodeid}".encode()) % 10000 < 100 * self.verified
+        drawn = zlib.crc32(f"{today} {nodeid}".encode())
+        return drawn % 10000 < 100 * self.verified
 
     @property
     def limits(self) -> dict[str, float]:
-        """Limits that the user sets for measured numbers, by name; a number without a limit is left out."""
+        """Limits that the user sets for measured numbers, by name.
+
+        A number without a limit is left out.
+        """
         throughput = self.setting("throughput").value
         return {"throughput": throughput} if throughput else {}
 
@@ -268,7 +294,10 @@ class DistcompatSession:
 
     @property
     def store(self) -> Path:
-        """The directory of this session's runs, which all xdist workers share; made on first use, or if it is gone."""
+        """The directory of this session's runs, which all xdist workers share.
+
+        Made on first use, or if it is gone.
+        """
         self.store_path.mkdir(parents=True, exist_ok=True)
         return self.store_path
 
@@ -276,7 +305,9 @@ class DistcompatSession:
     def store_path(self) -> Path:
         """The path of ``store``, which need not exist yet."""
         base = session_basetemp(self.config)
-        return (base.parent if self.worker else base) / "distcompat"
+        if self.worker:
+            base = base.parent
+        return base / "distcompat"
 
     @property
     def runs(self) -> Path:
@@ -293,14 +324,19 @@ class DistcompatSession:
 
     @property
     def description_file(self) -> Path:
-        """A file from which a rank that is started without a fork server makes the same pytest session."""
-        path = self.store / f"session-{self.worker or 'main'}.json"
+        """A file from which a rank makes the same pytest session, without a fork server."""
+        worker = self.worker or "main"
+        path = self.store / f"session-{worker}.json"
         if not path.exists():
-            path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
+            description = rank_session.describe(self.config)
+            path.write_text(json.dumps(description), encoding="utf-8")
         return path
 
     def share(self, name: str, data: Any) -> None:
-        """Write plain data into the store, for the process that has the terminal. All xdist workers write the same."""
+        """Write plain data into the store, for the process that has the terminal.
+
+        All xdist workers write the same.
+        """
         # On a full disk there is no such file; the tests themselves report what they cannot write.
         with contextlib.suppress(OSError):
             temporary = self.store / f"{name}.{os.getpid()}"
@@ -310,13 +346,19 @@ class DistcompatSession:
     def shared(self, name: str) -> Any:
         """Return what ``share`` wrote; None if nothing did."""
         path = self.store_path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        return json.loads(path.read_text(encoding="utf-8"))
 
     # Launchers, which start ranks.
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of this process. Raises UsageProblem in a fork of the process that made the session."""
+        """The launcher of this process.
+
+        Raises:
+            UsageProblem: This process is a fork of the one that made the session.
+        """
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)
         if self._launcher is None:
@@ -362,7 +404,10 @@ class DistcompatSession:
 
     @functools.cached_property
     def cold_launcher(self) -> Launcher:
-        """The cold torchrun command, for tests that are run a second time (``--distcompat-verify``)."""
+        """The cold torchrun command.
+
+        It is for tests that are run a second time (``--distcompat-verify``).
+        """
         from pytest_distcompat.launch.hosting import TorchrunLauncher
         from pytest_distcompat.launch.request import Warmth
         from pytest_distcompat.leased import LeasedLauncher
@@ -410,7 +455,7 @@ class DistcompatSession:
         return gpus(self.gpus, self.ranks_each, runs_share=self.runs_share)
 
     def waits(self) -> str:
-        """Return what a run of this process waits for, if it has to wait for devices; empty otherwise."""
+        """Return what a run of this process waits for; empty if it need not wait for devices."""
         # Not by the property, which would make the pool in another thread.
         pool: Pool | None = vars(self).get("pool")
         return pool.waits if pool is not None else ""
@@ -446,7 +491,10 @@ class DistcompatSession:
         )
 
     def _log_level(self) -> str:
-        """Return the level that pytest's plugin logging sets; empty if it sets none, or the user has blocked the plugin."""
+        """Return the level that pytest's plugin logging sets.
+
+        Empty if it sets none, or the user has blocked the plugin.
+        """
         level = self.config.getoption("log_level", None)
         if not level and self.config.pluginmanager.hasplugin("logging"):
             level = self.config.getini("log_level")
@@ -470,15 +518,19 @@ class DistcompatSession:
 
     @functools.cache  # noqa: B019 - a session lives as long as its process
     def _known_of(self, libraries: tuple[str, ...]) -> tuple[KnownIssue, ...]:
-        """Return the known issues of these libraries. Cached, since every item of a suite looks the versions up."""
+        """Return the known issues of these libraries.
+
+        Cached, since every item of a suite looks the versions up.
+        """
         from pytest_distcompat.known import concerning, shipped
 
         return concerning((*self.own, *shipped()), libraries, self.device)
 
     def known_of(self, libraries: tuple[str, ...], nodeid: str) -> tuple[KnownIssue, ...]:
-        """Return the known issues that may cover the item: the user's, then those that come with the package.
+        """Return the known issues that may cover the item.
 
-        ``libraries`` are from ``known.concerned``; ``nodeid`` has no group of xdist.
+        The user's come first, then those that come with the package. ``libraries`` are from
+        ``known.concerned``; ``nodeid`` has no group of xdist.
         """
         issues = []
         for issue in self._known_of(libraries):
@@ -489,11 +541,20 @@ class DistcompatSession:
     # Items.
 
     def nodeid_of(self, item: pytest.Item) -> str:
-        """Return the node id of an item as ranks, reports and the user's next command line have it, without xdist's group."""
+        """Return the node id of an item without xdist's group.
+
+        Ranks, reports and the user's next command line have it so.
+        """
         return strip_group(self.config, item.nodeid)
 
     def note_failed_run(self, item: pytest.Item, command: str, rank: int | None) -> None:
-        """Note for ``--pdb`` the command that repeats the run in which an item failed, and the rank that raised, if one did."""
+        """Note the run in which an item failed, for ``--pdb``.
+
+        Args:
+            item: The item.
+            command: The command that repeats the run.
+            rank: The rank that raised; None if none did.
+        """
         item.stash[FAILED_RUN] = FailedRun(command, rank)
 
     # Messages.
@@ -510,7 +571,10 @@ class DistcompatSession:
                 warnings.warn(DistcompatWarning(text), stacklevel=2)
 
     def say(self, text: str) -> None:
-        """Print a message to stderr now, past pytest's capture. An xdist worker shares the stderr of its controller."""
+        """Print a message to stderr now, past pytest's capture.
+
+        An xdist worker shares the stderr of its controller.
+        """
         capture: Any = self.config.pluginmanager.getplugin("capturemanager")
         uncaptured = (
             capture.global_and_fixture_disabled()
@@ -518,19 +582,26 @@ class DistcompatSession:
             else contextlib.nullcontext()
         )
         with uncaptured:
-            # The leading newline ends a line of dots that pytest may be writing.
-            print(f"\ndistcompat: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201 - a warning is shown only at the end of the session
+            # The leading newline ends a line of dots that pytest may be writing. Not a warning:
+            # that is shown only at the end of the session.
+            print(f"\ndistcompat: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
     def reproduce(self, item: pytest.Function) -> str:
-        """Return the command that runs that item alone again with the same options, from the same directory."""
+        """Return the command that runs that item alone again.
+
+        It has the same options, and runs from the same directory.
+        """
         return reproduce.command(self.config, item)
 
 
 def session_basetemp(config: pytest.Config) -> Path:
-    """Return the base temporary directory of this session; pytest removes it as it does for ``tmp_path``.
+    """Return the base temporary directory of this session.
+
+    pytest removes it as it does the directories of ``tmp_path``.
 
     Outside a fixture it can be read only from the private ``config._tmp_path_factory``, as
     pytest-xdist does. ``tests/plugin/test_private_names.py`` fails when that goes away.
     """
-    base: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # noqa: SLF001
+    factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
+    base: Path = factory.getbasetemp()
     return base

@@ -1,4 +1,7 @@
-"""Shards of a session: machines that share nothing run a part of the tests each (``--distcompat-shard 2/3``)."""
+"""Shards of a session (``--distcompat-shard 2/3``).
+
+Machines that share nothing run a part of the tests each.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 FILE = "shards.json"
 #: The assumed duration of an ordinary test, in those of a check or of a marked test.
 ORDINARY = 0.01
+#: The runs of each unit, by their ids, each with its seconds.
+SecondsOfRuns = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,21 @@ class Shard:
 
 
 def read_shard(text: str) -> Shard | None:
-    """Return the shard that a text says; None for an empty text. Raises UsageProblem for any other."""
+    """Return the shard that a text says; None for an empty text.
+
+    Raises:
+        UsageProblem: The text is neither.
+    """
     if not text:
         return None
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+    number = int(match[1]) if match else 0
+    shards = int(match[2]) if match else 0
+    if not 1 <= number <= shards:
         raise UsageProblem(
             f"{text!r} is not right: expected one part of several, as 1/3, 2/3 or 3/3."
         )
-    return Shard(int(match[1]), int(match[2]))
+    return Shard(number, shards)
 
 
 def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[list[str]]:
@@ -79,7 +90,8 @@ def _seconds_of_runs(
     seconds = {}
     for unit, size in sizes.items():
         # A unit without known runs is one run of its own.
-        seconds[unit] = runs.get(unit, {f"of {unit}": usual * size})
+        run_of_its_own = {f"of {unit}": usual * size}
+        seconds[unit] = runs.get(unit, run_of_its_own)
     return seconds
 
 
@@ -121,9 +133,7 @@ class _Option:
     added: float
 
 
-def _place(
-    order: Sequence[str], seconds: Mapping[str, Mapping[str, float]], count: int, weight: int
-) -> _Division:
+def _place(order: Sequence[str], seconds: SecondsOfRuns, count: int, weight: int) -> _Division:
     """Place units one after the other, each in the shard that ends earliest with it.
 
     Args:

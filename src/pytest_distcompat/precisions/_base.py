@@ -39,13 +39,20 @@ class Precision:
         return self.compute == "float16"
 
     def unsupported_reason(self, cell: Cell, device: str) -> str | None:
-        """Return why the cell cannot run on that device, such as what fp8 needs and is not installed; None if it can."""
+        """Return why the cell cannot run on that device; None if it can.
+
+        One reason is that a package is not installed which fp8 needs.
+        """
         te = cell.option("fp8_backend") == "te"
+        if te and not self.float8:
+            return "option fp8_backend is for precision fp8"
         if not self.float8:
-            return "option fp8_backend is for precision fp8" if te else None
-        package, module = "torchao", "torchao"
+            return None
+        package = "torchao"
+        module = "torchao"
         if te:
-            package, module = "Transformer Engine", "transformer_engine"
+            package = "Transformer Engine"
+            module = "transformer_engine"
         if not installed(module):
             return f"fp8 needs {package}, which is not installed"
         # Its kernels for torch are a CUDA extension, a module of their own.
@@ -55,6 +62,9 @@ class Precision:
 
 
 def installed(module: str) -> bool:
-    """Tell whether a module is installed, without importing it; an empty package (Transformer Engine's) is not one."""
+    """Tell whether a module is installed, without importing it.
+
+    An empty package (Transformer Engine's) is not one.
+    """
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

@@ -1,4 +1,6 @@
-"""float16 with float32 masters and a scaled loss; loaded in float32, because float16 masters cannot be unscaled.
+"""float16 with float32 masters and a scaled loss.
+
+Loaded in float32, because float16 masters cannot be unscaled.
 
 https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """
@@ -10,7 +12,10 @@ FP16_MIXED = Precision(
     load="float32",
     compute="float16",
     master="float32",
-    meaning="loaded in float32, computed in float16 under a scaled loss, master weights and optimizer state in float32",
+    meaning=(
+        "loaded in float32, computed in float16 under a scaled loss, "
+        "master weights and optimizer state in float32"
+    ),
     # 7e-5 and 2e-3 measured; bfloat16 has three bits less.
     loss_tolerance=0.0005,
     norm_tolerance=0.005,

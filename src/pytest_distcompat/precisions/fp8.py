@@ -11,7 +11,10 @@ FP8 = Precision(
     load="float32",
     compute="bfloat16",
     master="float32",
-    meaning="linear layers multiply in 8 bits, all else in bfloat16, master weights and optimizer state in float32",
+    meaning=(
+        "linear layers multiply in 8 bits, all else in bfloat16, "
+        "master weights and optimizer state in float32"
+    ),
     # 3e-3 and 4e-2 measured, with tied embeddings 9e-2.
     loss_tolerance=5e-3,
     norm_tolerance=1.5e-1,

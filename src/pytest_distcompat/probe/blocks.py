@@ -10,12 +10,18 @@ if TYPE_CHECKING:
 
 
 def is_a(module: Module, *names: str) -> bool:
-    """Tell whether the module's class or a base has one of these names; its library need not be installed."""
+    """Tell whether the module's class, or a base of it, has one of these names.
+
+    The library of the class need not be installed.
+    """
     return any(base.__name__ in names for base in type(module).__mro__)
 
 
 def unwrapped(module: Module) -> Module:
-    """Return the module inside torch's wrappers, however many there are; the module itself if nothing wraps it."""
+    """Return the module inside torch's wrappers, however many there are.
+
+    A module that nothing wraps is returned itself.
+    """
     # torch.compile and activation checkpointing have no public attribute for the module that they
     # wrap; ``tests/scripts/test_private_names.py`` fails when the private ones change.
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -33,7 +39,10 @@ def unwrapped(module: Module) -> Module:
 
 
 def declared_blocks(model: Module) -> tuple[str, ...]:
-    """Return the sorted class names of the blocks that the model declares, or else those that its submodules declare."""
+    """Return the sorted class names of the blocks that the model declares.
+
+    If it declares none, they are those that its submodules declare.
+    """
     # ``_no_split_modules`` of transformers and diffusers is private, but accelerate and
     # transformers wrap by it (https://huggingface.co/docs/accelerate/usage_guides/fsdp).
     # ``tests/scripts/test_private_names.py`` fails when it changes.
@@ -45,7 +54,7 @@ def declared_blocks(model: Module) -> tuple[str, ...]:
 
 
 def named_blocks(model: Module, classes: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the modules of these classes, without the segments that wrappers insert."""
+    """Return the names of the modules of these classes, without segments that wrappers insert."""
     names: list[str] = []
     for name, module in _named_modules(model, "", set()):
         if is_a(module, *classes):
@@ -56,20 +65,23 @@ def named_blocks(model: Module, classes: Collection[str]) -> tuple[str, ...]:
 def _named_modules(module: Module, name: str, visited: set[Module]) -> Iterator[tuple[str, Module]]:
     """Yield what ``named_modules`` yields, with each module and name unwrapped."""
     module = unwrapped(module)
-    if module not in visited:
-        visited.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from _named_modules(child, join(name, child_name), visited)
+    if module in visited:
+        return
+    visited.add(module)
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _named_modules(child, join(name, child_name), visited)
 
 
 def join(prefix: str, name: str) -> str:
     """Return the qualified name of ``name`` inside the module named ``prefix``."""
-    return f"{prefix}.{name}" if prefix else name
+    if not prefix:
+        return name
+    return f"{prefix}.{name}"
 
 
 def multiplies(module: Module) -> bool:
-    """Tell whether the module is a layer that only multiplies by a matrix: a Linear or a convolution."""
+    """Tell whether the module only multiplies by a matrix: a Linear or a convolution."""
     from torch import nn
 
     kinds = (
@@ -81,4 +93,6 @@ def multiplies(module: Module) -> bool:
         nn.ConvTranspose2d,
         nn.ConvTranspose3d,
     )
-    return isinstance(module, kinds) and not list(module.children())
+    if not isinstance(module, kinds):
+        return False
+    return not list(module.children())

@@ -19,7 +19,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 @dataclass(frozen=True)
 class _Value:
-    """One value inside a state, and where it is there: ``shadow.inlet.weight``."""
+    """One value inside a state.
+
+    Attributes:
+        place: Where it is in the state: ``shadow.inlet.weight``.
+        text: The value, or a digest of it.
+        exact: Whether it is the same in whatever order it is computed; a number with a fraction
+            may be rounded in another way.
+    """
 
     place: str
     text: str
@@ -27,23 +34,31 @@ class _Value:
 
 
 def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[ExtraStateInfo, ...]:
-    """Return the values of a driver's ``states``: names of attributes, which may have dots, and what is expected of each.
+    """Return the values of the state that a driver names in ``extra_state``.
+
+    Args:
+        driver: The driver.
+        states: The names of its attributes, which may have dots, and what is expected of each.
 
     Raises:
         TypeError: If the driver has no such attribute, or an attribute has values that cannot be
             compared.
     """
-    found: list[ExtraStateInfo] = []
+    infos: list[ExtraStateInfo] = []
     for name, expected in states.items():
         exact: dict[str, str] = {}
         rounded: dict[str, str] = {}
         for value in _values(_attribute(driver, name), "", name):
-            (exact if value.exact else rounded)[value.place] = value.text
-        found.append(ExtraStateInfo(name, expected, exact, rounded))
-    return tuple(found)
+            if value.exact:
+                exact[value.place] = value.text
+            else:
+                rounded[value.place] = value.text
+        infos.append(ExtraStateInfo(name, expected, exact, rounded))
+    return tuple(infos)
 
 
 def _attribute(driver: Any, name: str) -> Any:
+    """Return the attribute of that name, ``averages.decay`` for example."""
     value = driver
     for part in name.split("."):
         if not hasattr(value, part):
@@ -57,14 +72,18 @@ def _attribute(driver: Any, name: str) -> Any:
 def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
     """Yield each value inside ``value``, which is at ``place`` of the state with that name."""
     if isinstance(value, _PLAIN):
-        yield _Value(place, repr(value), exact=not isinstance(value, float))
+        is_exact = not isinstance(value, float)
+        yield _Value(place, repr(value), is_exact)
     elif isinstance(value, torch.Tensor):
         region = layout_of(value).region
-        where = f"{place} {region}" if region else place
-        yield _Value(where, digest(value), exact=not value.is_floating_point())
+        if region:
+            place = f"{place} {region}"
+        is_exact = not value.is_floating_point()
+        yield _Value(place, digest(value), is_exact)
     else:
         for key, part in _parts(value, name):
-            yield from _values(part, f"{place}.{key}".lstrip("."), name)
+            part_place = f"{place}.{key}".lstrip(".")
+            yield from _values(part, part_place, name)
 
 
 def _parts(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
@@ -84,8 +103,11 @@ def _parts(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
         return list(enumerate(value))
     if callable(getattr(value, "tobytes", None)):
         # An array of numpy, or a number of it.
-        return [("bytes", hashlib.sha256(value.tobytes()).hexdigest()[:16])]
-    expected = "expected a tensor, a module, a number, text, a collection of them, or an object with state_dict()"
-    raise TypeError(
-        f"extra_state {name!r} has a {type(value).__name__}: {value!r:.100}; {expected}"
+        hasher = hashlib.sha256(value.tobytes())
+        return [("bytes", hasher.hexdigest()[:16])]
+    expected = (
+        "expected a tensor, a module, a number, text, a collection of them, "
+        "or an object with state_dict()"
     )
+    type_name = type(value).__name__
+    raise TypeError(f"extra_state {name!r} has a {type_name}: {value!r:.100}; {expected}")

@@ -17,6 +17,11 @@ import torch
 from pytest_distcompat.probe.tensors import digest
 from pytest_distcompat.trace import FileInfo
 
+#: The shape of each tensor, by key.
+_Shapes = dict[str, tuple[int, ...]]
+#: A part of a checkpoint (``model``, ``optimizer`` or ``scheduler``), and its entries by key.
+_Part = tuple[str, Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class SavedFile:
@@ -35,54 +40,66 @@ class SavedFile:
 
 
 def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
-    """Return every file below the directory that holds keys of a model or an optimizer, as ``prefix`` and path.
+    """Return what every file below the directory holds of a model or an optimizer: its keys.
 
     Call it when all ranks have finished writing. The keys of a composite model begin with the name
     of their module.
+
+    Args:
+        directory: The directory.
+        prefix: What comes before the path of each file in its name.
     """
     infos: list[FileInfo] = []
     for file in _files(directory):
-        stored = _infos(file.path, prefix, file.name)
-        infos.extend(_with_key_prefix(info, file.key_prefix) for info in stored)
+        for info in _infos(file.path, prefix, file.name):
+            infos.append(_with_key_prefix(info, file.key_prefix))
     return tuple(infos)
 
 
 def _with_key_prefix(info: FileInfo, key_prefix: str) -> FileInfo:
-    """Return the file's description with ``key_prefix`` before each key; an optimizer's keys are not a module's."""
+    """Return the file's description with ``key_prefix`` before each key."""
+    # An optimizer's keys are not those of a module.
     if not key_prefix or info.holds == "optimizer":
         return info
     return info.renamed(lambda key: key_prefix + key)
 
 
 def read_saved(directory: Path) -> tuple[FileInfo, ...]:
-    """Return every file below the directory that holds a model, with digests of its values, an optimizer or a scheduler.
+    """Return what every file below the directory holds of a training, with digests of its values.
 
+    Those are files with a model, an optimizer or a scheduler; only a model's values have digests.
     Call it when all ranks have finished writing. It reads all tensors of the model, which is too
     slow for every cell.
     """
     infos: list[FileInfo] = []
     for file in _files(directory):
         for holds, content in _values(file.path):
-            if not content:
-                continue
-            if holds == "model":
-                digests = {
-                    f"{file.key_prefix}{key}": digest(value) for key, value in content.items()
-                }
-                infos.append(FileInfo(file.name, "", holds, tuple(digests), digests=digests))
-            else:
-                keys = dict.fromkeys(str(key) for key in content)
-                infos.append(FileInfo(file.name, "", holds, tuple(keys), digests={}))
+            if content:
+                infos.append(_with_digests(file, holds, content))
     return tuple(infos)
+
+
+def _with_digests(file: SavedFile, holds: str, content: Mapping[str, Any]) -> FileInfo:
+    """Return the description of one part of a file; of a model with a digest of each value."""
+    if holds != "model":
+        keys = dict.fromkeys(str(key) for key in content)
+        return FileInfo(file.name, "", holds, tuple(keys), digests={})
+    digests: dict[str, str] = {}
+    for key, value in content.items():
+        qualified_key = f"{file.key_prefix}{key}"
+        digests[qualified_key] = digest(value)
+    return FileInfo(file.name, "", holds, tuple(digests), digests=digests)
 
 
 def _files(directory: Path) -> Iterator[SavedFile]:
     """Yield each file below the directory, sorted by path."""
     with readable(directory) as root:
-        paths = [path for path in root.rglob("*") if path.is_file()]
-        for path in sorted(paths):
-            name = path.relative_to(root)
-            yield SavedFile(path, str(name), module_prefix(directory / name.parent))
+        for path in sorted(root.rglob("*")):
+            if not path.is_file():
+                continue
+            relative = path.relative_to(root)
+            key_prefix = module_prefix(directory / relative.parent)
+            yield SavedFile(path, str(relative), key_prefix)
 
 
 def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
@@ -116,8 +133,8 @@ def _index(path: Path, name: str) -> FileInfo:
     )
 
 
-def _values(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parts of a file: ``model`` with its tensors, ``optimizer`` and ``scheduler`` with their entries."""
+def _values(path: Path) -> Iterator[_Part]:
+    """Yield the parts of a file: a model has tensors, an optimizer and a scheduler any entries."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -130,7 +147,7 @@ def _values(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _pickled_values(data)
 
 
-def _pickled_values(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _pickled_values(data: Mapping[str, Any]) -> Iterator[_Part]:
     """Yield the parts of a file of ``torch.save``: one state dict, or several by name."""
     if "param_groups" in data and "state" in data:
         yield "optimizer", data
@@ -147,11 +164,16 @@ def _pickled_values(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
 
 def _is_state_dict(data: Mapping[Any, Any]) -> bool:
     """Tell whether it has tensors, and nothing else."""
-    return bool(data) and all(isinstance(value, torch.Tensor) for value in data.values())
+    if not data:
+        return False
+    return all(isinstance(value, torch.Tensor) for value in data.values())
 
 
 def module_directories(directory: Path) -> dict[str, str]:
-    """Map the name of each module directory of a composite model to its module's name; empty for another directory."""
+    """Map the name of each module directory of a composite model to its module's name.
+
+    The result is empty for the directory of any other model.
+    """
     # sentence-transformers writes each module of its Sequential into a directory of its own, the
     # first one (its name is empty) into the model's, and lists them in modules.json:
     # https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
@@ -164,28 +186,40 @@ def module_directories(directory: Path) -> dict[str, str]:
     name_by_directory: dict[str, str] = {}
     for entry in modules:
         if isinstance(entry, dict) and "path" in entry and "name" in entry:
-            name_by_directory[str(entry["path"])] = str(entry["name"])
-    return {path: name for path, name in name_by_directory.items() if _is_own_or_child(path)}
+            path = str(entry["path"])
+            if _is_own_or_child(path):
+                name_by_directory[path] = str(entry["name"])
+    return name_by_directory
 
 
 def _is_own_or_child(path: str) -> bool:
-    """Tell whether a module's path is that of the model itself (empty), or of a directory directly inside."""
-    return not path or (Path(path).name == path and path != "..")
+    """Tell whether a module's path is that of the model (empty), or of a directory inside it."""
+    if not path:
+        return True
+    return Path(path).name == path and path != ".."
 
 
 def module_prefix(directory: Path) -> str:
-    """Return what comes before the keys of files in a composite model's module directory: ``2.`` for ``2_Dense``."""
+    """Return what comes before the keys of the files in a directory: ``2.`` for ``2_Dense``.
+
+    It is the name of the module that a composite model saves there; empty for any other model.
+    """
     # The directory is the model's own, where its first module is, or that of another module of the
     # model above.
     name = module_directories(directory).get("")
     if name is None:
         name = module_directories(directory.parent).get(directory.name)
-    return "" if name is None else f"{name}."
+    if name is None:
+        return ""
+    return f"{name}."
 
 
 @contextlib.contextmanager
 def readable(directory: Path) -> Iterator[Path]:
-    """Provide a path of the directory that torch and safetensors can open: they accept UTF-8 only. It need not exist."""
+    """Provide a path of the directory that torch and safetensors can open: only UTF-8 is accepted.
+
+    The directory need not exist.
+    """
     with contextlib.ExitStack() as stack:
         try:
             str(directory).encode()
@@ -228,11 +262,11 @@ _DTYPES = {
 }
 
 
-def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def _safetensors(path: Path) -> tuple[_Shapes, dict[str, str]]:
     """Return the shape and the dtype of each tensor in a safetensors file, by key."""
     from safetensors import safe_open
 
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: _Shapes = {}
     dtypes: dict[str, str] = {}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - no mapping
@@ -244,29 +278,30 @@ def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]
 
 
 def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
-    """Yield the model and the optimizer of a torch.distributed.checkpoint: their keys are in its metadata."""
+    """Yield the model and the optimizer of a torch.distributed.checkpoint, by its metadata."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = FileSystemReader(directory).read_metadata()
-    sizes: dict[str, tuple[int, ...]] = {}
+    stored = metadata.state_dict_metadata
+    # Of the model; empty for an entry that is no tensor.
+    sizes: _Shapes = {}
     # An ordered set: the names of parameters that have an optimizer state.
     with_state: dict[str, None] = {}
     for key, (part, inner) in dcp_parts(metadata).items():
         if part == "model":
-            sizes[inner] = tuple(getattr(metadata.state_dict_metadata[key], "size", ()))
+            sizes[inner] = tuple(getattr(stored[key], "size", ()))
         elif part == "optimizer" and inner.startswith("state."):
             # ``state.layers.0.weight.exp_avg`` -> ``layers.0.weight``
             parameter, _, _ = inner.removeprefix("state.").rpartition(".")
             with_state[parameter] = None
     if sizes:
-        yield FileInfo(
-            name, "dcp", "model", tuple(sizes), {key: size for key, size in sizes.items() if size}
-        )
+        shapes = {key: size for key, size in sizes.items() if size}
+        yield FileInfo(name, "dcp", "model", tuple(sizes), shapes)
     if with_state:
         yield FileInfo(name, "dcp", "optimizer", tuple(with_state))
 
 
-def _dcp_values(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _dcp_values(directory: Path) -> Iterator[_Part]:
     """Yield the parts of a torch.distributed.checkpoint, read without the other ranks."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -276,22 +311,26 @@ def _dcp_values(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     stored = metadata.state_dict_metadata
     parts = dcp_parts(metadata)
     tensors: dict[str, torch.Tensor] = {}
+    entries: dict[str, dict[str, Any]] = {"optimizer": {}, "scheduler": {}}
     for key, entry in stored.items():
         part, _ = parts[key]
         if part == "model" and isinstance(entry, TensorStorageMetadata):
             tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        elif part in entries:
+            entries[part][key] = entry
     load(tensors, checkpoint_id=directory, no_dist=True)
     model: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         _, inner = parts[key]
         model[inner] = tensor
     yield "model", model
-    for wanted in ("optimizer", "scheduler"):
-        yield wanted, {key: entry for key, entry in stored.items() if parts[key][0] == wanted}
+    yield from entries.items()
 
 
 def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
-    """Map each key to its part (``model``, ``optimizer``, ``scheduler`` or empty) and its name there.
+    """Map each key to its part of the checkpoint, and its name there.
+
+    The part is ``model``, ``optimizer``, ``scheduler`` or, if that is unknown, empty.
 
     The planner records the path of each key in the nested state dict: ``("app", "model",
     "layers.0.weight")`` in torch's recipe
@@ -299,20 +338,19 @@ def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
     segment before the first dot is tried. If no key belongs to a model, top-level tensors are a
     model's own state dict; torchtitan saves it like this, beside ``optimizer``.
     """
-    planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    planned: Mapping[str, Any] = {}
+    if isinstance(metadata.planner_data, dict):
+        planned = metadata.planner_data
     stored = metadata.state_dict_metadata
     parts: dict[str, tuple[str, str]] = {}
     top_level_tensors: list[str] = []
-    has_model = False
     for key in sorted(stored):
         segments = planned.get(key) or key.split(".", 1)
         path = [str(segment) for segment in segments]
-        part = _part_of(path)
-        parts[key] = part or ("", key)
+        parts[key] = _part_of(path) or ("", key)
         if len(path) == 1 and hasattr(stored[key], "size"):
             top_level_tensors.append(key)
-        if part is not None and part[0] == "model":
-            has_model = True
+    has_model = any(part == "model" for part, _ in parts.values())
     if not has_model:
         for key in top_level_tensors:
             parts[key] = ("model", key)
@@ -320,7 +358,10 @@ def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
 
 
 def _part_of(path: list[str]) -> tuple[str, str] | None:
-    """Return the part that the path leads into and the rest of the path; None if no segment names a part."""
+    """Return the part that the path leads into, and the rest of the path.
+
+    The result is None if no segment names a part.
+    """
     for depth, segment in enumerate(path[:-1]):
         for part, names in _PARTS.items():
             if segment in names:
@@ -329,22 +370,25 @@ def _part_of(path: list[str]) -> tuple[str, str] | None:
 
 
 def _pickled(data: Any, name: str) -> Iterator[FileInfo]:
-    """Yield the parts of a torch.save file: DeepSpeed's model states, a full state dict, an optimizer's."""
+    """Yield the parts of a file of ``torch.save``.
+
+    Such a file has DeepSpeed's model states, a full state dict, or an optimizer's.
+    """
     if not isinstance(data, Mapping):
         return
     is_deepspeed = isinstance(data.get("param_shapes"), list)
     if is_deepspeed:
         yield from _deepspeed_shapes(data, name)
     for part in MODEL:
-        if isinstance(data.get(part), Mapping):
+        if not isinstance(data.get(part), Mapping):
+            continue
+        shapes = _full_shapes(data, _shapes(data[part]))
+        if is_deepspeed:
+            shapes = _without_partitioned(shapes)
+        if shapes:
             form = "deepspeed" if part == "module" else "torch"
-            shapes = _uncut(data, _shapes(data[part]))
-            if is_deepspeed:
-                # ZeRO-3 writes empty tensors here for the parameters that it partitioned: their
-                # values are elsewhere.
-                shapes = {key: shape for key, shape in shapes.items() if shape != (0,)}
-            if shapes:
-                yield FileInfo(f"{name}:{part}", form, "model", tuple(shapes), shapes)
+            keys = tuple(shapes)
+            yield FileInfo(f"{name}:{part}", form, "model", keys, shapes)
     state = _optimizer_state(data)
     parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
     if parameters:
@@ -355,64 +399,78 @@ def _pickled(data: Any, name: str) -> Iterator[FileInfo]:
 
 
 def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
-    """Yield the shapes of the trained and of the frozen parameters, which DeepSpeed's file of model states lists."""
-    trained: dict[str, tuple[int, ...]] = {}
+    """Yield the shapes of trained and of frozen parameters in DeepSpeed's file of model states."""
+    trained: _Shapes = {}
     for group in data["param_shapes"]:
         for key, shape in group.items():
             trained[str(key)] = tuple(shape)
-    frozen_shapes = data.get("frozen_param_shapes") or {}
-    frozen = {str(key): tuple(shape) for key, shape in frozen_shapes.items()}
-    if trained:
-        yield FileInfo(
-            f"{name}:param_shapes", "deepspeed", "model", tuple(trained), _uncut(data, trained)
-        )
-    if frozen:
-        yield FileInfo(
-            f"{name}:frozen_param_shapes", "deepspeed", "model", tuple(frozen), _uncut(data, frozen)
-        )
+    frozen: _Shapes = {}
+    for key, shape in (data.get("frozen_param_shapes") or {}).items():
+        frozen[str(key)] = tuple(shape)
+    shapes_by_part = {"param_shapes": trained, "frozen_param_shapes": frozen}
+    for part, shapes in shapes_by_part.items():
+        if shapes:
+            keys = tuple(shapes)
+            full_shapes = _full_shapes(data, shapes)
+            yield FileInfo(f"{name}:{part}", "deepspeed", "model", keys, full_shapes)
+
+
+def _without_partitioned(shapes: _Shapes) -> _Shapes:
+    """Return the shapes without those of parameters whose values are in other files."""
+    # For the parameters that it partitioned ZeRO-3 writes empty tensors into the model states.
+    return {key: shape for key, shape in shapes.items() if shape != (0,)}
 
 
 def _optimizer_state(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the optimizer's state dict: the file itself, or its part of that name; empty if there is none."""
+    """Return the optimizer's state dict: the file itself, or its part of that name.
+
+    The result is empty if the file has none.
+    """
     if isinstance(data.get("state"), Mapping):
         return data
     for part in OPTIMIZER:
         if part in data:
             state = data[part]
-            return state if isinstance(state, Mapping) else {}
+            if isinstance(state, Mapping):
+                return state
+            return {}
     return {}
 
 
 def _of_average(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return the state dict of the averaged model, if it is that of ``torch.optim.swa_utils.AveragedModel``; else itself."""
-    # It has the model as ``module`` and counts in ``n_averaged``, a buffer:
+    """Return the state dict of the model inside a ``torch.optim.swa_utils.AveragedModel``.
+
+    Any other state dict is returned as it is.
+    """
+    # An averaged model has the model as ``module`` and counts in ``n_averaged``, a buffer:
     # https://docs.pytorch.org/docs/stable/generated/torch.optim.swa_utils.AveragedModel.html
-    inner = {
-        key.removeprefix("module."): value
-        for key, value in state.items()
-        if str(key).startswith("module.")
-    }
+    inner: dict[Any, Any] = {}
+    for key, value in state.items():
+        if str(key).startswith("module."):
+            inner[key.removeprefix("module.")] = value
     if "n_averaged" in state and len(inner) == len(state) - 1:
         return inner
     return state
 
 
-def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(state: Mapping[Any, Any]) -> _Shapes:
     """Return the shapes of the tensors in a state dict; of sharded tensors the global shape."""
-    return {
-        str(key): tuple(value.size())
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    shapes: _Shapes = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            shapes[str(key)] = tuple(value.size())
+    return shapes
 
 
-def _uncut(
-    data: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes with the full one for each tensor of which a rank of DeepSpeed's AutoTP has saved its shard."""
-    # The file itself says so, for its conversion
-    # (https://github.com/deepspeedai/DeepSpeed/pull/7908): a pattern of names, the shapes of the
-    # ranks' shards, and the full shape.
+def _full_shapes(data: Mapping[str, Any], shapes: _Shapes) -> _Shapes:
+    """Return the shapes of the full tensors, where each rank of DeepSpeed's AutoTP saves a shard.
+
+    Args:
+        data: The file. It describes the sharding, for its conversion
+            (https://github.com/deepspeedai/DeepSpeed/pull/7908): a pattern of names, the shapes of
+            the ranks' shards, and the full shape.
+        shapes: The shapes of the tensors in the file.
+    """
     full_shapes = dict(shapes)
     info = data.get("universal_checkpoint_info") or {}
     sharded = info.get("affine_map", {}).get("params", {})

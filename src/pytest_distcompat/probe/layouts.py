@@ -61,6 +61,9 @@ class MeshPlace(NamedTuple):
 
 #: The layout of a tensor that this rank holds in full.
 WHOLE = Layout()
+#: How one dimension of a mesh shards a tensor, as ``trace.held_indices`` takes it: the tensor's
+#: dimension, the split factor, the size of the mesh dimension, and the rank's index in it.
+_MeshCut = tuple[int, int, int, int]
 
 
 def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
@@ -82,7 +85,8 @@ def starts_of(tensor: Any) -> torch.Tensor | None:
         return cut.starts()
     if not hasattr(tensor, "placements"):
         return None
-    return _starts(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor))
+    shape = tuple(tensor.shape)
+    return _starts(shape, _place(tensor.device_mesh), _placements(tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +120,8 @@ class Cut:
         row_numel = self.size * inner
         full_row_numel = self.shape[self.dim] * inner
         if numel is None:
-            numel = row_numel * math.prod(self.shape[: self.dim])
+            rows = math.prod(self.shape[: self.dim])
+            numel = row_numel * rows
         if not numel:
             return None
         # The piece may begin and end within a row, so take a length that divides each of its runs.
@@ -136,8 +141,10 @@ class Cut:
         holders: set[int] = set()
         for holder in other.holders or (rank,):
             # The distances between tensor parallel peers are the same for all ranks.
-            holders.update(holder + peer - rank for peer in self.ranks)
-        dim = MeshDim("tp", len(self.ranks), self.coordinate, f"Shard({self.dim})")
+            for peer in self.ranks:
+                holders.add(holder + peer - rank)
+        placement = f"Shard({self.dim})"
+        dim = MeshDim("tp", len(self.ranks), self.coordinate, placement)
         return Layout((*other.dims, dim), _several(holders))
 
 
@@ -185,20 +192,27 @@ def secondary_ranks(model: Module | None) -> int:
     # theirs changes.
     sizes: set[Any] = set()
     for parameter in _parameters(model):
-        if hasattr(parameter, "ds_secondary_tensor"):
-            is_kept = parameter.ds_secondary_tensor is not None
-            sizes.add(parameter.ds_secondary_tensor_group_size if is_kept else 0)
+        if not hasattr(parameter, "ds_secondary_tensor"):
+            continue
+        if parameter.ds_secondary_tensor is None:
+            sizes.add(0)
+        else:
+            sizes.add(parameter.ds_secondary_tensor_group_size)
     if len(sizes) != 1:
         return 0
     return int(sizes.pop())
 
 
 def _parameters(model: Module | None) -> list[Any]:
-    return [] if model is None else list(model.parameters())
+    if model is None:
+        return []
+    return list(model.parameters())
 
 
 def _modules(model: Module | None) -> list[Any]:
-    return [] if model is None else list(model.modules())
+    if model is None:
+        return []
+    return list(model.modules())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,19 +239,23 @@ class Expert:
             flat: Whether it is the parameter's master, which ZeRO shards over the replicas.
         """
         if flat:
-            data_parallel = MeshDim("dp_shard", len(self.replicas), self.replicas.index(rank), FLAT)
+            data_parallel = _dim_of_ranks("dp_shard", self.replicas, rank, FLAT)
             same_expert = self.replicas
         else:
-            data_parallel = MeshDim(
-                "dp_replicate", len(self.replicas), self.replicas.index(rank), REPLICATE
-            )
+            data_parallel = _dim_of_ranks("dp_replicate", self.replicas, rank, REPLICATE)
             same_expert = (rank,)
-        expert_parallel = MeshDim("ep", len(self.peers), self.peers.index(rank), STAGE)
+        expert_parallel = _dim_of_ranks("ep", self.peers, rank, STAGE)
         holders: list[int] = []
         for holder in same_expert:
             # The distances between expert parallel peers are the same for all ranks.
-            holders.extend(holder + peer - rank for peer in self.peers)
+            for peer in self.peers:
+                holders.append(holder + peer - rank)
         return Layout((data_parallel, expert_parallel), tuple(sorted(holders)))
+
+
+def _dim_of_ranks(name: str, ranks: tuple[int, ...], rank: int, placement: str) -> MeshDim:
+    """Return the mesh dimension along which these ranks are, with the index of ``rank``."""
+    return MeshDim(name, len(ranks), ranks.index(rank), placement)
 
 
 def moe_experts(model: Module | None) -> Mapping[int, Expert]:
@@ -283,9 +301,10 @@ def named_parameters(model: Module) -> Iterator[tuple[str, Any]]:
         expert = experts.get(id(parameter))
         if expert is None:
             yield name, parameter
-        else:
-            local = f".deepspeed_experts.{expert.local_number}."
-            yield name.replace(local, f".deepspeed_experts.{expert.number}."), parameter
+            continue
+        local_part = f".deepspeed_experts.{expert.local_number}."
+        global_part = f".deepspeed_experts.{expert.number}."
+        yield name.replace(local_part, global_part), parameter
 
 
 #: The place of each rank in each mesh. Stored, because a mesh takes a millisecond to compute its
@@ -302,7 +321,9 @@ def _place(mesh: Any) -> MeshPlace:
     if rank not in place_by_rank:
         ranks = tuple(mesh.mesh.flatten().tolist())
         sizes = tuple(mesh.shape)
-        coordinate = _unraveled(ranks.index(rank), sizes) if rank in ranks else ()
+        coordinate: tuple[int, ...] = ()
+        if rank in ranks:
+            coordinate = _unraveled(ranks.index(rank), sizes)
         place_by_rank[rank] = MeshPlace(ranks, sizes, coordinate)
     return place_by_rank[rank]
 
@@ -334,7 +355,11 @@ def _placements(tensor: Any) -> tuple[Placement, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placement, ...]) -> Layout:
+def _layout(
+    names: tuple[str, ...],
+    place: MeshPlace,
+    placements: tuple[Placement, ...],
+) -> Layout:
     """Return the layout of a DTensor.
 
     Args:
@@ -353,13 +378,16 @@ def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placemen
     ):
         dims.append(MeshDim(name, size, index, placement.text))
         selection.append(index if placement.dim is None else slice(None))
-    holders = torch.tensor(place.ranks).view(place.sizes)[tuple(selection)].flatten().tolist()
+    mesh = torch.tensor(place.ranks).view(place.sizes)
+    holders = mesh[tuple(selection)].flatten().tolist()
     return Layout(tuple(dims), _several(holders))
 
 
 @functools.lru_cache(maxsize=1024)
 def _starts(
-    shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placement, ...]
+    shape: tuple[int, ...],
+    place: MeshPlace,
+    placements: tuple[Placement, ...],
 ) -> torch.Tensor | None:
     """Return where the runs of a DTensor's local shard start in the flattened full tensor.
 
@@ -371,38 +399,43 @@ def _starts(
     Returns:
         The starts, int64 and ascending; None for a single run that starts at 0.
     """
-    cuts: list[tuple[int, int, int, int]] = []
+    cuts: list[_MeshCut] = []
     # A rank that is not in the mesh has no coordinate, so for it nothing is sharded.
     for size, index, placement in zip(place.sizes, place.coordinate, placements, strict=False):
         if placement.dim is not None:
             cuts.append((placement.dim, placement.split_factor, size, index))
-    local_indices = [
-        torch.tensor(indices, dtype=torch.int64) for indices in held_indices(shape, cuts)
-    ]
-    sharded_dims = [dim for dim, size in enumerate(shape) if len(local_indices[dim]) != size]
+    local_indices: list[torch.Tensor] = []
+    sharded_dims: list[int] = []
+    for dim, indices in enumerate(held_indices(shape, cuts)):
+        local_indices.append(torch.tensor(indices, dtype=torch.int64))
+        if len(indices) != shape[dim]:
+            sharded_dims.append(dim)
     is_empty = any(len(indices) == 0 for indices in local_indices)
     if not sharded_dims or is_empty:
         return None
     last_dim = sharded_dims[-1]
     # Dimensions after the last sharded one are complete. So consecutive indices of the last sharded
     # dimension are one run, of which the first index is its start.
-    starts = local_indices[last_dim] * math.prod(shape[last_dim + 1 :])
+    stride = math.prod(shape[last_dim + 1 :])
+    starts = local_indices[last_dim] * stride
     starts = starts[:: _common_run_length(local_indices[last_dim])]
     # The same runs repeat at each index of each dimension before it.
     for dim in reversed(range(last_dim)):
-        offsets = local_indices[dim] * math.prod(shape[dim + 1 :])
+        stride = math.prod(shape[dim + 1 :])
+        offsets = local_indices[dim] * stride
         starts = (offsets[:, None] + starts).flatten()
     return starts
 
 
 def _common_run_length(indices: torch.Tensor) -> int:
     """Return the greatest length that divides all runs of consecutive indices: 2 for 0-3, 8-9."""
-    breaks = (torch.diff(indices) != 1).nonzero().flatten().tolist()
-    ends = [end + 1 for end in breaks]
-    ends.append(len(indices))
+    is_break = torch.diff(indices) != 1
+    breaks = is_break.nonzero().flatten().tolist()
     length = 0
     start = 0
-    for end in ends:
+    # The last run ends with the last index.
+    for last in (*breaks, len(indices) - 1):
+        end = last + 1
         length = math.gcd(length, end - start)
         start = end
     return length
@@ -424,7 +457,7 @@ class _Sharding:
         the same distances between its ranks.
         """
         ranks = self.place.ranks
-        cuts: list[tuple[int, int, int, int]] = []
+        cuts: list[_MeshCut] = []
         stride = math.prod(self.place.sizes)
         for size, placement in zip(self.place.sizes, self.placements, strict=True):
             # The distance of neighbours in this dimension in the flattened mesh.
@@ -450,9 +483,9 @@ def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     shardings: set[_Sharding] = set()
     for tensor in tensors:
         if hasattr(tensor, "placements"):
-            shardings.add(
-                _Sharding(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor))
-            )
+            shape = tuple(tensor.shape)
+            place = _place(tensor.device_mesh)
+            shardings.add(_Sharding(shape, place, _placements(tensor)))
     groups: dict[Any, list[int]] = {}
     for rank in range(size):
         local_shapes = tuple(sharding.local_shape(rank) for sharding in shardings)
@@ -477,7 +510,7 @@ def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
     from torch import distributed
 
     ranks = _ranks_of(group)
-    dim = MeshDim(name, len(ranks), ranks.index(distributed.get_rank()), FLAT)
+    dim = _dim_of_ranks(name, ranks, distributed.get_rank(), FLAT)
     if len(ranks) == 1:
         return Layout((dim,))
     return Layout((dim,), ranks)
@@ -497,7 +530,8 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
             layouts[id(parameter)] = _replicated(flat_layout(group, "dp_replicate"))
         cut = autotp_cut(parameter)
         if cut is not None:
-            layouts[id(parameter)] = cut.layout(layouts.get(id(parameter), WHOLE))
+            layout_before = layouts.get(id(parameter), WHOLE)
+            layouts[id(parameter)] = cut.layout(layout_before)
     for parameter_id, expert in moe_experts(model).items():
         layouts[parameter_id] = expert.layout(distributed.get_rank())
     return layouts
@@ -530,7 +564,8 @@ def _fsdp1_and_ddp_layouts(model: Module | None) -> dict[int, Layout]:
 
 def _replicated(layout: Layout) -> Layout:
     """Return the layout of a replicated tensor on the same mesh."""
-    return Layout(tuple(dataclasses.replace(dim, placement=REPLICATE) for dim in layout.dims))
+    dims = [dataclasses.replace(dim, placement=REPLICATE) for dim in layout.dims]
+    return Layout(tuple(dims))
 
 
 def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Layout:

@@ -100,9 +100,13 @@ def read_unwrapped(
         obeyed=obeyed,
         linears=_linear_count(model),
         products=sum(multiplies(module) for module in model.modules()),
-        evaluating=tuple(name for name, module in model.named_modules() if not module.training),
+        evaluating=_names_where(model, _is_evaluating),
         noncontiguous=_noncontiguous_names(model),
     )
+
+
+def _is_evaluating(module: Module) -> bool:
+    return not module.training
 
 
 def _noncontiguous_names(model: Module) -> tuple[str, ...]:
@@ -133,7 +137,11 @@ def tied_names(model: Module) -> list[tuple[str, ...]]:
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    return [tuple(group) for group in names.values() if len(group) > 1]
+    groups: list[tuple[str, ...]] = []
+    for group in names.values():
+        if len(group) > 1:
+            groups.append(tuple(group))
+    return groups
 
 
 def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False) -> ParameterInfo:
@@ -170,22 +178,34 @@ def read_model(
     pp_ranks: tuple[int, ...] = ()
     if pp_group is not None:
         pp_ranks = tuple(distributed.get_process_group_ranks(pp_group))
-        stage = MeshDim("pp", len(pp_ranks), pp_ranks.index(distributed.get_rank()), STAGE)
+        index = pp_ranks.index(distributed.get_rank())
+        stage = MeshDim("pp", len(pp_ranks), index, STAGE)
         parameters = [_with_outermost_dim(info, stage) for info in parameters]
-    has_group = distributed.is_available() and distributed.is_initialized()
+    world_size = 1
+    backend = ""
+    if distributed.is_available() and distributed.is_initialized():
+        world_size = distributed.get_world_size()
+        backend = str(distributed.get_backend())
+    if trainer_world_size is not None:
+        # A trainer may have read the number from the environment, as a string.
+        trainer_world_size = int(trainer_world_size)
+
+    def is_unit(module: Module) -> bool:
+        return isinstance(module, (FSDPModule, FullyShardedDataParallel))
+
+    buffers: list[ParameterInfo] = []
+    for name, buffer in model.named_buffers():
+        buffers.append(parameter_info(name, buffer))
     return ModelInfo(
         type=type(model).__name__,
         wrappers=_wrappers(model),
         parameters=tuple(parameters),
-        buffers=tuple(parameter_info(name, buffer) for name, buffer in model.named_buffers()),
-        world_size=distributed.get_world_size() if has_group else 1,
-        # A trainer may have read the number from the environment, as a string.
-        trainer_world_size=None if trainer_world_size is None else int(trainer_world_size),
-        backend=str(distributed.get_backend()) if has_group else "",
+        buffers=tuple(buffers),
+        world_size=world_size,
+        trainer_world_size=trainer_world_size,
+        backend=backend,
         zero_stage=zero_stage,
-        units=_names_where(
-            model, lambda module: isinstance(module, (FSDPModule, FullyShardedDataParallel))
-        ),
+        units=_names_where(model, is_unit),
         checkpointed=_names_where(model, _is_checkpointed),
         compiled=compiled_modules(model),
         float8=sum(_computes_in_8_bits(module) for module in model.modules()),
@@ -201,7 +221,10 @@ def _live_parameters(model: Module, optimizer: Any, zero_stage: int | None) -> l
     """
     layouts = wrapper_layouts(model)
     masters = master_copies(optimizer)
-    entries_by_id = Counter(id(masters.get(id(entry), entry)) for entry in entries(optimizer))
+    entries_by_id: Counter[int] = Counter()
+    for entry in entries(optimizer):
+        parameter = masters.get(id(entry), entry)
+        entries_by_id[id(parameter)] += 1
     infos: list[ParameterInfo] = []
     for name, parameter in named_parameters(model):
         entry_count = None if zero_stage else entries_by_id[id(parameter)]
@@ -240,7 +263,7 @@ def _is_checkpointed(module: Module) -> bool:
 
 
 def _is_run_by_deepspeed(module: Module) -> bool:
-    """Tell whether ``deepspeed.checkpointing.checkpoint`` runs the module's forward, by a partial call of it."""
+    """Tell whether a partial call of ``deepspeed.checkpointing.checkpoint`` is the forward."""
     function = getattr(vars(module).get("forward"), "func", None)
     library = "deepspeed.runtime.activation_checkpointing.checkpointing"
     return getattr(function, "__module__", "") == library
@@ -307,7 +330,10 @@ def _zero_stage(model: Module) -> int | None:
 
 
 def live_parameter_info(
-    name: str, parameter: torch.Tensor, layouts: Mapping[int, Layout], held: int | None
+    name: str,
+    parameter: torch.Tensor,
+    layouts: Mapping[int, Layout],
+    held: int | None,
 ) -> ParameterInfo:
     """Return what this rank stores of a live parameter.
 
@@ -369,18 +395,25 @@ def read_parts(
     # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
     if not _contains_known(model, known):
         return _partitioned(model, read_unwrapped(model, blocks))
-    parts = [_with_prefix(name, _read_part(part, known)) for name, part in _parts(model, "", known)]
     parameters: list[ParameterInfo] = []
     buffers: list[ParameterInfo] = []
     state_dict: list[str] = []
     tied_in_parts: list[tuple[str, ...]] = []
-    for part in parts:
+    linears = 0
+    products = 0
+    for name, module in _parts(model, "", known):
+        part = _with_prefix(name, _read_part(module, known))
         parameters += part.parameters
         buffers += part.buffers
         state_dict += part.state_dict
         tied_in_parts += part.tied
+        linears += part.linears
+        products += part.products or 0
     tied_in_model = tied_names(model)
-    tied_across_parts = [group for group in tied_in_model if group not in tied_in_parts]
+    tied_across_parts: list[tuple[str, ...]] = []
+    for group in tied_in_model:
+        if group not in tied_in_parts:
+            tied_across_parts.append(group)
     classes = blocks or declared_blocks(model)
     return UnwrappedInfo(
         tuple(_without_duplicates(parameters, tied_in_model)),
@@ -389,20 +422,25 @@ def read_parts(
         (*tied_in_parts, *tied_across_parts),
         blocks=named_blocks(model, classes),
         block_classes=classes,
-        linears=sum(part.linears for part in parts),
-        products=sum(part.products or 0 for part in parts),
+        linears=linears,
+        products=products,
     )
 
 
 def _with_prefix(prefix: str, info: UnwrappedInfo) -> UnwrappedInfo:
     """Return what was read of a module, with ``prefix`` before each name."""
 
-    def renamed(tensors: Iterable[ParameterInfo]) -> tuple[ParameterInfo, ...]:
-        return tuple(replace(tensor, name=join(prefix, tensor.name)) for tensor in tensors)
+    def renamed(infos: Iterable[ParameterInfo]) -> tuple[ParameterInfo, ...]:
+        with_prefix: list[ParameterInfo] = []
+        for tensor_info in infos:
+            name = join(prefix, tensor_info.name)
+            with_prefix.append(replace(tensor_info, name=name))
+        return tuple(with_prefix)
 
     tied: list[tuple[str, ...]] = []
     for group in info.tied:
-        tied.append(tuple(join(prefix, name) for name in group))
+        names = [join(prefix, name) for name in group]
+        tied.append(tuple(names))
     return replace(
         info,
         parameters=renamed(info.parameters),
@@ -456,10 +494,9 @@ def _parts(
 
 def _read_without_children(module: Module) -> UnwrappedInfo:
     """Return the parameters and buffers of the module itself, without those of its children."""
-    parameters = [
-        parameter_info(name, parameter)
-        for name, parameter in module.named_parameters(recurse=False)
-    ]
+    parameters: list[ParameterInfo] = []
+    for name, parameter in module.named_parameters(recurse=False):
+        parameters.append(parameter_info(name, parameter))
     not_saved = _not_saved(module)
     buffers: list[ParameterInfo] = []
     for name, buffer in module.named_buffers(recurse=False):

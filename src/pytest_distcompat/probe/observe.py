@@ -64,8 +64,14 @@ class _CollectiveKind(NamedTuple):
     ranks: tuple[int, ...]
 
 
-#: Wraps a function that torch calls. The arguments are a description of the call, and the function.
-Guarded = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+#: A function that torch calls.
+_Call = Callable[..., Any]
+#: Wraps such a function. The arguments are a description of the call, and the function.
+Guarded = Callable[[str, _Call], _Call]
+#: The positional and the keyword arguments of an optimizer's step.
+_StepArguments = tuple[Any, Any]
+#: A trainer's model, or None; its optimizer; and whether to record the gradients of single tensors.
+_Trainer = tuple["Module | None", Any, bool]
 
 
 class Hook:
@@ -140,9 +146,8 @@ class Observer:
         #: The dtypes of this optimizer's state, read after its step and after steps inside it.
         self._state: set[str] = set()
 
-        #: Returns the trainer's model, or None; its optimizer; and whether to record single
-        #: gradients.
-        self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
+        #: Returns the trainer whose steps are recorded.
+        self.trainer: Callable[[], _Trainer] = _no_trainer
         #: The modules of the model that have hooks.
         self._attached: Any = WeakIdKeyDictionary()
         #: The dispatch mode while ``watching`` records operators.
@@ -188,7 +193,9 @@ class Observer:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._reached[parameter] = False
-                handles.append(parameter.register_post_accumulate_grad_hook(reach))  # type: ignore[no-untyped-call]  # torch
+                # torch leaves the method untyped.
+                handle = parameter.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
+                handles.append(handle)
         for name, module in model.named_modules():
             if multiplies(module):
                 handles.append(module.register_forward_hook(self._forward_hook()))
@@ -224,18 +231,25 @@ class Observer:
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
 
-    def record_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_inputs(
+        self,
+        module: Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Record the digests of the model's inputs, and which modules are in evaluation mode."""
         # A trainer may compile although the cell does not say so.
         if torch.compiler.is_compiling():
             return
-        if self.active and torch.is_grad_enabled():
-            with self.aside():
-                # A wrapper may pass positional arguments on by keyword.
-                self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
-            for name, part in module.named_modules():
-                if not part.training:
-                    self.evaluating.add(name)
+        if not self.active or not torch.is_grad_enabled():
+            return
+        # A wrapper may pass positional arguments on by keyword.
+        values = (*args, *kwargs.values())
+        with self.aside():
+            self.inputs.append(digest_of_inputs(values))
+        for name, part in module.named_modules():
+            if not part.training:
+                self.evaluating.add(name)
 
     def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
         """Record the weights of tokens once the gradient of the model's logits is computed."""
@@ -256,7 +270,8 @@ class Observer:
                 with self.aside():
                     self.token_weights.append(read_weights(values, gradient))
 
-        logits.register_hook(self._guarded("the gradient of logits", record))  # type: ignore[no-untyped-call]  # torch
+        # torch leaves the method untyped.
+        logits.register_hook(self._guarded("the gradient of logits", record))  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def recording_operators(self) -> Iterator[None]:
@@ -295,8 +310,13 @@ class Observer:
         check_by_torch = checkpoint.check_backward_validity
 
         def check(inputs: Iterable[Any]) -> None:
-            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-            if not any(tensor.requires_grad for tensor in tensors):
+            tensors: list[torch.Tensor] = []
+            requires_grad = False
+            for value in inputs:
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                    requires_grad = requires_grad or value.requires_grad
+            if not requires_grad:
                 self.recomputed[WITHOUT_GRADIENT] += 1
             check_by_torch(tensors)
 
@@ -374,9 +394,10 @@ class Observer:
         """Return what was recorded, as fields of a Snapshot."""
         collectives: list[CollectiveInfo] = []
         for kind, sizes in sorted(self.collectives.items()):
-            info = CollectiveInfo(
-                kind.op, kind.dtype, len(sizes), max(sizes), sum(sizes), kind.ranks
-            )
+            count = len(sizes)
+            largest = max(sizes)
+            total = sum(sizes)
+            info = CollectiveInfo(kind.op, kind.dtype, count, largest, total, kind.ranks)
             collectives.append(info)
         return {
             "steps": tuple(self.steps),
@@ -416,7 +437,7 @@ class Observer:
 
         return Hook(self._guarded("a forward hook of a dropout", hook))
 
-    def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> _StepArguments | None:
         """Record what the optimizer is about to step on.
 
         Returns:
@@ -435,6 +456,7 @@ class Observer:
 
     def _record_gradients(self, optimizer: Any) -> None:
         """Record which tensors the optimizer is about to update, and their gradients."""
+        # Each tensor with the number of its parameter group.
         group_by_tensor: dict[torch.Tensor, int] = {}
         gradients: list[torch.Tensor] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -443,23 +465,24 @@ class Observer:
                 if not tensor.numel() or not tensor.requires_grad:
                     continue
                 group_by_tensor[tensor] = number
-                self._stepped[tensor] = self._stepped.get(tensor, False) or tensor.grad is not None
+                if tensor.grad is not None:
+                    self._stepped[tensor] = True
+                else:
+                    self._stepped.setdefault(tensor, False)
         for tensor in group_by_tensor:
             if tensor.grad is not None:
                 gradients.append(local_of(tensor.grad))
         with self.aside():
             model, trainers_optimizer, single = self.trainer()
-            square, holders, singles = read_gradients(
-                model, trainers_optimizer, group_by_tensor, single=single
-            )
+            read = read_gradients(model, trainers_optimizer, group_by_tensor, single=single)
             self._step = StepInfo(
                 optimizer=type(optimizer).__name__,
                 master=_dtypes_of(group_by_tensor),
                 gradient=_dtypes_of(gradients),
                 state=(),
-                square=square,
-                gradients=singles,
-                holders=holders,
+                square=read.square,
+                gradients=read.gradients,
+                holders=read.holders,
                 secondary=secondary_ranks(model),
                 param_groups=tuple(numbers_of(group) for group in optimizer.param_groups),
             )
@@ -472,7 +495,8 @@ class Observer:
             if isinstance(values, Mapping):
                 self._state.update(_dtypes_of_state(values))
         if self._stepping == id(optimizer) and self._step is not None:
-            self.steps.append(dataclasses.replace(self._step, state=tuple(sorted(self._state))))
+            state = tuple(sorted(self._state))
+            self.steps.append(dataclasses.replace(self._step, state=state))
             self._stepping = 0
 
     def _record_operator(self, func: Any, args: Any, result: Any) -> None:
@@ -483,18 +507,27 @@ class Observer:
         if _is_float8(result) and not any(_is_float8(value) for value in args):
             self.float8 += 1
         if self._depth:
-            kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - an operator's name is not public
+            kind = "others"
+            # An operator's name is not public.
+            if _MULTIPLIES.search(func._schema.name):  # noqa: SLF001 - see above
+                kind = "products"
             if not self._forward:
                 kind = f"{kind} again"
             self.recomputed[kind] += 1
 
     def _record_collective(self, func: Any, args: Any) -> None:
         """Record the number of elements of each input tensor of a collective."""
-        name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
+        # An operator's name is not public: ``c10d::allreduce_``.
+        qualified_name = func._schema.name  # noqa: SLF001 - see above
+        name = qualified_name.split("::")[1].strip("_")
         ranks = group_ranks(func, args)
         for tensor in _tensors(args):
             kind = _CollectiveKind(name, dtype_name(tensor.dtype), ranks)
             self.collectives[kind].append(tensor.numel())
+
+
+def _no_trainer() -> _Trainer:
+    return None, None, False
 
 
 def _dtypes_of_state(values: Mapping[str, Any]) -> set[str]:
@@ -559,7 +592,8 @@ FLOAT8 = frozenset(
 _MULTIPLIES = re.compile(r"::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product_\w+)$")
 
 
-class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
+# torch leaves the base class untyped.
+class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that passes each operator of this thread to the observer.
 
     It sees collectives that C++ code calls too, such as those of DDP's reducer. torch's
@@ -593,12 +627,14 @@ def group_ranks(func: Any, args: Any) -> tuple[int, ...]:
     from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
 
     group: Any = None
-    for argument, value in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001 - see above
+    parameters = func._schema.arguments  # noqa: SLF001 - see above
+    for argument, value in zip(parameters, args, strict=False):
         if argument.name in {"process_group", "group_name"}:
             group = value
             break
     if isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]  # noqa: SLF001 - see above
+        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # noqa: SLF001
+        group = resolve(group)
     elif group is not None and not isinstance(group, ProcessGroup):
         group = ProcessGroup.unbox(group)
     if group is None:
@@ -616,7 +652,7 @@ def _tensors(args: Any) -> list[torch.Tensor]:
     return []
 
 
-def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
+def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> _StepArguments | None:
     """Return the arguments of a step with a closure that calls ``then`` in the end.
 
     Lightning's Trainer takes every step with a closure
@@ -639,7 +675,8 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any,
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
-    return (args[0], wrapped, *args[2:]), kwargs
+    optimizer, _, *others = args
+    return (optimizer, wrapped, *others), kwargs
 
 
 #: How deeply arguments are searched for tensors, in levels of containers.

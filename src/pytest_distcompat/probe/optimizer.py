@@ -5,8 +5,8 @@ optimizer updates one of:
 
 - the live parameters, those of the model as the trainer has wrapped it;
 - master copies of them in float32, a tensor for each (DeepSpeed without ZeRO);
-- flat partitions (ZeRO): one tensor with this rank's part of the masters of many parameters. What a partition has of one
-  parameter is a fragment, a view of it.
+- flat partitions (ZeRO): one tensor with this rank's part of the masters of many parameters. What a
+  partition has of one parameter is a fragment, a view of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -47,8 +47,14 @@ if TYPE_CHECKING:
 
 
 def several(optimizer: Any) -> list[Any]:
-    """Return the trainer's optimizers or schedulers as a list: one, those of an iterable, or none for None."""
-    # ``torch.optim.Muon`` needs a second one for parameters that are no matrices.
+    """Return the trainer's optimizers or schedulers as a list, empty for None.
+
+    A trainer may have several: ``torch.optim.Muon`` needs a second optimizer for parameters that
+    are no matrices.
+
+    Args:
+        optimizer: An optimizer or scheduler, an iterable of them, or None.
+    """
     if optimizer is None:
         return []
     if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
@@ -66,23 +72,25 @@ def entries(optimizer: Any) -> list[torch.Tensor]:
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """Return the wrappers of one optimizer, the outermost first, and at the end the torch optimizer."""
+    """Return an optimizer's wrappers, the outermost first, and at the end the torch optimizer."""
     # AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all have the
     # inner one as ``.optimizer``.
-    links = [optimizer]
+    wrappers = [optimizer]
     while True:
-        inner = getattr(links[-1], "optimizer", None)
-        if inner is None or inner in links:
-            return links
-        links.append(inner)
+        inner = getattr(wrappers[-1], "optimizer", None)
+        if inner is None or inner in wrappers:
+            return wrappers
+        wrappers.append(inner)
 
 
 def _delegate(optimizer: Any) -> Any:
-    """Return the optimizer that a torch optimizer delegates its step to, or the optimizer itself."""
+    """Return the optimizer that a torch optimizer delegates its step to, or the same optimizer."""
     # ZeroRedundancyOptimizer's ``optim`` holds this rank's parameters and their state; its own
     # state is what was loaded.
     inner = getattr(optimizer, "optim", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner
+    return optimizer
 
 
 def links(optimizer: Any) -> Iterator[Any]:
@@ -93,13 +101,18 @@ def links(optimizer: Any) -> Iterator[Any]:
 
 def torch_optimizer(optimizer: Any) -> Any:
     """Return the torch optimizer inside all wrappers; None for None."""
-    return None if optimizer is None else chain(optimizer)[-1]
+    if optimizer is None:
+        return None
+    return chain(optimizer)[-1]
 
 
 def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of."""
-    # DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that
-    # are not documented; ``tests/launch/test_private_names.py`` fails when they change.
+    """Map the ``id`` of each float32 master copy to its parameter in low precision.
+
+    DeepSpeed has such copies where it runs without ZeRO (``FP16_UnfusedOptimizer``).
+    """
+    # They are in two lists that are not documented; ``tests/launch/test_private_names.py`` fails
+    # when they change.
     for link in links(optimizer):
         low_precision_groups = getattr(link, "fp16_groups", None)
         master_groups = getattr(link, "fp32_groups", None)
@@ -118,12 +131,14 @@ def _paired(low_precision_groups: Any, master_groups: Any) -> dict[int, torch.Te
 
 
 def owner_names(model: Module, optimizer: Any) -> dict[int, str]:
-    """Map the ``id`` of each live parameter, and of each master copy of one, to the parameter's name."""
-    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    """Map the ``id`` of each live parameter, and of each of its master copies, to its name."""
+    names: dict[int, str] = {}
+    for name, parameter in named_parameters(model):
+        names[id(parameter)] = name
     copies: dict[int, str] = {}
-    for copy, parameter in master_copies(optimizer).items():
+    for copy_id, parameter in master_copies(optimizer).items():
         if id(parameter) in names:
-            copies[copy] = names[id(parameter)]
+            copies[copy_id] = names[id(parameter)]
     return names | copies
 
 
@@ -134,9 +149,10 @@ def read_optimizer(
     whole: bool = True,
     without_gradient: frozenset[int] = frozenset(),
 ) -> OptimizerInfo:
-    """Return the parameters that the optimizer holds and every tensor of its state; several optimizers count as one.
+    """Return the parameters that the optimizer holds, and every tensor of its state.
 
-    It does not call ``get_optimizer_state_dict``, which takes a step on a fresh optimizer
+    Several optimizers of a trainer count as one. The function does not call
+    ``get_optimizer_state_dict``, which takes a step on a fresh optimizer
     (https://github.com/pytorch/pytorch/pull/125708).
 
     Args:
@@ -151,14 +167,15 @@ def read_optimizer(
         TypeError: If one of the optimizers has no ``param_groups``.
     """
     chains = [chain(wrapped) for wrapped in several(optimizer)]
-    inner = [wrappers[-1] for wrappers in chains]
-    for torch_optim in inner:
-        _require_param_groups(torch_optim)
-    stepping = [_delegate(torch_optim) for torch_optim in inner]
-    type_names = _type_names(chains, stepping)
+    stepping: list[Any] = []
     groups: list[dict[str, float]] = []
-    for torch_optim in inner:
-        groups.extend(numbers_of(group) for group in torch_optim.param_groups)
+    for wrappers in chains:
+        torch_optim = wrappers[-1]
+        _require_param_groups(torch_optim)
+        stepping.append(_delegate(torch_optim))
+        for group in torch_optim.param_groups:
+            groups.append(numbers_of(group))
+    type_names = _type_names(chains, stepping)
     if not whole:
         return OptimizerInfo(type_names, 0, param_groups=tuple(groups))
     owners = owner_names(model, optimizer)
@@ -166,46 +183,61 @@ def read_optimizer(
     partitioned = _partitioned(model)
     layouts = wrapper_layouts(model)
     partition = partition_layout(model, layouts)
-    # DeepSpeed's flat partitions are no parameters of the model, so what an entry belongs to is not
-    # known by identity.
-    unowned = [parameter for parameter in optimized if id(parameter) not in owners]
+    foreign = 0
+    if not partitioned:
+        # DeepSpeed's flat partitions are no parameters of the model either, so there an entry's
+        # parameter is not known by identity.
+        foreign = sum(id(parameter) not in owners for parameter in optimized)
     masters: tuple[StateInfo, ...] = ()
     if stepping:
         # Only DeepSpeed has masters, and its engine has one optimizer.
         masters = tuple(_masters(model, stepping[0], partition))
+    states = _states(
+        model, optimizer, stepping, owners=owners, layouts=layouts, partition=partition
+    )
+    known_without_gradient = without_gradient & owners.keys()
+    names_without_gradient = sorted(owners[tensor_id] for tensor_id in known_without_gradient)
     return OptimizerInfo(
         chain=type_names,
         entries=len(optimized),
-        foreign=0 if partitioned else len(unowned),
-        states=tuple(
-            _states(model, optimizer, stepping, owners=owners, layouts=layouts, partition=partition)
-        ),
+        foreign=foreign,
+        states=tuple(states),
         partitioned=partitioned,
         masters=masters,
         accumulates=_accumulation_dtype(optimizer),
         param_groups=tuple(groups),
-        without_gradient=tuple(
-            sorted(owners[parameter] for parameter in without_gradient & owners.keys())
-        ),
+        without_gradient=tuple(names_without_gradient),
     )
 
 
 def _require_param_groups(optimizer: Any) -> None:
     """Raise TypeError if it is no torch optimizer."""
     if not hasattr(optimizer, "param_groups"):
-        hint = "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
+        hint = (
+            "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; "
+            "of several, a list"
+        )
         raise TypeError(f"{type(optimizer).__name__} has no param_groups: {hint}")
 
 
 def _type_names(chains: list[list[Any]], stepping: list[Any]) -> tuple[str, ...]:
-    """Return the class names from the outermost wrapper to the optimizer that steps; of several optimizers one text."""
-    names: list[tuple[str, ...]] = []
+    """Return the class names from the outermost wrapper to the optimizer that steps.
+
+    Those of several optimizers are one text: ``AcceleratedOptimizer > Muon + AdamW``.
+
+    Args:
+        chains: For each optimizer its ``chain``.
+        stepping: For each optimizer the torch optimizer that steps.
+    """
+    names_by_chain: list[list[str]] = []
     for wrappers, delegate in zip(chains, stepping, strict=True):
         distinct = dict.fromkeys([*wrappers, delegate])
-        names.append(tuple(type(link).__name__ for link in distinct))
-    if len(names) == 1:
-        return names[0]
-    return (" + ".join(" > ".join(chain_names) for chain_names in names),)
+        names = [type(link).__name__ for link in distinct]
+        names_by_chain.append(names)
+    if len(names_by_chain) == 1:
+        return tuple(names_by_chain[0])
+    chain_texts = [" > ".join(names) for names in names_by_chain]
+    return (" + ".join(chain_texts),)
 
 
 def _states(
@@ -217,7 +249,7 @@ def _states(
     layouts: Mapping[int, Layout],
     partition: Layout,
 ) -> Iterator[StateInfo]:
-    """Yield every tensor of the optimizers' state, and what they update that is no parameter of the model: master copies.
+    """Yield every tensor of the optimizers' state, and the master copies that they update.
 
     Args:
         model: The trainer's model.
@@ -245,7 +277,10 @@ def _states(
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """Return the hyperparameters of a parameter group that are numbers; those of a tuple (betas) one by one."""
+    """Return the hyperparameters of a parameter group that are numbers.
+
+    Those of a tuple are single numbers: ``betas.0`` and ``betas.1``.
+    """
     numbers: dict[str, float] = {}
     for key, value in group.items():
         if key == "params":
@@ -260,29 +295,50 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (torch.Tensor, int, float))
 
 
 def _states_of_parameter(
-    owner: str, state: Mapping[str, Any], layout: Layout, parameter: torch.Tensor
+    owner: str,
+    state: Mapping[str, Any],
+    layout: Layout,
+    parameter: torch.Tensor,
 ) -> Iterator[StateInfo]:
-    """Yield the state of a parameter, or of its master copy."""
+    """Yield the state of a parameter, or of its master copy.
+
+    Args:
+        owner: The name of the parameter.
+        state: Its state in the optimizer, by key.
+        layout: Its layout.
+        parameter: The live parameter.
+    """
     for key, value in state.items():
-        if _is_number(value):
-            starts = starts_of(parameter) if _is_elementwise(value, parameter) else None
-            yield _state(owner, key, value, layout, starts)
+        if not _is_number(value):
+            continue
+        starts: torch.Tensor | None = None
+        if _is_elementwise(value, parameter):
+            starts = starts_of(parameter)
+        yield _state(owner, key, value, layout, starts)
 
 
 def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
-    """Tell whether a state is a plain tensor with an element for each element of the parameter's local part."""
+    """Tell whether a state is a plain tensor of the shape of the parameter's local part."""
     # The optimizer may have made it of the local part of a DTensor. A step count has no dimension.
-    if not isinstance(value, torch.Tensor) or hasattr(value, "placements") or valueless(value):
+    if not isinstance(value, torch.Tensor):
+        return False
+    if hasattr(value, "placements") or valueless(value):
         return False
     return value.shape == local_of(parameter).shape
 
 
 def _state(
-    owner: str, key: str, value: Any, layout: Layout, starts: torch.Tensor | None = None
+    owner: str,
+    key: str,
+    value: Any,
+    layout: Layout,
+    starts: torch.Tensor | None = None,
 ) -> StateInfo:
     """Return one entry of the state.
 
@@ -295,19 +351,31 @@ def _state(
     """
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
-    layout = layout_of(value, WHOLE if key == "step" else layout)
-    numel = local_of(value).numel()
-    nbytes = sum(part.nbytes for part in stored_parts(value))
-    return StateInfo(owner, key, stored_dtype(value), numel, digest(value, starts), layout, nbytes)
+    if key == "step":
+        layout = WHOLE
+    return StateInfo(
+        owner,
+        key,
+        stored_dtype(value),
+        local_of(value).numel(),
+        digest(value, starts),
+        layout_of(value, layout),
+        nbytes=sum(part.nbytes for part in stored_parts(value)),
+    )
 
 
 def _partitioned(model: Module) -> dict[str, int]:
-    """Return how many elements of each live parameter this rank's flat masters hold, where DeepSpeed has such masters."""
+    """Return how many elements of each live parameter this rank's flat masters hold.
+
+    Only DeepSpeed has such masters; for another trainer the result is empty.
+    """
     # ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it.
     # ZeRO-1 and 2 have only the private ``_hp_mapping``: the public accessors
     # (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce, which a probe must
     # not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
-    numel_by_id = {id(parameter): master.numel() for _, parameter, master in flat_masters(model)}
+    numel_by_id: dict[int, int] = {}
+    for flat_master in flat_masters(model):
+        numel_by_id[id(flat_master.parameter)] = flat_master.master.numel()
     partitioned: dict[str, int] = {}
     for name, parameter in named_parameters(model):
         has_partition = hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping")
@@ -328,10 +396,14 @@ def _accumulation_dtype(optimizer: Any) -> str:
 
 
 def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
-    """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``."""
-    keys: set[str] = set()
-    for state in inner.state.values():
-        keys.update(key for key, value in state.items() if _is_flat(value))
+    """Yield this rank's part of each parameter's flat master and moments (see ``_partitioned``).
+
+    Args:
+        model: The trainer's model.
+        inner: The torch optimizer.
+        layout: That of the partition of what is no expert.
+    """
+    keys = _moment_keys(inner)
     experts = moe_experts(model)
     for name, parameter, master in flat_masters(model):
         layout_of_part, starts = fragment_place(parameter, layout, experts)
@@ -344,10 +416,28 @@ def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
             yield _state(name, key, moment, layout_of_part, starts)
 
 
-def _zero3_moments(
-    parameter: Any, keys: Iterable[str], numel: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the ``numel`` elements that this rank has of each moment of a ZeRO-3 parameter, with the moment's key."""
+def _moment_keys(optimizer: Any) -> set[str]:
+    """Return the keys of the optimizer's state that are flat tensors, such as ``exp_avg``."""
+    keys: set[str] = set()
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if _is_flat(value):
+                keys.add(key)
+    return keys
+
+
+#: The key of a moment in the optimizer's state, and this rank's part of the moment.
+_Moment = tuple[str, torch.Tensor]
+
+
+def _zero3_moments(parameter: Any, keys: Iterable[str], numel: int) -> Iterator[_Moment]:
+    """Yield this rank's part of each moment of a ZeRO-3 parameter.
+
+    Args:
+        parameter: The parameter.
+        keys: The ``_moment_keys`` of the optimizer.
+        numel: How many elements this rank has of the parameter; padding may follow them.
+    """
     from deepspeed.utils import safe_get_local_optimizer_state
 
     for key in sorted(keys):
@@ -357,8 +447,8 @@ def _zero3_moments(
             yield key, state.reshape(-1)[:numel]
 
 
-def _zero12_moments(parameter: Any, inner: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's part of each moment of a ZeRO-1 or ZeRO-2 parameter, with the moment's key."""
+def _zero12_moments(parameter: Any, inner: Any) -> Iterator[_Moment]:
+    """Yield this rank's part of each moment of a ZeRO-1 or ZeRO-2 parameter."""
     mapping = parameter._hp_mapping  # noqa: SLF001 - see ``_partitioned``
     fragment = mapping.hp_fragment_address
     # Not ``mapping.optim_fragment``: after a load it is stale until the next step.
@@ -368,23 +458,40 @@ def _zero12_moments(parameter: Any, inner: Any) -> Iterator[tuple[str, torch.Ten
                 yield key, value.narrow(0, fragment.start, fragment.numel)
 
 
-def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Yield each live parameter with this rank's part of its master, a view of a flat partition; see ``_partitioned``."""
+class FlatMaster(NamedTuple):
+    """The master of a live parameter in a flat partition of DeepSpeed.
+
+    Attributes:
+        name: The name of the parameter.
+        parameter: The parameter.
+        master: This rank's part of the master, a view of the partition (see ``_partitioned``).
+    """
+
+    name: str
+    parameter: Any
+    master: torch.Tensor
+
+
+def flat_masters(model: Module) -> Iterator[FlatMaster]:
+    """Yield the flat masters of which this rank has a part."""
     for name, parameter in named_parameters(model):
         if hasattr(parameter, "ds_tensor"):
             master = _zero3_master(parameter)
             if master is not None:
-                yield name, parameter, master.reshape(-1)[: zero3_shard(parameter).numel()]
+                numel = zero3_shard(parameter).numel()
+                yield FlatMaster(name, parameter, master.reshape(-1)[:numel])
             continue
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None:
-            yield name, parameter, mapping.hp_fragment
+            yield FlatMaster(name, parameter, mapping.hp_fragment)
 
 
 def fragment_place(
     parameter: Any, layout: Layout, experts: Mapping[int, Expert]
 ) -> tuple[Layout, torch.Tensor | None]:
-    """Return the layout of this rank's part of a master, and where its runs start where that does not follow from the layout.
+    """Return the layout of this rank's part of a master, and the starts of its runs.
+
+    The starts are None if they follow from the layout.
 
     Args:
         parameter: One that has a part in this rank's flat partition.
@@ -408,24 +515,33 @@ def _is_flat(value: Any) -> bool:
 
 
 def _zero3_master(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of a ZeRO-3 parameter's master; None for one that is partitioned and not optimized."""
+    """Return this rank's part of a ZeRO-3 parameter's master.
+
+    The result is None for a parameter that is partitioned and not optimized.
+    """
     from deepspeed.utils import safe_get_local_fp32_param
 
     try:
         master: torch.Tensor | None = safe_get_local_fp32_param(parameter)
-        return None if master is None else _in_zero3_partition(parameter, master)
+        if master is None:
+            return None
+        return _in_zero3_partition(parameter, master)
     except (KeyError, AttributeError):
         return None
 
 
 def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
-    """Return a master as a view of its flat partition, wherever that is; as it is given if it is swapped out to a disk."""
+    """Return a master as a view of its flat partition, on whatever device that is.
+
+    A master that is swapped out to a disk is returned as it is given.
+    """
     # Of a partition that is offloaded to the CPU DeepSpeed's public accessor returns a copy on the
     # GPU (``DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param``), and only a view leads to the
     # gradient. The attributes are private: ``tests/launch/test_private_names.py`` fails when they
     # go away.
     optimizer = parameter._z3_optimizer  # noqa: SLF001 - see above
-    group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    parameter_id = optimizer.get_param_id(parameter)
+    group, start, length = optimizer.grad_position[parameter_id]
     partition: torch.Tensor = optimizer.fp32_partitioned_groups_flat[group]
     if start + length > partition.numel():
         return master
@@ -433,48 +549,72 @@ def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
 
 
 def read_scheduler(scheduler: Any) -> str:
-    """Return a digest of the state and learning rates of each scheduler; empty for None. Raises TypeError for no scheduler."""
-    return "; ".join(_read_scheduler(each) for each in several(scheduler))
+    """Return a digest of the state and learning rates of each scheduler; empty for None.
+
+    Raises:
+        TypeError: If the driver's ``scheduler`` is something else.
+    """
+    texts = [_read_scheduler(single) for single in several(scheduler)]
+    return "; ".join(texts)
 
 
 def _read_scheduler(scheduler: Any) -> str:
-    if not hasattr(scheduler, "state_dict") and not hasattr(scheduler, "__dict__"):
-        description = (
-            f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
-        )
-        raise TypeError(f"{description}; expected the scheduler, None, or of several a list")
+    """Return a digest of the state and learning rates of one scheduler."""
     if hasattr(scheduler, "state_dict"):
         attributes = dict(scheduler.state_dict())
-    else:
+    elif hasattr(scheduler, "__dict__"):
         attributes = dict(vars(scheduler))
+    else:
+        type_name = type(scheduler).__name__
+        description = f"self.scheduler of the driver is a {type_name}: {scheduler!r:.100}"
+        raise TypeError(f"{description}; expected the scheduler, None, or of several a list")
     # A scheduler counts its calls since it was made; that count is no state of training.
     attributes.pop("_step_count", None)
-    state = {
-        key: value
-        for key, value in attributes.items()
-        if isinstance(value, (int, float, list, str))
-    }
+    plain_types = (int, float, list, str)
+    state = {key: value for key, value in attributes.items() if isinstance(value, plain_types)}
     text = json.dumps(state, sort_keys=True, default=repr)
     rates: Any = None
     # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first
     # step.
     with contextlib.suppress(AttributeError, AssertionError):
         rates = scheduler.get_last_lr()
-    digest_of_state = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"last_epoch={state.get('last_epoch')} lr={rates} {digest_of_state}"
+    last_epoch = state.get("last_epoch")
+    digest_of_state = hashlib.sha256(text.encode()).hexdigest()
+    return f"last_epoch={last_epoch} lr={rates} {digest_of_state[:12]}"
 
 
 def square_of(gradient: torch.Tensor) -> float:
-    """Return the sum of the squares of this rank's elements, in float64; 0 for one without values."""
+    """Return the sum of the squares of this rank's elements, in float64.
+
+    It is 0 for a gradient without values, see ``tensors.valueless``.
+    """
     local = local_of(gradient)
     if valueless(local):
         return 0.0
     return float(local.double().square().sum())
 
 
+class StepGradients(NamedTuple):
+    """The gradients of one optimizer's step, as fields of a ``StepInfo``.
+
+    Attributes:
+        square: This rank's share of the sum of the squares of all gradients.
+        holders: The ranks whose shares add up to that sum.
+        gradients: The gradient of each parameter.
+    """
+
+    square: float
+    holders: tuple[int, ...]
+    gradients: tuple[GradientInfo, ...]
+
+
 def read_gradients(
-    model: Module | None, optimizer: Any, tensors: Mapping[torch.Tensor, int], *, single: bool
-) -> tuple[float, tuple[int, ...], tuple[GradientInfo, ...]]:
+    model: Module | None,
+    optimizer: Any,
+    tensors: Mapping[torch.Tensor, int],
+    *,
+    single: bool,
+) -> StepGradients:
     """Read the gradients that an optimizer is about to step on, after unscaling and clipping.
 
     Args:
@@ -483,11 +623,6 @@ def read_gradients(
         tensors: What the torch optimizer is about to update, each with the number of its parameter
             group.
         single: Whether the gradients of single parameters are returned too.
-
-    Returns:
-        ``square``, ``holders`` and ``gradients`` of a ``StepInfo``: this rank's share of the sum of
-            the squares of all gradients;
-        the ranks whose shares add up to that sum; the gradient of each parameter.
     """
     names = {} if model is None else owner_names(model, optimizer)
     layouts = wrapper_layouts(model)
@@ -495,7 +630,8 @@ def read_gradients(
     layout_of_partition = partition_layout(model, layouts)
     gradients: list[GradientInfo] = []
     partitions: dict[int, _FlatPartition] = {}
-    squares: list[tuple[Layout, float]] = []
+    # For each gradient the ranks that hold it together, and the sum of this rank's squares.
+    squares: list[tuple[tuple[int, ...], float]] = []
     for tensor, group in tensors.items():
         if tensor.grad is None:
             continue
@@ -506,46 +642,47 @@ def read_gradients(
         # A parameter that is a shard may have the gradient of the whole.
         layout = layout_of(tensor.grad, layout)
         square = square_of(tensor.grad)
-        squares.append((layout, square))
+        squares.append((layout.holders, square))
         if is_partition:
-            partitions[_storage_of(local_of(tensor))] = _FlatPartition(tensor, group)
+            storage = _storage_of(local_of(tensor))
+            partitions[storage] = _FlatPartition(tensor, group)
         elif names:
+            name = names[id(tensor)]
             numel = local_of(tensor.grad).numel()
-            gradients.append(GradientInfo(names[id(tensor)], numel, square, layout, group))
+            gradients.append(GradientInfo(name, numel, square, layout, group))
     if model is not None and partitions and (single or _has_layouts_of_its_own(model)):
         fragments = list(_gradients_of_fragments(model, partitions, layout_of_partition))
         gradients += fragments
         if any(info.layout != layout_of_partition for info in fragments):
-            # The fragments of one partition lie over ranks in different ways, so that each counts
-            # by its own layout: what tensor parallelism has left whole its ranks hold several
-            # times.
-            squares = [(info.layout, info.square) for info in gradients]
-    square, holders = _square_and_holders(squares)
+            # The fragments of one partition are distributed over ranks in different ways, so each
+            # counts by its own layout: of what tensor parallelism does not shard, its ranks hold
+            # several copies.
+            squares = [(info.layout.holders, info.square) for info in gradients]
+    holders, square_of_all = together(squares)
     if not single or model is None:
-        return square, holders, ()
-    return square, holders, tuple(gradients)
-
-
-def _square_and_holders(squares: Iterable[tuple[Layout, float]]) -> tuple[float, tuple[int, ...]]:
-    """Return this rank's share of the sum of squares, and the ranks whose shares add up to that sum.
-
-    Args:
-        squares: The layout of each gradient, and the sum of the squares of this rank's elements.
-    """
-    holders, square = together((layout.holders, square) for layout, square in squares)
-    return square, holders
+        gradients = []
+    return StepGradients(square_of_all, holders, tuple(gradients))
 
 
 def _has_layouts_of_its_own(model: Module) -> bool:
-    """Tell whether parameters in one flat partition lie over ranks in different ways: by AutoTP, or as experts."""
-    if any(autotp_cut(parameter) is not None for parameter in model.parameters()):
-        return True
+    """Tell whether the parameters in one flat partition have different layouts.
+
+    They have if AutoTP has sharded some of them, or if some belong to experts.
+    """
+    for parameter in model.parameters():
+        if autotp_cut(parameter) is not None:
+            return True
     return bool(moe_experts(model))
 
 
 @dataclass(frozen=True)
 class _FlatPartition:
-    """A flat tensor of many parameters that an optimizer of DeepSpeed updates, and the place of its parameter group."""
+    """A flat tensor of many parameters that an optimizer of DeepSpeed updates.
+
+    Attributes:
+        tensor: The tensor.
+        group: The number of its parameter group.
+    """
 
     tensor: torch.Tensor
     group: int
@@ -559,7 +696,9 @@ def _storage_of(tensor: torch.Tensor) -> int:
 def _gradients_of_fragments(
     model: Module, partitions: Mapping[int, _FlatPartition], layout: Layout
 ) -> Iterator[GradientInfo]:
-    """Yield what each parameter has of the gradients of flat partitions: the part that lies as its master does in the partition.
+    """Yield each parameter's part of the gradients of flat partitions.
+
+    It is at the place in the partition's gradient that its master has in the partition.
 
     Args:
         model: The trainer's model.
@@ -571,9 +710,9 @@ def _gradients_of_fragments(
         partition = partitions.get(_storage_of(master))
         if partition is None or partition.tensor.grad is None:
             continue
+        numel = master.numel()
         start = master.storage_offset() - partition.tensor.storage_offset()
-        gradient = partition.tensor.grad.reshape(-1).narrow(0, start, master.numel())
+        gradient = partition.tensor.grad.reshape(-1).narrow(0, start, numel)
+        square = square_of(gradient)
         layout_of_part, _ = fragment_place(parameter, layout, experts)
-        yield GradientInfo(
-            name, master.numel(), square_of(gradient), layout_of_part, partition.group
-        )
+        yield GradientInfo(name, numel, square, layout_of_part, partition.group)

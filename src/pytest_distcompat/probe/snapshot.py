@@ -56,8 +56,11 @@ def read_snapshot_fields(
     require_module(
         model, "the driver's self.model", "build() is to set it to the model as the trainer has it"
     )
-    fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
-    fields["products"] = read_products(device)
+    fields: dict[str, Any] = {
+        "scheduler": read_scheduler(scheduler),
+        "memory": peak_memory(device),
+        "products": read_products(device),
+    }
     if optimizer is not None:
         fields["optimizer"] = read_optimizer(
             model, optimizer, whole=whole, without_gradient=without_gradient
@@ -88,9 +91,13 @@ def _float32_precision(backend: Any) -> str:
     # From torch 2.9 on it has a name, "none" where nothing was set; before there is only
     # ``allow_tf32``, which raises in later releases once the name was set.
     named = getattr(backend, "fp32_precision", None)
+    if named == "none":
+        return "ieee"
     if isinstance(named, str):
-        return "ieee" if named == "none" else named
-    return TF32 if backend.allow_tf32 else "ieee"
+        return named
+    if backend.allow_tf32:
+        return TF32
+    return "ieee"
 
 
 def read_rng(device: str) -> str:
@@ -107,10 +114,11 @@ def read_rng(device: str) -> str:
 def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
     """Return the numbers of a ``torch.amp.GradScaler``, or of DeepSpeed's loss scaler."""
     if scaler is not None:
-        state = scaler.state_dict()
-        return {
-            key: float(value) for key, value in state.items() if isinstance(value, (int, float))
-        }
+        numbers: dict[str, float] = {}
+        for key, value in scaler.state_dict().items():
+            if isinstance(value, (int, float)):
+                numbers[key] = float(value)
+        return numbers
     for link in links(optimizer):
         if hasattr(link, "loss_scale"):
             return {"scale": float(link.loss_scale), **_hysteresis(link)}
@@ -170,12 +178,12 @@ def sample(output: torch.Tensor) -> tuple[float, ...]:
         TypeError: If the output is no tensor.
     """
     if not hasattr(output, "detach"):
-        raise TypeError(
-            f"evaluate() returned {output!r:.100}; expected a tensor: what the model computes, not a loss"
-        )
+        expected = "expected a tensor: what the model computes, not a loss"
+        raise TypeError(f"evaluate() returned {output!r:.100}; {expected}")
     flat = output.detach().float().cpu().reshape(-1)
     step = max(1, flat.numel() // SAMPLED)
-    return tuple(round(value, 6) for value in flat[::step][:SAMPLED].tolist())
+    sampled = flat[::step][:SAMPLED].tolist()
+    return tuple(round(value, 6) for value in sampled)
 
 
 def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
@@ -187,13 +195,23 @@ def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
         returned = _optimized(returned)
     gradients: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        gradients[name] = "" if parameter.grad is None else digest(parameter.grad)
+        gradients[name] = ""
+        if parameter.grad is not None:
+            gradients[name] = digest(parameter.grad)
+    evaluating: list[str] = []
+    for name, module in model.named_modules():
+        if not module.training:
+            evaluating.append(name)
+    sums = read_sums(model)
+    sums_of_returned: dict[str, Sums] | None = None
+    if isinstance(returned, Mapping):
+        sums_of_returned = _sums_by_name(returned)
     return CallInfo(
         observes=observes,
         gradients=gradients,
-        evaluating=tuple(name for name, module in model.named_modules() if not module.training),
-        sums=read_sums(model),
-        returned=_sums_by_name(returned) if isinstance(returned, Mapping) else None,
+        evaluating=tuple(evaluating),
+        sums=sums,
+        returned=sums_of_returned,
     )
 
 
@@ -204,7 +222,11 @@ def read_sums(model: Module) -> dict[str, Sums]:
 
 def _sums_by_name(tensors: Mapping[str, Any]) -> dict[str, Sums]:
     """Return the sums of each tensor; what is no tensor is left out."""
-    return {name: _sums(tensor) for name, tensor in tensors.items() if hasattr(tensor, "numel")}
+    sums: dict[str, Sums] = {}
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "numel"):
+            sums[name] = _sums(tensor)
+    return sums
 
 
 def _optimized(model: Module) -> dict[str, torch.Tensor]:
@@ -224,4 +246,6 @@ def _optimized(model: Module) -> dict[str, torch.Tensor]:
 def _sums(tensor: torch.Tensor) -> Sums:
     with torch.no_grad():
         values = local_of(tensor).double()
-        return values.numel(), float(values.sum()), float(values.square().sum())
+        total = float(values.sum())
+        total_of_squares = float(values.square().sum())
+        return values.numel(), total, total_of_squares

@@ -39,9 +39,13 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def stored_dtype(tensor: torch.Tensor) -> str:
     """Return the dtype of most of the stored bytes: of a quantized tensor that of its codes."""
+
     # Not ``nbytes``, which Dynamo cannot trace: it traces the hooks of a compiled
     # ``optimizer.step`` too.
-    largest = max(stored_parts(tensor), key=lambda part: part.numel() * part.element_size())
+    def byte_count(part: torch.Tensor) -> int:
+        return part.numel() * part.element_size()
+
+    largest = max(stored_parts(tensor), key=byte_count)
     return dtype_name(largest.dtype)
 
 
@@ -56,8 +60,10 @@ def zero3_shard(parameter: Any) -> torch.Tensor:
     from torch import distributed
 
     stored: torch.Tensor = parameter.ds_tensor
-    start = stored.numel() * distributed.get_rank(parameter.ds_process_group)
-    return stored.reshape(-1)[: max(0, int(parameter.ds_numel) - start)]
+    rank = distributed.get_rank(parameter.ds_process_group)
+    # Of the parameter, from the first element of this rank's shard on.
+    remaining_numel = int(parameter.ds_numel) - stored.numel() * rank
+    return stored.reshape(-1)[: max(0, remaining_numel)]
 
 
 #: How many words are hashed at a time. The sum of so many products of 16-bit halves is below 2**53,
@@ -78,7 +84,8 @@ def _powers(level: int = 0) -> torch.Tensor:
         while powers.numel() < _CHUNK:
             # Each round doubles their number: the next n powers are the first n, times the n-th
             # power.
-            powers = torch.cat((powers, powers * pow(step, powers.numel(), prime) % prime))
+            nth_power = pow(step, powers.numel(), prime)
+            powers = torch.cat((powers, powers * nth_power % prime))
         rows.append(powers)
     return torch.stack(rows)
 
@@ -135,10 +142,12 @@ def digest_rounded(tensor: torch.Tensor, dtype: str) -> str:
         tensor: The tensor.
         dtype: The name of the dtype, such as ``bfloat16``; empty for no rounding.
     """
-    rounded = getattr(torch, dtype) if dtype else tensor.dtype
     # A quantized tensor cannot be cast, and is never wider than the dtype that a model computes in.
     if not tensor.is_floating_point() or hasattr(tensor, "__tensor_flatten__"):
         return ""
+    if not dtype:
+        return ""
+    rounded: torch.dtype = getattr(torch, dtype)
     if rounded == tensor.dtype or rounded.itemsize >= torch.float32.itemsize:
         return ""
     return digest(tensor.detach().to(rounded))
@@ -181,14 +190,21 @@ def _hash(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
     length = words.shape[1]
     if length > _CHUNK:
         # Zeros at the end do not change the sum, so the last chunk is filled up with them.
-        words = torch.nn.functional.pad(words, (0, 0, 0, -length % _CHUNK)).view(-1, _CHUNK, 2)
-        chunks = torch.arange(0, length, _CHUNK)
-        starts = chunks if starts is None else (starts[:, None] + chunks).flatten()
+        missing = -length % _CHUNK
+        words = torch.nn.functional.pad(words, (0, 0, 0, missing)).view(-1, _CHUNK, 2)
+        chunk_starts = torch.arange(0, length, _CHUNK)
+        if starts is None:
+            starts = chunk_starts
+        else:
+            starts = (starts[:, None] + chunk_starts).flatten()
     # Both hashes come from one matrix product, because a probe hashes hundreds of small tensors a
     # step.
-    if len(words) == 1:
-        return _hash_of_run(words[0], 0 if starts is None else int(starts[0]))
-    return _hash_of_runs(words, starts)
+    if len(words) != 1:
+        return _hash_of_runs(words, starts)
+    start = 0
+    if starts is not None:
+        start = int(starts[0])
+    return _hash_of_run(words[0], start)
 
 
 def _hash_of_run(words: torch.Tensor, start: int) -> tuple[int, int]:
@@ -196,14 +212,17 @@ def _hash_of_run(words: torch.Tensor, start: int) -> tuple[int, int]:
 
     That is faster than tensors for one run.
     """
-    sums = torch.mm(words.t(), _halves()[: len(words)]).tolist()
-    low = [int(number) for number in sums[0]]
-    high = [int(number) for number in sums[1]]
+    halves = _halves()[: len(words)]
+    low_sums, high_sums = torch.mm(words.t(), halves).tolist()
+    low = [int(number) for number in low_sums]
+    high = [int(number) for number in high_sums]
     hashes: list[int] = []
     # Each prime has two columns: products with the upper halves of the powers, and with the lower
     # halves.
-    for column, prime, base in zip((0, 2), digests.PRIMES, digests.BASES, strict=True):
-        value = (high[column] << 32) + (low[column] + high[column + 1] << 16) + low[column + 1]
+    for upper, prime, base in zip((0, 2), digests.PRIMES, digests.BASES, strict=True):
+        lower = upper + 1
+        mixed = low[upper] + high[lower]
+        value = (high[upper] << 32) + (mixed << 16) + low[lower]
         hashes.append(value * pow(base, start, prime) % prime)
     return hashes[0], hashes[1]
 
@@ -211,13 +230,16 @@ def _hash_of_run(words: torch.Tensor, start: int) -> tuple[int, int]:
 def _hash_of_runs(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
     """Return the sums of both hashes of several runs of words, of shape (runs, n, 2)."""
     primes = torch.tensor(digests.PRIMES)
+    halves = _halves()[: words.shape[1]]
+    products = words.transpose(1, 2) @ halves
     # The shape is (runs, halves of the words, primes, halves of the powers).
-    sums = (words.transpose(1, 2) @ _halves()[: words.shape[1]]).long().view(-1, 2, 2, 2)
-    lower = sums[:, 0]
-    upper = sums[:, 1]
+    sums = products.long().view(-1, 2, 2, 2)
+    low = sums[:, 0]
+    high = sums[:, 1]
     # Each factor is below 2**31, so no product leaves 64 bits.
-    total = upper[..., 0] % primes * ((1 << 32) % primes)
-    total += ((lower[..., 0] + upper[..., 1]) % primes << 16) + lower[..., 1]
+    mixed = (low[..., 0] + high[..., 1]) % primes
+    total = high[..., 0] % primes * ((1 << 32) % primes)
+    total += (mixed << 16) + low[..., 1]
     total = total % primes
     if starts is not None:
         total = total * _factors(starts) % primes
@@ -246,7 +268,8 @@ def _powers_of_bases(exponents: torch.Tensor) -> torch.Tensor:
     # Digit by digit: an exponent is written with digits from 0 to chunk - 1.
     level = 0
     while exponents.any():
-        powers = powers * _powers(level)[:, exponents % _CHUNK].t() % primes
+        powers_of_digits = _powers(level)[:, exponents % _CHUNK].t()
+        powers = powers * powers_of_digits % primes
         exponents = exponents // _CHUNK
         level += 1
     return powers

@@ -44,11 +44,11 @@ def read_weights(logits: torch.Tensor, gradient: torch.Tensor) -> TokenWeights:
         gradient: The gradient of the loss for the logits, of the same shape.
     """
     unknown = TokenWeights(())
-    classes = logits.shape[-1]
+    shape = (len(logits), -1, logits.shape[-1])
     with torch.no_grad():
         # All of shape (rows, tokens, classes).
-        probabilities = logits.detach().float().softmax(-1).reshape(len(logits), -1, classes)
-        gradients = gradient.detach().float().reshape(len(logits), -1, classes)
+        probabilities = logits.detach().float().softmax(-1).reshape(shape)
+        gradients = gradient.detach().float().reshape(shape)
         # Only the label's gradient is negative.
         labels = gradients.argmin(-1, keepdim=True)
         probabilities_of_labels = probabilities.gather(-1, labels)
@@ -57,10 +57,14 @@ def read_weights(logits: torch.Tensor, gradient: torch.Tensor) -> TokenWeights:
         expected = probabilities.scatter_add(-1, labels, minus_1) * weights
         # From here on of shape (rows, tokens).
         weights = weights.squeeze(-1)
-        has_other_form = (gradients - expected).abs().amax(-1) > TOLERANCE * weights.abs()
+        deviations = (gradients - expected).abs().amax(-1)
+        has_other_form = deviations > TOLERANCE * weights.abs()
         is_trained = gradients.abs().amax(-1) > 0
-        shows_weight = is_trained & (probabilities_of_labels.squeeze(-1) < MOST_PROBABLE)
-        if not bool(torch.isfinite(gradients).all()) or bool((has_other_form & shows_weight).any()):
+        is_uncertain = probabilities_of_labels.squeeze(-1) < MOST_PROBABLE
+        shows_weight = is_trained & is_uncertain
+        if not bool(torch.isfinite(gradients).all()):
+            return unknown
+        if bool((has_other_form & shows_weight).any()):
             return unknown
         rows: list[RowWeight] = []
         for nth in range(len(logits)):
@@ -71,7 +75,8 @@ def read_weights(logits: torch.Tensor, gradient: torch.Tensor) -> TokenWeights:
             if not len(row_weights):
                 return unknown
             mean = float(row_weights.mean())
-            if float((row_weights - mean).abs().max()) > TOLERANCE * abs(mean):
+            largest_deviation = float((row_weights - mean).abs().max())
+            if largest_deviation > TOLERANCE * abs(mean):
                 return unknown
             rows.append(RowWeight(count, mean))
     return TokenWeights(tuple(rows), known=True)

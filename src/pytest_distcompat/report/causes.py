@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.result import Change
 from pytest_distcompat.status import Verdict
 
@@ -65,7 +64,9 @@ class Cause:
 
 
 def causes(results: Iterable[Verdict]) -> list[Cause]:
-    """Return the causes of the red verdicts, those of a suite together, a cause before what may follow from it.
+    """Return the causes of the red verdicts.
+
+    The causes of a suite are together, and a cause comes before what may follow from it.
 
     A run that ends early may follow from what a check has found in the same cell: the check read
     what the ranks recorded before. An optimizer with stale parameters is found before torch fails
@@ -86,14 +87,18 @@ def causes(results: Iterable[Verdict]) -> list[Cause]:
 
 
 def _ordered_groups(results: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Return the red verdicts of each cause: suite by suite, and in a suite last those whose run ended early."""
+    """Return the red verdicts of each cause, suite by suite.
+
+    In a suite those whose run ended early come last.
+    """
     groups: dict[tuple[str, str], list[Verdict]] = {}
     suite_positions: dict[str, int] = {}
     for result in results:
-        if result.red:
-            suite_positions.setdefault(result.place, len(suite_positions))
-            # Two trainers may fail with the same words for different reasons.
-            groups.setdefault(_key(result), []).append(result)
+        if not result.red:
+            continue
+        suite_positions.setdefault(result.place, len(suite_positions))
+        # Two trainers may fail with the same words for different reasons.
+        groups.setdefault(_key(result), []).append(result)
 
     def position(group: list[Verdict]) -> tuple[int, bool]:
         return suite_positions[group[0].place], _ended_early(group)
@@ -104,7 +109,14 @@ def _ordered_groups(results: Iterable[Verdict]) -> list[list[Verdict]]:
 def _only_earlier_cause(
     group: Iterable[Verdict], first_cause_of_cell: Mapping[tuple[str, str], int]
 ) -> int | None:
-    """Return the number of the cause that was found before in these cells; None if there is none, or several."""
+    """Return the number of the only cause that a check found before in these cells.
+
+    The result is None if there is no such cause, or if there are several.
+
+    Args:
+        group: The verdicts of a cause.
+        first_cause_of_cell: The number of the first cause, by suite and cell.
+    """
     numbers = set()
     for result in group:
         number = first_cause_of_cell.get((result.place, result.cell))
@@ -121,7 +133,11 @@ def _ended_early(group: Iterable[Verdict]) -> bool:
 
 def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
     """Return the checks of the verdicts by cell and driver."""
-    return grouped((f"{verdict.cell} ({verdict.driver})", verdict.check) for verdict in verdicts)
+    checks: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        cell = f"{verdict.cell} ({verdict.driver})"
+        checks.setdefault(cell, []).append(verdict.check)
+    return checks
 
 
 def _key(result: Verdict) -> tuple[str, str]:
@@ -160,7 +176,8 @@ def _headline(result: Verdict) -> str:
     first_line, _, rest = paragraph.partition("\n")
     rest = rest.strip()
     if first_line.endswith(":") and rest:
-        return f"{first_line} {rest.splitlines()[0]}"
+        second_line, *_ = rest.splitlines()
+        return f"{first_line} {second_line}"
     if rest.startswith("Traceback"):
         exception = _EXCEPTION.search(rest)
         if exception:

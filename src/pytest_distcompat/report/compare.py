@@ -1,4 +1,7 @@
-"""Comparison of two reports: verdicts that are newly broken, fixed or missing, and other differences."""
+"""Comparison of two reports.
+
+It lists the verdicts that are newly broken, fixed or missing, and other differences.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Change
@@ -34,6 +36,8 @@ COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
 #: A value before and now.
 BeforeAndNow = tuple[str, str]
+#: How many verdicts there were before, and are now.
+_Counts = tuple[int, int]
 
 
 @dataclass
@@ -62,11 +66,14 @@ class Comparison:
     new: list[Change] = field(default_factory=list)
     versions: dict[str, BeforeAndNow] = field(default_factory=dict)
     settings: dict[str, BeforeAndNow] = field(default_factory=dict)
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    counts: dict[str, _Counts] = field(default_factory=dict)
     values: list[ValueChange] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines for a terminal, the newly broken first; control characters are escaped."""
+        """Yield the lines for a terminal, the newly broken first.
+
+        Control characters are escaped.
+        """
         for line in self._lines():
             yield visible(line)
 
@@ -95,20 +102,22 @@ class Comparison:
         return {
             "file": name,
             "text": list(self.lines()),
-            "broken": [vars(change) for change in self.broken],
-            "fixed": [vars(change) for change in self.fixed],
-            "missing": [vars(change) for change in self.missing],
+            "broken": list(map(vars, self.broken)),
+            "fixed": list(map(vars, self.fixed)),
+            "missing": list(map(vars, self.missing)),
             "values": [change.to_json() for change in self.values],
         }
 
 
 def changed_values(changed: Mapping[str, BeforeAndNow]) -> str:
     """Return the values before and now as one text."""
-    texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
+    texts = []
+    for name, (before, after) in changed.items():
+        texts.append(f"{name} {before} -> {after}")
     return ", ".join(texts)
 
 
-def _counts_text(counts_by_name: Mapping[str, tuple[int, int]]) -> str:
+def _counts_text(counts_by_name: Mapping[str, _Counts]) -> str:
     texts = []
     for name, (before, after) in counts_by_name.items():
         if before == after:
@@ -120,7 +129,7 @@ def _counts_text(counts_by_name: Mapping[str, tuple[int, int]]) -> str:
 
 @dataclass(frozen=True)
 class _MissingFrom:
-    """What missing verdicts share that are listed in one line: cell and driver, and why they are missing."""
+    """What the missing verdicts of one line share: cell and driver, and why they are missing."""
 
     cell: str
     driver: str
@@ -133,12 +142,17 @@ def _missing_lines(missing: Iterable[Change]) -> Iterator[str]:
         key = _MissingFrom(change.cell, change.driver, change.why)
         checks_of.setdefault(key, []).append(change.check)
     for key, checks in checks_of.items():
-        yield f"newly missing: {key.cell} ({key.driver}): {', '.join(checks)}: {key.why}"
+        cell = f"{key.cell} ({key.driver})"
+        names = ", ".join(checks)
+        yield f"newly missing: {cell}: {names}: {key.why}"
 
 
 def _by_cause(title: str, changes: Iterable[Change]) -> Iterator[str]:
     """Yield a line for each cause, with the verdicts beneath it if there are several."""
-    changes_by_cause = grouped((constant_part(change.what), change) for change in changes)
+    changes_by_cause: dict[str, list[Change]] = {}
+    for change in changes:
+        cause = constant_part(change.what)
+        changes_by_cause.setdefault(cause, []).append(change)
     for alike in changes_by_cause.values():
         first = alike[0]
         if len(alike) == 1:
@@ -151,8 +165,10 @@ def _by_cause(title: str, changes: Iterable[Change]) -> Iterator[str]:
 
 def compare(before: Report, after: Report) -> Comparison:
     """Compare two reports, verdict by verdict."""
+    versions_before = before.session.get("versions", {})
+    versions_after = after.session.get("versions", {})
     comparison = Comparison(
-        versions=differing(before.session.get("versions", {}), after.session.get("versions", {})),
+        versions=differing(versions_before, versions_after),
         settings=differing(_settings(before), _settings(after)),
     )
     counts_before = counts(before)
@@ -178,14 +194,22 @@ def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdic
     elif not result.status.conclusive:
         if earlier.status.conclusive:
             comparison.missing.append(change)
-    elif earlier.red or (earlier.status == "known" and result.status == "passed"):
+    elif earlier.red or _passes_at_last(earlier, result):
         comparison.fixed.append(change)
+
+
+def _passes_at_last(earlier: Verdict, result: Verdict) -> bool:
+    """Tell whether a check passes that failed for a known reason."""
+    return earlier.status == "known" and result.status == "passed"
 
 
 def _add_red(
     comparison: Comparison, earlier: Verdict | None, result: Verdict, change: Change
 ) -> None:
-    """Add a verdict that is red now: newly broken, or broken as it was, perhaps with another message."""
+    """Add a verdict that is red now.
+
+    It is newly broken, or broken as it was, perhaps with another message.
+    """
     had_teardown_error = earlier is not None and bool(earlier.teardown)
     if result.teardown and not had_teardown_error:
         why = f"{result.why}; and in its teardown: {result.teardown}"
@@ -272,21 +296,30 @@ class _Pairing:
         self._suites_before = _suites(before)
         self._suites_after = _suites(after)
         self._before = sorted(before.results, key=_position)
-        self._after = [_LaterVerdict(index, verdict) for index, verdict in enumerate(after.results)]
+        self._after: list[_LaterVerdict] = []
+        for index, verdict in enumerate(after.results):
+            self._after.append(_LaterVerdict(index, verdict))
         self._after.sort(key=lambda later: _position(later.verdict))
         self.earlier: dict[int, Verdict] = {}
 
     def keep_moved_suites(self) -> None:
         """Leave out, from here on, the suites that both reports have."""
-        self._before = [
-            verdict for verdict in self._before if verdict.place not in self._suites_after
-        ]
-        self._after = [
-            later for later in self._after if later.verdict.place not in self._suites_before
-        ]
+        moved_away: list[Verdict] = []
+        for verdict in self._before:
+            if verdict.place not in self._suites_after:
+                moved_away.append(verdict)
+        moved_here: list[_LaterVerdict] = []
+        for later in self._after:
+            if later.verdict.place not in self._suites_before:
+                moved_here.append(later)
+        self._before = moved_away
+        self._after = moved_here
 
     def pair(self, key: Callable[[Verdict], Hashable]) -> None:
-        """Pair the verdicts that have no partner yet and are equal in this key, the first with the first."""
+        """Pair the verdicts that have no partner yet and are equal in this key.
+
+        Of several on either side the first is paired with the first.
+        """
         paired_ids = {id(verdict) for verdict in self.earlier.values()}
         unpaired: defaultdict[Hashable, deque[Verdict]] = defaultdict(deque)
         for verdict in self._before:
@@ -301,10 +334,8 @@ class _Pairing:
 def _suites(report: Report) -> set[str]:
     """Return the node ids of the suites of all items, also of those that were not reached."""
     suites: set[str] = set()
-    nodeids = list(report.unreached)
-    for result in report.results:
-        nodeids.append(result.nodeid)
-    for nodeid in nodeids:
+    reached = [result.nodeid for result in report.results]
+    for nodeid in (*report.unreached, *reached):
         suite, _, _ = nodeid.rpartition("::test")
         suites.add(suite)
     return suites

@@ -1,6 +1,7 @@
-"""Report: the results of a session as one document, from which every format is made, and its JSON.
+"""Report: the results of a session as one document, and its JSON.
 
-``schema.json`` beside this file describes the JSON; docs/reports.md explains it.
+Every format is made from this document. ``schema.json`` beside this file describes the JSON;
+docs/reports.md explains it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ MAX_MESSAGE = 2500
 
 #: The deepest nesting of a document. A report has six levels.
 MAX_DEPTH = 50
+
+
+#: The JSON schema of a document, or of a part of it.
+_Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,10 @@ class Report:
         return bool(self.session.get("ending", "finished") != "finished")
 
     def fill_drivers(self) -> None:
-        """Give each verdict and row the driver of its suite: an item that failed outside its check does not know it."""
+        """Give each verdict and row the driver of its suite.
+
+        An item that failed outside its check does not know it.
+        """
         drivers: dict[tuple[str, str], str] = {}
         for row in self.rows:
             if row.driver:
@@ -95,7 +103,10 @@ class Report:
         self.results = results
 
     def pieces(self) -> Iterator[str]:
-        """Yield the JSON, a result, cell or run at a time; each has a line, so that it can be searched and compared."""
+        """Yield the JSON, a result, cell or run at a time.
+
+        Each of them has a line, so that the file can be searched and compared.
+        """
         session = {**self.session, "counts": counts(self)}
         yield f'{{\n "format": {FORMAT},\n "session": {_compact(session)}'
         lists: dict[str, Iterable[Any]] = {
@@ -154,17 +165,22 @@ class Report:
 
 
 def counts(report: Report) -> dict[str, int]:
-    """Count the verdicts that were selected, that ran and that were not reached; and those of each status.
+    """Count the verdicts that were selected, that ran, that were not reached, and by status.
 
     ``ran`` shows a suite that stops running: it is ``selected`` without what was skipped and what
     was not reached.
     """
-    results_by_status = Counter(result.status for result in report.results)
+    results_by_status: Counter[Status] = Counter()
+    red = 0
+    for result in report.results:
+        results_by_status[result.status] += 1
+        if result.red:
+            red += 1
     all_counts = {
         "selected": len(report.results) + len(report.unreached),
         "ran": len(report.results) - results_by_status[Status.SKIPPED],
         "unreached": len(report.unreached),
-        "red": sum(result.red for result in report.results),
+        "red": red,
     }
     for status in all_statuses():
         all_counts[status.name] = results_by_status[status]
@@ -195,13 +211,18 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def _too_deep(data: Any) -> bool:
-    """Tell whether the JSON is nested deeper than any report, and too deep for recursive functions."""
+    """Tell whether the JSON is nested deeper than any report.
+
+    Recursive functions would fail on it.
+    """
     containers = [data]
     for _ in range(MAX_DEPTH):
         inner_containers = []
         for container in containers:
             values = container.values() if isinstance(container, Mapping) else container
-            inner_containers += [value for value in values if isinstance(value, (Mapping, list))]
+            for value in values:
+                if isinstance(value, (Mapping, list)):
+                    inner_containers.append(value)
         if not inner_containers:
             return False
         containers = inner_containers
@@ -210,13 +231,12 @@ def _too_deep(data: Any) -> bool:
 
 @functools.cache
 def _schema() -> dict[str, Any]:
-    schema: dict[str, Any] = json.loads(
-        Path(__file__).with_name("schema.json").read_text(encoding="utf-8")
-    )
+    path = Path(__file__).with_name("schema.json")
+    schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return schema
 
 
-def _problems(schema: Mapping[str, Any], data: Any, where: str = "") -> Iterator[str]:
+def _problems(schema: _Schema, data: Any, where: str = "") -> Iterator[str]:
     """Yield what in the JSON is not as the schema has it, so that it cannot be read.
 
     Args:
@@ -236,19 +256,20 @@ def _problems(schema: Mapping[str, Any], data: Any, where: str = "") -> Iterator
         for schema_type in types:
             if schema_type.label != "null":
                 labels.append(schema_type.label)
-        yield f"{where or 'it'} is {_short(data)}; expected {' or '.join(labels)}"
+        place = where or "it"
+        yield f"{place} is {_short(data)}; expected {' or '.join(labels)}"
     elif "closed" in schema and data not in schema["enum"]:
-        yield f"{where} is {_short(data)}; expected one of {', '.join(schema['enum'])}"
+        values = ", ".join(schema["enum"])
+        yield f"{where} is {_short(data)}; expected one of {values}"
     elif isinstance(data, dict):
         yield from _object_problems(schema, data, where)
     elif isinstance(data, list):
         for number, value in enumerate(data):
-            yield from _problems(schema["items"], value, f"{where}[{number}]")
+            place = f"{where}[{number}]"
+            yield from _problems(schema["items"], value, place)
 
 
-def _object_problems(
-    schema: Mapping[str, Any], data: Mapping[str, Any], where: str
-) -> Iterator[str]:
+def _object_problems(schema: _Schema, data: Mapping[str, Any], where: str) -> Iterator[str]:
     """Yield the problems of an object: needed keys that it lacks, then those of its values."""
     place = f" in {where}" if where else ""
     for name in schema.get("needed", ()):
@@ -262,8 +283,11 @@ def _object_problems(
             yield from _problems(value_schema, value, value_place)
 
 
-def _schema_types(schema: Mapping[str, Any]) -> list[_SchemaType]:
-    """Return the types that a part of the schema allows, none for any; a list of values without a type is of texts."""
+def _schema_types(schema: _Schema) -> list[_SchemaType]:
+    """Return the types that a part of the schema allows, none for any.
+
+    A list of values without a type is one of texts.
+    """
     names = schema.get("type", [])
     if "type" not in schema and "enum" in schema:
         names = ["string"]
@@ -304,9 +328,14 @@ def _compact(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None for numbers that JSON does not have, which browsers refuse to read."""
+    """Return the value with None for numbers that JSON does not have.
+
+    Python would write ``NaN`` and ``Infinity``, which browsers refuse to read.
+    """
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if isinstance(value, Mapping):
         return {name: _finite(member) for name, member in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,6 @@
-"""Annotations of a run on GitHub: an error for each cause in a report, and for each other test that failed.
+"""Annotations of a run on GitHub: errors that it shows beside the files of a pull request.
+
+There is an error for each cause in a report, and for each other test that failed.
 
 ``python -m pytest_distcompat.report.github DIRECTORY CODE BELOW`` prints them for the reports in a
 directory, pytest's exit code, and the directory in which pytest ran:
@@ -14,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from xml.etree import ElementTree as ET
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.report.causes import causes, unshown
+from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.text import HEADLINE, cut
 
@@ -37,7 +39,11 @@ class Annotation:
     line: int = 0
 
     def command(self, below: str) -> str:
-        """Return the workflow command; the file is relative to ``below``, a directory of the repository."""
+        """Return the workflow command.
+
+        Args:
+            below: The directory of the repository to which the file is relative.
+        """
         properties: dict[str, str] = {}
         if self.file:
             properties["file"] = str(PurePosixPath(below) / self.file)
@@ -45,10 +51,10 @@ class Annotation:
             properties["line"] = str(self.line)
         if self.title:
             properties["title"] = self.title
-        properties_text = ",".join(
-            f"{name}={_escaped_property(value)}" for name, value in properties.items()
-        )
-        return f"::error {properties_text}::{_escaped(self.message)}"
+        texts = []
+        for name, value in properties.items():
+            texts.append(f"{name}={_escaped_property(value)}")
+        return f"::error {','.join(texts)}::{_escaped(self.message)}"
 
 
 def read_annotations(directory: Path, code: str) -> list[Annotation]:
@@ -66,34 +72,46 @@ def read_annotations(directory: Path, code: str) -> list[Annotation]:
 
 
 def _of_report(report: Report) -> Iterator[Annotation]:
+    """Yield an annotation for each cause, at the file of its first verdict."""
     for cause in causes(report.results):
-        cells = [f"{cell}: {', '.join(checks)}" for cell, checks in cause.cells.items()]
-        lines = [cut(cause.headline, HEADLINE), *cells[:CELLS]]
-        if len(cells) > CELLS:
-            lines.append(f"and {len(cells) - CELLS} more cells")
-        if cause.reproduce:
-            lines.append(f"reproduce: {cause.reproduce}")
         first_cell, *_ = cause.cells
         title = visible(f"{cause.words}: {first_cell}")
-        message = "\n".join(visible(line) for line in lines)
-        file, _, _ = cause.results[0].nodeid.partition("::")
-        yield Annotation(title, message, file)
+        lines = [visible(line) for line in _cause_lines(cause)]
+        first_result = cause.results[0]
+        file, _, _ = first_result.nodeid.partition("::")
+        yield Annotation(title, "\n".join(lines), file)
+
+
+def _cause_lines(cause: Cause) -> Iterator[str]:
+    """Yield the headline of a cause, some of its cells, and the command that reproduces it."""
+    yield cut(cause.headline, HEADLINE)
+    checks_by_cell = cause.cells
+    for cell in list(checks_by_cell)[:CELLS]:
+        yield f"{cell}: {', '.join(checks_by_cell[cell])}"
+    hidden = len(checks_by_cell) - CELLS
+    if hidden > 0:
+        yield f"and {hidden} more cells"
+    if cause.reproduce:
+        yield f"reproduce: {cause.reproduce}"
 
 
 def _of_other_tests(junit: Path, report: Report) -> Iterator[Annotation]:
     """Yield the failed tests that are no verdict of the report."""
-    items = {tuple(result.nodeid.split("::")[-2:]) for result in report.results}
+    # A verdict's class and function, as junit.xml has them.
+    verdict_items: set[tuple[str, ...]] = set()
+    for result in report.results:
+        names = result.nodeid.split("::")
+        verdict_items.add(tuple(names[-2:]))
     for case in ET.parse(junit).iter("testcase"):  # noqa: S314 - pytest wrote it
         name = case.get("name", "")
         _, _, group = case.get("classname", "").rpartition(".")
         failure = _failure(case)
-        if failure is None or (group, name) in items:
+        if failure is None or (group, name) in verdict_items:
             continue
+        message = visible(failure.get("message", ""))
         # Lines are counted from 0 there.
         line = int(case.get("line", "-1")) + 1
-        yield Annotation(
-            visible(name), visible(failure.get("message", "")), case.get("file", ""), line
-        )
+        yield Annotation(visible(name), message, case.get("file", ""), line)
 
 
 def _failure(case: ET.Element) -> ET.Element | None:

@@ -9,10 +9,10 @@ import io
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
@@ -40,9 +40,10 @@ def html(report: Report) -> str:
     Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in
     the head lets the browser run the page's own script, by its hash, and load nothing.
     """
+    reasons = [(status, by_reason(report.results, status)) for status in explained_statuses()]
     return _render(
         "page",
-        # A page of a hundred thousand verdicts would have 200 MB.
+        # Packed: a page of a hundred thousand verdicts would have 200 MB.
         data=base64.b64encode(_packed(report)).decode(),
         session=report.session,
         headline=headline(report),
@@ -55,7 +56,7 @@ def html(report: Report) -> str:
         # Where a tile leads without the script, to the first verdict of its driver and strategy.
         anchors=_anchors(report.results),
         causes=causes(report.results),
-        reasons=[(status, by_reason(report.results, status)) for status in explained_statuses()],
+        reasons=reasons,
         not_applicable=not_applicable_reasons(report.rows),
         statuses=all_statuses(),
         facets=_axes(report.results),
@@ -73,19 +74,24 @@ def trend_html(trend: Trend) -> str:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Return the SVG path through the values, 10 a night wide and 20 high; a gap where there is none."""
+    """Return the SVG path through the values, 10 wide a night and 20 high.
+
+    It has a gap where a night has no value.
+    """
     known_values = [value for value in values if value]
     top = max(known_values, default=1.0)
     path = ""
     after_gap = True
     for night, value in enumerate(values):
-        if value is not None:
-            command = "M" if after_gap else "L"
-            x = 10 * night + 5
-            y = 22 - 20 * value / top
-            # A line of no length is a dot: a night between two gaps.
-            path += f"{command}{x} {y:.1f}h0"
-        after_gap = value is None
+        if value is None:
+            after_gap = True
+            continue
+        command = "M" if after_gap else "L"
+        x = 10 * night + 5
+        y = 22 - 20 * value / top
+        # A line of no length is a dot: a night between two gaps.
+        path += f"{command}{x} {y:.1f}h0"
+        after_gap = False
     return path
 
 
@@ -97,9 +103,11 @@ def _render(name: str, **values: Any) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     script = _read(f"{name}.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.from_string(_read(f"{name}.html.j2")).render(
-        policy=f"{POLICY}; script-src 'sha256-{digest}'",
+    digest = hashlib.sha256(script.encode()).digest()
+    digest_text = base64.b64encode(digest).decode()
+    template = environment.from_string(_read(f"{name}.html.j2"))
+    return template.render(
+        policy=f"{POLICY}; script-src 'sha256-{digest_text}'",
         style=Markup(_read("page.css")),  # noqa: S704 - a file of this package
         script=Markup(script),  # noqa: S704 - a file of this package
         **values,
@@ -128,7 +136,8 @@ def _anchors(results: list[Verdict]) -> dict[str, str]:
     """Return the anchor of the first verdict of each driver and strategy, by the verdict's key."""
     first_of_tile: dict[str, Verdict] = {}
     for result in results:
-        anchor = f"driver={result.driver}&strategy={_strategy(result)}"
+        strategy = _strategy(result)
+        anchor = f"driver={result.driver}&strategy={strategy}"
         first_of_tile.setdefault(anchor, result)
     return {place(first): anchor for anchor, first in first_of_tile.items()}
 
@@ -138,18 +147,39 @@ _Counts = list[tuple[Status, int]]
 
 
 def _overview(results: list[Verdict]) -> dict[str, dict[str, _Counts]]:
-    """Return the count of each status by driver and strategy: the worst status first, then the most frequent."""
+    """Return how many verdicts have which status, by driver and strategy.
+
+    The worst status comes first, and of equally bad ones the most frequent.
+    """
+
+    def badness(count_of_status: tuple[Status, int]) -> tuple[int, int]:
+        status, count = count_of_status
+        return status.weight, count
+
     overview: dict[str, dict[str, _Counts]] = {}
-    for (driver, strategy), statuses in _statuses_by_tile(results).items():
-        counts = list(Counter(statuses).items())
-        counts.sort(key=lambda item: (item[0].weight, item[1]), reverse=True)
-        overview.setdefault(driver, {})[strategy] = counts
+    for tile, statuses in _statuses_by_tile(results).items():
+        counts_by_status = Counter(statuses)
+        counts = sorted(counts_by_status.items(), key=badness, reverse=True)
+        strategies = overview.setdefault(tile.driver, {})
+        strategies[tile.strategy] = counts
     return overview
 
 
-def _statuses_by_tile(results: list[Verdict]) -> dict[tuple[str, str], list[Status]]:
-    """Return the statuses of all verdicts by driver and strategy."""
-    return grouped(((result.driver, _strategy(result)), result.status) for result in results)
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of the page's overview: all verdicts of one driver under one strategy."""
+
+    driver: str
+    strategy: str
+
+
+def _statuses_by_tile(results: list[Verdict]) -> dict[_Tile, list[Status]]:
+    """Return the statuses of the verdicts of each tile."""
+    statuses: dict[_Tile, list[Status]] = {}
+    for result in results:
+        tile = _Tile(result.driver, _strategy(result))
+        statuses.setdefault(tile, []).append(result.status)
+    return statuses
 
 
 def _packed(report: Report) -> bytes:
@@ -166,10 +196,12 @@ def _strategy(result: Verdict) -> str:
 
 def _axes(results: list[Verdict]) -> dict[str, list[str]]:
     """Return the values of each filter, in the order of their appearance."""
-    drivers = dict.fromkeys(result.driver for result in results)
-    strategies = set()
+    # Dicts, because they keep the order and have each only once.
+    drivers: dict[str, None] = {}
     precisions: dict[str, None] = {}
+    strategies = set()
     for result in results:
+        drivers[result.driver] = None
         cell = facets(result.cell)
         # Nothing for a text that is no cell.
         if cell:

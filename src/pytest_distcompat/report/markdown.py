@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row, Table, not_applicable_reasons, tables
 from pytest_distcompat.report.settings import settings_tables
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut, follows
+from pytest_distcompat.status import Verdict
 
 #: The longest chat message, in characters (Slack cuts at 3000:
 #: https://docs.slack.dev/reference/block-kit/blocks/section-block).
@@ -26,25 +26,41 @@ _SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|^[#+=-])")
 
 
 def markdown(report: Report) -> str:
-    """Return the page: failures by cause, settings, matrices, checks that are not applicable, costs of cells."""
+    """Return the page.
+
+    It has the failures by cause, settings, matrices, checks that are not applicable, and the costs
+    of cells.
+    """
     return "\n".join(_page(report)) + "\n"
 
 
 def chat(report: Report) -> str:
     """Return a chat message: counts, versions, the first causes. Shorter than 3000 characters."""
-    lines = [headline(report), counts_text(report), _versions(report)]
+    text = "\n".join(_chat_lines(report))
+    return cut(text, CHAT - 1) + "\n"
+
+
+def _chat_lines(report: Report) -> Iterator[str]:
+    """Yield the lines of the chat message, in full."""
+    yield visible(headline(report))
+    yield visible(counts_text(report))
+    versions = _versions(report)
+    if versions:
+        yield visible(versions)
     all_causes = causes(report.results)
     for cause in all_causes[:CHAT_CAUSES]:
-        lines.append(f"- {cause.words} x {len(cause.results)}: {cut(cause.headline, 120)}")
-        lines.append(f"  {cut(', '.join(cause.cells), 100)}")
+        counted = f"{cause.words} x {len(cause.results)}"
+        cells = ", ".join(cause.cells)
+        yield visible(f"- {counted}: {cut(cause.headline, 120)}")
+        yield visible(f"  {cut(cells, 100)}")
         if cause.reproduce and len(cause.reproduce) < 160:
-            lines.append(f"  {cause.reproduce}")
+            yield visible(f"  {cause.reproduce}")
     if len(all_causes) > CHAT_CAUSES:
-        lines.append(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
+        yield visible(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
     baseline_lines = report.session.get("baseline", {}).get("text", ())
-    lines += [cut(line, 300) for line in baseline_lines[:10]]
-    text = "\n".join(visible(line) for line in lines if line)
-    return cut(text, CHAT - 1) + "\n"
+    for line in baseline_lines[:10]:
+        if line:
+            yield visible(cut(line, 300))
 
 
 def headline(report: Report) -> str:
@@ -66,8 +82,10 @@ def escape(text: str) -> str:
 
 
 def _versions(report: Report) -> str:
-    versions = report.session.get("versions", {})
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+    texts = []
+    for name, version in report.session.get("versions", {}).items():
+        texts.append(f"{name} {version}")
+    return ", ".join(texts)
 
 
 def _page(report: Report) -> Iterator[str]:
@@ -75,11 +93,10 @@ def _page(report: Report) -> Iterator[str]:
     if report.interrupted:
         yield from (f"**Interrupted**: {len(report.unreached)} items were not reached.", "")
     session = report.session
+    results = len(report.results)
     runs = session.get("runs", 0)
     device = session.get("device", "?")
-    yield escape(
-        f"{len(report.results)} results, {runs} runs, device {device}; {_versions(report)}"
-    )
+    yield escape(f"{results} results, {runs} runs, device {device}; {_versions(report)}")
     yield from ("", escape(counts_text(report)))
     if session.get("baseline"):
         yield from ("", "## Since the baseline", "")
@@ -99,9 +116,11 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
         yield from ("", "## Failures by cause", "")
     for number, cause in enumerate(all_causes[:CAUSES], 1):
         counted = f"{len(cause.results)} verdicts{follows(cause)}"
-        yield f"{number}. **{cause.words}**, {counted}: {escape(cut(cause.headline, HEADLINE))}"
+        shown_headline = escape(cut(cause.headline, HEADLINE))
+        yield f"{number}. **{cause.words}**, {counted}: {shown_headline}"
         for cell, checks in cause.cells.items():
-            yield f"   - {escape(cell)}: {escape(', '.join(checks))}"
+            names = escape(", ".join(checks))
+            yield f"   - {escape(cell)}: {names}"
         if cause.reproduce:
             command = visible(" ".join(cause.reproduce.split()))
             yield from ("", "   ```console", f"   $ {command}", "   ```", "")
@@ -111,22 +130,29 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
 
 def _suite(table: Table, title: str) -> Iterator[str]:
     yield from ("", f"## {escape(title)}", "")
-    checks = [escape(check) for check in table.checks]
-    yield _table_row(["", *checks])
-    yield "|" + " --- |" * (len(checks) + 1)
+    yield _table_row(["", *map(escape, table.checks)])
+    yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
         words = [table.word(cell, check) for check in table.checks]
         yield _table_row([escape(cell), *words])
+    yield from _reasons(table.results)
+
+
+def _reasons(results: Iterable[Verdict]) -> Iterator[str]:
+    """Yield the reasons of the verdicts that are neither red nor passed, one per line."""
     names_by_reason: dict[tuple[str, str], list[str]] = {}
-    for result in table.results:
+    for result in results:
         # Those that are red are among the causes.
-        if result.status != "passed" and not result.red:
-            names = names_by_reason.setdefault((result.status.word, result.why), [])
-            names.append(f"{result.cell}:{result.check}")
+        if result.status == "passed" or result.red:
+            continue
+        reason = (result.status.word, result.why)
+        name = f"{result.cell}:{result.check}"
+        names_by_reason.setdefault(reason, []).append(name)
     if names_by_reason:
         yield ""
     for (word, why), names in names_by_reason.items():
-        yield f"- {word}: {escape(why)} ({escape(', '.join(names))})"
+        affected = escape(", ".join(names))
+        yield f"- {word}: {escape(why)} ({affected})"
 
 
 def _table_row(cells: Iterable[str]) -> str:
@@ -135,21 +161,23 @@ def _table_row(cells: Iterable[str]) -> str:
 
 def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the reasons for which checks are not applicable, one per line."""
-    rows_by_driver = grouped((row.driver, row) for row in rows if row.not_applicable)
+    rows_by_driver: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.not_applicable:
+            rows_by_driver.setdefault(row.driver, []).append(row)
     if rows_by_driver:
         yield from ("", "## Not applicable", "")
     for driver, driver_rows in rows_by_driver.items():
-        for (check, reason), names in not_applicable_reasons(driver_rows).items():
-            plural = "s" if len(names) > 1 else ""
-            counted = f"{len(names)} cell{plural}: {escape(', '.join(names))}"
-            yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({counted})"
+        for (check, reason), cells in not_applicable_reasons(driver_rows).items():
+            plural = "s" if len(cells) > 1 else ""
+            counted = f"{len(cells)} cell{plural}"
+            names = escape(", ".join(cells))
+            title = escape(f"{driver}: {check}")
+            yield f"- {title}: {escape(reason)} ({counted}: {names})"
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:
-    rows_with_cost = []
-    for row in rows:
-        if row.cost:
-            rows_with_cost.append(row)
+    rows_with_cost = [row for row in rows if row.cost]
     if not rows_with_cost:
         return
     yield from ("", "## Cost", "")
@@ -157,8 +185,10 @@ def _cost(rows: Iterable[Row]) -> Iterator[str]:
     yield _table_row(["driver", "cell", *titles])
     yield _table_row(["---"] * (2 + len(titles)))
     for row in rows_with_cost:
-        numbers = [column.text(row.cost.get(column.field)) for column in _COST_COLUMNS]
-        yield _table_row([escape(row.driver), escape(row.cell), *numbers])
+        cells = [escape(row.driver), escape(row.cell)]
+        for column in _COST_COLUMNS:
+            cells.append(column.text(row.cost.get(column.field)))
+        yield _table_row(cells)
 
 
 @dataclass(frozen=True)
@@ -178,7 +208,10 @@ class _CostColumn:
     digits: int
 
     def text(self, value: float | None) -> str:
-        """Return the number as the table has it; empty for None, a number that JSON does not have, such as infinity."""
+        """Return the number as the table has it.
+
+        It is empty for None, which stands for a number that JSON does not have, such as infinity.
+        """
         if value is None:
             return ""
         return f"{value * self.factor:.{self.digits}f}"

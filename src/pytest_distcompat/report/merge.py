@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_distcompat.report.document import ENDINGS, Report
-from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.result import Row, keep_worst
 from pytest_distcompat.report.text import shortened
 from pytest_distcompat.status import Verdict
 
@@ -23,13 +23,14 @@ def merge(reports: Sequence[Report]) -> Report:
     that was skipped. An item that ran in any of the reports was reached. Names, dtypes, steps and
     cost of a cell are those of the first report that has them.
     """
+    sessions = [report.session for report in reports]
     results = _worst_results(reports)
     merged = Report(
-        _session([report.session for report in reports]),
-        results,
-        _rows(reports),
-        _runs(reports),
-        _unreached(reports, results),
+        session=_session(sessions),
+        results=results,
+        rows=_rows(reports),
+        runs=_runs(reports),
+        unreached=_unreached(reports, results),
     )
     merged.fill_drivers()
     return merged
@@ -41,8 +42,7 @@ def _worst_results(reports: Iterable[Report]) -> list[Verdict]:
         for result in report.results:
             # Not by the driver: an item without a verdict may have none.
             key = (result.suite, result.place, result.cell, result.check)
-            if key not in worst or result.status.weight > worst[key].status.weight:
-                worst[key] = result
+            keep_worst(worst, key, result)
     return list(worst.values())
 
 
@@ -61,17 +61,21 @@ def _rows(reports: Iterable[Report]) -> list[Row]:
 
 
 def _merged_row(first: Row, second: Row) -> Row:
-    """Return the row of both: all runs and reasons, of the rest what the first has, else what the second has."""
+    """Return the row of both: all runs and reasons, and the rest of the first row that has it."""
     values = {}
     for field in dataclasses.fields(Row):
-        values[field.name] = getattr(first, field.name) or getattr(second, field.name)
+        name = field.name
+        values[name] = getattr(first, name) or getattr(second, name)
     values["runs"] = [*first.runs, *second.runs]
     values["not_applicable"] = {**second.not_applicable, **first.not_applicable}
     return Row(**values)
 
 
 def _runs(reports: Iterable[Report]) -> list[dict[str, Any]]:
-    """Return all runs. Their ids are unique in one report only, so they begin with the report's number."""
+    """Return all runs, with the number of the report at the beginning of each id.
+
+    Without it the ids are unique in one report only.
+    """
     runs = []
     for number, report in enumerate(reports, 1):
         for run in report.runs:
@@ -94,9 +98,10 @@ def _unreached(reports: Iterable[Report], results: Iterable[Verdict]) -> list[st
 def _session(sessions: Sequence[_Session]) -> _Session:
     """Return the session of a merged report; ``merged`` has what each session was."""
     missing = _missing_shards(sessions)
+    devices = _values(sessions, "device", "?")
     merged: _Session = {
         "versions": _versions(sessions),
-        "device": _joined(str(device) for device in _values(sessions, "device", "?")),
+        "device": _joined(map(str, devices)),
         "gpu": _joined(_values(sessions, "gpu", "")),
         "world_size": _world_size(sessions),
         "began": _first_begin(sessions),
@@ -114,12 +119,15 @@ def _session(sessions: Sequence[_Session]) -> _Session:
 
 
 def _values(mappings: Iterable[dict[str, Any]], key: str, default: Any) -> list[Any]:
-    """Return what each mapping has under a key, the default for one that does not have it."""
+    """Return what each mapping has under a key, the default where one does not have it."""
     return [mapping.get(key, default) for mapping in mappings]
 
 
 def _versions(sessions: Iterable[_Session]) -> dict[str, str]:
-    """Return the versions of each package that any session names; ``none`` stands for a session that does not."""
+    """Return the versions of each package that any session names.
+
+    ``none`` stands for the version in a session that does not name the package.
+    """
     all_versions = _values(sessions, "versions", {})
     joined = {}
     for package in _keys(all_versions):
@@ -128,15 +136,16 @@ def _versions(sessions: Iterable[_Session]) -> dict[str, str]:
 
 
 def _settings(sessions: Iterable[_Session]) -> dict[str, dict[str, Any]]:
-    """Return each setting with its values in all sessions, and where the last session has it from."""
+    """Return each setting with its values in all sessions, and its origin in the last of them."""
     all_settings = _values(sessions, "settings", {})
     joined = {}
     for name in _keys(all_settings):
         values = []
         for settings in all_settings:
             if name in settings:
-                values.append(str(settings[name]["value"]))
-                origin = settings[name]["from"]
+                setting = settings[name]
+                values.append(str(setting["value"]))
+                origin = setting["from"]
         joined[name] = {"value": _joined(values), "from": origin}
     return joined
 
@@ -151,10 +160,11 @@ def _keys(mappings: Iterable[dict[str, Any]]) -> list[str]:
 
 def _world_size(sessions: Iterable[_Session]) -> Any:
     """Return the sessions' world size; a text that names all of them where they differ."""
-    sizes = list(dict.fromkeys(_values(sessions, "world_size", "?")))
+    all_sizes = _values(sessions, "world_size", "?")
+    sizes = list(dict.fromkeys(all_sizes))
     if len(sizes) == 1:
         return sizes[0]
-    return _joined(str(size) for size in sizes)
+    return _joined(map(str, sizes))
 
 
 def _first_begin(sessions: Iterable[_Session]) -> str:
@@ -174,29 +184,40 @@ def _worst_ending(sessions: Iterable[_Session], missing: Sequence[str]) -> str:
 
 
 def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
-    """Return a line for each shard that has tests and no report; shards that divided their tests alike belong together."""
+    """Return a line for each shard that has tests and no report.
+
+    Shards that divided their tests in the same way belong together.
+    """
     lines: list[str] = []
     shards_by_plan: dict[str, set[int]] = {}
     for session in sessions:
         # A report that was merged before has lines of its own.
         lines += session.get("missing", ())
-        if "shard" in session:
-            plan_json = json.dumps(session["shard"]["plan"])
-            shards_by_plan.setdefault(plan_json, set()).add(session["shard"]["number"])
+        shard = session.get("shard")
+        if shard is not None:
+            plan_json = json.dumps(shard["plan"])
+            shards_by_plan.setdefault(plan_json, set()).add(shard["number"])
     for plan_json, reported_shards in shards_by_plan.items():
         plan = json.loads(plan_json)
         for number, units in enumerate(plan, 1):
             if units and number not in reported_shards:
-                lines.append(f"shard {number}/{len(plan)} is missing: {shortened(units)}")
+                shard_name = f"shard {number}/{len(plan)}"
+                lines.append(f"{shard_name} is missing: {shortened(units)}")
     if lines and len(shards_by_plan) > 1:
         lines.append(
-            "the shards divided the tests in different ways; expected the same tests and baseline for all"
+            "the shards divided the tests in different ways; "
+            "expected the same tests and baseline for all"
         )
     return lines
 
 
 def _device_times(sessions: Iterable[_Session], name: str) -> list[dict[str, Any]]:
-    """Return the entries of ``timeline`` or ``gaps``; each device begins with its session's number."""
+    """Return the entries of ``timeline`` or ``gaps``, with the session's number before each device.
+
+    Args:
+        sessions: The sessions.
+        name: ``timeline`` or ``gaps``.
+    """
     entries = []
     for number, session in enumerate(sessions, 1):
         for session_entry in session.get(name, ()):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunTrace
@@ -81,13 +80,29 @@ ADDED_EVIDENCE: Registry[AddedEvidence] = Registry(
 )
 
 
-def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
-    """Return the cells by (check, reason for which it is not applicable)."""
-    cells: dict[tuple[str, str], list[str]] = {}
+#: A check, and the reason for which it is not applicable.
+_CheckAndReason = tuple[str, str]
+
+
+def not_applicable_reasons(rows: Iterable[Row]) -> dict[_CheckAndReason, list[str]]:
+    """Return the cells in which a check is not applicable, by check and reason."""
+    cells: dict[_CheckAndReason, list[str]] = {}
     for row in rows:
         for check, reason in row.not_applicable.items():
             cells.setdefault((check, reason), []).append(row.cell)
     return cells
+
+
+#: The key of a verdict in a table.
+_CellAndCheck = tuple[str, str]
+K = TypeVar("K")
+
+
+def keep_worst(verdicts: dict[K, Verdict], key: K, verdict: Verdict) -> None:
+    """Put a verdict under a key, unless one that is as bad or worse is there."""
+    earlier = verdicts.get(key)
+    if earlier is None or verdict.status.weight > earlier.status.weight:
+        verdicts[key] = verdict
 
 
 @dataclass(frozen=True)
@@ -104,24 +119,27 @@ class Table:
     results: tuple[Verdict, ...]
     checks: tuple[str, ...]
     cells: tuple[str, ...]
-    verdicts: dict[tuple[str, str], Verdict]
+    verdicts: dict[_CellAndCheck, Verdict]
 
     @classmethod
     def of(cls, results: Iterable[Verdict], order: Iterable[str] = ()) -> Table:
-        """Return the matrix of a suite's results: of several for a check in a cell, the worst. ``order``: of the checks."""
+        """Return the matrix of a suite's results; of several on a check in a cell it has the worst.
+
+        Args:
+            results: The verdicts of one suite.
+            order: The order of the checks; by default ``check_order`` of the results.
+        """
         all_results = tuple(results)
-        worst: dict[tuple[str, str], Verdict] = {}
+        worst: dict[_CellAndCheck, Verdict] = {}
+        # A dict, because it keeps the order and has each cell only once.
+        cells: dict[str, None] = {}
+        checks_with_verdict: set[str] = set()
         for result in all_results:
-            key = (result.cell, result.check)
-            if key not in worst or result.status.weight > worst[key].status.weight:
-                worst[key] = result
-        cells = dict.fromkeys(cell for cell, _ in worst)
-        checks_with_verdict = {check for _, check in worst}
+            keep_worst(worst, (result.cell, result.check), result)
+            cells[result.cell] = None
+            checks_with_verdict.add(result.check)
         all_checks = order or check_order(all_results)
-        checks = []
-        for check in all_checks:
-            if check in checks_with_verdict:
-                checks.append(check)
+        checks = [check for check in all_checks if check in checks_with_verdict]
         return cls(all_results, tuple(checks), tuple(cells), worst)
 
     @property
@@ -139,19 +157,33 @@ class Table:
 
 
 def tables(results: Iterable[Verdict]) -> list[Table]:
-    """Return the matrix of each suite, in the order of first appearance; all have their checks in the same order."""
-    all_results = list(results)
-    results_by_suite = grouped(((result.suite, result.place), result) for result in all_results)
+    """Return the matrix of each suite, in the order of first appearance.
+
+    All have their checks in the same order.
+    """
+    results_of_suites = by_suite(results)
     # Suite by suite, in whatever order their items ran.
     sorted_results = []
-    for suite_results in results_by_suite.values():
+    for suite_results in results_of_suites:
         sorted_results += suite_results
     order = check_order(sorted_results)
-    return [Table.of(suite_results, order) for suite_results in results_by_suite.values()]
+    return [Table.of(suite_results, order) for suite_results in results_of_suites]
+
+
+def by_suite(results: Iterable[Verdict]) -> list[list[Verdict]]:
+    """Return the verdicts of each suite, the suites in the order of first appearance."""
+    results_by_suite: dict[tuple[str, str], list[Verdict]] = {}
+    for result in results:
+        suite = (result.suite, result.place)
+        results_by_suite.setdefault(suite, []).append(result)
+    return list(results_by_suite.values())
 
 
 def check_order(results: Iterable[Verdict]) -> list[str]:
-    """Return all checks in the order that they have in their cells; where cells differ, the first to appear is first."""
+    """Return all checks in the order that they have in their cells.
+
+    Where cells differ in it, the check that appears first is first.
+    """
     earlier_by_check = _earlier_checks(results)
     order: list[str] = []
     while earlier_by_check:
@@ -162,7 +194,11 @@ def check_order(results: Iterable[Verdict]) -> list[str]:
 
 
 def _earlier_checks(results: Iterable[Verdict]) -> dict[str, set[str]]:
-    """Return, for each check, the checks that come before it in any cell; results of one cell follow each other."""
+    """Return, for each check, the checks that come before it in any cell.
+
+    Args:
+        results: The verdicts. Those of one cell follow each other.
+    """
     earlier_by_check: dict[str, set[str]] = {}
     cell: tuple[str, str] | None = None
     checks_of_cell: list[str] = []
@@ -176,7 +212,10 @@ def _earlier_checks(results: Iterable[Verdict]) -> dict[str, set[str]]:
 
 
 def _next_check(earlier_by_check: Mapping[str, set[str]], order: Iterable[str]) -> str:
-    """Return the first check whose earlier ones are all in the order; the first of all if cells contradict each other."""
+    """Return the first check whose earlier ones are all in the order.
+
+    If cells contradict each other, there may be none; then the first of all is returned.
+    """
     placed = set(order)
     for check, earlier in earlier_by_check.items():
         if earlier <= placed | {check}:
@@ -190,9 +229,13 @@ def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
     # The names are keys, each once.
     names_by_reason: dict[str, dict[str, None]] = {}
     for result in results:
-        if result.status == status:
-            name = result.cell if status == "skipped" else f"{result.cell}:{result.check}"
-            names_by_reason.setdefault(result.why, {})[name] = None
+        if result.status != status:
+            continue
+        name = result.cell
+        if status != "skipped":
+            name = f"{result.cell}:{result.check}"
+        names = names_by_reason.setdefault(result.why, {})
+        names[name] = None
     return {reason: list(names) for reason, names in names_by_reason.items()}
 
 
@@ -210,12 +253,15 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change as one line."""
-        return f"{self.cell}:{self.check} ({self.driver}): {self.what}"
+        name = f"{self.cell}:{self.check}"
+        return f"{name} ({self.driver}): {self.what}"
 
     @property
     def what(self) -> str:
         """Return the words of the two statuses, and why."""
-        change = f"{_word(self.before)} -> {_word(self.after)}"
+        before = _word(self.before)
+        after = _word(self.after)
+        change = f"{before} -> {after}"
         if not self.why:
             return change
         return f"{change}: {self.why}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import facets
-from pytest_distcompat.report.result import Table
+from pytest_distcompat.report.result import Table, by_suite
 from pytest_distcompat.status import Status, Verdict
 
 
@@ -19,8 +18,7 @@ def settings_tables(results: Iterable[Verdict]) -> list[Table]:
     success, so that its message is not lost.
     """
     with_settings = [result for result in results if facets(result.cell).get("set")]
-    results_by_suite = grouped(((result.suite, result.place), result) for result in with_settings)
-    return [_table(suite_results) for suite_results in results_by_suite.values()]
+    return [_table(suite_results) for suite_results in by_suite(with_settings)]
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,24 @@ def failing(table: Table) -> list[FailingSetting]:
 def _table(results: Iterable[Verdict]) -> Table:
     """Return the table of one suite, from all verdicts of cells with settings."""
     worst: dict[tuple[str, str], Verdict] = {}
+    # Dicts, because they keep the order and have each only once.
+    settings: dict[str, None] = {}
+    strategies: dict[str, None] = {}
     for result in results:
         cell = facets(result.cell)
-        key = (_setting_names(str(cell["set"])), str(cell["strategy"]))
+        setting = _setting_names(str(cell["set"]))
+        strategy = str(cell["strategy"])
+        settings[setting] = None
+        strategies[strategy] = None
+        key = (setting, strategy)
         if key not in worst or _badness(result) > _badness(worst[key]):
             worst[key] = result
-    settings = dict.fromkeys(setting for setting, _ in worst)
-    strategies = dict.fromkeys(strategy for _, strategy in worst)
-    return Table(tuple(worst.values()), tuple(strategies), tuple(settings), worst)
+    return Table(
+        results=tuple(worst.values()),
+        checks=tuple(strategies),
+        cells=tuple(settings),
+        verdicts=worst,
+    )
 
 
 def _setting_names(option: str) -> str:

@@ -19,10 +19,11 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 #: How many spans one request has at most: the default of OpenTelemetry's SDK.
 BATCH = 512
 
+#: An entry of a session's timeline: the lease of one device.
+_Lease = Mapping[str, Any]
 
-def with_device_seconds(
-    results: Sequence[Verdict], timeline: Iterable[Mapping[str, Any]]
-) -> list[Verdict]:
+
+def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[_Lease]) -> list[Verdict]:
     """Return the verdicts with their device-seconds: the time for which their item leased devices.
 
     Args:
@@ -31,7 +32,8 @@ def with_device_seconds(
     """
     seconds: Counter[str] = Counter()
     for entry in timeline:
-        seconds[entry["who"]] += (entry["end"] - entry["begin"]) * entry.get("part", 1)
+        length = entry["end"] - entry["begin"]
+        seconds[entry["who"]] += length * entry.get("part", 1)
     timed = []
     for result in results:
         device_seconds = round(seconds[result.nodeid], 3)
@@ -91,23 +93,16 @@ def _spans(report: Report) -> list[Any]:
 
     session = report.session
     recorder = _Recorder(session)
-    job = TraceContextTextMapPropagator().extract(
-        {"traceparent": os.environ.get("TRACEPARENT", "")}
-    )
-    red = sum(result.red for result in report.results)
-    session_span = _Span(
-        "session",
-        begin=0,
-        end=session["seconds"],
-        attributes={name: session.get(name) for name in ("device", "gpu", "world_size", "ending")},
-        error=f"{red} red" if red else "",
-    )
-    session_context = recorder.record(session_span, job)
+    traceparent = os.environ.get("TRACEPARENT", "")
+    job = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+    session_context = recorder.record(_session_span(report), job)
     verdict_contexts = {}
     for result in report.results:
-        verdict_contexts[result.nodeid] = recorder.record(_verdict_span(result), session_context)
-    for nodeid, span in _run_spans(session["timeline"]):
-        recorder.record(span, verdict_contexts.get(nodeid, session_context))
+        verdict_span = _verdict_span(result)
+        verdict_contexts[result.nodeid] = recorder.record(verdict_span, session_context)
+    for nodeid, run_span in _run_spans(session["timeline"]):
+        parent = verdict_contexts.get(nodeid, session_context)
+        recorder.record(run_span, parent)
     return recorder.ended_spans()
 
 
@@ -180,6 +175,16 @@ class _Recorder:
         return int((self._session_began + seconds) * 1e9)
 
 
+def _session_span(report: Report) -> _Span:
+    session = report.session
+    attributes = {}
+    for name in ("device", "gpu", "world_size", "ending"):
+        attributes[name] = session.get(name)
+    red = sum(result.red for result in report.results)
+    error = f"{red} red" if red else ""
+    return _Span("session", 0, session["seconds"], attributes, error)
+
+
 def _verdict_span(result: Verdict) -> _Span:
     attributes = {
         "suite": result.suite,
@@ -196,21 +201,28 @@ def _verdict_span(result: Verdict) -> _Span:
     return _Span(f"verdict {result.check}", result.began, end, attributes, error)
 
 
-def _run_spans(timeline: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, _Span]]:
+def _run_spans(timeline: Iterable[_Lease]) -> Iterator[tuple[str, _Span]]:
     """Yield the span of each run, with the node id of the item that started it.
 
     The timeline has an entry for each device of a run. All of them have the same times.
     """
-    leases_by_run: dict[_Run, list[Mapping[str, Any]]] = {}
+    leases_by_run: dict[_Run, list[_Lease]] = {}
     for lease in timeline:
         run = _Run(lease["who"], lease["begin"], lease["end"])
         leases_by_run.setdefault(run, []).append(lease)
     for run, leases in leases_by_run.items():
-        devices = [lease["device"] for lease in leases]
-        # Runs can share a GPU, and then each leases a part of it.
-        parts = [lease.get("part", 1) for lease in leases]
-        device_seconds = round((run.end - run.begin) * sum(parts), 3)
-        attributes = {"nodeid": run.nodeid, "devices": devices, "device_seconds": device_seconds}
+        devices = []
+        leased_devices = 0
+        for lease in leases:
+            devices.append(lease["device"])
+            # Runs can share a GPU, and then each leases a part of it.
+            leased_devices += lease.get("part", 1)
+        length = run.end - run.begin
+        attributes = {
+            "nodeid": run.nodeid,
+            "devices": devices,
+            "device_seconds": round(length * leased_devices, 3),
+        }
         yield run.nodeid, _Span("run", run.begin, run.end, attributes)
 
 

@@ -43,7 +43,9 @@ def cut(text: str, length: int) -> str:
 def matrix_text(
     results: Iterable[Verdict], cells: Iterable[Row] = (), width: int = 0
 ) -> Iterator[Line]:
-    """Yield each suite's matrix, then each reason for what is known, not run, refused or not applicable.
+    """Yield each suite's matrix, then the reasons for what is known, not run or refused.
+
+    The reasons for which checks are not applicable come last.
 
     A matrix wider than ``width`` characters continues in a further block, unless ``width`` is 0.
     """
@@ -53,9 +55,12 @@ def matrix_text(
         yield from _blocks(table, width)
         for status in explained_statuses():
             for reason, names in by_reason(table.results, status).items():
-                yield _line(f"  {status.heading}: {reason} [{shortened(names)}]")
-        for (check, reason), names in not_applicable_reasons(_rows_of(table, all_rows)).items():
-            yield _line(f"  not applicable: {check}: {reason} [{shortened(names)}]", "dim")
+                affected = shortened(names)
+                yield _line(f"  {status.heading}: {reason} [{affected}]")
+        cells_by_reason = not_applicable_reasons(_rows_of(table, all_rows))
+        for (check, reason), names in cells_by_reason.items():
+            affected = shortened(names)
+            yield _line(f"  not applicable: {check}: {reason} [{affected}]", "dim")
 
 
 def _rows_of(table: Table, all_rows: Iterable[Row]) -> list[Row]:
@@ -78,10 +83,10 @@ class _Column:
 
 def _blocks(table: Table, width: int) -> Iterator[Line]:
     """Yield the matrix, in as many blocks as its columns need at this width."""
-    label_width = max((len(cell) for cell in table.cells), default=0)
+    label_width = max(map(len, table.cells), default=0)
     blocks = _divided(_columns(table), label_width, width)
     for block in blocks:
-        header = [(column.check, "") for column in block]
+        header = [_plain(column.check) for column in block]
         yield _row(" " * label_width, header, block)
         for cell in table.cells:
             words = [_word(table, cell, column.check) for column in block]
@@ -91,17 +96,27 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
                 yield _row(cell.ljust(label_width), words, block)
 
 
+def _plain(text: str) -> Span:
+    """Return a text without a style."""
+    return (text, "")
+
+
 def _columns(table: Table) -> list[_Column]:
     columns = []
     for check in table.checks:
-        words = [table.word(cell, check) for cell in table.cells]
-        longest = max(len(word) for word in (check, *words))
+        longest = len(check)
+        for cell in table.cells:
+            word = table.word(cell, check)
+            longest = max(longest, len(word))
         columns.append(_Column(check, longest))
     return columns
 
 
 def _divided(columns: Iterable[_Column], label_width: int, width: int) -> list[list[_Column]]:
-    """Divide the columns into blocks no wider than ``width``, 0 for any width; each has at least one column."""
+    """Divide the columns into blocks that are no wider than ``width`` characters.
+
+    Each block has at least one column. A width of 0 stands for any width.
+    """
     blocks: list[list[_Column]] = []
     used = 0
     for column in columns:
@@ -119,43 +134,43 @@ def _divided(columns: Iterable[_Column], label_width: int, width: int) -> list[l
 def _word(table: Table, cell: str, check: str) -> Span:
     verdict = table.verdicts.get((cell, check))
     if verdict is None:
-        return ("", "")
+        return _plain("")
     return (verdict.status.word, verdict.status.style)
 
 
 def _row(label: str, words: Iterable[Span], block: Iterable[_Column]) -> Line:
     """Return a row of a block, without spaces at its end."""
-    spans: list[Span] = [(f"  {label}", "")]
-    for (text, style), column in zip(words, block, strict=True):
+    spans = [_plain(f"  {label}")]
+    for word, column in zip(words, block, strict=True):
+        text, _ = word
         padding = " " * (column.width - len(text))
-        spans += [("  ", ""), (text, style), (padding, "")]
+        spans += [_plain("  "), word, _plain(padding)]
     while spans and not spans[-1][0].strip():
         spans.pop()
-    with_text: list[Span] = []
-    for text, style in spans:
-        if text:
-            with_text.append((text, style))
-    return tuple(with_text)
+    return tuple((text, style) for text, style in spans if text)
 
 
 def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
-    """Yield each cause of failure with its cells and checks, and the command that reproduces one of them."""
+    """Yield each cause of failure with its cells and checks, and a command that reproduces it."""
     all_causes = causes(results)
     if all_causes:
         yield _line("failures by cause", "head")
     for number, cause in enumerate(all_causes[:CAUSES], 1):
-        cells = cause.cells
         verdicts = _counted(len(cause.results), "verdict")
-        affected = _counted(len(cells), "cell")
+        cells = _counted(len(cause.cells), "cell")
+        counted = f"{verdicts} in {cells}{follows(cause)}"
         headline = cut(cause.headline, HEADLINE)
         yield (
-            (f"  {number}. ", ""),
+            _plain(f"  {number}. "),
             (cause.words, "bad"),
-            (f" {verdicts} in {affected}{follows(cause)}: {headline}", ""),
+            _plain(f" {counted}: {headline}"),
         )
-        cell_texts = [f"{cell}: {shortened(checks, 6)}" for cell, checks in cells.items()]
+        cell_texts: list[str] = []
+        for cell, checks in cause.cells.items():
+            cell_texts.append(f"{cell}: {shortened(checks, 6)}")
         shown = "; ".join(cell_texts[:3])
-        yield _line(f"     {shown}{_more(len(cell_texts) - 3)}")
+        more = _more(len(cell_texts) - 3)
+        yield _line(f"     {shown}{more}")
         if cause.reproduce:
             yield _line(f"     reproduce: {cause.reproduce}")
     if len(all_causes) > CAUSES:
@@ -170,18 +185,23 @@ def _counted(count: int, noun: str) -> str:
 
 
 def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
-    """Yield, for each suite that ran settings, those that fail or are refused, with the strategies under which they do."""
+    """Yield, for each suite that ran settings, those that fail or are refused.
+
+    Each has the strategies under which it does, with the word of the verdict.
+    """
     for table in settings_tables(results):
         rows = failing(table)
         if not rows:
             continue
-        title = f"{table.title}: {len(rows)} of {len(table.cells)} settings fail or are refused"
-        yield _line(title, "head")
-        label_width = max(len(row.setting) for row in rows[:SETTINGS])
-        for row in rows[:SETTINGS]:
-            spans: list[Span] = [(f"  {row.setting.ljust(label_width)}", "")]
+        shown = rows[:SETTINGS]
+        counted = f"{len(rows)} of {len(table.cells)} settings"
+        yield _line(f"{table.title}: {counted} fail or are refused", "head")
+        label_width = max(len(row.setting) for row in shown)
+        for row in shown:
+            label = row.setting.ljust(label_width)
+            spans = [_plain(f"  {label}")]
             for strategy, verdict in row.verdicts.items():
-                spans.append((f"  {strategy} ", ""))
+                spans.append(_plain(f"  {strategy} "))
                 spans.append((verdict.status.word, verdict.status.style))
             yield tuple(spans)
         if len(rows) > SETTINGS:
@@ -192,7 +212,7 @@ def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
 
 
 def follows(cause: Cause) -> str:
-    """Return the number of the cause that this one may follow from, as words; empty if there is none."""
+    """Return the words for the cause that this one may follow from; empty if there is none."""
     if not cause.follows:
         return ""
     return f", may follow from {cause.follows}"
@@ -203,17 +223,20 @@ def runs_text(
     timeline: Iterable[_Entry] = (),
     gaps: Iterable[_Entry] = (),
 ) -> Iterator[Line]:
-    """Yield the slowest runs, the fraction of the time in which each device was in use, and why they were not."""
+    """Yield the slowest runs, how much of the time each device was in use, and why it was not.
+
+    Args:
+        runs: The runs of a report.
+        timeline: The leases of devices.
+        gaps: The times in which devices were not leased.
+    """
     yield from _slowest_runs(runs)
     yield from _device_use(timeline)
     yield from _idle_devices(gaps)
 
 
 def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
-    timed_runs = []
-    for run in runs:
-        if run["seconds"]:
-            timed_runs.append(run)
+    timed_runs = [run for run in runs if run["seconds"]]
     timed_runs.sort(key=lambda run: run["seconds"], reverse=True)
     texts = [_run_text(run) for run in timed_runs[:SLOWEST]]
     if texts:
@@ -221,38 +244,55 @@ def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
 
 
 def _run_text(run: _Entry) -> str:
-    return f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})"
+    length = f"{run['seconds']:.1f} s"
+    run_in_cell = f"{run['cell']} {run['name']}"
+    return f"{length} {run_in_cell} ({run['driver']})"
 
 
 def _device_use(timeline: Iterable[_Entry]) -> Iterator[Line]:
-    """Yield the fraction of the time, from the first lease to the last, in which each device was leased."""
-    leases = list(timeline)
-    begin = min((lease["begin"] for lease in leases), default=0)
-    end = max((lease["end"] for lease in leases), default=0)
-    length = end - begin
-    if length < 1:
-        return
+    """Yield the fraction of the time in which each device was leased.
+
+    The time begins with the first lease and ends with the last.
+    """
+    begins: list[float] = []
+    ends: list[float] = []
     used: dict[str, float] = {}
-    for lease in leases:
+    for lease in timeline:
+        begins.append(lease["begin"])
+        ends.append(lease["end"])
         # Of a GPU that runs share, a place is a part.
         device = device_of(lease["device"])
-        seconds = (lease["end"] - lease["begin"]) * lease.get("part", 1)
+        lease_length = lease["end"] - lease["begin"]
+        seconds = lease_length * lease.get("part", 1)
         used[device] = used.get(device, 0.0) + seconds
-    fractions = [f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items())]
-    yield _line(f"devices in use, of {length:.0f} s: {', '.join(fractions)}")
+    length = max(ends, default=0) - min(begins, default=0)
+    if length < 1:
+        return
+    fractions: list[str] = []
+    for device, seconds in sorted(used.items()):
+        fractions.append(f"{device} {seconds / length:.0%}")
+    texts = ", ".join(fractions)
+    yield _line(f"devices in use, of {length:.0f} s: {texts}")
 
 
 def _idle_devices(gaps: Iterable[_Entry]) -> Iterator[Line]:
-    """Yield the reasons for which devices were not in use, the longest first, without those of less than a second."""
+    """Yield the reasons for which devices were not in use, the longest first.
+
+    Reasons for less than a second are left out.
+    """
     idle: dict[str, float] = {}
     for gap in gaps:
         reason = gap["why"]
         if "waits for" in reason:
             # Whom a run waited for is in the report.
             reason = "a run waits for devices"
-        idle[reason] = idle.get(reason, 0.0) + gap["end"] - gap["begin"]
-    longest_first = sorted(idle.items(), key=lambda item: -item[1])
-    texts = [f"{seconds:.0f} s {reason}" for reason, seconds in longest_first if seconds >= 1]
+        idle_before = idle.get(reason, 0.0)
+        idle[reason] = idle_before + gap["end"] - gap["begin"]
+    texts: list[str] = []
+    for reason in sorted(idle, key=lambda reason: -idle[reason]):
+        seconds = idle[reason]
+        if seconds >= 1:
+            texts.append(f"{seconds:.0f} s {reason}")
     if texts:
         yield _line(f"devices not in use, all together: {'; '.join(texts)}")
 
@@ -263,27 +303,29 @@ def counts_text(report: Report) -> str:
     Counts of 0 are left out, except those that show a suite that stopped running.
     """
     count_by_name = counts(report)
-    parts = [f"{count_by_name[name]} {name}" for name in ("selected", "ran", "skipped")]
+    parts: list[str] = []
+    for name in ("selected", "ran", "skipped"):
+        parts.append(f"{count_by_name[name]} {name}")
     if count_by_name["unreached"]:
         parts.append(f"{count_by_name['unreached']} not reached")
-    other_statuses = []
+    statuses: list[str] = []
     for status in all_statuses():
-        if status is not Status.SKIPPED:
-            other_statuses.append(status)
-    statuses = []
-    for status in other_statuses:
-        if count_by_name[status]:
+        if status is not Status.SKIPPED and count_by_name[status]:
             statuses.append(f"{count_by_name[status]} {status}")
-    text = f"{', '.join(parts)}: {', '.join(statuses) or 'nothing'}"
+    outcome = ", ".join(statuses) or "nothing"
+    text = f"{', '.join(parts)}: {outcome}"
     shard = report.session.get("shard")
     if shard:
-        text = f"shard {shard['number']}/{len(shard['plan'])}: {text}"
-    return "; ".join((text, *report.session.get("missing", ())))
+        shards = len(shard["plan"])
+        text = f"shard {shard['number']}/{shards}: {text}"
+    missing_shards = report.session.get("missing", ())
+    return "; ".join((text, *missing_shards))
 
 
 def shortened(names: list[str], shown: int = 3) -> str:
     """Return the first names, and how many more there are."""
-    return ", ".join(names[:shown]) + _more(len(names) - shown)
+    first_names = ", ".join(names[:shown])
+    return first_names + _more(len(names) - shown)
 
 
 def _more(count: int) -> str:

@@ -1,4 +1,7 @@
-"""Trend: the verdicts of many nights in the order of time, what is broken apart from what is flaky."""
+"""Trend: the verdicts of many nights in the order of time.
+
+What is broken is told from what is flaky.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from pytest_distcompat.status import Status, Verdict
 
 #: A figure for each night, None where there is none.
 _Figures = list[float | None]
+#: A verdict for each night, None where there is none.
+_Verdicts = list[Verdict | None]
 #: The seconds of a cell's items, and its peak memory in bytes.
 _Costs = tuple[_Figures, _Figures]
 
@@ -56,7 +61,13 @@ class Night:
 
 @dataclass(frozen=True)
 class Strip:
-    """Consecutive nights in which a check in a cell had the same status, None where it had no verdict."""
+    """Consecutive nights in which a check in a cell had the same status.
+
+    Attributes:
+        status: The status; None if the check had no verdict.
+        first_night: The number of the first of these nights.
+        last_night: The number of the last.
+    """
 
     status: Status | None
     first_night: int
@@ -112,10 +123,12 @@ class History:
 
 @dataclass(frozen=True)
 class ValueTurn:
-    """Cells whose trainings computed or saved something else in a night than when their values were last known.
+    """Cells whose trainings computed or saved something else in a night than before it.
+
+    They are compared with the last night before it in which their values are known.
 
     Attributes:
-        night: That night.
+        night: The night.
         changed: What differs between the versions of both nights.
         cells: The cells, each with its driver.
     """
@@ -127,7 +140,7 @@ class ValueTurn:
 
 @dataclass(frozen=True)
 class Trend:
-    """Nights in the order of time, a history for each check of each cell, and the cost of each cell.
+    """Nights in the order of time, with the history of each check and the cost of each cell.
 
     Attributes:
         nights: The sessions.
@@ -146,15 +159,14 @@ class Trend:
     @property
     def headline(self) -> str:
         """Return how many histories are of which kind."""
-        histories_by_kind = Counter[str]()
-        for history in self.histories:
-            histories_by_kind[history.kind] += 1
+        histories_by_kind = Counter(history.kind for history in self.histories)
         counts = []
         for kind in KINDS:
             if histories_by_kind[kind]:
                 counts.append(f"{histories_by_kind[kind]} {kind}")
+        kinds = ", ".join(counts) or "no verdicts"
         plural = "s" if len(self.nights) != 1 else ""
-        text = f"{len(self.nights)} night{plural}: {', '.join(counts) or 'no verdicts'}"
+        text = f"{len(self.nights)} night{plural}: {kinds}"
         stopped = self._stopped_running()
         if stopped:
             text += f"; {stopped} not run in the last"
@@ -172,27 +184,32 @@ class Trend:
         """Return since when it is broken and with which versions, or when it was fixed."""
         if history.kind == "flaky":
             return "flaky: turned and turned back with equal versions"
-        if history.before is None:
-            cause = "its first verdict"
-        else:
-            cause = f"not on {self.nights[history.before]}: {changes(history.changed)}"
+        cause = "its first verdict"
+        if history.before is not None:
+            night_before = self.nights[history.before]
+            cause = f"not on {night_before}: {changes(history.changed)}"
         begun = f"red since {self.nights[history.since]}, {cause}"
         if history.until is not None:
-            return f"fixed on {self.nights[history.until]}: {changes(history.mended)}; was {begun}"
+            night_fixed = self.nights[history.until]
+            return f"fixed on {night_fixed}: {changes(history.mended)}; was {begun}"
         last_night, _ = history.ran[-1]
         if last_night < len(self.nights) - 1:
             return f"broken: {begun}; not run since {self.nights[last_night]}"
         return f"broken: {begun}"
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines for a terminal, one for each change of several verdicts; control characters are escaped."""
+        """Yield the lines for a terminal, one for all verdicts that changed alike.
+
+        Control characters are escaped.
+        """
         yield self.headline
         groups = self._last_verdicts_by_story()
         for story, verdicts in list(groups.items())[:CAUSES]:
             first = verdicts[0]
-            names = [f"{verdict.cell}:{verdict.check} ({verdict.driver})" for verdict in verdicts]
+            names = shortened([_name(verdict) for verdict in verdicts])
             why = cut(first.why, HEADLINE)
-            yield visible(f"{story.text}: {shortened(names)}: {first.status.word}: {why}")
+            outcome = f"{first.status.word}: {why}"
+            yield visible(f"{story.text}: {names}: {outcome}")
         if len(groups) > CAUSES:
             yield unshown(len(groups) - CAUSES)
         for turn in self.value_turns:
@@ -200,17 +217,25 @@ class Trend:
 
     def turn_text(self, turn: ValueTurn) -> str:
         """Return since when cells have other values, and with which versions."""
-        return f"other values since {self.nights[turn.night]}, {changes(turn.changed)}: {shortened([*turn.cells])}"
+        since = f"{self.nights[turn.night]}, {changes(turn.changed)}"
+        cells = shortened(list(turn.cells))
+        return f"other values since {since}: {cells}"
 
     def _last_verdicts_by_story(self) -> dict[_Story, list[Verdict]]:
-        """Return the last red verdicts of broken, flaky and fixed histories, those with an equal story together."""
+        """Return the last red verdicts of broken, of flaky and of fixed histories, by story."""
         groups: dict[_Story, list[Verdict]] = {}
         for kind in KINDS[:3]:
             for history in self.histories:
-                if history.kind == kind:
-                    story = _Story(self.story(history), constant_part(history.last.why))
-                    groups.setdefault(story, []).append(history.last)
+                if history.kind != kind:
+                    continue
+                cause = constant_part(history.last.why)
+                story = _Story(self.story(history), cause)
+                groups.setdefault(story, []).append(history.last)
         return groups
+
+
+def _name(verdict: Verdict) -> str:
+    return f"{verdict.cell}:{verdict.check} ({verdict.driver})"
 
 
 @dataclass(frozen=True)
@@ -270,30 +295,37 @@ def trend(reports: Iterable[Report]) -> Trend:
     sessions.sort(key=lambda session: session.night.began)
     nights = [session.night for session in sessions]
     first_equal = _first_nights_with_equal_versions(nights)
-    verdicts_by_check = _verdicts_by_check(sessions)
-    histories = [_history(verdicts, nights, first_equal) for verdicts in verdicts_by_check.values()]
-    turns = tuple(_value_turns(sessions))
+    histories = []
+    for verdicts in _verdicts_by_check(sessions).values():
+        histories.append(_history(verdicts, nights, first_equal))
     return Trend(
-        tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions), turns
+        nights=tuple(_compared(nights, histories)),
+        histories=tuple(histories),
+        costs=_costs_by_cell(sessions),
+        value_turns=tuple(_value_turns(sessions)),
     )
 
 
 def _reduced(report: Report) -> _Session:
+    """Return what the trend needs of a report."""
     session = report.session
     versions = dict(session.get("versions", {}))
     for name in ("device", "gpu"):
         if session.get(name):
             versions[name] = session[name]
-    night = Night(session.get("began", ""), session.get("seconds", 0.0), versions)
+    began = session.get("began", "")
+    night = Night(began, session.get("seconds", 0.0), versions)
     # A merge of one report keeps the worst verdict on a check in a cell.
     merged = merge([report])
     peak_memory = {}
+    values = {}
     for row in merged.rows:
         if row.memory:
-            peak_memory[f"{row.place}[{row.cell}]"] = max(row.memory)
-    values = {
-        f"{row.cell} ({row.driver})": digest_of(row.values) for row in merged.rows if row.values
-    }
+            suite_and_cell = f"{row.place}[{row.cell}]"
+            peak_memory[suite_and_cell] = max(row.memory)
+        if row.values:
+            cell_and_driver = f"{row.cell} ({row.driver})"
+            values[cell_and_driver] = digest_of(row.values)
     return _Session(night, merged.results, peak_memory, values)
 
 
@@ -305,6 +337,7 @@ def _value_turns(sessions: Sequence[_Session]) -> Iterator[ValueTurn]:
     """
     last_night: dict[str, int] = {}
     for night, session in enumerate(sessions):
+        # The cells that turned, by the night before it that knows their values.
         turned: dict[int, list[str]] = {}
         for cell, digest in session.values.items():
             before = last_night.get(cell)
@@ -312,19 +345,23 @@ def _value_turns(sessions: Sequence[_Session]) -> Iterator[ValueTurn]:
                 turned.setdefault(before, []).append(cell)
             last_night[cell] = night
         for before, cells in turned.items():
-            changed = differing(sessions[before].night.versions, session.night.versions)
+            versions_before = sessions[before].night.versions
+            changed = differing(versions_before, session.night.versions)
             yield ValueTurn(night, changed, tuple(cells))
 
 
 def _first_nights_with_equal_versions(nights: Sequence[Night]) -> list[int]:
-    """Return, for each night, the first one with the same versions: histories compare nights by it."""
+    """Return, for each night, the first one with the same versions.
+
+    So two nights have the same versions if their numbers here are equal.
+    """
     all_versions = [night.versions for night in nights]
     return [all_versions.index(versions) for versions in all_versions]
 
 
-def _verdicts_by_check(sessions: Sequence[_Session]) -> dict[_CheckKey, list[Verdict | None]]:
+def _verdicts_by_check(sessions: Sequence[_Session]) -> dict[_CheckKey, _Verdicts]:
     """Return one verdict or None for each night, by check and cell."""
-    verdicts_by_check: dict[_CheckKey, list[Verdict | None]] = {}
+    verdicts_by_check: dict[_CheckKey, _Verdicts] = {}
     for night, session in enumerate(sessions):
         for result in session.results:
             key = _CheckKey(result.suite, result.place, result.cell, result.check)
@@ -371,7 +408,10 @@ class _Stretch:
 
 
 def _stretches(verdicts: Sequence[Verdict | None]) -> list[_Stretch]:
-    """Return the stretches of red and of other verdicts in turn; nights without a verdict and skipped items are no end."""
+    """Return the stretches of red and of other verdicts in turn.
+
+    Nights without a verdict and skipped items do not end a stretch.
+    """
     stretches: list[_Stretch] = []
     for night, verdict in enumerate(verdicts):
         if verdict is None or verdict.status is Status.SKIPPED:
@@ -385,9 +425,13 @@ def _stretches(verdicts: Sequence[Verdict | None]) -> list[_Stretch]:
 
 
 def _history(
-    verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_equal: Sequence[int]
+    verdicts: Sequence[Verdict | None],
+    nights: Sequence[Night],
+    first_equal: Sequence[int],
 ) -> History:
-    """Return the history of one check in one cell: when it was last red, and between which nights it turned.
+    """Return the history of one check in one cell.
+
+    It has the last time that the check was red, and the nights between which it turned.
 
     Args:
         verdicts: Its verdict in each night, None where there is none.
@@ -405,23 +449,33 @@ def _history(
     changed: Mapping[str, BeforeAndNow] = {}
     if position > 0:
         before = stretches[position - 1].last_night
-        changed = differing(nights[before].versions, nights[last_red.first_night].versions)
+        versions_when_red = nights[last_red.first_night].versions
+        changed = differing(nights[before].versions, versions_when_red)
     until = None
     mended: Mapping[str, BeforeAndNow] = {}
     if position + 1 < len(stretches):
         until = stretches[position + 1].first_night
-        mended = differing(nights[last_red.last_night].versions, nights[until].versions)
+        last_versions_when_red = nights[last_red.last_night].versions
+        mended = differing(last_versions_when_red, nights[until].versions)
     turns = _turns_with_equal_versions(verdicts, first_equal)
+    first_with_versions_when_red = first_equal[last_red.first_night]
     # One turn with equal versions may be a change of the user's own code, which a report does not
     # know.
-    if until is None and turns[first_equal[last_red.first_night]] < 2:
+    if until is None and turns[first_with_versions_when_red] < 2:
         kind = "broken"
     elif max(turns.values()) > 1:
         kind = "flaky"
     else:
         kind = "fixed"
     return History(
-        last_red.last, statuses, kind, before, last_red.first_night, until, changed, mended
+        last=last_red.last,
+        statuses=statuses,
+        kind=kind,
+        before=before,
+        since=last_red.first_night,
+        until=until,
+        changed=changed,
+        mended=mended,
     )
 
 
@@ -449,7 +503,12 @@ def _last_red_position(stretches: Sequence[_Stretch]) -> int | None:
 def _turns_with_equal_versions(
     verdicts: Sequence[Verdict | None], first_equal: Sequence[int]
 ) -> Counter[int]:
-    """Count how often a check turned red, or back, between nights with equal versions, by the first of these nights."""
+    """Count how often a check turned red, or back, between nights with equal versions.
+
+    Args:
+        verdicts: The verdict of the check in each night.
+        first_equal: For each night, the first one with equal versions. The counts are by it.
+    """
     red_before: dict[int, bool] = {}
     turns: Counter[int] = Counter()
     for night, verdict in enumerate(verdicts):
@@ -463,7 +522,7 @@ def _turns_with_equal_versions(
 
 
 def _compared(nights: Sequence[Night], histories: Iterable[History]) -> Iterator[Night]:
-    """Yield the nights with their counts of verdicts, and with what changed since the night before."""
+    """Yield the nights with their counts of verdicts, and what changed since the night before."""
     counts = [Counter[str]() for _ in nights]
     for history in histories:
         # The first night has none to differ from; a check that is new after it and red counts as
@@ -480,5 +539,14 @@ def _compared(nights: Sequence[Night], histories: Iterable[History]) -> Iterator
     for number, night in enumerate(nights):
         changed = {}
         if number > 0:
-            changed = differing(nights[number - 1].versions, night.versions)
-        yield Night(night.began, night.seconds, night.versions, changed, **counts[number])
+            night_before = nights[number - 1]
+            changed = differing(night_before.versions, night.versions)
+        count = counts[number]
+        yield dataclasses.replace(
+            night,
+            changed=changed,
+            ran=count["ran"],
+            red=count["red"],
+            found=count["found"],
+            fixed=count["fixed"],
+        )

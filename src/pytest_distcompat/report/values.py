@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 
@@ -96,41 +95,54 @@ def _row_changes(was: Row, row: Row) -> Iterator[ValueChange]:
         relative, beyond = _numeric_difference(was, row)
         extent = Extent.BEYOND if beyond else Extent.ROUNDED
         yield ValueChange(row.driver, row.cell, extent, first, relative)
-    files = _changed_files(was.values.get("files", {}), row.values.get("files", {}))
+    files_before = was.values.get("files", {})
+    files = _changed_files(files_before, row.values.get("files", {}))
     if files:
         yield ValueChange(row.driver, row.cell, Extent.FORMAT, _named(files))
 
 
 def _first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return what differs first in the order of the training; empty if nothing does."""
-    digests_before: Mapping[str, str] = before.get("digests", {})
-    digests_after: Mapping[str, str] = after.get("digests", {})
-    differing_digests = [
-        name for name, digest in digests_after.items() if digests_before.get(name, digest) != digest
-    ]
-    differing_pairs = [pair for pair in _number_pairs(before, after) if pair.before != pair.after]
+    digest_name = _first_other_digest(before.get("digests", {}), after.get("digests", {}))
+    differing_pairs = _differing_pairs(before, after)
     if not differing_pairs:
-        return differing_digests[0] if differing_digests else ""
+        return digest_name
     first = min(differing_pairs, key=_step_of_number)
-    if differing_digests and _step_of(differing_digests[0]) < _step_of_number(first):
-        return differing_digests[0]
+    if digest_name and _step_of(digest_name) < _step_of_number(first):
+        return digest_name
     if first.name == "outputs":
         return "the outputs of the trained model"
     return f"{first.name} of step {first.place}"
 
 
+def _first_other_digest(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return the name of the first digest that differs; empty if none does."""
+    for name, digest in after.items():
+        if before.get(name, digest) != digest:
+            return name
+    return ""
+
+
 def _step_of(name: str) -> int:
-    """Return the step after which a digest was taken; 0 for one that was taken before the first."""
+    """Return the step after which a digest was taken; 0 for one that was taken before the first.
+
+    Args:
+        name: The name of the digest, such as ``step 2 parameter``.
+    """
     action, _, rest = name.partition(" ")
     if action == "build":
         return 0
-    number = rest.partition(" ")[0]
-    return int(number) if action == "step" else _AFTER_TRAINING
+    if action != "step":
+        return _AFTER_TRAINING
+    number, _, _ = rest.partition(" ")
+    return int(number)
 
 
 def _step_of_number(pair: _NumberPair) -> int:
     """Return the step that a number belongs to; outputs are computed after the training."""
-    return pair.place if pair.name != "outputs" else _AFTER_TRAINING
+    if pair.name == "outputs":
+        return _AFTER_TRAINING
+    return pair.place
 
 
 @dataclass(frozen=True)
@@ -156,13 +168,25 @@ class _NumberPair:
             return 0.0
         if self.before is None or self.after is None:
             return 1.0
-        return abs(self.before - self.after) / max(abs(self.before), abs(self.after))
+        difference = abs(self.before - self.after)
+        return difference / max(abs(self.before), abs(self.after))
 
 
-def _number_pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[_NumberPair]:
+#: The values of a row: ``Row.values``.
+_Values = Mapping[str, Any]
+#: The numbers of a row's values, by the name of their list.
+_Numbers = Mapping[str, Sequence[float | None]]
+
+
+def _differing_pairs(before: _Values, after: _Values) -> list[_NumberPair]:
+    """Return the numbers of two rows' values that differ."""
+    return [pair for pair in _number_pairs(before, after) if pair.before != pair.after]
+
+
+def _number_pairs(before: _Values, after: _Values) -> Iterator[_NumberPair]:
     """Yield each number of two rows' values; what only one of them has is None in the other."""
-    numbers_before: Mapping[str, Sequence[float | None]] = before.get("numbers", {})
-    numbers_after: Mapping[str, Sequence[float | None]] = after.get("numbers", {})
+    numbers_before: _Numbers = before.get("numbers", {})
+    numbers_after: _Numbers = after.get("numbers", {})
     for name in dict.fromkeys((*numbers_before, *numbers_after)):
         earlier = numbers_before.get(name)
         later = numbers_after.get(name)
@@ -172,8 +196,9 @@ def _number_pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterat
             earlier = [None] * len(later or ())
         if later is None:
             later = [None] * len(earlier)
-        for place, (was, number) in enumerate(zip(earlier, later, strict=False), 1):
-            yield _NumberPair(name, place, was, number)
+        pairs = zip(earlier, later, strict=False)
+        for place, (number_before, number_after) in enumerate(pairs, 1):
+            yield _NumberPair(name, place, number_before, number_after)
 
 
 def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
@@ -182,23 +207,26 @@ def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
     Training enlarges a difference. So in the first step in which any number differs, only a few
     roundings are allowed, and in later steps what the check ``parity`` allows.
     """
-    differing_pairs = [
-        pair for pair in _number_pairs(was.values, row.values) if pair.before != pair.after
-    ]
+    differing_pairs = _differing_pairs(was.values, row.values)
     if not differing_pairs:
         return 0.0, False
-    first_step = min(_step_of_number(pair) for pair in differing_pairs)
+    first_step = min(map(_step_of_number, differing_pairs))
+    largest = 0.0
     beyond = False
     for pair in differing_pairs:
-        is_first = _step_of_number(pair) == first_step
-        allowed = ROUNDING if is_first else _tolerance(row, pair)
-        beyond = beyond or pair.relative > allowed
-    return max(pair.relative for pair in differing_pairs), beyond
+        allowed = ROUNDING
+        if _step_of_number(pair) != first_step:
+            allowed = _tolerance(row, pair)
+        if pair.relative > allowed:
+            beyond = True
+        largest = max(largest, pair.relative)
+    return largest, beyond
 
 
 def _tolerance(row: Row, pair: _NumberPair) -> float:
     """Return by how much a number of a later step may differ: by what parity allows, if known."""
-    allowed = row.steps.get(_TOLERANCES.get(pair.name, ""), [])
+    tolerance_name = _TOLERANCES.get(pair.name, "")
+    allowed = row.steps.get(tolerance_name, [])
     if pair.place > len(allowed):
         return LATER
     return allowed[pair.place - 1] or LATER
@@ -227,20 +255,23 @@ def _named(texts: Sequence[str]) -> str:
 
 def digest_of(values: Mapping[str, Any]) -> str:
     """Return a digest of a row's values, equal for equal values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def value_lines(changes: Iterable[ValueChange]) -> Iterator[str]:
     """Yield lines for a terminal: how many cells changed how much, and what differs first."""
-    by_extent = grouped((change.extent, change) for change in changes)
+    all_changes = list(changes)
     for extent in Extent:
-        found = by_extent.get(extent, [])
-        if not found:
+        changes_of_extent = [change for change in all_changes if change.extent is extent]
+        if not changes_of_extent:
             continue
-        noun = "cell" if len(found) == 1 else "cells"
-        yield f"{extent.value}: {len(found)} {noun}"
-        by_difference = grouped((change.first, change) for change in found)
-        for alike in by_difference.values():
+        noun = "cell" if len(changes_of_extent) == 1 else "cells"
+        yield f"{extent.value}: {len(changes_of_extent)} {noun}"
+        changes_by_difference: dict[str, list[ValueChange]] = {}
+        for change in changes_of_extent:
+            changes_by_difference.setdefault(change.first, []).append(change)
+        for alike in changes_by_difference.values():
             largest = max(alike, key=lambda change: change.relative)
-            cells = _named([f"{change.cell} ({change.driver})" for change in alike])
-            yield f"  {largest.what}: {cells}"
+            cells = [f"{change.cell} ({change.driver})" for change in alike]
+            yield f"  {largest.what}: {_named(cells)}"

@@ -26,7 +26,11 @@ MAX_SUMMARY = 1024 * 1024
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the report in the format of the file's suffix. Raises OSError, and leaves the file's earlier content unchanged."""
+    """Write the report in the format of the file's suffix.
+
+    Raises:
+        OSError: If it cannot be written. The file then has its earlier content.
+    """
     if path.suffix == ".json":
         # The JSON of many verdicts is never in memory as a whole.
         replace_file(path, report.pieces())
@@ -36,7 +40,11 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def replace_file(path: Path, pieces: Iterable[str]) -> None:
-    """Write the file atomically, by renaming a new file. Raises OSError, which names the file."""
+    """Write the file atomically, by renaming a new file.
+
+    Raises:
+        OSError: If it cannot be written; the error names the file.
+    """
     try:
         # Follow a link, as a write does.
         target = path.resolve()
@@ -50,7 +58,10 @@ def replace_file(path: Path, pieces: Iterable[str]) -> None:
 
 
 def _is_replaceable(target: Path) -> bool:
-    """Tell whether a new file can take its place: not that of a pipe, of /dev/stdout or of a single mounted file."""
+    """Tell whether a new file can take the place of the path.
+
+    It cannot take that of a pipe, of /dev/stdout, or of a single mounted file.
+    """
     if not target.exists():
         return True
     return target.is_file() and os.access(target.parent, os.W_OK)
@@ -79,10 +90,12 @@ def _write_new(path: Path, pieces: Iterable[str], *, like: Path) -> None:
 def append_summary(path: Path, report: Report) -> None:
     """Append the Markdown to a step's summary on GitHub; cut the end where it is too long."""
     raw = markdown(report).encode("utf-8", "replace")
-    size = path.stat().st_size if path.exists() else 0
-    room = MAX_SUMMARY - size - 100
+    size = 0
+    if path.exists():
+        size = path.stat().st_size
+    room = max(0, MAX_SUMMARY - size - 100)
     if len(raw) > room:
-        whole_lines, _, _ = raw[: max(0, room)].rpartition(b"\n")
+        whole_lines, _, _ = raw[:room].rpartition(b"\n")
         raw = whole_lines + b"\n\nThe rest does not fit here: see the report's file.\n"
     with path.open("ab") as file:
         file.write(raw)

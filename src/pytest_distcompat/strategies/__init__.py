@@ -1,4 +1,7 @@
-"""Registry of strategies: how state is split over the ranks, what must hold then, and each library's backend config."""
+"""Registry of strategies: how state is split over the ranks.
+
+A strategy also says what must hold then, and has each library's backend config.
+"""
 
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies._base import (

@@ -1,4 +1,4 @@
-"""Parts shared by FSDP1 and FSDP2: dtype row, mixed-precision policy, device mesh, backend configs."""
+"""Parts shared by FSDP1 and FSDP2: dtypes, mixed precision, device mesh, backend configs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ STATE_DICT_TYPES = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
 
 
 def dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row: shards and optimizer in the master dtype, products and reductions in the compute dtype."""
+    """Return the dtype row of FSDP.
+
+    Shards and optimizer are in the master dtype, products and reductions in the compute dtype.
+    """
     # As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the
     # reduce dtype to the compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
     master, compute = precision.master, precision.compute
@@ -36,14 +39,19 @@ def dtypes(precision: Precision) -> Dtypes:
 
 
 def policy(version: int, precision: Precision, cell: Cell) -> Any:
-    """Return torch's mixed-precision policy for that version of FSDP; None if the precision has one dtype only."""
+    """Return torch's mixed-precision policy for that version of FSDP.
+
+    None if the precision has one dtype only.
+    """
     import torch
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
     if not precision.mixed:
         return None
     compute: torch.dtype = getattr(torch, precision.compute)
-    reduce = torch.float32 if cell.option("reduce_dtype") == "fp32" else compute
+    reduce = compute
+    if cell.option("reduce_dtype") == "fp32":
+        reduce = torch.float32
     if version == 1:
         settings = {"param_dtype": compute, "reduce_dtype": reduce, "buffer_dtype": compute}
         return MixedPrecision(**cell.with_settings("MixedPrecision", settings))
@@ -56,24 +64,31 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
 
     Its dimensions, the outermost first; all but ``dp_shard`` are left out where their size is 1:
         pp: Stages of a pipeline. It is cut off: each stage has a mesh of its own.
-        dp_replicate: Replicas of the shards; gradients are all-reduced between them (hybrid sharding).
-        dp_shard: Shards of each parameter. Ranks of context and of expert parallelism are among them.
+        dp_replicate: Replicas of the shards; gradients are all-reduced between them (hybrid
+            sharding).
+        dp_shard: Shards of each parameter. Ranks of context and of expert parallelism are among
+            them.
         tp: Parts of a layer under tensor parallelism. Neighbours, since they communicate most.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = parallelism(cell) or {"dp_shard_size": cell.world_size // cell.pp}
-    names = tuple(name.removesuffix("_size") for name in sizes)
+    size_by_name = parallelism(cell)
+    if not size_by_name:
+        size_by_name = {"dp_shard_size": cell.world_size // cell.pp}
+    names = tuple(name.removesuffix("_size") for name in size_by_name)
+    sizes = tuple(size_by_name.values())
     if cell.pp == 1:
-        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
-    all_stages = init_device_mesh(
-        device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names)
-    )
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    all_names = ("pp", *names)
+    all_stages = init_device_mesh(device.type, (cell.pp, *sizes), mesh_dim_names=all_names)
     return all_stages[names]
 
 
 def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
-    """Return keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
+    """Return keyword arguments for Accelerator: an FSDP plugin of that version.
+
+    It wraps the model's blocks.
+    """
     from accelerate import FullyShardedDataParallelPlugin
 
     settings = {"fsdp_version": version, **_common_settings(cell)}
@@ -95,9 +110,7 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
         settings["sync_module_states"] = False
-        settings["reshard_after_forward"] = (
-            "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
-        )
+        settings["reshard_after_forward"] = _sharding_strategy(cell)
     settings = cell.with_settings("FullyShardedDataParallelPlugin", settings)
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_parallelism_config(cell)}
 
@@ -113,6 +126,13 @@ def _common_settings(cell: Cell) -> dict[str, Any]:
         "activation_checkpointing": cell.option("activation_checkpointing") is True,
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
+
+
+def _sharding_strategy(cell: Cell) -> str:
+    """Return the name of FSDP1's ShardingStrategy that the cell asks for."""
+    if cell.option("reshard_after_forward"):
+        return "FULL_SHARD"
+    return "SHARD_GRAD_OP"
 
 
 def _parallelism_config(cell: Cell) -> dict[str, Any]:
@@ -151,9 +171,7 @@ def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
         settings["auto_wrap_policy"] = "NO_WRAP"
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
-        settings["reshard_after_forward"] = (
-            "full_shard" if cell.option("reshard_after_forward") else "shard_grad_op"
-        )
+        settings["reshard_after_forward"] = _sharding_strategy(cell).lower()
     return {
         "fsdp": True,
         "fsdp_config": cell.with_settings("fsdp_config", settings),

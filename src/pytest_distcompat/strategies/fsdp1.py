@@ -78,7 +78,10 @@ FSDP1 = Strategy(
             ("tp_2", "tp_4"),
             "of both, torch composes only FSDP2 with tensor parallelism on one mesh",
         ),
-        "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
+        "meta_init": (
+            "FSDP1 fills what was made on the meta device by synchronising module states, "
+            "which needs a GPU"
+        ),
         "cpu_offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
         "cpu_ram_efficient_loading": "FSDP1 then synchronises module states, which needs a GPU",
         **DEEPSPEED_OPTIONS,

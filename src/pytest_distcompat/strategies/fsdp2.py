@@ -27,20 +27,29 @@ def _torch(
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    full_state = _move_to_meta(model) if cell.option("meta_init") else None
-    if full_state is None:
+    full_state: dict[str, torch.Tensor] | None = None
+    if cell.option("meta_init"):
+        full_state = _move_to_meta(model)
+    else:
         model.to(device)
     mesh = _fsdp.mesh(cell, device)
     if cell.tp > 1:
         # Under expert parallelism experts are sharded along both dimensions at once, below.
         experts_name = wrap.experts if cell.ep == 1 else ""
         tensor_parallel.parallelize(
-            model, mesh["tp"], wrap.tp_plan, experts_name, sequence=bool(cell.option("sp"))
+            model,
+            mesh["tp"],
+            wrap.tp_plan,
+            experts_name,
+            sequence=bool(cell.option("sp")),
         )
         dimensions = mesh.mesh_dim_names or ()
-        mesh = mesh[tuple(name for name in dimensions if name != "tp")]
-    # Looked up before a wrapper that recomputes it takes its name.
-    experts: Any = model.get_submodule(wrap.experts) if cell.ep > 1 else None
+        data_dimensions = [name for name in dimensions if name != "tp"]
+        mesh = mesh[tuple(data_dimensions)]
+    experts: Any = None
+    if cell.ep > 1:
+        # Looked up before a wrapper that recomputes it takes its name.
+        experts = model.get_submodule(wrap.experts)
     wrap.prepare(model)
     ignored_params: set[torch.nn.Parameter] = set()
     for module in wrap.modules_to_ignore(model):
@@ -66,9 +75,9 @@ def _torch(
     if prefetch:
         Prefetch(**prefetch).apply(blocks)
     if full_state is not None:
-        _load_weights(
-            model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device
-        )
+        if cell.option("cpu_offload"):
+            device = torch.device("cpu")
+        _load_weights(model, full_state, device)
     return model
 
 
@@ -85,7 +94,9 @@ def _offload_policy(cell: Cell, device: torch.device) -> Any:
 def _shard_experts(
     experts: Module, cell: Cell, device: torch.device, settings: dict[str, Any]
 ) -> None:
-    """Shard a module of experts in place: by expert, by column under tensor parallelism, and what is left of both by FSDP2.
+    """Shard a module of experts in place.
+
+    By expert, by column under tensor parallelism, and what is left of both by FSDP2.
 
     Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are
     ``dp_shard`` ranks of the other layers, so that ``dp_shard`` is smaller here by that factor.
@@ -101,10 +112,13 @@ def _shard_experts(
     expert_sizes = {"ep": cell.ep}
     if cell.tp > 1:
         expert_sizes["tp"] = cell.tp
-    sizes = data_sizes | expert_sizes
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    size_by_name = data_sizes | expert_sizes
+    names = tuple(size_by_name)
+    sizes = tuple(size_by_name.values())
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     expert_parallel.spread(experts, mesh[tuple(expert_sizes)])
-    unit: Any = fully_shard(experts, **{**settings, "mesh": mesh[tuple(data_sizes)]})
+    settings = {**settings, "mesh": mesh[tuple(data_sizes)]}
+    unit: Any = fully_shard(experts, **settings)
     # Their gradients are sums over the rows of several ranks already; the mean is over all.
     unit.set_gradient_divide_factor(float(cell.dp_size))
     # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
@@ -112,7 +126,10 @@ def _shard_experts(
 
 
 def on_last_dimension(parameter: torch.nn.Parameter) -> Any:
-    """Return the placement on a parameter's last dimension if that divides by 4 ranks; a ``shard_placement_fn``."""
+    """Return the placement on a parameter's last dimension, as a ``shard_placement_fn``.
+
+    None, for the default placement, unless that dimension divides by 4 ranks.
+    """
     from torch.distributed.tensor import Shard
 
     if parameter.dim() < 2 or parameter.shape[-1] % 4:
@@ -153,15 +170,17 @@ def _move_to_meta(model: Module) -> dict[str, torch.Tensor]:
 
 
 def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Allocate the shards and load rank 0's weights into them, and all buffers: some are not in the state dict."""
+    """Allocate the shards and load rank 0's weights into them, and all buffers.
+
+    Some buffers are not in the state dict.
+    """
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     model.to_empty(device=device)
     saved: dict[str, Any] = {name: full_state[name] for name in model.state_dict()}
-    set_model_state_dict(
-        model, saved, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, saved, options=options)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(full_state[name])
@@ -181,7 +200,10 @@ FSDP2 = Strategy(
         "no_use_orig_params": "FSDP2 has no flat parameters",
         **dict.fromkeys(
             ("model_branch", "model_hf:longcat_flash"),
-            "all ranks must use the same parameters (https://github.com/pytorch/pytorch/issues/158719)",
+            (
+                "all ranks must use the same parameters "
+                "(https://github.com/pytorch/pytorch/issues/158719)"
+            ),
         ),
         **DEEPSPEED_OPTIONS,
     },

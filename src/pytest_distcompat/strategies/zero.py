@@ -1,4 +1,7 @@
-"""DeepSpeed ZeRO: stage 1 partitions optimizer state, 2 gradients too, 3 parameters too; stage 0 partitions nothing."""
+"""DeepSpeed ZeRO, whose stages partition more and more.
+
+Stage 1 partitions optimizer state, 2 gradients too, 3 parameters too; stage 0 partitions nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row: parameters and reductions in the compute dtype, masters and state in the master dtype."""
+    """Return the dtype row of ZeRO.
+
+    Parameters and reductions are in the compute dtype, masters and state in the master dtype.
+    """
     # DeepSpeed always keeps float32 masters
     # (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Since 0.18 it has a low-precision
     # mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
@@ -73,12 +79,16 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         settings["sequence_parallel_size"] = cell.cp
     if cell.tp > 1:
         # https://www.deepspeed.ai/tutorials/autotp-training
-        settings["tensor_parallel"] = {"autotp_size": cell.tp, **tensor_parallel.autotp_plan(cell)}
+        plan = tensor_parallel.autotp_plan(cell)
+        settings["tensor_parallel"] = {"autotp_size": cell.tp, **plan}
     return settings
 
 
 def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    """Return the JSON; it is DeepSpeed's only configuration, so a conflict is one within it: two precisions at once."""
+    """Return the JSON, which is DeepSpeed's only configuration.
+
+    So a conflict is one within it: two precisions at once.
+    """
     settings = config(stage, precision, cell)
     settings["bf16"]["enabled"] = precision.compute == "bfloat16"
     return cell.with_settings("ds_config", settings)
@@ -97,7 +107,8 @@ def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     if "gradient_clipping" in cell.settings("DeepSpeedPlugin"):
         settings["gradient_clipping"] = "auto"
     settings = cell.with_settings("ds_config", settings)
-    plugin = DeepSpeedPlugin(**cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings}))
+    arguments = cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings})
+    plugin = DeepSpeedPlugin(**arguments)
     return {"deepspeed_plugin": plugin, **_sequence_parallel(cell)}
 
 
@@ -197,7 +208,10 @@ ZERO0 = _zero(
     _no_meta_init(0)
     | {
         "cpu_offload": "without ZeRO DeepSpeed offloads nothing",
-        "grad_accum_dtype_fp32": "without ZeRO DeepSpeed refuses to add gradients up in another dtype than the parameters'",
+        "grad_accum_dtype_fp32": (
+            "without ZeRO DeepSpeed refuses to add gradients up in "
+            "another dtype than the parameters'"
+        ),
     },
 )
 ZERO1 = _zero(1, "optimizer state partitioned", _no_meta_init(1))

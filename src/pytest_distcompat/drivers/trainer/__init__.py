@@ -1,4 +1,7 @@
-"""The driver of transformers.Trainer: the names of ``ext.upstream.drivers.trainer`` that users import."""
+"""The driver of transformers.Trainer, under the names that users import.
+
+``ext.upstream.drivers.trainer`` has them.
+"""
 
 from pytest_distcompat.ext.upstream.drivers.trainer import TrainerCalls, TrainerDriver
 

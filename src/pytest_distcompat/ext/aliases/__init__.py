@@ -2,11 +2,12 @@
 
 ``pytest_plugins = ["pytest_distcompat.aliases"]`` in the top ``conftest.py`` turns this on:
 
-- ``@pytest.mark.world_size(2)`` (composer, llm-foundry) and a class attribute ``world_size = 2``: the test runs on that many
-  ranks;
-- ``DistributedTest`` and ``DistributedFixture`` (DeepSpeed's ``tests/unit/common.py``), to inherit from;
-- ``@pytest.mark.require_distributed(2)`` (LLaMA-Factory) and ``@gpu_test(gpu_count=2)`` (torchtune): the test starts its ranks
-  itself; that many devices are lent to it, or it is skipped.
+- ``@pytest.mark.world_size(2)`` (composer, llm-foundry) and a class attribute ``world_size = 2``:
+  the test runs on that many ranks;
+- ``DistributedTest`` and ``DistributedFixture`` (DeepSpeed's ``tests/unit/common.py``), to inherit
+  from;
+- ``@pytest.mark.require_distributed(2)`` (LLaMA-Factory) and ``@gpu_test(gpu_count=2)``
+  (torchtune): the test starts its ranks itself; that many devices are lent to it, or it is skipped.
 """
 
 from __future__ import annotations
@@ -43,15 +44,19 @@ _LEAKED: pytest.StashKey[str] = pytest.StashKey()
 
 
 def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
-    """Return torchtune's mark for a test that needs that many GPUs; it is skipped where there are fewer."""
+    """Return torchtune's mark for a test that needs that many GPUs.
+
+    The test is skipped where there are fewer.
+    """
     return pytest.mark.require_distributed(gpu_count, gpus=True)
 
 
 class DistributedTest:
-    """Base class of tests that run on ``world_size`` ranks, once for each if it is a list, in a process group.
+    """Base class of tests that run on ``world_size`` ranks, in a process group.
 
-    A mark ``world_size`` on a test takes precedence over the class. ``tmp_path``, ``tmpdir`` and
-    ``class_tmpdir`` are one directory for all ranks of a test.
+    If ``world_size`` is a list, a test runs once for each. A mark ``world_size`` on a test takes
+    precedence over the class. ``tmp_path``, ``tmpdir`` and ``class_tmpdir`` are one directory for
+    all ranks of a test.
     https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
     """
 
@@ -79,7 +84,10 @@ class DistributedTest:
 
 
 class _FixtureClass(type):
-    """Metaclass that makes a fixture of each class with a world size; one without is a base class."""
+    """Metaclass that makes a fixture of each class with a world size.
+
+    A class without one is a base class.
+    """
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
         created = super().__new__(cls, name, bases, namespace)
@@ -97,10 +105,11 @@ _CLASSES: dict[tuple[str, str], Any] = {}
 
 
 class DistributedFixture(metaclass=_FixtureClass):
-    """Base class of fixtures whose method ``run`` runs on ``world_size`` ranks of its own before the test.
+    """Base class of fixtures that run on ranks of their own before the test.
 
-    The arguments of ``run`` are fixtures, and go to the ranks by pickle. Rank 0 of the test starts
-    these ranks, on the devices that it has, and the test's other ranks wait.
+    The method ``run`` runs on ``world_size`` ranks. Its arguments are fixtures, and go to the ranks
+    by pickle. Rank 0 of the test starts these ranks, on the devices that it has, and the test's
+    other ranks wait.
     https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
     """
 
@@ -130,12 +139,17 @@ def _fixture_of(cls: Any) -> Any:
     for name, parameter in inspect.signature(cls.run).parameters.items():
         if name not in {"self", "request"}:
             signature.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    fixture.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]  # functions take attributes
+    # Functions take attributes.
+    fixture.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     return pytest.fixture(name=cls.__name__)(fixture)
 
 
 def _spawn_fixture(cls: Any, values: Mapping[str, Any]) -> None:
-    """Run a fixture class on ranks of its own, and wait for them. Raises RunFailedError if one fails."""
+    """Run a fixture class on ranks of its own, and wait for them.
+
+    Raises:
+        RunFailedError: A rank failed.
+    """
     import torch
 
     multiprocessing: Any = torch.multiprocessing
@@ -147,9 +161,8 @@ def _spawn_fixture(cls: Any, values: Mapping[str, Any]) -> None:
         multiprocessing.ProcessExitedException,
     ) as error:
         text = str(error).strip()
-        headline = (
-            f"rank {error.error_index} of the fixture {cls.__name__}: {text.splitlines()[-1]}"
-        )
+        last_line = text.splitlines()[-1]
+        headline = f"rank {error.error_index} of the fixture {cls.__name__}: {last_line}"
         raise RunFailedError(f"{headline}\n\n{text}") from None
 
 
@@ -178,9 +191,11 @@ def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[s
     import torch
 
     if cls.init_distributed:
+        backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(rank)
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            backend = "nccl"
+        torch.distributed.init_process_group(backend)
         if "deepspeed" in sys.modules:
             sys.modules["deepspeed"].init_distributed()
     cls().run(**values)
@@ -193,7 +208,10 @@ def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[s
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Keep tests that a ``conftest.py`` (composer's) deselects for another size than ``WORLD_SIZE``."""
+    """Keep the tests that a ``conftest.py`` deselects for another size than ``WORLD_SIZE``.
+
+    Composer has such a file.
+    """
     collected = list(items)
     yield
     selected = set(items)
@@ -252,10 +270,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes = _sizes(metafunc.definition)
     if len(sizes) > 1:
         metafunc.fixturenames.append(_SIZES)
-        values = [
-            pytest.param(size, marks=pytest.mark.distcompat(world_size=size), id=f"w{size}")
-            for size in sizes
-        ]
+        values = []
+        for size in sizes:
+            mark = pytest.mark.distcompat(world_size=size)
+            values.append(pytest.param(size, marks=mark, id=f"w{size}"))
         metafunc.parametrize(_SIZES, values, indirect=True)
 
 
@@ -271,7 +289,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _sizes(item: Any) -> list[int]:
-    """Return the world sizes of a test; none for a test with this package's mark, or on one process."""
+    """Return the world sizes of a test.
+
+    None for a test with this package's mark, or on one process.
+    """
     test_class = getattr(item, "cls", None) or object
     if item.get_closest_marker(MARK) is not None or issubclass(test_class, unittest.TestCase):
         return []
@@ -341,7 +362,8 @@ def distcompat_lent(
     # A process that uses a GPU itself has its memory until it ends.
     if leaks and torch is not None and torch.cuda.is_initialized():
         cause = "which may be pytest's own process: it uses a GPU too"
-        session.notice(f"{request.node.nodeid}: {'; '.join(leaks)}, {cause}")
+        leaks_text = "; ".join(leaks)
+        session.notice(f"{request.node.nodeid}: {leaks_text}, {cause}")
     elif leaks:
         request.node.stash[_LEAKED] = "\n".join(
             (*leaks, f"reproduce: {session.reproduce(request.node)}")
@@ -352,7 +374,10 @@ def distcompat_lent(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test that leaked memory, after its fixtures are torn down, even if it is marked xfail."""
+    """Fail a test that leaked memory, even if it is marked xfail.
+
+    This comes after its fixtures are torn down.
+    """
     report = yield
     leaked = item.stash.get(_LEAKED, "")
     if call.when == "teardown" and leaked:

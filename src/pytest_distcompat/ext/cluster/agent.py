@@ -1,4 +1,6 @@
-"""The node agent: joins pytest's process, keeps a warm launcher process, and runs its node's part of each run.
+"""The node agent: runs its node's part of each run that spans nodes.
+
+It joins pytest's process, and keeps a warm launcher process.
 
 The ranks' logs are written below a directory of this node, and streamed to pytest's process. What
 ranks of other nodes log that ranks here or the watchdog must know comes back the same way.
@@ -79,9 +81,8 @@ def _connect(host: str, port: int, token: bytes, wait: float) -> Channel:
             raise UsageProblem(f"{host}:{port}: {error}") from None
         except OSError as error:
             if clock.now() > deadline:
-                raise UsageProblem(
-                    f"{host}:{port}: no session to join in {wait:g} s ({error})"
-                ) from None
+                problem = f"no session to join in {wait:g} s ({error})"
+                raise UsageProblem(f"{host}:{port}: {problem}") from None
             clock.sleep(0.2)
 
 
@@ -97,8 +98,9 @@ class _Agent:
         self._channel = channel
         self._environment = dict(os.environ)
         os.chdir(welcome["cwd"])
-        self._facts = facts(welcome["root"], welcome["warmth"]["own"], welcome["device"])
-        self._launcher = WarmLauncher(decode(Warmth, welcome["warmth"]), device=welcome["device"])
+        device = welcome["device"]
+        self._facts = facts(welcome["root"], welcome["warmth"]["own"], device)
+        self._launcher = WarmLauncher(decode(Warmth, welcome["warmth"]), device=device)
         self._owned = OwnedDirectory()
         self._spans = self._owned.path / "leases"
         self._welcome = welcome
@@ -112,14 +114,16 @@ class _Agent:
         self._stopped = threading.Event()
         #: Whether the session is over, or cannot be reached any more.
         self._over = False
-        self._leaving, self._said = threading.Event(), threading.Event()
+        self._leaving = threading.Event()
+        self._said = threading.Event()
 
     def serve(self) -> NoReturn:
         """Do what pytest's process sends, until a signal ends the process."""
         signal.signal(signal.SIGTERM, self._end)
         threading.Thread(target=self._receive, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
-        self._channel.send({"is": "facts", "facts": {**self._facts, "wall": clock.wall()}})
+        facts_now = {**self._facts, "wall": clock.wall()}
+        self._channel.send({"is": "facts", "facts": facts_now})
         while True:
             message = self._messages.get()
             if message["do"] == "warm":
@@ -128,9 +132,8 @@ class _Agent:
             elif message["do"] == "get_warm":
                 self._channel.send({"is": "warm", "problem": self._launcher.get_warm()})
             elif message["do"] == "write":
-                self._channel.send(
-                    {"is": "written", "problem": _problem_of_writing(Path(message["path"]))}
-                )
+                problem = _problem_of_writing(Path(message["path"]))
+                self._channel.send({"is": "written", "problem": problem})
             elif message["do"] == "run":
                 try:
                     part = self._part(message)
@@ -145,15 +148,17 @@ class _Agent:
                 self._channel.send(part)
 
     def _pool(self, given: tuple[str, ...]) -> Pool:
-        """Return the pool of this node's devices, or of those given: agents of other workers and sessions lease from it too."""
+        """Return the pool of this node's devices, or of those given.
+
+        Agents of other workers and sessions lease from it too.
+        """
         welcome = self._welcome
-        cuda = welcome["device"] == "cuda"
         # GPUs that a scheduler gave the run are the run's alone.
         runs_share = welcome["runs_share"] and not given
-        each = welcome["ranks_each"]
-        inventory = (
-            gpus(welcome["gpus"], each, given, runs_share=runs_share) if cuda else cpu_slots()
-        )
+        if welcome["device"] == "cuda":
+            inventory = gpus(welcome["gpus"], welcome["ranks_each"], given, runs_share=runs_share)
+        else:
+            inventory = cpu_slots()
         return Pool(
             None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say
         )
@@ -223,7 +228,8 @@ class _Agent:
 
     def _part_that_ended(self, request: Request, ending: Ending) -> dict[str, Any]:
         """Return what pytest's process needs to know of how this part ended."""
-        part: dict[str, Any] = {"is": "ended", "processes": {}, "leaks": ending.leaks}
+        part: dict[str, Any] = {"is": "ended", "processes": {}}
+        part["leaks"] = ending.leaks
         part["known"] = {"launch_error": ending.launch_error}
         watch = self._launcher.watch
         if watch is not None:
@@ -234,7 +240,8 @@ class _Agent:
         shutil.rmtree(self._spans, ignore_errors=True)
         part["output"] = {}
         for rank in request.here:
-            part["output"][rank] = dict(written(self._run, rank, request.here.start))
+            output = written(self._run, rank, request.here.start)
+            part["output"][rank] = dict(output)
         part["recorded"] = {}
         for path in recorded_files(self._run):
             part["recorded"][path.name] = path.read_text(encoding="utf-8")
@@ -298,7 +305,8 @@ class _Agent:
                     break
         self._said.set()
 
-    def _end(self, number: int, frame: object) -> NoReturn:  # noqa: ARG002 - the signature of handlers
+    # The arguments are those of any handler of signals.
+    def _end(self, number: int, frame: object) -> NoReturn:  # noqa: ARG002
         # Once: a second signal must not interrupt what ends the processes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not self._over:

@@ -1,4 +1,7 @@
-"""Whether nodes can run the same: their versions, files and clocks, and the directory that they share."""
+"""Whether nodes can run the same.
+
+Compared are their versions, files and clocks, and the directory that they share.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from pytest_distcompat.launch.request import Warmth
 
 
 def difference(nodes: Sequence[Node], settings: Settings, warmth: Warmth, *, accounts: bool) -> str:
-    """Return in what nodes differ, empty if in nothing: from the first, or from pytest's own where one node has all runs.
+    """Return in what nodes differ, empty if in nothing.
+
+    They are compared with the first node, or, where one node has all runs, with pytest's own.
 
     Args:
         nodes: The nodes, in their order.
@@ -38,12 +43,21 @@ def difference(nodes: Sequence[Node], settings: Settings, warmth: Warmth, *, acc
 
 
 def _why_not_shared(nodes: Sequence[Node], shared: str) -> str:
-    """Return which node has another directory in place of the shared one; empty if pytest sees what all write there."""
+    """Return which node has another directory in place of the shared one.
+
+    Empty if pytest sees what all nodes write there.
+    """
     # A node that can write below this new directory sees what pytest makes.
     directory = Path(shared, f"nodes-{uuid.uuid4().hex[:8]}")
     directory.mkdir(parents=True)
-    files = {node: directory / str(number) for number, node in enumerate(nodes)}
-    problem_by_node = problems(nodes, lambda node: {"do": "write", "path": str(files[node])})
+    files: dict[Node, Path] = {}
+    for number, node in enumerate(nodes):
+        files[node] = directory / str(number)
+
+    def request_to_write(node: Node) -> dict[str, str]:
+        return {"do": "write", "path": str(files[node])}
+
+    problem_by_node = problems(nodes, request_to_write)
     texts = []
     for node, problem in problem_by_node.items():
         if problem:
@@ -57,7 +71,8 @@ def _why_not_shared(nodes: Sequence[Node], shared: str) -> str:
     if not texts:
         return ""
     advice = (
-        "suites, and tests with shared_dir, need a directory that all nodes share; expected --basetemp=DIR with one, "
+        "suites, and tests with shared_dir, need a directory that all nodes share; "
+        "expected --basetemp=DIR with one, "
         "or cells with option checkpoints='node', where the driver has it"
     )
     return f"{texts[0]}: {advice}"

@@ -1,10 +1,13 @@
-"""The channel between pytest's process and a node agent: messages of JSON over TCP, between peers that know a token.
+"""The channel between pytest's process and a node agent.
+
+Messages are JSON over TCP, between peers that know a token.
 
 Pytest's process serves, agents connect. First each side proves that it knows the token, without
 sending it:
 
 1. pytest -> agent: a random nonce;
-2. agent -> pytest: another nonce, and an HMAC of "agent" and both nonces, with the token as its key;
+2. agent -> pytest: another nonce, and an HMAC of "agent" and both nonces, with the token as its
+   key;
 3. pytest -> agent: an HMAC of "pytest" and both nonces.
 
 From the nonces and the token both derive a key of this connection. Then messages follow in both
@@ -127,10 +130,16 @@ class Channel:
         with self._lock:
             self._sent += 1
             mac = self._message_mac(self._ours, self._sent, body)
-            self._connection.sendall(len(body).to_bytes(4, "big") + mac + body)
+            size = len(body).to_bytes(4, "big")
+            self._connection.sendall(size + mac + body)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message. Raises OSError if the peer is gone, NotProvedError for a forged message."""
+        """Wait for the next message.
+
+        Raises:
+            OSError: The peer is gone.
+            NotProvedError: The message is forged.
+        """
         size = int.from_bytes(self._read(4), "big")
         if size > LONGEST:
             raise NotProvedError(f"a message of {size} bytes")
@@ -158,7 +167,8 @@ class Channel:
         while len(data) < size:
             if self._deadline is not None:
                 self._connection.settimeout(max(0.001, self._deadline - clock.now()))
-            received = self._connection.recv(min(size - len(data), 2**20))
+            missing = size - len(data)
+            received = self._connection.recv(min(missing, 2**20))
             if not received:
                 raise ConnectionError("the connection was closed")
             data += received
@@ -172,7 +182,10 @@ class Channel:
 
 
 def unreached(error: BaseException) -> bool:
-    """Tell whether an error says that nothing reaches the peer: the link is cut, or the node is down."""
+    """Tell whether an error says that nothing reaches the peer.
+
+    The link is cut then, or the node is down.
+    """
     return isinstance(error, OSError) and error.errno in _UNREACHED
 
 
@@ -181,7 +194,10 @@ def _mac(key: bytes, text: bytes) -> bytes:
 
 
 class Listener:
-    """Listens on one interface, and calls ``admit`` in a thread of its own with the channel of each proved peer."""
+    """Listens on one interface for peers.
+
+    Calls ``admit`` in a thread of its own with the channel of each peer that has proved itself.
+    """
 
     def __init__(
         self, host: str, port: int, token: bytes, admit: Callable[[Channel], None]

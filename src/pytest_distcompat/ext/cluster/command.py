@@ -1,4 +1,8 @@
-"""``join`` and ``sbatch``: be a node of a pytest session that runs elsewhere, write a Slurm job script of one over nodes."""
+"""``join`` and ``sbatch``: commands for sessions over nodes.
+
+``join`` makes this a node of a pytest session that runs elsewhere; ``sbatch`` writes a Slurm job
+script.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,8 @@ def add(commands: Any) -> None:
     join = commands.add_parser(
         "join",
         help="be a further node of a pytest session",
-        description="Join a pytest session that was started with --distcompat-nodes, and run its ranks here until it ends.",
+        description="Join a pytest session that was started with --distcompat-nodes, "
+        "and run its ranks here until it ends.",
     )
     join.add_argument(
         "session", metavar="HOST:PORT", help="where that pytest listens (--distcompat-listen)"
@@ -56,8 +61,10 @@ def add(commands: Any) -> None:
     sbatch = commands.add_parser(
         "sbatch",
         help="write a Slurm job script for a session over nodes",
-        description="Write a Slurm job script to standard output. What follows -- is given to pytest.",
-        epilog="example: distcompat sbatch --nodes 2 --gpus-per-node 8 --time 00:30:00 -- tests/test_matrix.py > night.sbatch",
+        description="Write a Slurm job script to standard output. "
+        "What follows -- is given to pytest.",
+        epilog="example: distcompat sbatch --nodes 2 --gpus-per-node 8 --time 00:30:00 "
+        "-- tests/test_matrix.py > night.sbatch",
     )
     sbatch.add_argument("--nodes", type=int, default=2, help="number of nodes (2)")
     sbatch.add_argument(
@@ -112,7 +119,8 @@ def _sbatch(options: argparse.Namespace) -> int:
         )
     if options.gpus_per_node < 0:
         raise UsageProblem(
-            f"--gpus-per-node {options.gpus_per_node} is not right: expected a whole number of at least 0"
+            f"--gpus-per-node {options.gpus_per_node} is not right: "
+            "expected a whole number of at least 0"
         )
     for name, pattern, expected in _TEXTS:
         value = getattr(options, name)
@@ -134,10 +142,11 @@ def _sbatch(options: argparse.Namespace) -> int:
     of_nodes = ("--distcompat-nodes", str(options.nodes), "--distcompat-executor", "slurm")
     gpus = ("--distcompat-gpus", str(options.gpus_per_node))
     pytest = [sys.executable, "-m", "pytest", *of_nodes, *gpus, *options.pytest]
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH --{name}={value}" for name, value in wanted.items() if value),
-    ]
-    lines += [f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(pytest)}"]
+    lines = ["#!/bin/bash"]
+    for name, value in wanted.items():
+        if value:
+            lines.append(f"#SBATCH --{name}={value}")
+    directory = shlex.quote(str(Path.cwd()))
+    lines += [f"cd {directory}", f"exec {shlex.join(pytest)}"]
     print("\n".join(lines))
     return 0

@@ -20,42 +20,58 @@ _NOT_SOURCE = {"node_modules", "__pycache__", "build", "dist", "site-packages"}
 
 
 def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
-    """Return the facts of this node, its clock aside; ``own`` are installed files of the user, ``root`` is the repository."""
+    """Return the facts of this node, its clock aside.
+
+    Args:
+        root: The repository.
+        own: Installed files of the user.
+        device: ``cuda`` or ``cpu``.
+    """
     paths = set(_sources(Path(root)))
     for path in own:
         paths.add(Path(path))
     shm = Path("/dev/shm")  # noqa: S108 - that is where it is
+    free_mib = 0
+    if shm.exists():
+        free_mib = shutil.disk_usage(shm).free >> 20
+    digests = {str(path): _digest(path) for path in sorted(paths)}
     return {
         "versions": versions((*PACKAGES, "numpy")),
-        "sources": {str(path): _digest(path) for path in sorted(paths)},
-        "shm": shutil.disk_usage(shm).free >> 20 if shm.exists() else 0,
+        "sources": digests,
+        "shm": free_mib,
         "gpus": visible_gpus() if device == "cuda" else 0,
     }
 
 
 def differences(
-    name: str, found: Mapping[str, Any], first: str, wanted: Mapping[str, Any]
+    name: str, node_facts: Mapping[str, Any], first: str, first_facts: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield in what the node ``name`` differs from the node ``first``.
 
     Args:
         name: The node that is compared.
-        found: Its facts.
+        node_facts: Its facts.
         first: The first node.
-        wanted: The facts of the first node.
+        first_facts: The facts of the first node.
     """
-    yield from _version_differences(name, found["versions"], first, wanted["versions"])
-    source_difference = _source_difference(name, found["sources"], first, wanted["sources"])
+    versions_of_node = node_facts["versions"]
+    yield from _version_differences(name, versions_of_node, first, first_facts["versions"])
+    digests = node_facts["sources"]
+    source_difference = _source_difference(name, digests, first, first_facts["sources"])
     if source_difference is not None:
         yield source_difference
         return
-    apart = found["wall"] - wanted["wall"]
+    apart = node_facts["wall"] - first_facts["wall"]
     if abs(apart) > CLOCKS_S:
-        yield f"the clock of {name} is {apart:+.0f} s off that of {first}; expected {CLOCKS_S:g} s at most"
-    if found["shm"] < SHM_MIB:
-        yield f"{name} has {found['shm']} MiB free in /dev/shm; expected {SHM_MIB} at least"
-    if found["gpus"] != wanted["gpus"]:
-        yield f"{name} has {found['gpus']} visible GPUs, {first} has {wanted['gpus']}"
+        difference = f"{apart:+.0f} s off that of {first}"
+        yield f"the clock of {name} is {difference}; expected {CLOCKS_S:g} s at most"
+    shm = node_facts["shm"]
+    if shm < SHM_MIB:
+        yield f"{name} has {shm} MiB free in /dev/shm; expected {SHM_MIB} at least"
+    gpus = node_facts["gpus"]
+    first_gpus = first_facts["gpus"]
+    if gpus != first_gpus:
+        yield f"{name} has {gpus} visible GPUs, {first} has {first_gpus}"
 
 
 def _version_differences(
@@ -72,7 +88,10 @@ def _version_differences(
 def _source_difference(
     name: str, digests: Mapping[str, str], first: str, first_digests: Mapping[str, str]
 ) -> str | None:
-    """Return the first difference between the sources of two nodes, from the digest of each path; None if they are equal."""
+    """Return the first difference between the sources of two nodes; None if they are equal.
+
+    Sources are the digest of each path.
+    """
     if first_digests and not digests:
         return f"{name} has no source of the repository; expected it at the same path as on {first}"
     for path in sorted({*digests, *first_digests}):
@@ -82,7 +101,8 @@ def _source_difference(
             continue
         if digest and first_digest:
             return f"{name} has another {path} than {first}"
-        return f"{path} is on {name if digest else first} only"
+        place = name if digest else first
+        return f"{path} is on {place} only"
     return None
 
 
@@ -94,7 +114,10 @@ def _digest(path: Path) -> str:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Yield the Python files of a repository, without virtual environments and hidden directories."""
+    """Yield the Python files of a repository.
+
+    Virtual environments and hidden directories are left out.
+    """
     for directory, inner, names in os.walk(root):
         # Changed in place: what is removed is not walked.
         inner[:] = [folder for folder in inner if _may_hold_sources(Path(directory, folder))]

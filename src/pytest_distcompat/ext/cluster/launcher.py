@@ -1,4 +1,6 @@
-"""The launcher of runs that span nodes: pytest's side of the node agents. Runs on one node go to another launcher.
+"""The launcher of runs that span nodes: pytest's side of the node agents.
+
+Runs on one node go to another launcher.
 
 On each node an agent runs (``agent``), which joins pytest's process by a channel, is told what to
 run, and starts the ranks there. ``Node`` is an agent as pytest sees it. ``Membership`` has the
@@ -31,7 +33,10 @@ from pytest_distcompat.leased import current_item
 
 
 class NodesLauncher(Launcher):
-    """Launcher that runs requests of several nodes on node agents, and others by the launcher ``on_one_node``."""
+    """Launcher that runs requests of several nodes on node agents.
+
+    Requests of one node go to the launcher ``on_one_node``.
+    """
 
     def __init__(
         self,
@@ -51,17 +56,27 @@ class NodesLauncher(Launcher):
 
     @property
     def taken(self) -> str:
-        """Why a scheduler takes all nodes away, so that no later run can start; empty while it does not."""
+        """Why a scheduler takes all nodes away, so that no later run can start.
+
+        Empty while it does not.
+        """
         return self._membership.taken
 
     def warm_up(self) -> None:
-        """Start the agents that the executor starts, and what runs on one node, unless an agent has that too."""
+        """Start the agents that the executor starts.
+
+        Warm up what runs on one node too, unless an agent has that.
+        """
         if not self._settings.node:
             self._on_one_node.warm_up()
         self._membership.start()
 
     def ready(self) -> str:
-        """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is."""
+        """Wait until all nodes have joined and are alike.
+
+        Returns:
+            What is wrong; empty if nothing is.
+        """
         return self._membership.ready()
 
     def get_warm(self) -> str:
@@ -70,7 +85,8 @@ class NodesLauncher(Launcher):
 
     def run(self, request: Request) -> Ending:
         """Run the request on its nodes."""
-        if request.nodes == 1 and not self._settings.node and not request.payload.get("own_disks"):
+        needs_agent = bool(self._settings.node) or bool(request.payload.get("own_disks"))
+        if request.nodes == 1 and not needs_agent:
             return self._on_one_node.run(request)
         problem = self.ready()
         if problem:
@@ -89,7 +105,10 @@ class NodesLauncher(Launcher):
             return Ending.not_launched(request.world_size, str(error))
 
     def _run_on(self, nodes: list[Node], request: Request) -> Ending:
-        """Run the request on these nodes once it has its devices, and record the lease of those that a scheduler gave."""
+        """Run the request on these nodes once it has its devices.
+
+        Record the lease of devices that a scheduler gave.
+        """
         who = current_item() or request.directory
         requested_at = clock.now()
         with self.devices(nodes, request.spread.local_size, who) as given:
@@ -122,7 +141,10 @@ class NodesLauncher(Launcher):
     def devices(
         self, nodes: Sequence[Node], ranks: int, who: str
     ) -> contextlib.AbstractContextManager[Given]:
-        """Hold devices for so many ranks on each of these nodes, or on pytest's own, if the executor's scheduler counts them."""
+        """Hold devices for so many ranks on each of these nodes, or on pytest's own.
+
+        Nothing is held unless the executor's scheduler counts devices.
+        """
         self._membership.start()
         settings = self._settings
         names = [node.name for node in nodes] or [""]
@@ -135,7 +157,10 @@ class NodesLauncher(Launcher):
             asked = Asked(names, "GPU", least, min(ranks, settings.gpus), who)
 
         def say(text: str) -> None:
-            lost = [f"{node.name}: {node.lost}" for node in nodes if node.lost]
+            lost = []
+            for node in nodes:
+                if node.lost:
+                    lost.append(f"{node.name}: {node.lost}")
             if lost:
                 raise UsageProblem("; ".join(lost))
             if text:

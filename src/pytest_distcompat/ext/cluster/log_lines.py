@@ -20,7 +20,12 @@ def shifted(line: str, seconds: float) -> str:
     """Return the line of an event with its time by another node's clock."""
     if not seconds:
         return line
-    return _TIME.sub(lambda match: f'"time": {float(match[1]) + seconds}', line, count=1)
+
+    def by_the_other_clock(match: re.Match[str]) -> str:
+        time = float(match[1]) + seconds
+        return f'"time": {time}'
+
+    return _TIME.sub(by_the_other_clock, line, count=1)
 
 
 def without_pid(line: str) -> str:

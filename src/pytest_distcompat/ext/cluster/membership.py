@@ -126,16 +126,20 @@ class Membership:
         """Return why a node cannot join; empty if it can."""
         known = self._nodes.get(node.name)
         if known is not None and not known.lost:
-            return f"a node of that name has joined from {known.channel.peer} already; expected another --name"
+            peer = known.channel.peer
+            return f"a node of that name has joined from {peer} already; expected another --name"
         present = [other.name for other in self._nodes.values() if not other.lost]
         if len(present) >= self._settings.nodes:
             return f"all {len(present)} nodes have joined: {', '.join(present)}"
         return ""
 
     def ready(self) -> str:
-        """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is.
+        """Wait until all nodes have joined and are alike.
 
         Agents that were lost since are started again, by an executor that can.
+
+        Returns:
+            What is wrong; empty if nothing is.
         """
         self.start()
         taken = self.find_taken()
@@ -164,7 +168,10 @@ class Membership:
         return problem
 
     def _restart_lost(self) -> None:
-        """Have agents started again that were lost since they were ready; one that never was ready will not be."""
+        """Have agents started again that were lost since they were ready.
+
+        One that never was ready will not be.
+        """
         if self._settings.node:
             return
         for node in self._lost():
@@ -175,10 +182,13 @@ class Membership:
                     self._processes.append(process)
 
     def _all_joined_or_never_will(self) -> bool:
-        """Tell whether there is nothing left to wait for: all nodes have joined, or one that is missing will not come."""
+        """Tell whether there is nothing left to wait for.
+
+        All nodes have joined then, or one that is missing will not come.
+        """
         if len(self._joined()) >= self._settings.nodes:
             return True
-        if self._processes and all(process.poll() is not None for process in self._processes):
+        if self._processes and self._all_processes_have_ended():
             return True
         for node in self._lost():
             process = self._restarted.get(node)
@@ -186,10 +196,14 @@ class Membership:
                 return True
         return False
 
+    def _all_processes_have_ended(self) -> bool:
+        return all(process.poll() is not None for process in self._processes)
+
     def _describe_missing(self, present: Sequence[Node]) -> str:
-        """Return which nodes are there and what became of those that were lost, and how a node can join."""
+        """Return which nodes have joined, what became of those lost, and how a node can join."""
         names = ", ".join(node.name for node in present) or "none"
-        text = f"{len(present)} of {self._settings.nodes} nodes are there ({names})"
+        count = f"{len(present)} of {self._settings.nodes} nodes"
+        text = f"{count} are there ({names})"
         for node in self._lost():
             text += f"; {node.name}: {node.lost}"
             if self._restarted.get(node):
@@ -201,7 +215,10 @@ class Membership:
         return text
 
     def _move(self) -> None:
-        """Start the agent of the next spare node where the one that has all runs is lost: a preempted one does not come back."""
+        """Start the agent of the next spare node where the one that has all runs is lost.
+
+        A preempted node does not come back.
+        """
         while self._spare and self._lost() and not self._joined():
             name = self._spare.pop(0)
             process = self._executor.start_one(self._join, name, self._token)
@@ -213,13 +230,20 @@ class Membership:
                 self._await_agent(process)
 
     def _await_agent(self, process: subprocess.Popen[str]) -> None:
-        clock.wait_until(
-            lambda: bool(self._joined()) or process.poll() is not None, self._settings.wait
-        )
+
+        def joined_or_ended() -> bool:
+            return bool(self._joined()) or process.poll() is not None
+
+        clock.wait_until(joined_or_ended, self._settings.wait)
 
     def _joined(self) -> list[Node]:
         """Return the nodes that have joined and are there."""
-        return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
+        joined = []
+        # A copy: nodes join in another thread.
+        for node in list(self._nodes.values()):
+            if node.facts and not node.lost:
+                joined.append(node)
+        return joined
 
     def find_taken(self) -> str:
         """Find out, once nodes are lost, whether a scheduler takes all of them away."""

@@ -81,11 +81,18 @@ class Node:
             self.lose(f"its agent is gone ({error})")
 
     def device(self, name: str) -> str:
-        """Return the name of one of its devices in the timeline. On this machine it is that of runs on one node."""
-        return name if self.boot == boot_id() else f"{self.name} {name}"
+        """Return the name of one of its devices in the timeline.
+
+        On this machine it is that of runs on one node.
+        """
+        on_this_machine = self.boot == boot_id()
+        return name if on_this_machine else f"{self.name} {name}"
 
     def problem(self) -> str:
-        """Return the answer to a message that was sent between runs: what is wrong, perhaps that the node is gone."""
+        """Return the answer to a message that was sent between runs.
+
+        It says what is wrong, perhaps that the node is gone.
+        """
         while not self.lost or not self.messages.empty():
             with contextlib.suppress(queue.Empty):
                 return str(self.messages.get(timeout=0.1)["problem"])

@@ -28,7 +28,8 @@ def has_failed(part: Part) -> bool:
 
 def process_of(rank: int, node: Node, part: Part) -> RankProcess:
     """Return how the process of a rank ended, with times by the clock here."""
-    fields = part["processes"].get(str(rank), {"lost": part.get("lost", "")})
+    lost: dict[str, Any] = {"lost": part.get("lost", "")}
+    fields = part["processes"].get(str(rank), lost)
     process = RankProcess(**{**fields, "node": node.name})
     if process.ended_at is not None:
         return dataclasses.replace(process, ended_at=process.ended_at - node.ahead)
@@ -40,7 +41,7 @@ def process_of(rank: int, node: Node, part: Part) -> RankProcess:
 def known_of_run(
     nodes: Sequence[Node], parts: Mapping[str, Part], timeout: float
 ) -> dict[str, Any]:
-    """Return what the nodes know of how their parts ended, put together for the run: arguments of ``conclude``.
+    """Return what the nodes know of how their parts ended, as arguments of ``conclude``.
 
     A part that a node has no answer for, because it is lost or was never started, does not count.
 
@@ -62,7 +63,8 @@ def known_of_run(
         oom_kills = max(oom_kills, known.get("oom_kills", 0))
         if first is None:
             first = known.get("first")
-        left_over += [f"{process} on {node.name}" for process in known.get("left_over", ())]
+        for process in known.get("left_over", ()):
+            left_over.append(f"{process} on {node.name}")
         notice = notice or known.get("notice", "")
     return {
         "timed_out": timed_out,

@@ -1,4 +1,7 @@
-"""Where the runs of a session are, by ``--distcompat-nodes``, ``--distcompat-worker-nodes``, marks and matrices."""
+"""Where the runs of a session are.
+
+``--distcompat-nodes``, ``--distcompat-worker-nodes``, marks and matrices say it.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,25 @@ class ClusterPlacement(Placement):
 
     @property
     def elsewhere(self) -> bool:
-        """Tell whether runs of this session span several nodes, or are on other nodes than this one."""
+        """Tell whether runs of this session span several nodes, or are on other nodes than this."""
         return self.machines > 1 or self.worker_nodes > 0 or self._default > 1
 
     def spread(self, world_size: int, nodes: int | None) -> Spread:
-        """Return the spread of a test: over the nodes of its mark, else over those of the session."""
+        """Return the spread of a test: over the nodes of its mark, or else of the session."""
         return Spread(world_size, nodes or self._default)
 
     def spread_matrix(self, matrix: Matrix) -> Matrix:
-        """Return a matrix whose cells are spread over the nodes of the session, unless it names a number itself."""
+        """Return a matrix whose cells are spread over the nodes of the session.
+
+        A matrix that names a number of nodes itself stays as it is.
+        """
         return matrix.spread_as(Matrix(nodes=self._default))
 
     def note(self, spread: Spread, *, shares: bool) -> None:
-        """Note a test of this session, and whether its nodes need a directory that all of them see."""
+        """Note a test of this session.
+
+        ``shares`` says that its nodes need a directory that all of them see.
+        """
         super().note(spread, shares=shares)
         is_elsewhere = not spread.on_one or self.worker_nodes > 0
         if shares and is_elsewhere and not spread.uneven:

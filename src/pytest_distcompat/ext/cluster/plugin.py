@@ -1,4 +1,7 @@
-"""Runs over several nodes: options, and the placement of runs; what they do is imported when a session needs it."""
+"""Runs over several nodes: options, and the placement of runs.
+
+What they do is imported when a session needs it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ def _token(text: str, base: Path) -> str:
         raise UsageProblem(f"{text!r}: {error.strerror}.") from None
     if len(token) < 16:
         raise UsageProblem(
-            f"{text!r}: expected a token of at least 16 characters, as `openssl rand -hex 32` makes it."
+            f"{text!r}: expected a token of at least 16 characters, "
+            "as `openssl rand -hex 32` makes it."
         )
     return token
 
@@ -56,37 +60,41 @@ OPTIONS = (
         "N",
         "1",
         count(least=1),
-        "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
+        "Spread the ranks of a test or suite that does not say over how many over N nodes "
+        "(default: 1).",
     ),
     Option(
         "worker_nodes",
         "N",
         "0",
         count(least=0),
-        "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
+        "Deal the workers of xdist (-n) out over N nodes: "
+        "each has its runs, of one node, there (default: 0, all here).",
     ),
     Option(
         "executor",
         "NAME",
         "local",
         _executor,
-        "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in "
-        "an allocation (slurm), or on a Ray cluster (ray) (default: local).",
+        "Start the agents of several nodes on this machine (local), "
+        "by `distcompat join` on each (join), by srun in an allocation (slurm), "
+        "or on a Ray cluster (ray) (default: local).",
     ),
     Option(
         "listen",
         "HOST[:PORT]",
         "",
         _address,
-        "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
+        "Have nodes join at this address of this machine "
+        "(default: 127.0.0.1 for local, the host's for slurm and ray).",
     ),
     Option(
         "token_file",
         "FILE",
         "",
         _token,
-        "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new "
-        "token).",
+        "Let only nodes join that know the token in this file; "
+        "--distcompat-executor join needs it (default: a new token).",
     ),
 )
 

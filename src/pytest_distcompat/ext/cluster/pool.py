@@ -13,7 +13,10 @@ from pytest_distcompat.lease import Lease, Pool, gpus
 
 @dataclass(eq=False, kw_only=True)
 class ScheduledPool(Pool):
-    """Pool that first holds ``ask(ranks, who)``, the scheduler's GPUs for so many ranks, and then leases those."""
+    """Pool that first gets GPUs from a scheduler, and then leases those.
+
+    ``ask(ranks, who)`` holds the scheduler's GPUs for so many ranks.
+    """
 
     ask: Callable[[int, str], contextlib.AbstractContextManager[Given]]
 
@@ -23,7 +26,10 @@ class ScheduledPool(Pool):
 
     @contextlib.contextmanager
     def lease(self, ranks: int, *, who: str, **options: Any) -> Iterator[Lease]:
-        """Lease GPUs as ``Pool`` does. A lease inside another one gets its GPUs, and asks for none."""
+        """Lease GPUs as ``Pool`` does.
+
+        A lease inside another one gets its GPUs, and asks for none.
+        """
         with contextlib.ExitStack() as held:
             if self.inventory is self._whole:
                 given = contextlib.ExitStack()

@@ -1,4 +1,7 @@
-"""The rendezvous of the agents of several nodes. The launcher process of each node imports this, by the name in ``Place``."""
+"""The rendezvous of the agents of several nodes.
+
+The launcher process of each node imports this, by the name in ``Place``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+# torch exports TCPStore without saying so.
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousInfo, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -24,6 +28,11 @@ from pytest_distcompat.launch.request import Request
 
 #: How often an agent looks whether those of the other nodes have come, in seconds.
 MEETING_INTERVAL_S = 0.02
+
+
+def _brief_delay(seconds: float) -> None:  # noqa: ARG001 - torch passes it by name
+    """Wait less than torch does."""
+    clock.sleep(MEETING_INTERVAL_S)
 
 
 class SeveralNodes(DynamicRendezvousHandler):
@@ -42,10 +51,11 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents, and note the port of the ranks' store."""
-        # torch looks for the other nodes once a second, which is most of a warm run.
-        self._state_holder._cache_duration = 0  # type: ignore[attr-defined]  # noqa: SLF001 - see the class
+        # torch looks for the other nodes once a second, which is most of a warm run. These names
+        # are private: see the class.
+        self._state_holder._cache_duration = 0  # type: ignore[attr-defined]  # noqa: SLF001
         module: Any = dynamic_rendezvous
-        module._delay = lambda seconds: clock.sleep(MEETING_INTERVAL_S)  # noqa: ARG005, SLF001 - see the class
+        module._delay = _brief_delay  # noqa: SLF001
         info = super().next_rendezvous()
         assert info.bootstrap_store_info is not None
         self.port = info.bootstrap_store_info.master_port
@@ -63,7 +73,8 @@ class SeveralNodes(DynamicRendezvousHandler):
     def _get_world(self) -> tuple[int, int]:
         return self.number, super()._get_world()[1]
 
-    def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002 - torch's signature
+    # The arguments are those of torch.
+    def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002
         return store_on(loopback.listen(master_addr), master_addr)
 
 

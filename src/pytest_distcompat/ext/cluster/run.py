@@ -1,4 +1,6 @@
-"""One run on nodes. Each node has a part of it, its ranks; the first node opens the store by which they meet.
+"""One run on nodes.
+
+Each node has a part of the run, its ranks; the first node opens the store by which they meet.
 
 Agents send what their ranks log; it is written here, and forwarded to the other nodes.
 """
@@ -67,9 +69,10 @@ class NodesRun:
         self._stopped_at: float | None = None
         self._limit = TimeLimit(self.nodes, self.request.timeout, self.settings.say)
         #: The variables of the environment that tests have set, and those that they have removed.
-        self._set = {
-            name: value for name, value in os.environ.items() if self.environment.get(name) != value
-        }
+        self._set: dict[str, str] = {}
+        for name, value in os.environ.items():
+            if self.environment.get(name) != value:
+                self._set[name] = value
         self._unset = [name for name in self.environment if name not in os.environ]
         if not self.settings.node:
             # A node that leases devices says for which test.
@@ -99,7 +102,7 @@ class NodesRun:
                 # The first node has ended and has not opened the store, so the others never start.
                 for node in self.nodes[1:]:
                     self._parts[node.name] = NOT_STARTED
-            if self._failed_at is None and any(has_failed(part) for part in self._parts.values()):
+            if self._failed_at is None and any(map(has_failed, self._parts.values())):
                 self._failed_at = clock.now()
             self._stop_late()
             if not messages:
@@ -118,7 +121,8 @@ class NodesRun:
             if node.lost and node.name not in self._parts:
                 taken = self.taken()
                 why = f"{node.lost}: {taken}" if taken else node.lost
-                self._parts[node.name] = {"processes": {}, "known": {}, "lost": why, "output": {}}
+                lost: Part = {"processes": {}, "known": {}, "lost": why, "output": {}}
+                self._parts[node.name] = lost
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -147,7 +151,10 @@ class NodesRun:
         node.send(message)
 
     def _receive(self) -> list[dict[str, Any]]:
-        """Return the messages of all nodes that have arrived, once their logs are written and forwarded."""
+        """Return the messages of all nodes that have arrived.
+
+        Their logs are written and forwarded by then.
+        """
         messages = []
         for node in self.nodes:
             while not node.messages.empty():
@@ -164,21 +171,28 @@ class NodesRun:
             self.settings.say(f"{node.name}: {message['text']}")
         elif message["is"] == "ended":
             self._parts[node.name] = message
+            worker = self.settings.worker
             for fields in message.get("spans", ()):
-                span = decode(Span, fields).on_node(node.name, node.ahead, self.settings.worker)
+                span = decode(Span, fields).on_node(node.name, node.ahead, worker)
                 append(Path(self.settings.timeline), span)
 
     def _log(self, node: Node, rank: int, lines: str) -> None:
-        """Write lines of a rank's log, with times by the clock here, and forward to other nodes what they need."""
+        """Write lines of a rank's log, and forward to other nodes what they need.
+
+        Their times are changed to those by the clock here.
+        """
         own_lines = [shifted(line, -node.ahead) for line in lines.splitlines()]
-        with (self._directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+        path = self._directory / f"rank-{rank}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in own_lines)
         forwarded = [without_pid(line) for line in own_lines if is_forwarded(line)]
         if not forwarded:
             return
         for other in self.nodes:
             if other is not node:
-                text = "".join(f"{shifted(line, other.ahead)}\n" for line in forwarded)
+                text = ""
+                for line in forwarded:
+                    text += f"{shifted(line, other.ahead)}\n"
                 other.send({"do": "log", "rank": rank, "lines": text})
 
     def _stop_late(self) -> None:
@@ -198,7 +212,10 @@ class NodesRun:
                 node.send({"do": "stop", "why": "another node has ended"})
 
     def _conclude(self, began: float) -> Ending:
-        """Return how the run ended, from the logs of all ranks and what each node knew of its processes."""
+        """Return how the run ended.
+
+        It is concluded from the logs of all ranks, and what each node knew of its processes.
+        """
         processes: dict[int, RankProcess] = {}
         errors: list[str] = []
         events = LogReader(self._directory, range(self.request.world_size)).read()
@@ -211,8 +228,10 @@ class NodesRun:
                 # A rank that had not finished says so itself.
                 if all(of_kind(Done, events[rank]) for rank in ranks):
                     errors.append(f"{node.name}: {part['lost']}")
-            elif part["known"].get("launch_error"):
-                errors.append(f"{node.name}: {part['known']['launch_error']}")
+            else:
+                launch_error = part["known"].get("launch_error")
+                if launch_error:
+                    errors.append(f"{node.name}: {launch_error}")
             self._write_output(part["output"])
             for name, text in part.get("recorded", {}).items():
                 (self._directory / name).write_text(text, encoding="utf-8")
@@ -233,16 +252,19 @@ class NodesRun:
         """Write what the ranks of a node wrote to where reports look for it."""
         for rank, texts in output.items():
             for kind, text in texts.items():
-                logs = self._directory / "logs" / "nodes" / "attempt_0" / rank
-                path = (
-                    self._directory / f"rank-{rank}.log" if kind == "log" else logs / f"{kind}.log"
-                )
+                path = self._directory / f"rank-{rank}.log"
+                if kind != "log":
+                    logs = self._directory / "logs" / "nodes" / "attempt_0" / rank
+                    path = logs / f"{kind}.log"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
 
 
 def _command(request: Request) -> str:
-    """Return the command line that runs the run alone; of one on several nodes, with what torchrun needs on each."""
+    """Return the command line that runs the run alone.
+
+    If the run is on several nodes, it has what torchrun needs on each.
+    """
     if request.spread.on_one:
         return request.command()
     meeting = f"--nnodes {request.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"

@@ -32,6 +32,17 @@ class Wanted:
     shares: bool
 
 
+#: Why options do not fit an executor.
+_COLD = (
+    "cold torchrun runs on one node; "
+    "expected no --distcompat-launcher torchrun beside several nodes"
+)
+_SHARES_GPUS = (
+    "its nodes would share GPUs, which NCCL refuses; "
+    "expected --distcompat-gpus 0, or another executor"
+)
+
+
 def nodes_launcher(
     session: DistcompatSession, wanted: Wanted, launcher: Launcher, warmth: Warmth
 ) -> NodesLauncher:
@@ -63,7 +74,8 @@ def nodes_launcher(
     )
     if names and wanted.worker_nodes:
         # Each worker of xdist has its runs on one node, the next worker on the next node.
-        number = int(session.worker.removeprefix("gw") or 0) % len(names)
+        worker = int(session.worker.removeprefix("gw") or 0)
+        number = worker % len(names)
         node = names[number]
         others = names[number + 1 :] + names[:number]
         # The node itself is the last: its agent alone may be gone.
@@ -95,7 +107,10 @@ def _names_of_nodes(
 def _why_no_executor(
     session: DistcompatSession, wanted: Wanted, executor: Executor, token: object
 ) -> str:
-    """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
+    """Return why the options do not fit the executor, empty if they do.
+
+    ``token`` is what nodes join with; empty if there is none.
+    """
     unsupported = executor.unsupported_reason()
     if unsupported:
         return unsupported
@@ -103,22 +118,16 @@ def _why_no_executor(
     shares_gpus = executor.name == "local" and session.gpus > 0 and not wanted.worker_nodes
     has_no_token = bool(executor.hint) and not token
     has_workers = bool(executor.hint) and bool(session.worker)
-    reason = first_reason(
-        (
-            cold,
-            "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes",
-        ),
-        (
-            shares_gpus,
-            "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor",
-        ),
+    conditions: tuple[tuple[bool, str], ...] = (
+        (cold, _COLD),
+        (shares_gpus, _SHARES_GPUS),
         (
             has_no_token,
             "expected --distcompat-token-file FILE, with the token that nodes join with",
         ),
         (has_workers, "each worker of xdist would need nodes of its own; expected no -n"),
     )
-    return reason or ""
+    return first_reason(*conditions) or ""
 
 
 def _why_no_nodes(wanted: Wanted, names: list[str] | None) -> str:
@@ -129,5 +138,6 @@ def _why_no_nodes(wanted: Wanted, names: list[str] | None) -> str:
     if wanted.worker_nodes and names is None:
         return f"it cannot start agents on {wanted.worker_nodes} nodes one by one"
     if names is not None and len(names) < needed:
-        return f"there are {len(names)} of {needed} nodes: {', '.join(names) or 'none'}"
+        names_text = ", ".join(names) or "none"
+        return f"there are {len(names)} of {needed} nodes: {names_text}"
     return ""

@@ -16,7 +16,10 @@ SUSPENDED_S = 3600.0
 
 
 class TimeLimit:
-    """The time limit of one run. It counts beats of the agents and not seconds: a suspended job has no beats, and no time."""
+    """The time limit of one run.
+
+    It counts beats of the agents and not seconds: a suspended job has no beats, and no time.
+    """
 
     def __init__(self, nodes: Sequence[Node], seconds: float, say: Callable[[str], None]) -> None:
         self._nodes = nodes
@@ -41,10 +44,16 @@ class TimeLimit:
         if not self._counted_from:
             return False
         limit = (self._seconds + AFTER_LIMIT_S) / HEARTBEAT_S
-        return all(node.beats - self._counted_from[node] > limit for node in running)
+
+        def has_run_for_so_long(node: Node) -> bool:
+            return node.beats - self._counted_from[node] > limit
+
+        return all(map(has_run_for_so_long, running))
 
     def note_suspended(self, running: Sequence[Node], now: float) -> None:
-        """Tell the user of nodes whose agents do not run, and give up those that are suspended for too long.
+        """Tell the user of nodes whose agents do not run.
+
+        Give up those that are suspended for too long.
 
         Args:
             running: The nodes that have not ended their parts.
@@ -66,5 +75,6 @@ class TimeLimit:
         if now - self._suspended_since > SUSPENDED_S:
             for node in suspended:
                 node.lose(
-                    f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers"
+                    f"its agent has not run for {SUSPENDED_S / 60:g} minutes, "
+                    "though the node answers"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,17 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
         pids: The process id of each rank.
         limit: The time limit of the phase in seconds, for messages.
     """
-    phases = {rank: report.phase for rank, report in reports.items() if report.phase is not None}
+    phases: dict[int, Phase] = {}
+    for rank, report in reports.items():
+        if report.phase is not None:
+            phases[rank] = report.phase
     finished = len(phases) == len(pids)
     if finished and not any(report.problem for report in reports.values()):
         return _outcome_of_passed(reports, phases)
-    all_skip = finished and all(phase.outcome == "skipped" for phase in phases.values())
-    events: dict[int, list[Event]] = {rank: [Start(pid, rank=rank)] for rank, pid in pids.items()}
+    all_skip = finished and _all_skipped(phases.values())
+    events: dict[int, list[Event]] = {}
+    for rank, pid in pids.items():
+        events[rank] = [Start(pid, rank=rank)]
     processes = dict.fromkeys(pids, RankProcess())
     for rank, report in reports.items():
         if report.phase is None:
@@ -90,9 +95,14 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
             events[rank] += _events(report, report.phase, all_skip=all_skip)
     timed_out = any(report.stuck for report in reports.values())
     outcome = merge(conclude(events, processes, timed_out=timed_out, timeout=limit))
-    if outcome.kind == "xfailed" and any(_passed_setup(phase) for phase in phases.values()):
+    any_passed_setup = any(map(_passed_setup, phases.values()))
+    if outcome.kind == "xfailed" and any_passed_setup:
         return dataclasses.replace(outcome, kind=POSTPONED)
     return outcome
+
+
+def _all_skipped(phases: Iterable[Phase]) -> bool:
+    return all(phase.outcome == "skipped" for phase in phases)
 
 
 def _passed_setup(phase: Phase) -> bool:
@@ -107,9 +117,13 @@ def _outcome_of_passed(reports: Mapping[int, PhaseReport], phases: Mapping[int, 
     """
     terminated = [rank for rank, report in reports.items() if report.terminated]
     if terminated:
-        text = f"{name_ranks(terminated)} received SIGTERM, which ends a process that has no handler of its own"
+        text = (
+            f"{name_ranks(terminated)} received SIGTERM, "
+            "which ends a process that has no handler of its own"
+        )
         return Outcome("failed", text, hard=True)
-    properties = of_all_ranks({rank: phase.properties for rank, phase in phases.items()})
+    properties_by_rank = {rank: phase.properties for rank, phase in phases.items()}
+    properties = of_all_ranks(properties_by_rank)
     for phase in phases.values():
         if phase.text.startswith(STRICT_XPASS):
             return Outcome("failed", phase.text, properties=properties)
@@ -127,7 +141,8 @@ def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Ev
         yield Done(**common)
         return
     kind = Error if phase.outcome == "failed" else Excused
-    yield kind(*phase.ending, phase.text, lost=phase.lost, cut=report.cut, **common)
+    ending, message = phase.ending
+    yield kind(ending, message, phase.text, lost=phase.lost, cut=report.cut, **common)
 
 
 def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
@@ -139,7 +154,9 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
         command: The command that repeats the test, for the message.
     """
     own_names = {name for name, _ in report.user_properties}
-    report.user_properties += [pair for pair in outcome.properties if pair[0] not in own_names]
+    for name, value in outcome.properties:
+        if name not in own_names:
+            report.user_properties.append((name, value))
     if outcome.kind == SAME:
         return
     if hasattr(report, "wasxfail"):

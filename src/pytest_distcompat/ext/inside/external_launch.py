@@ -53,7 +53,8 @@ def enter(config: pytest.Config) -> None:
     launched.hide_from_children()
     if getattr(config.option, "dist", "no") != "no" or hasattr(config, "workerinput"):
         raise pytest.UsageError(
-            "pytest inside a launch: its ranks cannot share tests out with xdist; leave out -n and --dist"
+            "pytest inside a launch: its ranks cannot share tests out with xdist; "
+            "leave out -n and --dist"
         )
     world = World.from_environment(session.device)
     session.world_size = world.size
@@ -108,9 +109,8 @@ class Inside:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Store an error of collection, to compare it between ranks."""
         if report.failed:
-            self._collection_errors.append(
-                f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}"
-            )
+            last_line = report.longreprtext.strip().splitlines()[-1]
+            self._collection_errors.append(f"{report.nodeid}: {last_line}")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -183,7 +183,8 @@ class Inside:
         self._phases = Phases()
         # After a hang there are no other ranks to agree with.
         if self._lockstep is not None and not self._over:
-            self._lockstep.begin(f"{when} of {item.nodeid}", self._deadline, self._limit)
+            place = f"{when} of {item.nodeid}"
+            self._lockstep.begin(place, self._deadline, self._limit)
 
     def _time_limit(self, item: pytest.Item) -> float:
         """Return the time limit of a test in seconds."""
@@ -227,7 +228,8 @@ class Inside:
             # Another plugin's hook has raised before our hook for this phase was called.
             self._begin(item, report.when)
         try:
-            agreement = lockstep.end(self._phases.of(report), group=self._has_group(call.when))
+            phase = self._phases.of(report)
+            agreement = lockstep.end(phase, group=self._has_group(call.when))
         except Gone as problem:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         outcome = agreement.outcome
@@ -372,7 +374,9 @@ def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
     own = collections[0]
     for rank, other in collections.items():
         if other["errors"] != own["errors"]:
-            errors = f"rank 0: {_first_or_none(own['errors'])}; rank {rank}: {_first_or_none(other['errors'])}"
+            own_errors = _first_or_none(own["errors"])
+            other_errors = _first_or_none(other["errors"])
+            errors = f"rank 0: {own_errors}; rank {rank}: {other_errors}"
             return f"not all ranks have the same errors of collection. {errors}"
         if other["items"] != own["items"]:
             return _different_items(own["items"], other["items"], rank)
@@ -392,7 +396,8 @@ def _different_items(own: Sequence[str], others: Sequence[str], rank: int) -> st
         only_rank = 0 if line[0] == "-" else rank
         lines.append(f"  only rank {only_rank}: {line[1:]}")
     if not lines:
-        for number, (nodeid, other) in enumerate(zip(own, others, strict=True), 1):
+        pairs = zip(own, others, strict=True)
+        for number, (nodeid, other) in enumerate(pairs, 1):
             if nodeid != other:
                 pair = f"rank 0 has {nodeid}, rank {rank} has {other}"
                 return f"the ranks have their tests in different orders: as number {number} {pair}"

@@ -14,7 +14,8 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def is_rank() -> bool:
     """Tell whether a launcher started this process as one of several ranks."""
-    return all(name in os.environ for name in _VARIABLES) and HIDDEN not in os.environ
+    is_launched = all(name in os.environ for name in _VARIABLES)
+    return is_launched and HIDDEN not in os.environ
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:

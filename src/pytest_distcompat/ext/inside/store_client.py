@@ -37,7 +37,8 @@ class StoreClient:
         """Return the text of a key; None if it is not set."""
         value: bytes | None = None
         with self._noting_loss():
-            value = self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
+            if self._store.check([PREFIX + key]):
+                value = self._store.get(PREFIX + key)
         return None if value is None else value.decode()
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -68,9 +69,11 @@ def _store(rank: int, size: int) -> Any:
 
     If the launcher has no store, rank 0 opens it, for groups too.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+    # torch exports it without saying so.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return TCPStore(address, port, is_master=False)
     # As torchrun sets it: init_process_group then connects to this store instead of opening its

@@ -34,7 +34,9 @@ class Termination:
     @property
     def since(self) -> float:
         """Seconds since the signal came; 0 if it has not."""
-        return 0.0 if self._received_at is None else max(clock.now() - self._received_at, 1e-9)
+        if self._received_at is None:
+            return 0.0
+        return max(clock.now() - self._received_at, 1e-9)
 
     def wait(self, seconds: float) -> None:
         """Wait for the signal, at most so many seconds."""
@@ -42,7 +44,8 @@ class Termination:
         if not readable:
             return
         with contextlib.suppress(BlockingIOError):
-            if signal.SIGTERM in os.read(self._reading, 64) and self._received_at is None:
+            signals = os.read(self._reading, 64)
+            if signal.SIGTERM in signals and self._received_at is None:
                 self._received_at = clock.now()
 
     def ignore(self) -> None:

@@ -1,4 +1,7 @@
-"""All functions and branches of a source file: coverage's static analysis, with what a branch reads."""
+"""All functions and branches of a source file, by coverage's static analysis.
+
+For each branch it tells whether its condition reads an argument or a setting.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,12 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Executed:
-    """What an action executed of a file: lines as bits by number, branches as bits by their place in ``branches``."""
+    """What an action executed of a file.
+
+    Attributes:
+        lines: The lines, as bits by number.
+        branches: The branches, as bits by their place in ``SourceFile.branches``.
+    """
 
     lines: int = 0
     branches: int = 0
@@ -140,6 +148,11 @@ def numbers_of(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
+#: The number of a line, and that of the line that is executed next, as coverage has them. A number
+#: below 0 stands for the way into a function or out of it. Not every arc is a branch.
+_Arc = tuple[int, int]
+
+
 class AnalysedFile:
     """A source file with the means to read a rank's arcs."""
 
@@ -152,13 +165,14 @@ class AnalysedFile:
         statements = bits_of(self._reporter.lines())
         self.file = SourceFile(file_id, self._scopes.functions, self._branches(), statements)
         #: The place of each branch in ``branches``, by its line and target.
-        self._number_by_arc: dict[tuple[int, int], int] = {}
+        self._number_by_arc: dict[_Arc, int] = {}
         for number, branch in enumerate(self.file.branches):
             self._number_by_arc[branch.line, branch.target] = number
         self._only_target = self._only_targets()
-        self._executed_by_arc: dict[tuple[int, int], Executed] = {}
+        #: What ``_translated`` returned for each arc.
+        self._executed_by_arc: dict[_Arc, Executed] = {}
 
-    def executed(self, arcs: Iterable[tuple[int, int]]) -> Executed:
+    def executed(self, arcs: Iterable[_Arc]) -> Executed:
         """Return the lines and branches of arcs that a rank has recorded."""
         lines = 0
         branches = 0
@@ -170,22 +184,27 @@ class AnalysedFile:
             branches |= executed.branches
         return Executed(lines, branches)
 
-    def _translated(self, arc: tuple[int, int]) -> Executed:
-        """Return the first lines of the statements that an arc connects, and the branch that it is, if it is one."""
-        lines = self._reporter.translate_lines(number for number in arc if number > 0)
+    def _translated(self, arc: _Arc) -> Executed:
+        """Return the first lines of the two statements of an arc, and its branch, if it is one."""
+        line_numbers = [number for number in arc if number > 0]
+        lines = self._reporter.translate_lines(line_numbers)
         branches = []
         for line, target in self._reporter.translate_arcs([arc]):
             number = self._number_by_arc.get((line, target))
             if line == target and line in self._only_target:
                 # sys.monitoring reports a line without where it leads; a line that leads nowhere
                 # else is no branch.
-                number = self._number_by_arc.get((line, self._only_target[line]))
+                only_target = self._only_target[line]
+                number = self._number_by_arc.get((line, only_target))
             if number is not None:
                 branches.append(number)
         return Executed(bits_of(lines), bits_of(branches))
 
     def _branches(self) -> tuple[Branch, ...]:
-        """Return the arcs from lines of functions that have several, without lines that a comment excludes."""
+        """Return the arcs from the lines of functions that have several.
+
+        Lines that a comment excludes from coverage are left out.
+        """
         exit_counts = self._reporter.exit_counts()
         excluded = self._reporter.no_branch_lines() | self._reporter.excluded_lines()
         branches = []
@@ -195,11 +214,19 @@ class AnalysedFile:
                 continue
             if line in excluded or target in excluded:
                 continue
-            rank = scope.rank(self._scopes.conditions.get(line))
+            condition = self._scopes.conditions.get(line)
             target_text = ""
             if target > 0:
                 target_text = self._lines[target].strip()
-            branches.append(Branch(scope.name, line, target, self._text(line), target_text, rank))
+            branch = Branch(
+                function=scope.name,
+                line=line,
+                target=target,
+                text=self._text(line),
+                target_text=target_text,
+                rank=scope.rank(condition),
+            )
+            branches.append(branch)
         return tuple(branches)
 
     def _text(self, line: int) -> str:
@@ -209,7 +236,8 @@ class AnalysedFile:
         if condition is not None and condition.end_lineno is not None:
             # What a case matches stands above it.
             last = max(line, condition.end_lineno)
-        return " ".join(text.strip() for text in self._lines[line : last + 1])
+        texts = [text.strip() for text in self._lines[line : last + 1]]
+        return " ".join(texts)
 
     def _only_targets(self) -> dict[int, int]:
         """Return the target of each line that leads to one line only."""
@@ -244,13 +272,15 @@ class _Scope:
     def _reads_input(self, condition: ast.expr) -> bool:
         """Tell whether a condition reads an argument of the function, or a setting."""
         for node in ast.walk(condition):
-            if isinstance(node, ast.Name) and (
-                node.id in self.arguments or _SETTING.search(node.id)
-            ):
-                return True
-            if isinstance(node, ast.Attribute) and _SETTING.search(node.attr):
+            if isinstance(node, ast.Name):
+                if node.id in self.arguments or _SETTING.search(node.id):
+                    return True
+            elif isinstance(node, ast.Attribute) and _SETTING.search(node.attr):
                 return True
         return False
+
+
+_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class _Scopes:
@@ -271,12 +301,18 @@ class _Scopes:
         return self._innermost.get(line)
 
     def _read(self, node: ast.AST, names: tuple[str, ...]) -> None:
-        """Read the functions and conditions below a node, which is inside functions and classes of these names."""
+        """Read the functions and conditions below a node.
+
+        Args:
+            node: The node.
+            names: The names of the functions and classes that it is in.
+        """
         for child in ast.iter_child_nodes(node):
             self._read_condition(child)
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                self._enter(child, (*names, child.name))
-                self._read(child, (*names, child.name))
+                inner_names = (*names, child.name)
+                self._enter(child, inner_names)
+                self._read(child, inner_names)
             elif isinstance(child, ast.ClassDef):
                 self._read(child, (*names, child.name))
             else:
@@ -292,14 +328,23 @@ class _Scopes:
             for case in node.cases:
                 self.conditions[case.pattern.lineno] = node.subject
 
-    def _enter(self, node: ast.FunctionDef | ast.AsyncFunctionDef, names: tuple[str, ...]) -> None:
-        """Add a function; ``names`` are those of the functions and classes around it, and its own."""
+    def _enter(self, node: _FunctionNode, names: tuple[str, ...]) -> None:
+        """Add a function.
+
+        Args:
+            node: Its definition.
+            names: The names of the functions and classes around it, and its own.
+        """
         # Python runs the definition where it stands, not in the function. A signature may take
         # several lines; the body of ``def f(): ...`` is on the line of its definition.
         first = node.body[0].lineno - 1
         last = node.end_lineno or node.lineno
         scope = _Scope(
-            ".".join(names), first, last, self._is_public(names), _argument_names(node.args)
+            name=".".join(names),
+            first=first,
+            last=last,
+            public=self._is_public(names),
+            arguments=_argument_names(node.args),
         )
         self._scopes.append(scope)
         for line in range(first + 1, last + 1):
@@ -307,7 +352,10 @@ class _Scopes:
             self._innermost[line] = scope
 
     def _is_public(self, names: tuple[str, ...]) -> bool:
-        """Tell whether users may call it: by ``__all__`` if the module has one, else by its name and the module's."""
+        """Tell whether users may call a function.
+
+        The module's ``__all__`` says so; without it the names of the function and of the module do.
+        """
         if any(_is_private(name) for name in names):
             return False
         if self._exported is not None:
@@ -315,22 +363,22 @@ class _Scopes:
         return not self._in_private_module
 
     def _function(self, scope: _Scope) -> Function:
-        lines = [
-            line
-            for line in range(scope.first + 1, scope.last + 1)
-            if self._innermost[line] is scope
-        ]
-        return Function(scope.name, scope.first, bits_of(lines), scope.public)
+        own_lines: list[int] = []
+        for line in range(scope.first + 1, scope.last + 1):
+            if self._innermost[line] is scope:
+                own_lines.append(line)
+        return Function(scope.name, scope.first, bits_of(own_lines), scope.public)
 
 
 def _argument_names(arguments: ast.arguments) -> frozenset[str]:
-    """Return the names of a function's parameters, without that of the object or class that has the method."""
+    """Return the names of a function's parameters, without ``self`` and ``cls``."""
     parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     if arguments.vararg is not None:
         parameters.append(arguments.vararg)
     if arguments.kwarg is not None:
         parameters.append(arguments.kwarg)
-    return frozenset(parameter.arg for parameter in parameters) - {"self", "cls"}
+    names = {parameter.arg for parameter in parameters}
+    return frozenset(names - {"self", "cls"})
 
 
 def _exported_names(module: ast.Module) -> frozenset[str] | None:
@@ -338,7 +386,8 @@ def _exported_names(module: ast.Module) -> frozenset[str] | None:
     for node in module.body:
         if not isinstance(node, ast.Assign):
             continue
-        if [ast.unparse(target) for target in node.targets] == ["__all__"]:
+        names = [ast.unparse(target) for target in node.targets]
+        if names == ["__all__"]:
             try:
                 return frozenset(ast.literal_eval(node.value))
             except (ValueError, TypeError):
@@ -353,7 +402,10 @@ def _is_private(name: str) -> bool:
 
 @functools.cache
 def _analysis() -> Coverage:
-    """Return a Coverage for the analysis of files, with coverage's own settings, which traces nothing."""
+    """Return a Coverage for the analysis of files, with coverage's default settings.
+
+    It traces nothing.
+    """
     from coverage import Coverage
 
     return Coverage(data_file=None, config_file=False, branch=True)

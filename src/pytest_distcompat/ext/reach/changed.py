@@ -1,4 +1,4 @@
-"""A change of a library: which cells execute the changed places, and which places no cell executes."""
+"""A change of a library: which cells execute the changed places, and which no cell executes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ class CellReach:
 
 
 def read_change(text: str) -> tuple[str, list[ChangedPlace]]:
-    """Return the library and the changed places of ``PACKAGE@OLD_DIR..NEW_DIR``, or of ``PACKAGE@FILE.diff``.
+    """Return the library that a change is of, and the changed places.
+
+    Args:
+        text: ``PACKAGE@OLD_DIR..NEW_DIR`` or ``PACKAGE@FILE.diff``.
 
     Raises:
         UsageProblem: The text or what it names is not right.
@@ -88,43 +91,56 @@ def read_change(text: str) -> tuple[str, list[ChangedPlace]]:
     if library is None or not where:
         known = ", ".join(BY_NAME)
         raise UsageProblem(
-            f"{text!r} is not right: expected PACKAGE@OLD_DIR..NEW_DIR or PACKAGE@FILE.diff, of {known}."
+            f"{text!r} is not right: "
+            f"expected PACKAGE@OLD_DIR..NEW_DIR or PACKAGE@FILE.diff, of {known}."
         )
     if where.endswith((".diff", ".patch")):
         return package, list(places_of_diff(library, _read(Path(where))))
     old, separator, new = where.partition("..")
     if not separator:
         raise UsageProblem(
-            f"{where!r} is not right: expected two directories as OLD_DIR..NEW_DIR, or a .diff file."
+            f"{where!r} is not right: "
+            "expected two directories as OLD_DIR..NEW_DIR, or a .diff file."
         )
-    return package, list(
-        changed_places(library, _package_directory(old, package), _package_directory(new, package))
-    )
+    before = _package_directory(old, package)
+    after = _package_directory(new, package)
+    return package, list(changed_places(library, before, after))
 
 
 def files_outside(text: str) -> list[str]:
-    """Return the changed files of a package that no map has, since they are no training code; of a diff none are known."""
+    """Return the changed files of a package that no map has, since they are no training code.
+
+    Args:
+        text: The change, as in ``read_change``. Of a diff the result is empty.
+    """
     package, _, where = text.partition("@")
     old, separator, new = where.partition("..")
     if not separator:
         return []
+    before = _package_directory(old, package)
+    after = _package_directory(new, package)
     names: set[str] = set()
     covered: set[str] = set()
-    directories = [_package_directory(old, package), _package_directory(new, package)]
-    for directory in directories:
-        names.update(path.relative_to(directory).as_posix() for path in directory.rglob("*.py"))
-        covered.update(
-            path.relative_to(directory).as_posix() for path in BY_NAME[package].files(directory)
-        )
-    before, after = directories
-    return [
-        name for name in sorted(names - covered) if _bytes(before / name) != _bytes(after / name)
-    ]
+    for directory in (before, after):
+        names |= _relative_names(directory.rglob("*.py"), directory)
+        covered |= _relative_names(BY_NAME[package].files(directory), directory)
+    changed: list[str] = []
+    for name in sorted(names - covered):
+        if _bytes(before / name) != _bytes(after / name):
+            changed.append(name)
+    return changed
+
+
+def _relative_names(paths: Iterable[Path], directory: Path) -> set[str]:
+    """Return the names of files, relative to the directory of their package."""
+    return {path.relative_to(directory).as_posix() for path in paths}
 
 
 def _bytes(path: Path) -> bytes:
-    """Return the content of a file; nothing of one that is not there."""
-    return path.read_bytes() if path.is_file() else b""
+    """Return the content of a file, empty if there is no such file."""
+    if not path.is_file():
+        return b""
+    return path.read_bytes()
 
 
 def old_release(text: str) -> str | None:
@@ -144,25 +160,40 @@ def _read(path: Path) -> str:
 
 
 def _package_directory(text: str, package: str) -> Path:
-    """Return the package's directory: this one, or the one of its name in it, as in site-packages."""
+    """Return the package's directory: this one, or that of its name in it (site-packages)."""
     directory = Path(text)
-    inner = directory / package
-    found = inner if inner.is_dir() else directory
-    if not (found / "__init__.py").is_file():
+    package_directory = directory
+    if (directory / package).is_dir():
+        package_directory = directory / package
+    if not (package_directory / "__init__.py").is_file():
         raise UsageProblem(f"{directory}: no package {package} is there")
-    return found
+    return package_directory
 
 
 def changed_places(library: Library, old: Path, new: Path) -> Iterator[ChangedPlace]:
-    """Yield the places in which two copies of a library's training code differ, but for comments and docstrings."""
-    old_files = {path.relative_to(old).as_posix() for path in library.files(old)}
-    new_files = {path.relative_to(new).as_posix() for path in library.files(new)}
+    """Yield the places in which two copies of a library's training code differ.
+
+    Comments and docstrings do not count.
+
+    Args:
+        library: The library.
+        old: The directory of the old copy of its package.
+        new: The directory of the new one.
+    """
+    old_files = _relative_names(library.files(old), old)
+    new_files = _relative_names(library.files(new), new)
     for name in sorted(old_files | new_files):
-        before = _code_lines(_read(old / name)) if name in old_files else []
-        after = _code_lines(_read(new / name)) if name in new_files else []
-        if before != after:
-            diff = difflib.unified_diff(before, after, n=0, lineterm="")
-            yield from _places(FileId(library.name, name), list(diff)[2:])
+        before: list[str] = []
+        after: list[str] = []
+        if name in old_files:
+            before = _code_lines(_read(old / name))
+        if name in new_files:
+            after = _code_lines(_read(new / name))
+        if before == after:
+            continue
+        # The first two lines of a diff are the names of the files.
+        _, _, *hunks = difflib.unified_diff(before, after, n=0, lineterm="")
+        yield from _places(FileId(library.name, name), hunks)
 
 
 def _code_lines(source: str) -> list[str]:
@@ -173,21 +204,35 @@ def _code_lines(source: str) -> list[str]:
     except SyntaxError:
         return lines
     for node in ast.walk(module):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        first = node.body[0] if node.body else None
-        if (
-            isinstance(first, ast.Expr)
-            and isinstance(first.value, ast.Constant)
-            and first.end_lineno
-        ):
-            for number in range(first.lineno, first.end_lineno + 1):
+        docstring = _docstring_of(node)
+        if docstring is not None and docstring.end_lineno:
+            for number in range(docstring.lineno, docstring.end_lineno + 1):
                 lines[number - 1] = ""
-    return ["" if line.lstrip().startswith("#") else line for line in lines]
+    for index, line in enumerate(lines):
+        if line.lstrip().startswith("#"):
+            lines[index] = ""
+    return lines
+
+
+def _docstring_of(node: ast.AST) -> ast.Expr | None:
+    """Return the statement that is the docstring of a module, class or function."""
+    if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    if not node.body:
+        return None
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        return first
+    return None
 
 
 def places_of_diff(library: Library, diff: str) -> Iterator[ChangedPlace]:
-    """Yield the changed places of a unified diff whose paths have the package's name in them, as git writes it."""
+    """Yield the changed places of a unified diff.
+
+    Args:
+        library: The library.
+        diff: The text. Its paths have the name of the package in them, as git writes them.
+    """
     file: FileId | None = None
     lines: list[str] = []
     old_name = ""
@@ -195,34 +240,42 @@ def places_of_diff(library: Library, diff: str) -> Iterator[ChangedPlace]:
         if line.startswith("--- "):
             if file is not None:
                 yield from _places(file, lines)
-            file, lines, old_name = None, [], line.removeprefix("--- ")
+            file = None
+            lines = []
+            old_name = line.removeprefix("--- ")
         elif line.startswith("+++ "):
             name = line.removeprefix("+++ ")
-            file = _file_in(library, old_name if name.startswith("/dev/null") else name)
-        elif line.startswith("diff --git "):
-            continue
-        else:
+            if name.startswith("/dev/null"):
+                # The new release does not have the file.
+                name = old_name
+            file = _file_in(library, name)
+        elif not line.startswith("diff --git "):
             lines.append(line)
 
 
 def _file_in(library: Library, name: str) -> FileId | None:
     """Return the file that a path of a diff names; None if it is not of the package."""
     # git and diff write what they know of a file after a tab.
-    path = name.partition("\t")[0].strip()
-    _, separator, below = f"/{path}".partition(f"/{library.name}/")
-    return FileId(library.name, below) if separator and below.endswith(".py") else None
+    path, _, _ = name.partition("\t")
+    rooted_path = f"/{path.strip()}"
+    _, separator, below = rooted_path.partition(f"/{library.name}/")
+    if not separator or not below.endswith(".py"):
+        return None
+    return FileId(library.name, below)
 
 
 def _places(file: FileId, diff: Iterable[str]) -> Iterator[ChangedPlace]:
-    """Yield the changed places of a file from the hunks of a unified diff, which may show lines around them."""
+    """Yield the changed places of a file from the hunks of a unified diff.
+
+    The hunks may show unchanged lines around the places.
+    """
     block = _Block(file)
     for line in diff:
         head = _HEAD.match(line)
         if head:
             yield from block.place()
-            # A hunk without old lines names the one that it comes after, not its first.
-            old_first = int(head[1]) if head[2] != "0" else int(head[1]) + 1
-            new_first = int(head[3]) if head[4] != "0" else int(head[3]) + 1
+            old_first = _first_line(head[1], head[2])
+            new_first = _first_line(head[3], head[4])
             block.begin(old_first, new_first)
         elif line.startswith("-"):
             block.remove(line[1:])
@@ -234,8 +287,26 @@ def _places(file: FileId, diff: Iterable[str]) -> Iterator[ChangedPlace]:
     yield from block.place()
 
 
+def _first_line(number: str, count: str | None) -> int:
+    """Return the number of a hunk's first line.
+
+    Args:
+        number: The number in the head of the hunk.
+        count: How many lines the hunk has; None for one.
+    """
+    if count == "0":
+        # A hunk without lines names the line that it comes after.
+        return int(number) + 1
+    return int(number)
+
+
 class _Block:
-    """The lines that follow each other in a diff; ``old`` and ``new`` are the next lines of both files."""
+    """The changed lines that follow each other in a diff.
+
+    Attributes:
+        old: The number of the next line of the old file.
+        new: The number of the next line of the new file.
+    """
 
     def __init__(self, file: FileId) -> None:
         self._file = file
@@ -243,7 +314,10 @@ class _Block:
 
     def begin(self, old: int, new: int) -> None:
         """Begin anew, at these lines."""
-        self.old, self.new, self._old_first, self._new_first = old, new, old, new
+        self.old = old
+        self.new = new
+        self._old_first = old
+        self._new_first = new
         self._removed: dict[int, str] = {}
         self._added: list[str] = []
 
@@ -265,57 +339,82 @@ class _Block:
         """Yield the place, if the lines have code."""
         if not self._removed and not self._added:
             return
-        text = [*self._added, *self._removed.values()][0]
+        text, *_ = (*self._added, *self._removed.values())
         defines = not self._removed and bool(_DEFINITION.match(text))
-        after = self._old_first - 1
         yield ChangedPlace(
-            self._file, self._new_first, tuple(self._removed), after, text.strip(), defines
+            file=self._file,
+            line=self._new_first,
+            removed=tuple(self._removed),
+            after=self._old_first - 1,
+            text=text.strip(),
+            defines=defines,
         )
 
 
 def _is_code(text: str) -> bool:
-    return bool(text.strip()) and not text.lstrip().startswith("#")
+    code = text.strip()
+    return bool(code) and not code.startswith("#")
 
 
-def reached_places(found: ReachMap, places: Iterable[ChangedPlace]) -> list[PlaceReach]:
-    """Return for each place who executes it, by the map of the old release."""
+def reached_places(reach_map: ReachMap, places: Iterable[ChangedPlace]) -> list[PlaceReach]:
+    """Return for each place who executes it.
+
+    Args:
+        reach_map: The map of the old release.
+        places: The changed places.
+    """
     reached = []
     for place in places:
-        file = found.files.get(place.file)
-        if file is None or place.defines:
+        if place.file not in reach_map.files or place.defines:
             reached.append(PlaceReach(place, "", ()))
         else:
-            reached.append(_reached_place(found.coverage_of(place.file), place))
+            file_reach = reach_map.coverage_of(place.file)
+            reached.append(_reached_place(file_reach, place))
     return reached
 
 
-def _reached_place(file: FileReach, place: ChangedPlace) -> PlaceReach:
-    """Return who executes the old statements of a place, or those around it where lines are added only."""
-    function = None
+def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
+    """Return who executes the old statements of a place.
+
+    Where lines are only added, the statements before and after them count.
+    """
+    file = file_reach.file
+    function_name = ""
     bits = 0
     # The one before may be in another branch than the new lines, and so may the one after.
     for line in place.removed or (place.after, place.after + 1):
         # A place outside all functions runs on import.
-        around = file.file.function_at(line) or file.file.function_at(line + 1)
-        if around is None:
+        function = file.function_at(line) or file.function_at(line + 1)
+        if function is None:
             continue
-        function = function or around
-        statement = 1 << file.file.statement_at(line)
-        # A changed signature, or the first lines of a body: all that execute the function.
-        bits |= statement if statement & around.body else around.body
-    return PlaceReach(place, function.name if function else "", file.contexts_of_lines(bits))
+        function_name = function_name or function.name
+        statement = 1 << file.statement_at(line)
+        if statement & function.body:
+            bits |= statement
+        else:
+            # A changed signature, or the first lines of a body: all that execute the function.
+            bits |= function.body
+    return PlaceReach(place, function_name, file_reach.contexts_of_lines(bits))
 
 
 def cells_by_specificity(reached: Iterable[PlaceReach]) -> list[CellReach]:
     """Return the cells that execute changed places, first those whose places few others execute."""
-    places: dict[str, int] = {}
-    alone: dict[str, int] = {}
-    weight: dict[str, float] = {}
-    for one in reached:
-        cells = one.cells
+    # For each place of a cell, how many cells execute it.
+    cell_counts: dict[str, list[int]] = {}
+    for place_reach in reached:
+        cells = place_reach.cells
         for cell in cells:
-            places[cell] = places.get(cell, 0) + 1
-            alone[cell] = alone.get(cell, 0) + (len(cells) == 1)
-            weight[cell] = weight.get(cell, 0.0) + 1 / len(cells)
-    found = [CellReach(cell, places[cell], alone[cell], weight[cell]) for cell in places]
-    return sorted(found, key=lambda one: (-one.weight, one.cell))
+            cell_counts.setdefault(cell, []).append(len(cells))
+    cell_reaches = []
+    for cell, counts in cell_counts.items():
+        weight = 0.0
+        for count in counts:
+            weight += 1 / count
+        cell_reach = CellReach(
+            cell=cell,
+            places=len(counts),
+            alone=counts.count(1),
+            weight=weight,
+        )
+        cell_reaches.append(cell_reach)
+    return sorted(cell_reaches, key=lambda cell_reach: (-cell_reach.weight, cell_reach.cell))

@@ -12,6 +12,7 @@ from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
+    from pytest_distcompat.ext.reach.changed import PlaceReach
     from pytest_distcompat.ext.reach.map import ReachMap
 
 
@@ -20,7 +21,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "reach",
         help="which branches of the stack the cells execute, and which none does",
-        description="Show the map that pytest wrote with --distcompat-reach FILE. Several files, of shards, are one map.",
+        description="Show the map that pytest wrote with --distcompat-reach FILE. "
+        "Several files, of shards, are one map.",
     )
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="a map; that of each shard"
@@ -45,8 +47,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--changed",
         metavar="PACKAGE@OLD_DIR..NEW_DIR",
-        help="list the cells that execute what differs in these two copies of a package, of which the map has the old one; "
-        "or PACKAGE@FILE.diff",
+        help="list the cells that execute what differs in these two copies of a package, "
+        "of which the map has the old one; or PACKAGE@FILE.diff",
     )
     parser.add_argument(
         "--select",
@@ -65,7 +67,8 @@ def add(commands: Any) -> None:
         type=Path,
         nargs=2,
         metavar=("LAST.json", "TODAY.json"),
-        help="with --changed or --compare: of the cells whose values differ in these reports, the functions that do",
+        help="with --changed or --compare: of the cells whose values differ in these reports, "
+        "the functions that do",
     )
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page of the map too")
     parser.add_argument(
@@ -78,15 +81,15 @@ def _reach(options: argparse.Namespace) -> int:
     from pytest_distcompat.ext.reach.page import page
     from pytest_distcompat.ext.reach.store import write_map
 
-    found = _selected(options)
-    for line in _lines(options, found):
+    reach_map = _selected(options)
+    for line in _lines(options, reach_map):
         print(visible(line))
     if options.output:
         with named_in_errors(options.output):
-            write_map(options.output, found)
+            write_map(options.output, reach_map)
         print(f"written: {options.output}")
     if options.html:
-        write(options.html, page(found))
+        write(options.html, page(reach_map))
         print(f"written: {options.html}")
     return 0
 
@@ -96,64 +99,71 @@ def _selected(options: argparse.Namespace) -> ReachMap:
     from pytest_distcompat.ext.reach.store import read_map
 
     first, *others = options.files
-    found = read_map(first)
+    reach_map = read_map(first)
     for path in others:
         try:
-            found.merge(read_map(path))
+            reach_map.merge(read_map(path))
         except ValueError as problem:
             raise UsageProblem(f"{first} and {path}: {problem}") from None
     if options.library:
-        known = found.libraries()
-        if options.library not in known:
+        if options.library not in reach_map.libraries():
+            known = ", ".join(reach_map.libraries())
             raise UsageProblem(
-                f"--library {options.library}: it is not in the map. Known: {', '.join(known)}."
+                f"--library {options.library}: it is not in the map. Known: {known}."
             )
-        found.files = {
-            file_id: file
-            for file_id, file in found.files.items()
-            if file_id.library == options.library
-        }
-        found.executed = {
-            file_id: one for file_id, one in found.executed.items() if file_id in found.files
-        }
+        _keep_library(reach_map, options.library)
     if options.cell:
-        cells = sorted({context.cell for context in found.contexts()})
-        found = found.only(options.cell)
-        if not found.contexts():
+        cells = sorted({context.cell for context in reach_map.contexts()})
+        reach_map = reach_map.only(options.cell)
+        if not reach_map.contexts():
+            names = ", ".join(cells)
             raise UsageProblem(
-                f"--cell {options.cell}: none of the {len(cells)} cells in the map: {', '.join(cells)}."
+                f"--cell {options.cell}: none of the {len(cells)} cells in the map: {names}."
             )
-    return found
+    return reach_map
 
 
-def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
+def _keep_library(reach_map: ReachMap, library: str) -> None:
+    """Remove the files of all other libraries from the map."""
+    for file_id in list(reach_map.files):
+        if file_id.library != library:
+            del reach_map.files[file_id]
+            reach_map.executed.pop(file_id, None)
+
+
+def _lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
     from pytest_distcompat.ext.reach.compare import compare
     from pytest_distcompat.ext.reach.store import read_map
     from pytest_distcompat.ext.reach.text import functions, missing, overview, unreached
 
     if options.values:
-        yield from _value_lines(options, found)
+        yield from _value_lines(options, reach_map)
     elif options.changed:
-        yield from _changed_lines(options, found)
+        yield from _changed_lines(options, reach_map)
     elif options.compare:
-        news = compare(read_map(options.compare), found)
-        yield from missing(news.unreached, "new branches that no cell reaches")
+        comparison = compare(read_map(options.compare), reach_map)
+        yield from missing(comparison.unreached, "new branches that no cell reaches")
         yield ""
-        yield f"new branches that some cell reaches: {len(news.reached)}"
+        yield f"new branches that some cell reaches: {len(comparison.reached)}"
         yield ""
         yield from missing(
-            news.lost, "branches that a cell of the earlier release reaches, and none of this one"
+            comparison.lost,
+            "branches that a cell of the earlier release reaches, and none of this one",
         )
     elif options.missing:
-        yield from missing(unreached(found, found.libraries()), "branches that no cell reaches")
+        branches = unreached(reach_map, reach_map.libraries())
+        yield from missing(branches, "branches that no cell reaches")
     elif options.library:
-        yield from functions(found, options.library)
+        yield from functions(reach_map, options.library)
     else:
-        yield from overview(found)
+        yield from overview(reach_map)
 
 
-def _value_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
-    """Yield the lines about cells whose values differ between two reports, with what differs in the code they execute."""
+def _value_lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
+    """Yield the lines about the cells whose values differ between two reports.
+
+    Each has what differs in the code that it executes.
+    """
     from pytest_distcompat.ext.reach.changed import reached_places, read_change
     from pytest_distcompat.ext.reach.differences import difference_lines
     from pytest_distcompat.ext.reach.store import read_map
@@ -162,17 +172,24 @@ def _value_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
 
     if not options.changed and not options.compare:
         raise UsageProblem(
-            "--values needs what has changed: --changed PACKAGE@OLD_DIR..NEW_DIR, or --compare EARLIER"
+            "--values needs what has changed: "
+            "--changed PACKAGE@OLD_DIR..NEW_DIR, or --compare EARLIER"
         )
     before, after = options.values
     changes = value_changes(Report.read(before), Report.read(after))
-    earlier = read_map(options.compare) if options.compare else None
-    places = reached_places(found, read_change(options.changed)[1]) if options.changed else []
-    yield f"cells whose values differ: {len({(change.driver, change.cell) for change in changes})}"
-    yield from difference_lines(changes, earlier, found, places)
+    earlier: ReachMap | None = None
+    if options.compare:
+        earlier = read_map(options.compare)
+    places: list[PlaceReach] = []
+    if options.changed:
+        _, changed_places = read_change(options.changed)
+        places = reached_places(reach_map, changed_places)
+    cells = {(change.driver, change.cell) for change in changes}
+    yield f"cells whose values differ: {len(cells)}"
+    yield from difference_lines(changes, earlier, reach_map, places)
 
 
-def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
+def _changed_lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
     from pytest_distcompat.ext.reach.changed import (
         files_outside,
         old_release,
@@ -184,12 +201,11 @@ def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str
 
     text = options.changed
     library, places = read_change(text)
-    if library not in found.libraries():
-        raise UsageProblem(
-            f"--changed {text}: {library} is not in the map. Known: {', '.join(found.libraries())}."
-        )
-    check_release(found, library, old_release(text))
-    reached = reached_places(found, places)
+    if library not in reach_map.libraries():
+        known = ", ".join(reach_map.libraries())
+        raise UsageProblem(f"--changed {text}: {library} is not in the map. Known: {known}.")
+    check_release(reach_map, library, old_release(text))
+    reached = reached_places(reach_map, places)
     if options.select:
         yield from changed_unexecuted(reached)
     else:
@@ -198,6 +214,7 @@ def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str
     if outside:
         yield f"changed files that no map has, since they are no training code: {len(outside)}"
     if options.select:
-        selected = select(found, reached, options.cells_per_place)
-        write(options.select, "\n".join(file_lines(text, selected, found, options.cell)) + "\n")
+        selected = select(reach_map, reached, options.cells_per_place)
+        lines = file_lines(text, selected, reach_map, options.cell)
+        write(options.select, "\n".join(lines) + "\n")
         yield summary(selected)

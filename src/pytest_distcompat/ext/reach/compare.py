@@ -1,4 +1,4 @@
-"""Two releases compared: code of the later one that is new and that no cell reaches, and what cells reach no more."""
+"""Two releases compared: new code of the later one, and code that cells reach no more."""
 
 from __future__ import annotations
 
@@ -69,7 +69,11 @@ def compare(earlier: ReachMap, later: ReachMap) -> Comparison:
 
 def _count_reached(reach_map: ReachMap) -> Counter[Signature]:
     """Return how many branches of each signature some cell reaches."""
-    return Counter(signature for signature, branch in _signatures(reach_map) if branch.contexts)
+    counts: Counter[Signature] = Counter()
+    for signature, branch in _signatures(reach_map):
+        if branch.contexts:
+            counts[signature] += 1
+    return counts
 
 
 def _signatures(reach_map: ReachMap) -> Iterator[tuple[Signature, BranchReach]]:

@@ -1,4 +1,7 @@
-"""Where the values of a cell may have changed: the functions that differ between two maps in what the cell executes of them."""
+"""Where the values of a cell may have changed.
+
+Those are the functions of which the cell executes something else in one map than in another.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_distcompat.ext.reach.branches import Branch, Executed, Function
+from pytest_distcompat.ext.reach.branches import Branch, Executed, Function, SourceFile
 from pytest_distcompat.ext.reach.changed import PlaceReach
 from pytest_distcompat.ext.reach.libraries import FileId
-from pytest_distcompat.ext.reach.map import FileReach, ReachMap
+from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.ext.reach.text import fitted
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.values import Extent, ValueChange
 
 #: What a rank does before its first step is done.
@@ -57,7 +59,15 @@ class _Profile:
 def function_differences(
     earlier: ReachMap, later: ReachMap, change: ValueChange
 ) -> list[FunctionDifference]:
-    """Return the functions that the cell of a change executes, before its values differ, and that differ between the maps."""
+    """Return the functions of which a cell executes something else than in the earlier release.
+
+    Only what it executes before its values differ first counts.
+
+    Args:
+        earlier: The map of the earlier release.
+        later: The map of the later release.
+        change: The cell, and which of its values differ.
+    """
     actions = actions_before(change)
     place = f"{change.driver}/{change.cell}"
     differences: list[FunctionDifference] = []
@@ -78,41 +88,73 @@ def actions_before(change: ValueChange) -> frozenset[str] | None:
     words = change.first.split()
     if words[0] == "build":
         return _BUILDS
-    return _BUILDS | {"step"} if "step" in words else None
+    if "step" in words:
+        return _BUILDS | {"step"}
+    return None
+
+
+def _is_before(context: Context, place: str, actions: frozenset[str] | None) -> bool:
+    """Tell whether a context is one of these actions of the cell at that place."""
+    if context.place != place:
+        return False
+    return actions is None or context.action in actions
 
 
 def _profiles(
     reach_map: ReachMap, file_id: FileId, place: str, actions: frozenset[str] | None
 ) -> dict[str, _Profile]:
-    """Return the profile of each function of a file by its name; none of a file that the map has not."""
+    """Return the profile of each function of a file by its name; empty if the map lacks the file.
+
+    Args:
+        reach_map: The map.
+        file_id: The file.
+        place: Driver and cell.
+        actions: The actions that count; None for all.
+    """
     if file_id not in reach_map.files:
         return {}
     executed = Executed()
-    for context, part in reach_map.executed.get(file_id, {}).items():
-        if context.place == place and (actions is None or context.action in actions):
-            executed |= part
-    file_reach = reach_map.coverage_of(file_id)
-    branches = grouped(
-        (branch.function, (branch, bool(executed.branches >> number & 1)))
-        for number, branch in enumerate(file_reach.file.branches)
-    )
+    for context, executed_by_context in reach_map.executed.get(file_id, {}).items():
+        if _is_before(context, place, actions):
+            executed |= executed_by_context
+    file = reach_map.files[file_id]
+    branches: dict[str, list[_CellBranch]] = {}
+    for number, branch in enumerate(file.branches):
+        is_taken = bool(executed.branches >> number & 1)
+        branches.setdefault(branch.function, []).append(_CellBranch(branch, is_taken))
     profiles: dict[str, _Profile] = {}
-    for function in file_reach.file.functions:
-        own = branches.get(function.name, [])
-        profiles[function.name] = _profile(file_reach, function, executed, own)
+    for function in file.functions:
+        own_branches = branches.get(function.name, [])
+        profiles[function.name] = _profile(file, function, executed, own_branches)
     return profiles
 
 
+@dataclass(frozen=True)
+class _CellBranch:
+    """A branch, and whether the cell takes it."""
+
+    branch: Branch
+    is_taken: bool
+
+
 def _profile(
-    file_reach: FileReach,
+    file: SourceFile,
     function: Function,
     executed: Executed,
-    branches: Sequence[tuple[Branch, bool]],
+    branches: Iterable[_CellBranch],
 ) -> _Profile:
-    texts = [(branch.text, branch.target_text) for branch, _ in branches]
-    taken = Counter((branch.text, branch.target_text) for branch, is_taken in branches if is_taken)
-    statements = (file_reach.file.statements & function.body) >> function.first
-    return _Profile(bool(executed.lines & function.body), (statements, *texts), taken)
+    """Return what a cell executes of a function, of which these are the branches."""
+    texts: list[tuple[str, str]] = []
+    taken: Counter[tuple[str, str]] = Counter()
+    for cell_branch in branches:
+        branch = cell_branch.branch
+        text = (branch.text, branch.target_text)
+        texts.append(text)
+        if cell_branch.is_taken:
+            taken[text] += 1
+    is_executed = bool(executed.lines & function.body)
+    statements = (file.statements & function.body) >> function.first
+    return _Profile(is_executed, (statements, *texts), taken)
 
 
 def _difference(before: _Profile | None, after: _Profile | None) -> str:
@@ -138,7 +180,9 @@ def difference_lines(
     later: ReachMap,
     places: Sequence[PlaceReach],
 ) -> Iterator[str]:
-    """Yield the lines about cells whose values changed, those together of which the same functions and places differ.
+    """Yield the lines about cells whose values changed.
+
+    Cells of which the same functions and places differ are together.
 
     Args:
         changes: The cells.
@@ -146,32 +190,36 @@ def difference_lines(
         later: The map of the later release, or of the only one.
         places: What a release changes, with who executes it.
     """
-    alike: dict[tuple[str, ...], list[ValueChange]] = {}
+    changes_by_lines: dict[tuple[str, ...], list[ValueChange]] = {}
     for change in changes:
         lines = [f"  {line}" for line in _changed_places(change, places)]
         if earlier is not None:
-            lines += [
-                f"  {difference}" for difference in function_differences(earlier, later, change)
-            ]
-        alike.setdefault(tuple(lines), []).append(change)
-    for lines_alike, cells in alike.items():
-        for change in cells:
-            yield fitted(f"{change.cell} ({change.driver}): {change.extent.value}: {change.what}")
-        yield from map(fitted, lines_alike[:_LISTED])
-        if len(lines_alike) > _LISTED:
-            yield f"  and {len(lines_alike) - _LISTED} more"
-        if not lines_alike:
-            yield "  nothing that the cell executes before differs in the map: another package may have changed"
+            for difference in function_differences(earlier, later, change):
+                lines.append(f"  {difference}")
+        changes_by_lines.setdefault(tuple(lines), []).append(change)
+    for shared_lines, alike in changes_by_lines.items():
+        for change in alike:
+            cell = f"{change.cell} ({change.driver})"
+            yield fitted(f"{cell}: {change.extent.value}: {change.what}")
+        for line in shared_lines[:_LISTED]:
+            yield fitted(line)
+        if len(shared_lines) > _LISTED:
+            yield f"  and {len(shared_lines) - _LISTED} more"
+        if not shared_lines:
+            yield (
+                "  nothing that the cell executes before differs in the map: "
+                "another package may have changed"
+            )
 
 
 def _changed_places(change: ValueChange, places: Sequence[PlaceReach]) -> Iterator[str]:
     """Yield the changed places that a cell executes before its values differ."""
     actions = actions_before(change)
+    cell = f"{change.driver}/{change.cell}"
     for place_reach in places:
         place = place_reach.place
         for context in place_reach.contexts:
-            if context.place == f"{change.driver}/{change.cell}" and (
-                actions is None or context.action in actions
-            ):
-                yield f"{place.file}:{place.line} {place_reach.function}: {place.text}"
+            if _is_before(context, cell, actions):
+                position = f"{place.file}:{place.line}"
+                yield f"{position} {place_reach.function}: {place.text}"
                 break

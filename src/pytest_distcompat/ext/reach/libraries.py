@@ -1,4 +1,4 @@
-"""The training code of the installed libraries: which files of their packages count, found in their directories."""
+"""The training code of the installed libraries: which files of their packages count."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ class Library:
     without: tuple[str, ...] = ()
 
     def files(self, directory: Path) -> Iterator[Path]:
-        """Yield the files of the training code below the directory of a package, installed or unpacked."""
+        """Yield the files of the training code below the directory of a package.
+
+        The package need not be installed.
+        """
         left_out = [directory / name for name in self.without]
-        found: set[Path] = set()
+        paths: set[Path] = set()
         for part in self.parts:
-            found.update(directory.glob(part))
-        for path in sorted(found):
+            paths.update(directory.glob(part))
+        for path in sorted(paths):
             if not any(path.is_relative_to(parent) for parent in left_out):
                 yield path
 
@@ -63,7 +66,12 @@ BY_NAME: Mapping[str, Library] = {library.name: library for library in LIBRARIES
 
 @dataclass(frozen=True, order=True)
 class FileId:
-    """A file of a library, named alike on all machines: by its path below the package's directory."""
+    """A file of a library, with a name that is the same on all machines.
+
+    Attributes:
+        library: The name of the library.
+        path: The path below the package's directory.
+    """
 
     library: str
     path: str
@@ -74,13 +82,14 @@ class FileId:
 
 
 def installed_libraries() -> dict[Library, Path]:
-    """Return the installed libraries, which are not imported, each with the directory of its package."""
-    found: dict[Library, Path] = {}
+    """Return the installed libraries, each with the directory of its package; imports none."""
+    directories: dict[Library, Path] = {}
     for library in LIBRARIES:
         spec = importlib.util.find_spec(library.name)
         if spec is not None and spec.submodule_search_locations:
-            found[library] = Path(spec.submodule_search_locations[0]).resolve()
-    return found
+            directory = Path(spec.submodule_search_locations[0])
+            directories[library] = directory.resolve()
+    return directories
 
 
 def installed_files() -> dict[Path, FileId]:
@@ -88,11 +97,16 @@ def installed_files() -> dict[Path, FileId]:
     files: dict[Path, FileId] = {}
     for library, directory in installed_libraries().items():
         for path in library.files(directory):
-            files[path.resolve()] = FileId(library.name, path.relative_to(directory).as_posix())
+            relative = path.relative_to(directory).as_posix()
+            files[path.resolve()] = FileId(library.name, relative)
     return files
 
 
 def installed_versions() -> dict[str, str]:
     """Return the release of each of the libraries that is installed."""
-    found = {library.name: version_of(library.name) for library in LIBRARIES}
-    return {name: version for name, version in found.items() if version}
+    versions: dict[str, str] = {}
+    for library in LIBRARIES:
+        version = version_of(library.name)
+        if version:
+            versions[library.name] = version
+    return versions

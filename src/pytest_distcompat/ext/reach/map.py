@@ -1,4 +1,8 @@
-"""The map of a session: all functions and branches of the stack's training code, and which cells execute them in which action."""
+"""The map of a session: which cells execute which functions and branches of the stack.
+
+It has all functions and branches of the training code of the installed libraries, and for each the
+cells that execute it, with the action in which they do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat.ext.reach.branches import Branch, Executed, Function, SourceFile
 from pytest_distcompat.ext.reach.libraries import FileId
-from pytest_distcompat.grouping import grouped
 
 
 @dataclass(frozen=True, order=True)
@@ -29,8 +32,10 @@ class Context:
         return f"{self.driver}/{self.cell}"
 
     def matches(self, pattern: str) -> bool:
-        """Tell whether the cell, or driver and cell, are as the pattern says (``fsdp2-*``, ``accelerate/*``)."""
-        return fnmatch.fnmatchcase(self.cell, pattern) or fnmatch.fnmatchcase(self.place, pattern)
+        """Tell whether the pattern fits the cell (``fsdp2-*``) or its place (``accelerate/*``)."""
+        if fnmatch.fnmatchcase(self.cell, pattern):
+            return True
+        return fnmatch.fnmatchcase(self.place, pattern)
 
 
 #: What each context executed of one file.
@@ -64,8 +69,10 @@ class ReachMap:
         """
         differing = []
         for name in sorted(self.versions.keys() & other.versions.keys()):
-            if self.versions[name] != other.versions[name]:
-                differing.append(f"{name} {self.versions[name]} and {other.versions[name]}")
+            version = self.versions[name]
+            other_version = other.versions[name]
+            if version != other_version:
+                differing.append(f"{name} {version} and {other_version}")
         if differing:
             raise ValueError(f"they are of different releases: {', '.join(differing)}")
         for file_id, file in other.files.items():
@@ -146,7 +153,7 @@ class BranchReach:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Return the key by which branches are sorted: what users are likely to run into comes first."""
+        """Return the key by which branches are sorted: the likeliest for users come first."""
         return (self.branch.rank, self.file, self.branch.line, self.branch.target)
 
 
@@ -171,12 +178,13 @@ class FileReach:
 
     def counts(self) -> Counts:
         """Return the numbers of the file."""
-        reached_functions = [
-            function for function in self.file.functions if function.body & self.union.lines
-        ]
+        reached_functions = 0
+        for function in self.file.functions:
+            if function.body & self.union.lines:
+                reached_functions += 1
         return Counts(
             functions=len(self.file.functions),
-            reached_functions=len(reached_functions),
+            reached_functions=reached_functions,
             branches=len(self.file.branches),
             reached_branches=self.union.branches.bit_count(),
             files=1,
@@ -190,14 +198,15 @@ class FileReach:
 
     def functions(self) -> Iterator[FunctionReach]:
         """Yield the functions with their branches, by line."""
-        branches = grouped(
-            (branch_reach.branch.function, branch_reach) for branch_reach in self.branches()
-        )
+        branches: dict[str, list[BranchReach]] = {}
+        for branch_reach in self.branches():
+            branches.setdefault(branch_reach.branch.function, []).append(branch_reach)
         for function in self.file.functions:
             # Of several functions with one name, such as a property's getter and setter, the first
             # has all branches.
             own_branches = tuple(branches.pop(function.name, ()))
-            yield FunctionReach(function, self.contexts_of_lines(function.body), own_branches)
+            contexts = self.contexts_of_lines(function.body)
+            yield FunctionReach(function, contexts, own_branches)
 
     def contexts_of_lines(self, lines: int) -> tuple[Context, ...]:
         """Return the contexts that execute any of these lines, which are bits."""
@@ -212,7 +221,8 @@ class FileReach:
         # Most code is executed by no context: one question answers for all of them.
         if not shared_bits(self.union):
             return ()
-        contexts = [
-            context for context, executed in self._executed.items() if shared_bits(executed)
-        ]
+        contexts: list[Context] = []
+        for context, executed in self._executed.items():
+            if shared_bits(executed):
+                contexts.append(context)
         return tuple(sorted(contexts))

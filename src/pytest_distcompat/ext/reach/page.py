@@ -28,7 +28,7 @@ class LibraryPart:
     files: tuple[FileReach, ...]
 
 
-def page(found: ReachMap) -> str:
+def page(reach_map: ReachMap) -> str:
     """Return the page. Everything from a source file is text, which jinja2 escapes."""
     import jinja2
     from markupsafe import Markup
@@ -36,22 +36,27 @@ def page(found: ReachMap) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = resources.files("pytest_distcompat.ext.reach") / "templates" / "reach.html.j2"
-    style = resources.files("pytest_distcompat.report") / "templates" / "page.css"
-    return environment.from_string(template.read_text(encoding="utf-8")).render(
+    template_path = resources.files("pytest_distcompat.ext.reach") / "templates" / "reach.html.j2"
+    style_path = resources.files("pytest_distcompat.report") / "templates" / "page.css"
+    template = environment.from_string(template_path.read_text(encoding="utf-8"))
+    style = style_path.read_text(encoding="utf-8")
+    return template.render(
         policy=POLICY,
-        style=Markup(style.read_text(encoding="utf-8")),  # noqa: S704 - a file of this package
-        headline=headline(found),
-        versions=found.versions,
-        libraries=[_part(found, library) for library in found.libraries()],
+        style=Markup(style),  # noqa: S704 - a file of this package
+        headline=headline(reach_map),
+        versions=reach_map.versions,
+        libraries=[_part(reach_map, library) for library in reach_map.libraries()],
         order=ORDER,
         cells=cells_text,
     )
 
 
-def _part(found: ReachMap, library: str) -> LibraryPart:
-    missing = sorted(unreached(found, [library]), key=lambda one: one.order)
-    files = [found.coverage_of(file_id) for file_id in found.files if file_id.library == library]
+def _part(reach_map: ReachMap, library: str) -> LibraryPart:
+    missing = sorted(unreached(reach_map, [library]), key=lambda branch_reach: branch_reach.order)
     return LibraryPart(
-        library, titled(found, library), counts_of(found, library), tuple(missing), tuple(files)
+        name=library,
+        title=titled(reach_map, library),
+        counts=counts_of(reach_map, library),
+        missing=tuple(missing),
+        files=tuple(reach_map.coverage_of_library(library)),
     )

@@ -22,8 +22,9 @@ def _read_path(text: str, base: Path) -> Path | None:
     path = base / text
     if path.is_dir():
         raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
-    if not path.absolute().parent.is_dir():
-        raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise UsageProblem(f"{str(path)!r}: there is no directory {directory}.")
     if importlib.util.find_spec("coverage") is None:
         raise UsageProblem("it needs coverage: pip install 'pytest-distcompat[reach]'.")
     return path
@@ -34,8 +35,9 @@ OPTION = Option(
     "FILE",
     "",
     _read_path,
-    "Write which functions and branches of the installed stack the cells execute to this file, which `distcompat reach` "
-    "shows. Needs pytest-distcompat[reach]; ranks take longer (default: none).",
+    "Write which functions and branches of the installed stack the cells execute to this file, "
+    "which `distcompat reach` shows. Needs pytest-distcompat[reach]; ranks take longer "
+    "(default: none).",
 )
 
 
@@ -54,7 +56,8 @@ def pytest_distcompat_session(session: DistcompatSession) -> None:
     substitute = session.substitute
     if substitute is not None:
         raise pytest.UsageError(
-            f"--distcompat-reach: a {substitute.name} executes no trainer; expected no {substitute.option}"
+            f"--distcompat-reach: a {substitute.name} executes no trainer; "
+            f"expected no {substitute.option}"
         )
     from pytest_distcompat.ext.reach.session_map import SessionMap, TracedRanks
 

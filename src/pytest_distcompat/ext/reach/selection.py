@@ -11,6 +11,9 @@ from pytest_distcompat.ext.reach.map import ReachMap
 from pytest_distcompat.ext.reach.tracer import BEFORE
 from pytest_distcompat.failures import UsageProblem
 
+#: The changed places that each cell executes.
+_PlacesByCell = dict[str, set["Executed"]]
+
 
 class Executed(NamedTuple):
     """A changed place that an action of a cell executes; a named tuple, because it is sorted."""
@@ -60,9 +63,9 @@ def select(
     # first turn only.
     on_import = _import_users(reach_map, reached)
     selected: list[SelectedCell] = []
+    earlier: set[str] = set()
     turn = 1
     while turns is None or turn <= turns:
-        earlier = {selected_cell.cell for selected_cell in selected}
         remaining = {cell: places for cell, places in executed.items() if cell not in earlier}
         if turn == 1:
             remaining = _merged(remaining, on_import)
@@ -72,35 +75,37 @@ def select(
         for cell in chosen:
             actions = sorted({place.action for place in remaining[cell]})
             selected.append(SelectedCell(cell, tuple(actions), turn))
+            earlier.add(cell)
         turn += 1
     return selected
 
 
-def _executed_by_cell(reached: Sequence[PlaceReach]) -> dict[str, set[Executed]]:
+def _executed_by_cell(reached: Sequence[PlaceReach]) -> _PlacesByCell:
     """Return the changed places that each cell executes."""
-    executed: dict[str, set[Executed]] = {}
+    places_by_cell: _PlacesByCell = {}
     for number, place_reach in enumerate(reached):
         for context in place_reach.contexts:
-            executed.setdefault(context.place, set()).add(Executed(number, context.action))
-    return executed
+            executed = Executed(number, context.action)
+            places_by_cell.setdefault(context.place, set()).add(executed)
+    return places_by_cell
 
 
-def _import_users(reach_map: ReachMap, reached: Sequence[PlaceReach]) -> dict[str, set[Executed]]:
+def _import_users(reach_map: ReachMap, reached: Sequence[PlaceReach]) -> _PlacesByCell:
     """Return the changed places outside functions, by the cells that use their files."""
-    users: dict[str, set[Executed]] = {}
+    places_by_cell: _PlacesByCell = {}
     for number, place_reach in enumerate(reached):
         file_id = place_reach.place.file
-        if place_reach.on_import and file_id in reach_map.files:
-            file_reach = reach_map.coverage_of(file_id)
-            for context in file_reach.contexts_of_lines(file_reach.union.lines):
-                # An import comes before the first action of a rank.
-                users.setdefault(context.place, set()).add(Executed(number, BEFORE))
-    return users
+        if not place_reach.on_import or file_id not in reach_map.files:
+            continue
+        # An import comes before the first action of a rank.
+        executed = Executed(number, BEFORE)
+        file_reach = reach_map.coverage_of(file_id)
+        for context in file_reach.contexts_of_lines(file_reach.union.lines):
+            places_by_cell.setdefault(context.place, set()).add(executed)
+    return places_by_cell
 
 
-def _merged(
-    first: dict[str, set[Executed]], second: dict[str, set[Executed]]
-) -> dict[str, set[Executed]]:
+def _merged(first: _PlacesByCell, second: _PlacesByCell) -> _PlacesByCell:
     """Return the places of each cell in either dictionary."""
     merged = {cell: set(places) for cell, places in first.items()}
     for cell, places in second.items():
@@ -108,7 +113,7 @@ def _merged(
     return merged
 
 
-def _one_turn(executed: dict[str, set[Executed]]) -> list[str]:
+def _one_turn(executed: _PlacesByCell) -> list[str]:
     """Return cells that together execute all places that any of these cells executes.
 
     This is the greedy algorithm for a set cover: the next cell is the one that adds most to what
@@ -151,7 +156,10 @@ def file_lines(
         reach_map: The map of the old release.
         pattern: The pattern of the cells to choose from; None for all.
     """
-    yield f"# {change}: the cells that execute what changes, in the order to run them, and in which actions they do"
+    yield (
+        f"# {change}: the cells that execute what changes, in the order to run them, "
+        "and in which actions they do"
+    )
     for cell in selected:
         if cell.turn == 1:
             yield str(cell)
@@ -168,7 +176,10 @@ def file_lines(
 def summary(selected: Sequence[SelectedCell]) -> str:
     """Return one line with the number of selected cells, and of those of the first turn."""
     first = [cell for cell in selected if cell.turn == 1]
-    return f"selected cells: {len(selected)}; the first {len(first)} execute each changed place that any cell executes"
+    return (
+        f"selected cells: {len(selected)}; the first {len(first)} execute each changed place "
+        "that any cell executes"
+    )
 
 
 def check_release(reach_map: ReachMap, library: str, release: str | None) -> None:

@@ -1,4 +1,7 @@
-"""Ranks that are traced, and the map that is written at the end from what the ranks of all workers left in the store."""
+"""Tracing of ranks, and the map that is written at the end of the session.
+
+The ranks of all workers write what they executed into the store; the map is made from that.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +61,16 @@ class SessionMap:
         from pytest_distcompat.ext.reach.store import write_map
         from pytest_distcompat.ext.reach.text import headline
 
-        found = collect(sorted(runs.iterdir()))
+        reach_map = collect(sorted(runs.iterdir()))
         try:
-            write_map(path, found)
+            write_map(path, reach_map)
         except OSError as error:
             self._lines.append(f"reach: {path} could not be written: {error.strerror}")
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         else:
             self._lines += [
-                f"reach: {headline(found)}",
+                f"reach: {headline(reach_map)}",
                 f"reach: {path}, shown by: distcompat reach {path}",
             ]
 
@@ -85,5 +88,6 @@ def _refuse_second_tracer() -> None:
     """
     if "subprocess" in (patched_by_coverage() or ()):
         raise pytest.UsageError(
-            "--distcompat-reach: coverage measures ranks already ([run] patch = subprocess); expected no --cov beside it"
+            "--distcompat-reach: coverage measures ranks already ([run] patch = subprocess); "
+            "expected no --cov beside it"
         )

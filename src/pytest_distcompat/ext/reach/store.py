@@ -1,4 +1,7 @@
-"""The file of a map: SQLite, with everything that is needed to show it where the libraries are not installed."""
+"""The file of a map, which is SQLite.
+
+It has everything that is needed to show the map where the libraries are not installed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ create table reached (file integer, context integer, executed integer);
 
 
 def write_map(path: Path, reach_map: ReachMap) -> None:
-    """Write a map to a file, in place of what is there. Raises OSError."""
+    """Write a map to a file, in place of what is there.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     # SQLite would write to the old file, which may be of another program.
     with tempfile.TemporaryDirectory(
         prefix=f".{path.name}-", dir=path.absolute().parent
@@ -81,10 +88,14 @@ def _write_file(database: sqlite3.Connection, file_number: int, file: SourceFile
 
 
 def _write_executed(database: sqlite3.Connection, reach_map: ReachMap) -> None:
-    """Write the contexts, and what each executed of each file; equal lines and branches are one row of ``executed``."""
+    """Write the contexts, and what each executed of each file.
+
+    Equal lines and branches are one row of ``executed``.
+    """
     file_numbers = {file_id: number for number, file_id in enumerate(reach_map.files)}
-    context_numbers = {context: number for number, context in enumerate(reach_map.contexts())}
-    for context, number in context_numbers.items():
+    context_numbers: dict[Context, int] = {}
+    for number, context in enumerate(reach_map.contexts()):
+        context_numbers[context] = number
         context_row = (number, context.driver, context.cell, context.action)
         database.execute("insert into context values (?, ?, ?, ?)", context_row)
     executed_numbers: dict[Executed, int] = {}
@@ -108,10 +119,9 @@ def read_map(path: Path) -> ReachMap:
         raise UsageProblem(
             f"{path}: there is no such file; expected one that --distcompat-reach wrote"
         )
+    read_only = f"{path.absolute().as_uri()}?mode=ro"
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        ) as database:
+        with contextlib.closing(sqlite3.connect(read_only, uri=True)) as database:
             ((version,),) = database.execute("pragma user_version")
             if version != FORMAT:
                 raise UsageProblem(f"{path}: expected a map of format {FORMAT}, found {version}")
@@ -125,29 +135,26 @@ def _read(database: sqlite3.Connection) -> ReachMap:
     functions = grouped(_functions(database))
     branches = grouped(_branches(database))
     file_ids: dict[int, FileId] = {}
-    for number, library, path, statements in database.execute(
-        "select id, library, path, statements from file order by id"
-    ):
+    file_rows = database.execute("select id, library, path, statements from file order by id")
+    for number, library, path, statements in file_rows:
         file_id = FileId(library, path)
         file_ids[number] = file_id
-        file_functions = tuple(functions.get(number, ()))
-        file_branches = tuple(branches.get(number, ()))
         reach_map.files[file_id] = SourceFile(
-            file_id, file_functions, file_branches, _bits(statements)
+            id=file_id,
+            functions=tuple(functions.get(number, ())),
+            branches=tuple(branches.get(number, ())),
+            statements=_bits(statements),
         )
     contexts: dict[int, Context] = {}
-    for number, driver, cell, action in database.execute(
-        "select id, driver, cell, action from context"
-    ):
+    context_rows = database.execute("select id, driver, cell, action from context")
+    for number, driver, cell, action in context_rows:
         contexts[number] = Context(driver, cell, action)
     executed: dict[int, Executed] = {}
-    for number, lines, taken_branches in database.execute(
-        "select id, lines, branches from executed"
-    ):
+    executed_rows = database.execute("select id, lines, branches from executed")
+    for number, lines, taken_branches in executed_rows:
         executed[number] = Executed(_bits(lines), _bits(taken_branches))
-    for file_number, context_number, executed_number in database.execute(
-        "select file, context, executed from reached"
-    ):
+    reached_rows = database.execute("select file, context, executed from reached")
+    for file_number, context_number, executed_number in reached_rows:
         by_context = reach_map.executed.setdefault(file_ids[file_number], {})
         by_context[contexts[context_number]] = executed[executed_number]
     return reach_map
@@ -163,7 +170,8 @@ def _functions(database: sqlite3.Connection) -> Iterator[tuple[int, Function]]:
 def _branches(database: sqlite3.Connection) -> Iterator[tuple[int, Branch]]:
     """Yield the number of a file and one of its branches, in the order of their numbers."""
     rows = database.execute(
-        "select file, function, line, target, text, target_text, rank from branch order by file, number"
+        "select file, function, line, target, text, target_text, rank from branch "
+        "order by file, number"
     )
     for file_number, function, line, target, text, target_text, rank in rows:
         yield file_number, Branch(function, line, target, text, target_text, Rank(rank))

@@ -14,7 +14,6 @@ from pytest_distcompat.ext.reach.map import (
     FunctionReach,
     ReachMap,
 )
-from pytest_distcompat.grouping import grouped
 
 #: The columns of a terminal that lines fit in.
 WIDTH = 100
@@ -27,11 +26,16 @@ ORDER = "public functions first, then those that read an argument or a setting"
 def headline(reach_map: ReachMap) -> str:
     """Return one line with the numbers of the whole map."""
     counts = Counts.total(reach_map.coverage_of(file_id).counts() for file_id in reach_map.files)
-    contexts = reach_map.contexts()
-    cells = {context.place for context in contexts}
-    drivers = {context.driver for context in contexts}
-    reached = f"{counts.reached_branches} of {counts.branches} branches ({counts.percent:.1f} %)"
-    return f"{reached} are executed by {_counted(len(cells), 'cell')} of {_counted(len(drivers), 'driver')}"
+    cells: set[str] = set()
+    drivers: set[str] = set()
+    for context in reach_map.contexts():
+        cells.add(context.place)
+        drivers.add(context.driver)
+    branches = f"{counts.reached_branches} of {counts.branches} branches"
+    cells_counted = _counted(len(cells), "cell")
+    drivers_counted = _counted(len(drivers), "driver")
+    executed_by = f"{cells_counted} of {drivers_counted}"
+    return f"{branches} ({counts.percent:.1f} %) are executed by {executed_by}"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -70,18 +74,18 @@ def library_table(reach_map: ReachMap) -> Iterator[str]:
     yield _row("library", "files", "functions", "branches")
     for library in reach_map.libraries():
         counts = counts_of(reach_map, library)
-        yield _numbers(
-            titled(reach_map, library), f"{counts.reached_files} of {counts.files}", counts
-        )
+        files = f"{counts.reached_files} of {counts.files}"
+        yield _numbers(titled(reach_map, library), files, counts)
 
 
 def file_table(reach_map: ReachMap, library: str) -> Iterator[str]:
     """Yield a line for each file of a library that defines functions."""
     yield _row("file", "", "functions", "branches")
     for file_reach in reach_map.coverage_of_library(library):
+        file = file_reach.file
         # Many files define nothing but names.
-        if file_reach.file.functions:
-            yield _numbers(f"  {file_reach.file.id.path}", "", file_reach.counts())
+        if file.functions:
+            yield _numbers(f"  {file.id.path}", "", file_reach.counts())
 
 
 def counts_of(reach_map: ReachMap, library: str) -> Counts:
@@ -92,18 +96,20 @@ def counts_of(reach_map: ReachMap, library: str) -> Counts:
 
 
 def _row(name: str, files: str, functions: str, branches: str) -> str:
-    return f"{fitted(name, 46):46} {files:>12} {functions:>14} {branches:>24}"
+    label = fitted(name, 46)
+    return f"{label:46} {files:>12} {functions:>14} {branches:>24}"
 
 
 def _numbers(name: str, files: str, counts: Counts) -> str:
     """Return a row with the numbers of functions and branches."""
     functions = f"{counts.reached_functions} of {counts.functions}"
-    branches = f"{counts.reached_branches} of {counts.branches}, {counts.percent:5.1f} %"
-    return _row(name, files, functions, branches)
+    branches = f"{counts.reached_branches} of {counts.branches}"
+    percent = f"{counts.percent:5.1f} %"
+    return _row(name, files, functions, f"{branches}, {percent}")
 
 
 def functions(reach_map: ReachMap, library: str) -> Iterator[str]:
-    """Yield the lines about all functions and branches of a library that some cell executes, and those that none does."""
+    """Yield the lines about all functions and branches of a library, executed or not."""
     yield titled(reach_map, library)
     for file_reach in reach_map.coverage_of_library(library):
         yield from _functions_of_file(file_reach)
@@ -115,11 +121,13 @@ def _functions_of_file(file_reach: FileReach) -> Iterator[str]:
     if not counts.functions:
         return
     yield ""
-    yield fitted(f"{file_reach.file.id}: {counts.reached_branches} of {counts.branches} branches")
-    public_first = sorted(
-        file_reach.functions(), key=lambda function_reach: not function_reach.function.public
-    )
-    for function_reach in public_first:
+    branches = f"{counts.reached_branches} of {counts.branches} branches"
+    yield fitted(f"{file_reach.file.id}: {branches}")
+
+    def is_internal(function_reach: FunctionReach) -> bool:
+        return not function_reach.function.public
+
+    for function_reach in sorted(file_reach.functions(), key=is_internal):
         yield from _function_lines(function_reach)
 
 
@@ -128,8 +136,8 @@ def _function_lines(function_reach: FunctionReach) -> Iterator[str]:
     executed_by = cells_text(function_reach.contexts)
     branches = function_reach.branches
     if branches:
-        reached_branches = [branch_reach for branch_reach in branches if branch_reach.contexts]
-        executed_by = f"{len(reached_branches)} of {len(branches)} branches, {executed_by}"
+        reached = sum(bool(branch_reach.contexts) for branch_reach in branches)
+        executed_by = f"{reached} of {len(branches)} branches, {executed_by}"
     yield fitted(f"  {function_reach.function.name}: {executed_by}")
     if not function_reach.contexts:
         # No cell executes any of its branches.
@@ -144,15 +152,21 @@ def _branch_text(branch: Branch) -> str:
 
 
 def cells_text(contexts: Sequence[Context]) -> str:
-    """Return how many cells there are, with some of them, and the actions; ``no cell`` if there are none."""
+    """Return how many cells there are, with their actions and the names of some.
+
+    The text is ``no cell`` if there are none.
+    """
     if not contexts:
         return "no cell"
     # Dicts, because they keep the order and have each only once.
-    cells = list(dict.fromkeys(context.place for context in contexts))
-    actions = dict.fromkeys(context.action for context in contexts)
-    text = (
-        f"{_counted(len(cells), 'cell')} in {' '.join(actions)}: {', '.join(cells[:CELLS_NAMED])}"
-    )
+    cells: dict[str, None] = {}
+    actions: dict[str, None] = {}
+    for context in contexts:
+        cells[context.place] = None
+        actions[context.action] = None
+    names = list(cells)[:CELLS_NAMED]
+    counted = _counted(len(cells), "cell")
+    text = f"{counted} in {' '.join(actions)}: {', '.join(names)}"
     if len(cells) > CELLS_NAMED:
         text += ", ..."
     return text
@@ -178,15 +192,21 @@ def missing(branches: Iterable[BranchReach], title: str) -> Iterator[str]:
 
 
 def _function_heading(branch_reach: BranchReach) -> str:
-    """Return the function of a branch, with the branch's rank: ``lib/trainer.py prepare (public, setting)``."""
+    """Return the function of a branch, with the branch's rank.
+
+    An example is ``lib/trainer.py prepare (public, setting)``.
+    """
     branch = branch_reach.branch
     rank = branch.rank.name.lower().replace("_", ", ")
     return f"{branch_reach.file} {branch.function} ({rank})"
 
 
 def changed(places: Sequence[PlaceReach]) -> Iterator[str]:
-    """Yield the lines about a change: the cells that execute its places, the places, and those that no cell executes."""
-    executed = [place_reach for place_reach in places if place_reach.contexts]
+    """Yield the lines about a change.
+
+    They name the cells that execute its places, the places, and those that no cell executes.
+    """
+    executed = _executed(places)
     yield _changed_headline(places)
     yield ""
     yield "cells, those first whose places few others execute"
@@ -202,32 +222,45 @@ def changed(places: Sequence[PlaceReach]) -> Iterator[str]:
 
 
 def changed_unexecuted(places: Sequence[PlaceReach]) -> Iterator[str]:
-    """Yield the lines about a change of which another file has the cells: its size, and the places that no cell executes."""
+    """Yield the lines about a change whose cells are in another file.
+
+    They have the size of the change, and the places that no cell executes.
+    """
     yield _changed_headline(places)
     yield ""
     unexecuted = _unexecuted(places)
     yield f"places that no cell executes: {len(unexecuted)}"
-    lines_by_function = grouped(
-        (f"{place_reach.place.file} {place_reach.function}", place_reach)
-        for place_reach in unexecuted
-    )
-    for function, function_places in lines_by_function.items():
-        lines = [str(place_reach.place.line) for place_reach in function_places]
+    lines_by_function: dict[str, list[str]] = {}
+    for place_reach in unexecuted:
+        function = f"{place_reach.place.file} {place_reach.function}"
+        lines_by_function.setdefault(function, []).append(str(place_reach.place.line))
+    for function, lines in lines_by_function.items():
         yield fitted(f"  {function}: {', '.join(lines)}")
-    definitions = [place_reach for place_reach in places if place_reach.place.defines]
+    definitions = _definitions(places)
     yield f"new functions and classes: {len(definitions)}"
     for place_reach in definitions:
-        yield fitted(
-            f"  {place_reach.place.file}:{place_reach.place.line} {place_reach.place.text}"
-        )
+        place = place_reach.place
+        yield fitted(f"  {place.file}:{place.line} {place.text}")
     yield _on_import_line(places)
+
+
+def _executed(places: Sequence[PlaceReach]) -> list[PlaceReach]:
+    """Return the places that cells execute."""
+    return [place_reach for place_reach in places if place_reach.contexts]
 
 
 def _unexecuted(places: Sequence[PlaceReach]) -> list[PlaceReach]:
     """Return the places in functions of the old release that no cell executes."""
-    return [
-        place_reach for place_reach in places if place_reach.function and not place_reach.contexts
-    ]
+    unexecuted: list[PlaceReach] = []
+    for place_reach in places:
+        if place_reach.function and not place_reach.contexts:
+            unexecuted.append(place_reach)
+    return unexecuted
+
+
+def _definitions(places: Sequence[PlaceReach]) -> list[PlaceReach]:
+    """Return the places at which the new release defines a function or class."""
+    return [place_reach for place_reach in places if place_reach.place.defines]
 
 
 def _on_import_line(places: Sequence[PlaceReach]) -> str:
@@ -236,16 +269,17 @@ def _on_import_line(places: Sequence[PlaceReach]) -> str:
 
 
 def _changed_headline(places: Sequence[PlaceReach]) -> str:
-    executed = [place_reach for place_reach in places if place_reach.contexts]
+    executed = _executed(places)
     files = {place_reach.place.file for place_reach in places}
-    return f"{_counted(len(places), 'changed place')} in {_counted(len(files), 'file')}; cells execute {len(executed)}"
+    places_counted = _counted(len(places), "changed place")
+    files_counted = _counted(len(files), "file")
+    return f"{places_counted} in {files_counted}; cells execute {len(executed)}"
 
 
 def _unexecuted_lines(places: Sequence[PlaceReach]) -> Iterator[str]:
     """Yield the lines about places that no cell executes, or of which the map knows nothing."""
     yield from _titled_places("places that no cell executes", _unexecuted(places))
-    definitions = [place_reach for place_reach in places if place_reach.place.defines]
-    yield from _titled_places("new functions and classes", definitions)
+    yield from _titled_places("new functions and classes", _definitions(places))
     yield _on_import_line(places)
 
 
@@ -265,7 +299,8 @@ def _titled_places(title: str, places: Sequence[PlaceReach]) -> Iterator[str]:
 
 def _place_lines(place_reach: PlaceReach) -> Iterator[str]:
     place = place_reach.place
-    yield fitted(f"  {place.file}:{place.line} {place_reach.function}".rstrip())
+    position = f"{place.file}:{place.line}"
+    yield fitted(f"  {position} {place_reach.function}".rstrip())
     yield fitted(f"      {place.text}")
 
 

@@ -61,7 +61,8 @@ class RankTracer:
     def stop(self) -> None:
         """Stop to trace, and write what each action executed."""
         self._coverage.stop()
-        text = json.dumps({**self._head, **self._reached()}, separators=(",", ":"))
+        contents = {**self._head, **self._reached()}
+        text = json.dumps(contents, separators=(",", ":"))
         # Renamed when it is complete, because a rank may be killed at any moment.
         partial = self._path.with_suffix(".part")
         partial.write_text(text, encoding="utf-8")
@@ -75,26 +76,30 @@ class RankTracer:
         """
         data = self._coverage.get_data()
         names = sorted(data.measured_files())
-        files = [self._file_id(Path(name)) for name in names]
+        files: list[list[str]] = []
+        for name in names:
+            file_id = self._file_id(Path(name))
+            files.append([file_id.library, file_id.path])
         actions: dict[str, dict[int, list[int]]] = {}
         for action in sorted(data.measured_contexts()):
             data.set_query_context(action)
             lines_by_file: dict[int, list[int]] = {}
             for number, name in enumerate(names):
                 arcs = data.arcs(name)
-                if arcs:
-                    lines: list[int] = []
-                    for start, end in sorted(arcs):
-                        lines += [start, end]
-                    lines_by_file[number] = lines
+                if not arcs:
+                    continue
+                lines_by_file[number] = []
+                for start, end in sorted(arcs):
+                    lines_by_file[number] += [start, end]
             actions[action] = lines_by_file
-        return {"files": [[file.library, file.path] for file in files], "actions": actions}
+        return {"files": files, "actions": actions}
 
     def _file_id(self, path: Path) -> FileId:
         """Return the library of a measured file, and the file's path in it."""
         for library, directory in self._libraries.items():
             if path.is_relative_to(directory):
-                return FileId(library.name, path.relative_to(directory).as_posix())
+                relative = path.relative_to(directory)
+                return FileId(library.name, relative.as_posix())
         raise ValueError(f"{path} is in no traced library")
 
 

@@ -1,1 +1,4 @@
-"""Ranks that tests share: a run whose ranks do the requests of several tests, and end once a test leaves them changed."""
+"""Ranks that tests share.
+
+The ranks of one run do the requests of several tests, and end once a test leaves them changed.
+"""

@@ -39,9 +39,10 @@ class RankKeeper:
         return self._ranks.reuse.scope
 
     def run(self, request: Request, reuse: Reuse) -> Ending:
-        """Do the request with kept ranks or new ones, which wait for the next request if all went well.
+        """Do the request with kept ranks or new ones.
 
-        Why they do not is a property of the ending (``LEFT``).
+        They wait for the next request if all went well. Why they do not is a property of the ending
+        (``LEFT``).
         """
         try:
             problem = self._launcher.get_warm()

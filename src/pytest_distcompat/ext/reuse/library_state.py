@@ -11,8 +11,10 @@ from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any
 
+#: Reads a setting from a module.
+_Reader = Callable[[Any], object]
 #: A setting by name: the module that must be imported for it, and what reads it from that module.
-_Settings = dict[str, tuple[str, Callable[[Any], object]]]
+_Settings = dict[str, tuple[str, _Reader]]
 
 
 class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
@@ -111,10 +113,10 @@ _HOOKS = {"torch.nn.modules.module": "_global_", "torch.optim.optimizer": "_glob
 
 
 def _values(*names: str) -> Callable[[Any], list[object]]:
-    """Return a reader of a module's attributes, called if they are functions; None for what cannot be read.
+    """Return a reader of a module's attributes, called if they are functions.
 
-    An older release may lack one. torch refuses the old way to set the precision of products once
-    the new one was used.
+    It gives None for what cannot be read: an older release may lack an attribute, and torch refuses
+    the old way to set the precision of products once the new one was used.
     """
     getters = tuple(map(attrgetter, names))
 
@@ -147,13 +149,15 @@ def _torch_flags(torch: Any) -> list[object]:
 
 @functools.cache
 def _named_flags(core: Any) -> Callable[[Any], list[object]]:
-    """Return a reader of ``_FLAGS`` and of each flag with a private setter in torch's C++ part and a getter without arguments.
+    """Return a reader of ``_FLAGS`` and of the named flags of torch's C++ part.
 
-    The flags of all backends are among them, those of later releases too.
+    These have a private setter, and a getter without arguments. The flags of all backends are among
+    them, those of later releases too.
     """
     getters = []
     for name in dir(core):
-        if name.startswith("_get_") and hasattr(core, f"_set_{name.removeprefix('_get_')}"):
+        setter = f"_set_{name.removeprefix('_get_')}"
+        if name.startswith("_get_") and hasattr(core, setter):
             with contextlib.suppress(TypeError, RuntimeError):
                 getattr(core, name)()
                 getters.append(f"_C.{name}")
@@ -166,7 +170,10 @@ _file_options = _values(
 
 
 def _loading_and_saving(serialization: Any) -> list[object]:
-    """Return how torch loads and saves, and which classes of other packages it takes for safe to load."""
+    """Return how torch loads and saves.
+
+    Which classes of other packages it takes for safe to load is part of that.
+    """
     others = []
     for entry in serialization.get_safe_globals():
         # A class, or a pair of it and its name in files.
@@ -178,7 +185,10 @@ def _loading_and_saving(serialization: Any) -> list[object]:
 
 
 def _asyncio(events: Any) -> list[object]:
-    """Return the policy of event loops, and the loop that was set; Python makes a policy at its first use."""
+    """Return the policy of event loops, and the loop that was set.
+
+    Python makes a policy at its first use.
+    """
     policy = events._event_loop_policy  # noqa: SLF001
     loop = getattr(getattr(policy, "_local", None), "_loop", None)
     asyncio = sys.modules["asyncio"]
@@ -192,7 +202,7 @@ def _asyncio(events: Any) -> list[object]:
 
 @functools.cache
 def _hook_dicts() -> tuple[dict[object, object], ...]:
-    """Return the dicts in which torch keeps the functions that it calls for every module, and for every optimizer.
+    """Return torch's dicts of functions that it calls for every module, or every optimizer.
 
     They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
@@ -205,7 +215,7 @@ def _hook_dicts() -> tuple[dict[object, object], ...]:
 
 
 def _modes(dispatch: Any) -> tuple[int, int]:
-    """Return how many modes are active: those for all functions of torch, and those for all operators.
+    """Return how many modes are active, for all functions of torch and for all operators.
 
     They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
@@ -214,7 +224,10 @@ def _modes(dispatch: Any) -> tuple[int, int]:
 
 
 def _memory_of_gpu(torch: Any) -> int:
-    """Return the bytes in tensors on this rank's GPU. Tensors in reference cycles are collected first."""
+    """Return the bytes in tensors on this rank's GPU.
+
+    Tensors in reference cycles are collected first.
+    """
     if not torch.cuda.is_initialized():
         return 0
     gc.collect()
@@ -222,13 +235,15 @@ def _memory_of_gpu(torch: Any) -> int:
 
 
 def _accelerate(state: Any) -> bool:
-    """Tell whether accelerate's shared states are made: they keep the device, the strategy and the precision.
+    """Tell whether accelerate's shared states are made.
 
-    The public function ``accelerate.state.is_initialized`` knows of one of the three only;
+    They keep the device, the strategy and the precision. The public function
+    ``accelerate.state.is_initialized`` knows of one of the three only;
     ``tests/launch/test_private_names.py`` fails when the dicts go away.
     """
     singletons = (state.PartialState, state.AcceleratorState, state.GradientState)
-    return any(singleton._shared_state for singleton in singletons)  # noqa: SLF001 - see the docstring
+    # See the docstring.
+    return any(singleton._shared_state for singleton in singletons)  # noqa: SLF001
 
 
 def _level(logger: str, _: Any) -> int:
@@ -237,7 +252,10 @@ def _level(logger: str, _: Any) -> int:
 
 
 def _decimal_contexts(decimal: Any) -> list[object]:
-    """Return the settings of the context in use and of the one that new threads get; raised signals are no setting."""
+    """Return the settings of the context in use and of the one that new threads get.
+
+    Raised signals are no setting.
+    """
     return [_of_decimal(decimal.getcontext()), _of_decimal(decimal.DefaultContext)]
 
 

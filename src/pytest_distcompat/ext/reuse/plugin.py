@@ -27,7 +27,8 @@ OPTIONS = (
         "|".join(REUSE),
         "never",
         choice(*REUSE),
-        "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
+        "Run marked tests that follow each other on the same ranks: "
+        "of a module, or all of one world size (default: never).",
     ),
     Option(
         "reuse_limit",
@@ -54,13 +55,19 @@ def pytest_distcompat_mark_arguments() -> list[AddedArgument]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_preload() -> tuple[str, ...]:
-    """Have fork servers import what shared ranks need, but for what imports pytest: ranks of suites have none."""
+    """Have fork servers import what shared ranks need.
+
+    What imports pytest is not among it: ranks of suites have none.
+    """
     return ("pytest_distcompat.ext.reuse.request_loop",)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_configure(config: pytest.Config) -> None:
-    """Import what runs an item, in the process that collects tests, so that ranks forked from it need not."""
+    """Import what runs an item, in the process that collects tests.
+
+    Ranks forked from it need not import it then.
+    """
     if ON_RANK in config.stash:
         from pytest_distcompat.ext.reuse import rank_item  # noqa: F401 - see the docstring
 
@@ -91,7 +98,10 @@ def pytest_runtest_protocol(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
+    """End ranks that are kept for no later test.
+
+    A failure there is an error of this item's teardown.
+    """
     yield
     shared = item.config.stash.get(SHARED_RANKS, None)
     if shared is not None:

@@ -1,4 +1,4 @@
-"""Process-wide state that a test may change: environment, signal handlers, limits, hooks and the like.
+"""Process-wide state that a test may change: environment, signal handlers, limits and the like.
 
 Reused ranks compare it before and after each test, because the next test would see the change.
 """
@@ -56,7 +56,9 @@ _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 #: of a comparison.
 _handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_RESOURCES = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
+_RESOURCES = tuple(
+    [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
+)
 #: The names of the items of lists.
 _LABELS = {
     # Most real-time signals have no name, and are numbers.
@@ -201,13 +203,17 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
         before.setdefault(name, value)
     descriptions = []
     for name, value in now.items():
-        if value != expected[name]:
-            descriptions.append(described(name, expected[name], value, _LABELS.get(name, ())))
+        if value == expected[name]:
+            continue
+        labels = _LABELS.get(name, ())
+        descriptions.append(described(name, expected[name], value, labels))
     return descriptions
 
 
 def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
-    """Return ``name`` and, where possible, what of it has changed: ``the environment (FOO set to 'x')``.
+    """Return ``name`` and, where possible, what of it has changed.
+
+    For example ``the environment (FOO set to 'x')``.
 
     ``labels`` are what the items are called where both are lists of as many items.
     """
@@ -225,12 +231,20 @@ def _differences(was: Any, now: Any, labels: Sequence[str]) -> list[str]:
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         return list(_changed_keys(was, now))
     if labels and len(was) == len(now) == len(labels):
-        return [label for label, old, new in zip(labels, was, now, strict=True) if old != new]
-    if isinstance(was, (set, frozenset, list)) and isinstance(now, (set, frozenset, list)):
+        changed = []
+        for label, old, new in zip(labels, was, now, strict=True):
+            if old != new:
+                changed.append(label)
+        return changed
+    if _are_both(was, now, (set, frozenset, list)):
         return [*_named_items("", now, was), *_named_items("no more ", was, now)]
-    if isinstance(was, (str, int)) and isinstance(now, (str, int)) and not isinstance(now, bool):
+    if _are_both(was, now, (str, int)) and not isinstance(now, bool):
         return [f"{_cut(now)} instead of {_cut(was)}"]
     return []
+
+
+def _are_both(was: object, now: object, types: tuple[type, ...]) -> bool:
+    return isinstance(was, types) and isinstance(now, types)
 
 
 def _changed_keys(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
@@ -244,7 +258,10 @@ def _changed_keys(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[st
 
 
 def _named_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
-    """Yield the items that are not among the others and have a name: the address of any other object says nothing."""
+    """Yield the items that are not among the others and have a name.
+
+    The address of any other object says nothing.
+    """
     for item in items:
         if item in others:
             continue
@@ -257,7 +274,9 @@ def _named_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
 def _cut(value: object) -> str:
     # A number of an enum is shown as the number.
     text = repr(int(value) if isinstance(value, int) else value)
-    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
+    if len(text) <= _VALUE_LENGTH:
+        return text
+    return f"{text[:_VALUE_LENGTH]}..."
 
 
 def sizes() -> dict[str, int]:
@@ -273,7 +292,11 @@ def sizes() -> dict[str, int]:
 
 def grown(first: Mapping[str, int]) -> list[str]:
     """Return the names of what has grown too much since the sizes were those."""
-    return [name for name, size in sizes().items() if size - first[name] > _LIMITS[name]]
+    names = []
+    for name, size in sizes().items():
+        if size - first[name] > _LIMITS[name]:
+            names.append(name)
+    return names
 
 
 def _read(read: Callable[[Any], object], module: Any) -> object:
@@ -288,7 +311,9 @@ def _read(read: Callable[[Any], object], module: Any) -> object:
 
 
 def _has_frozen_objects() -> bool:
-    """Tell whether there are objects that garbage collection passes over, as a fork server has them.
+    """Tell whether there are objects that garbage collection passes over.
+
+    A fork server has them.
 
     Python counts them one by one: 40 ms in a rank that has transformers imported. Those that a test
     releases are among the others afterwards, of which a rank has few.
@@ -326,7 +351,10 @@ def _first_of_temporaries() -> str:
 
 
 def _wakeup_descriptor() -> int:
-    """Return the file descriptor to which signals are written. Only setting it reads it, in the main thread."""
+    """Return the file descriptor to which signals are written.
+
+    Only setting it reads it, in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         return -1
     number = signal.set_wakeup_fd(-1)
@@ -402,7 +430,10 @@ def _stack_size() -> int:
 
 
 def _kernel_settings() -> list[object]:
-    """Return what prctl set for this process: the signal at its parent's death, whether orphans come to it, and its name."""
+    """Return what prctl set for this process.
+
+    That is the signal at its parent's death, whether orphans come to it, and its name.
+    """
     settings: list[object] = []
     for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
         _libc.prctl(option, ctypes.byref(_prctl_number))
@@ -448,7 +479,9 @@ class _Loggers:
         if not isinstance(before, _Loggers):
             return False
         for name in self.set.keys() | before.set.keys():
-            if name in before.known and self.set.get(name) != before.set.get(name):
+            if name not in before.known:
+                continue
+            if self.set.get(name) != before.set.get(name):
                 return False
         return True
 
@@ -457,9 +490,10 @@ class _Loggers:
 
 
 def _at_exit() -> tuple[int, int]:
-    """Return how many functions wait for the end of the interpreter, and of a multiprocessing process, which a rank is.
+    """Return how many functions wait for the end of the interpreter, and of its process.
 
-    They belong to the test that registered them. The standard library has only private names for
+    The latter are those of multiprocessing, of which a rank is a process. Such functions belong to
+    the test that registered them. The standard library has only private names for
     them; ``tests/launch/test_private_names.py`` fails when these go away.
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001

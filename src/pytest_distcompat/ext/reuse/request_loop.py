@@ -34,16 +34,21 @@ _DONE = "distcompat/done/"
 
 
 class Store:
-    """The agent's store, on which process groups meet. torch expects a new store for each run of a rank's process."""
+    """The agent's store, on which process groups meet.
+
+    torch expects a new store for each run of a rank's process.
+    """
 
     def __init__(self) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+        # torch exports it without saying so.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # A request may change the environment.
-        self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._store = TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-        )
+        self._rank = int(os.environ["RANK"])
+        self._ranks = int(os.environ["WORLD_SIZE"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        self._store = TCPStore(address, port, is_master=False)
         self._can_list = hasattr(self._store, "list_keys")
         self._agent_keys = set(self._store.list_keys()) if self._can_list else set()
         self._initial_keys = self._store.num_keys()
@@ -51,9 +56,14 @@ class Store:
         self._requests = 0
 
     def announce_done(self) -> Callable[[], None]:
-        """Announce that this rank has finished the request; return a function that waits until all ranks have."""
+        """Announce that this rank has finished the request.
+
+        Returns:
+            A function that waits until all ranks have finished it.
+        """
         self._requests += 1
-        count, all_done = f"{_DONE}count", f"{_DONE}{self._requests}"
+        count = f"{_DONE}count"
+        all_done = f"{_DONE}{self._requests}"
         if self._store.add(count, 1) == self._requests * self._ranks:
             self._store.set(all_done, "")
             return lambda: None
@@ -69,7 +79,8 @@ class Store:
         self._clears += 1
         done = f"{_CLEARED}{self._clears}"
         if self._rank == 0:
-            leftover = set(self._store.list_keys()) - self._agent_keys if self._can_list else set()
+            keys = self._store.list_keys() if self._can_list else []
+            leftover = set(keys) - self._agent_keys
             for key in leftover:
                 # A slower rank may still wait for one of these.
                 if not key.startswith((_CLEARED, _DONE)):
@@ -101,13 +112,16 @@ class ReusedRank:
         self.reset_baseline()
 
     def reset_baseline(self) -> None:
-        """Record the current state as the one to compare with: no test has caused the changes so far."""
+        """Record the current state as the one to compare with.
+
+        No test has caused the changes so far.
+        """
         self._baseline = state_now()
         #: ``sys.path`` as it is between two requests.
         self.path = list(sys.path)
 
     def begin(self, request: Request) -> None:
-        """Record the state after ``rank.prepare``, if this request has other settings than the last.
+        """Record the state after ``rank.prepare``, if the last request had other settings.
 
         With the same settings the recorded state is still right: a request that changes it ends the
         ranks.
@@ -137,18 +151,24 @@ class ReusedRank:
         return self.group
 
     def without_group(self) -> None:
-        """Destroy the process group before a request that may make its own. All ranks call it together."""
+        """Destroy the process group before a request that may make its own.
+
+        All ranks call it together.
+        """
         if self.group is None:
             return
         if not self._destroy_group(DESTROY_TIMEOUT_S):
             raise RuntimeError(
-                f"the process group that tests share could not be destroyed within {DESTROY_TIMEOUT_S:g} s: "
-                "an earlier test left a collective unfinished"
+                "the process group that tests share could not be destroyed "
+                f"within {DESTROY_TIMEOUT_S:g} s: an earlier test left a collective unfinished"
             )
         self.store.clear()
 
     def release_group(self) -> None:
-        """Destroy the process group at the end of this process, unless it is broken: destroying that could hang."""
+        """Destroy the process group at the end of this process, unless it is broken.
+
+        To destroy a broken one could hang.
+        """
         if self.group is None:
             return
         destroyed = self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)
@@ -182,11 +202,14 @@ class ReusedRank:
         return not thread.is_alive()
 
     def begin_group_check(self) -> Callable[[float], bool]:
-        """Start a collective on the process group; call it when all ranks have finished the request.
+        """Start a collective on the process group.
 
-        A collective that the request left unmatched would pair with this one. Returns a function
-        that waits up to so many seconds and returns whether the group is the original one and the
-        collective gave the right result.
+        Call it when all ranks have finished the request. A collective that the request left
+        unmatched would pair with this one.
+
+        Returns:
+            A function that waits up to so many seconds, and returns whether the group is the
+            original one and the collective gave the right result.
         """
         # A test may have replaced the default group, a mode or a function of torch, so any of these
         # calls may raise.
@@ -200,13 +223,12 @@ class ReusedRank:
             if distributed.group.WORLD is not self.group:
                 return lambda _: False
             self._group_checks += 1
-            expected = float(self._group_checks * distributed.get_world_size())
-            device = (
-                "cpu"
-                if distributed.get_backend() == "gloo"
-                else torch.device("cuda", torch.cuda.current_device())
-            )
-            count = torch.full((), float(self._group_checks), dtype=torch.float32, device=device)
+            check_number = float(self._group_checks)
+            expected = check_number * distributed.get_world_size()
+            device = torch.device("cpu")
+            if distributed.get_backend() != "gloo":
+                device = torch.device("cuda", torch.cuda.current_device())
+            count = torch.full((), check_number, dtype=torch.float32, device=device)
             work = distributed.all_reduce(count, async_op=True)
         except Exception:
             return lambda _: False
@@ -226,10 +248,10 @@ reused: ReusedRank | None = None
 
 
 def serve(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Run the requests that arrive on the socket ``payload["socket"]``, one line each, until it is closed.
+    """Run the requests that arrive on the socket ``payload["socket"]``, until it is closed.
 
-    A request that fails ends this process, as it ends any rank. After any other, send the names of
-    changed state.
+    A request is a line. A request that fails ends this process, as it ends any rank. After any
+    other, send the names of changed state.
     """
     global reused  # noqa: PLW0603 - what runs in this process looks it up here
     reused = ReusedRank(log.path.parent)
@@ -289,8 +311,13 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
 
 @contextlib.contextmanager
 def _restored_afterwards(reused: ReusedRank, request: Request) -> Iterator[None]:
-    """Restore what ``rank.prepare`` changes after the block; the next request brings its own settings."""
-    touched = {name: os.environ.get(name) for name in (*request.set, *request.unset)}
+    """Restore what ``rank.prepare`` changes after the block.
+
+    The next request brings its own settings.
+    """
+    touched = {}
+    for name in (*request.set, *request.unset):
+        touched[name] = os.environ.get(name)
     reused.path = list(sys.path)
     yield
     for name, value in touched.items():

@@ -71,7 +71,10 @@ class ReusedRanks(Replies):
 
     @property
     def homeless(self) -> bool:
-        """Tell whether the directory to which the ranks write is gone: a cleaner or a test has removed it."""
+        """Tell whether the directory to which the ranks write is gone.
+
+        A cleaner or a test has removed it then.
+        """
         return not Path(self.run.start_request.directory).is_dir()
 
     @property
@@ -109,7 +112,8 @@ class ReusedRanks(Replies):
             return
         self._buffers[rank] += received
         if b"\n" in self._buffers[rank]:
-            line, _, self._buffers[rank] = self._buffers[rank].partition(b"\n")
+            line, _, rest = self._buffers[rank].partition(b"\n")
+            self._buffers[rank] = rest
             reply = json.loads(line)
             self.replies[reply["rank"]] = reply["changed"]
 
@@ -118,7 +122,8 @@ class ReusedRanks(Replies):
         """The reason why these ranks must not do another request; empty if they may."""
         for _, changed in sorted(self.replies.items()):
             if changed:
-                return f"on {self._ranks_with(changed)} it left {', '.join(changed)} changed"
+                names = ", ".join(changed)
+                return f"on {self._ranks_with(changed)} it left {names} changed"
         if self.uses >= self.reuse.uses:
             return f"they did {self.uses} requests"
         return ""
@@ -129,7 +134,10 @@ class ReusedRanks(Replies):
         An unsound process group is reported by several ranks, and none of them is more to blame
         than the others.
         """
-        ranks = [rank for rank, reply in sorted(self.replies.items()) if reply == changed]
+        ranks = []
+        for rank, reply in sorted(self.replies.items()):
+            if reply == changed:
+                ranks.append(rank)
         if self.complete and 1 < len(ranks) == len(self.replies):
             return "all ranks"
         return listed_ranks(ranks)

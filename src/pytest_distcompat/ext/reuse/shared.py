@@ -20,7 +20,10 @@ _NEXT_ITEM: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
 
 
 def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
-    """Return a key that all items have that share ranks with this one; None if it has ranks of its own."""
+    """Return a key that all items have that share ranks with this one.
+
+    None if the item has ranks of its own.
+    """
     mark = mark_of(item)
     if mark is None:
         return None
@@ -34,7 +37,10 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
 
 
 class SharedRanks:
-    """The shared ranks of a session, and its hooks: tests that follow each other, and have the same scope, share ranks."""
+    """The shared ranks of a session, and its hooks.
+
+    Tests that follow each other, and have the same scope, share ranks.
+    """
 
     def __init__(self, session: DistcompatSession) -> None:
         self._session = session
@@ -83,18 +89,21 @@ class SharedRanks:
         return next_item
 
     def begin(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
-        """Note the next item, and end ranks that are kept for others than this one, if the teardown before it did not."""
+        """Note the next item, and end ranks that are kept for others than this one.
+
+        The teardown before this item has done that mostly.
+        """
         item.stash[_NEXT_ITEM] = next_item
         problem = self._retire(item)
         if problem:
             self._session.notice(f"ranks that were kept did not leave well: {problem}")
 
     def end(self, next_item: pytest.Item | None) -> None:
-        """End ranks that are kept, unless the next item runs on them: they would hold devices for nothing.
+        """End ranks that are kept, unless the next item runs on them.
 
-        They tear down the fixtures that their tests shared, as pytest does after the last test that
-        could have used them, even if that one was skipped. A rank that does not end well is an
-        error of the ended item's teardown.
+        They would hold devices for nothing. They tear down the fixtures that their tests shared, as
+        pytest does after the last test that could have used them, even if that one was skipped. A
+        rank that does not end well is an error of the ended item's teardown.
         """
         problem = self._retire(next_item)
         if problem:
@@ -108,7 +117,11 @@ class SharedRanks:
         return self._keeper.scope
 
     def _retire(self, next_item: pytest.Item | None) -> str:
-        """End ranks that are kept, unless they are kept for that item; return what went wrong, empty if nothing did."""
+        """End ranks that are kept, unless they are kept for that item.
+
+        Returns:
+            What went wrong; empty if nothing did.
+        """
         if self._keeper is None or not self.scope:
             return ""
         if next_item is not None and self.scope == scope_of(next_item, self._session):

@@ -80,12 +80,16 @@ def _init(options: argparse.Namespace) -> int:
     change_directory = ""
     if options.directory.resolve() != Path.cwd():
         change_directory = f"cd {shlex.quote(str(options.directory))} && "
-    print(f"now: {change_directory}pytest {shlex.quote(str(suite))}")
+    suite_argument = shlex.quote(str(suite))
+    print(f"now: {change_directory}pytest {suite_argument}")
     return 0
 
 
 def _check_driver(driver: str) -> None:
-    """Raise UsageProblem for a malformed name of a driver. Whether it can be imported shows when tests run."""
+    """Raise UsageProblem for a malformed name of a driver.
+
+    Whether it can be imported shows when tests run.
+    """
     module, colon, attribute = driver.partition(":")
     if colon:
         identifiers = [attribute, *module.split(".")]
@@ -98,7 +102,10 @@ def _check_driver(driver: str) -> None:
 
 
 def _write(root: Path, path: Path, text: str, *, dry_run: bool) -> None:
-    """Write a file, whose path is relative to the root, unless it exists; print what is done, or would be."""
+    """Write a file unless it exists, and print what is done, or would be.
+
+    ``path`` is relative to the root.
+    """
     target = root / path
     if target.exists():
         print(f"kept {path}")
@@ -113,7 +120,10 @@ def _write(root: Path, path: Path, text: str, *, dry_run: bool) -> None:
 
 @dataclass(frozen=True)
 class _Suite:
-    """What the suite to write tests: a driver, as ``module:attribute`` or a built-in name, and the axes of its matrix."""
+    """What the suite to write tests: a driver, and the axes of its matrix.
+
+    The driver is ``module:attribute`` or a built-in name.
+    """
 
     driver: str
     strategies: tuple[str, ...]
@@ -121,7 +131,9 @@ class _Suite:
 
 
 def _files(repository: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
-    """Yield the path, relative to the root, and the text of each file that the repository should have.
+    """Yield the path and the text of each file that the repository should have.
+
+    Paths are relative to the root.
 
     Args:
         repository: what the repository contains.
@@ -136,8 +148,10 @@ def _files(repository: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
     settings = repository.settings
     if not settings.exists:
         lines = [f"[{settings.table}]"]
-        lines += [setting.line for setting in _pytest_settings(repository, chosen)]
-        yield relative(settings.file, repository.root), "\n".join(lines) + "\n"
+        for setting in _pytest_settings(repository, chosen):
+            lines.append(setting.line)
+        text = "\n".join(lines)
+        yield relative(settings.file, repository.root), f"{text}\n"
     if repository.on_github:
         yield (
             Path(".github/workflows/distcompat.yml"),
@@ -179,7 +193,10 @@ def _suite(repository: Repository, chosen: str) -> _Suite:
 
 
 def _library(repository: Repository, chosen: str) -> str:
-    """Return the library that the suite drives, torch if the repository imports none that is known."""
+    """Return the library that the suite drives.
+
+    It is torch if the repository imports none that is known.
+    """
     # A chosen built-in driver drives its own library, whatever the code imports.
     for library, driver in DRIVERS.items():
         if driver == chosen:
@@ -220,7 +237,10 @@ def _filled(template: str, **values: str) -> str:
 
 
 def _loop(repository: Repository, chosen: str) -> Class | None:
-    """Return the module with a loop in plain torch that needs a driver; None if there is a better one."""
+    """Return the module with a loop in plain torch that needs a driver.
+
+    None if there is something better to drive.
+    """
     has_driver = bool(chosen) or repository.driver is not None or repository.trainer is not None
     if has_driver or repository.imports & {"transformers", "accelerate", "deepspeed"}:
         return None
@@ -261,7 +281,10 @@ def _pytest_settings(repository: Repository, chosen: str) -> Iterator[_PytestSet
 
 
 def _missing_directory(repository: Repository, chosen: str) -> str:
-    """Return the directory that ``sys.path`` lacks for the driver or its trainer; empty if it lacks none."""
+    """Return the directory that ``sys.path`` lacks for the driver or its trainer.
+
+    Empty if it lacks none.
+    """
     on_path = _directories_on_path(repository)
     for imported in _imported_classes(repository, chosen):
         package = imported.module.partition(".")[0]
@@ -271,7 +294,10 @@ def _missing_directory(repository: Repository, chosen: str) -> str:
 
 
 def _imported_classes(repository: Repository, chosen: str) -> list[Class]:
-    """Return the classes of the repository that the suite imports: a driver, or what a driver drives."""
+    """Return the classes of the repository that the suite imports.
+
+    They are a driver, or what a driver drives.
+    """
     if not chosen:
         candidates = (repository.driver, repository.trainer, _loop(repository, chosen))
         return [candidate for candidate in candidates if candidate is not None]
@@ -314,13 +340,24 @@ def _notes(repository: Repository, chosen: str) -> Iterator[str]:
     if loop is not None:
         todo = _filled("loop.txt", module=loop.module).count('"TODO')
         driver_file = repository.tests / "distcompat_driver.py"
-        yield f"{driver_file} is for the loop of {loop.module}: fill in its {todo} TODOs, it fails until then"
+        yield (
+            f"{driver_file} is for the loop of {loop.module}: "
+            f"fill in its {todo} TODOs, it fails until then"
+        )
     elif repository.driver is None and repository.trainer is None:
-        yield f"it drives the library with a tiny model; for your own trainer write a driver ({ADOPT}) and name it there"
+        yield (
+            "it drives the library with a tiny model; "
+            f"for your own trainer write a driver ({ADOPT}) and name it there"
+        )
     if not repository.on_github:
-        yield "no workflow was written: the repository is not on GitHub (no .github, no such remote)"
+        yield (
+            "no workflow was written: the repository is not on GitHub (no .github, no such remote)"
+        )
     if repository.importlib_mode:
-        yield f"pytest imports by importlib here: for a driver in {repository.tests}, have it on pythonpath"
+        yield (
+            "pytest imports by importlib here: "
+            f"for a driver in {repository.tests}, have it on pythonpath"
+        )
 
 
 def _settings_notes(repository: Repository, chosen: str) -> Iterator[str]:
@@ -336,4 +373,7 @@ def _settings_notes(repository: Repository, chosen: str) -> Iterator[str]:
     directory = _missing_directory(repository, chosen)
     if directory and repository.pythonpath:
         entry = relative(repository.root / directory, settings.file.parent)
-        yield f"add {entry} to pythonpath in {file_name}: the driver or its trainer is imported from there"
+        yield (
+            f"add {entry} to pythonpath in {file_name}: "
+            "the driver or its trainer is imported from there"
+        )

@@ -48,16 +48,26 @@ class Settings:
     exists: bool = False
 
     def listed(self, name: str) -> tuple[str, ...]:
-        """Return a setting of several names: a list in TOML, elsewhere a shell-like text. Raises UsageProblem."""
+        """Return a setting of several names.
+
+        It is a list in TOML, and elsewhere a shell-like text.
+
+        Raises:
+            UsageProblem: The text has an error, such as an open quote.
+        """
         value = self.values.get(name, "")
         try:
             names = value if isinstance(value, list) else shlex.split(str(value))
         except ValueError as error:
-            raise UsageProblem(f"{self.file}: {name} = {value}: {error}") from None
+            problem = f"{name} = {value}: {error}"
+            raise UsageProblem(f"{self.file}: {problem}") from None
         return tuple(map(str, names))
 
     def line(self, key: str, value: str, *, several: bool = False) -> str:
-        """Return the line for the file; ``several``: pytest expects a list, or a shell-like text."""
+        """Return the line for the file.
+
+        ``several`` says that pytest expects a list, or a shell-like text.
+        """
         toml = self.file.suffix == ".toml"
         if several and toml and self.table != "tool.pytest.ini_options":
             return f"{key} = [{json.dumps(value, ensure_ascii=False)}]"
@@ -68,7 +78,11 @@ class Settings:
 
 
 def settings_of(root: Path) -> Settings:
-    """Return the settings that pytest reads in a directory or above it, or those to create. Raises UsageProblem."""
+    """Return the settings that pytest reads in a directory or above it, or those to create.
+
+    Raises:
+        UsageProblem: A file cannot be parsed.
+    """
     for directory in (root, *root.parents):
         for name, table in TABLES:
             path = directory / name
@@ -82,7 +96,10 @@ def settings_of(root: Path) -> Settings:
 
 
 def _table(data: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the table of a dotted name, without the older table nested in it; None if there is no such table."""
+    """Return the table of a dotted name, without the older table nested in it.
+
+    None if there is no such table.
+    """
     table: Any = data
     for part in name.split("."):
         if not isinstance(table, dict):

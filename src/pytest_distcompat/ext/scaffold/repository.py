@@ -296,7 +296,8 @@ def _module(root: Path, tests: Path, path: Path) -> tuple[str, Path]:
     is_test = tests in path.relative_to(root).parents
     if is_test and (root / tests / "__init__.py").exists():
         top = root
-    module = ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.relative_to(top).with_suffix("").parts
+    module = ".".join(parts).removesuffix(".__init__")
     return module, top.relative_to(root)
 
 

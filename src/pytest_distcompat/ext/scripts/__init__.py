@@ -1,4 +1,6 @@
-"""Launches of unmodified scripts and command lines on ranks; environment variables alone put the probe into them.
+"""Launches of unmodified scripts and command lines on ranks.
+
+Environment variables alone put the probe into them.
 
 In the parent ``launching`` makes the command line and runs it by ``launch.hosting``. In the ranks
 ``site/sitecustomize.py`` starts the probe. Every Python process of a script imports this package,

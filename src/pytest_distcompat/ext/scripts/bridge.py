@@ -34,9 +34,13 @@ def _log_change(description: str) -> None:
 
 
 def _requested_plugin() -> dict[str, Any]:
-    """Return the plugin that the environment requests, which ``accelerate launch`` and Accelerator's plugins set."""
+    """Return the plugin that the environment requests.
+
+    ``accelerate launch`` and Accelerator's plugins set its variables.
+    """
     for name in ("deepspeed", "fsdp"):
-        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() in {"1", "true", "yes"}:
+        requested = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
+        if requested.lower() in {"1", "true", "yes"}:
             return {f"{name}_plugin": None}
     return {}
 
@@ -49,8 +53,11 @@ def _patch_accelerate(state: ModuleType) -> None:
 
     @functools.wraps(original)
     def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
-        # All instances share one state, so an empty one means that this is the first.
-        if busy or state.PartialState._shared_state or int(os.environ.get("WORLD_SIZE", "1")) < 2:  # noqa: SLF001 - transformers asks so too
+        # All instances share one state, so an empty one means that this is the first. transformers
+        # reads that private attribute too.
+        is_first = not state.PartialState._shared_state  # noqa: SLF001
+        is_rank_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if busy or not is_first or not is_rank_of_several:
             original(self, cpu, **kwargs)
             return
         from pytest_distcompat.launch.accelerate_cpu import on_cpu
@@ -62,22 +69,22 @@ def _patch_accelerate(state: ModuleType) -> None:
         finally:
             busy.clear()
         for handler in settings.pop("kwargs_handlers", ()):
-            kwargs = {
-                **handler.to_kwargs(),
-                **{name: value for name, value in kwargs.items() if value is not None},
-            }
+            given = {name: value for name, value in kwargs.items() if value is not None}
+            kwargs = {**handler.to_kwargs(), **given}
         original(self, settings.pop("cpu", cpu), **kwargs)
         import accelerate
 
-        _log_change(
-            f"accelerate {accelerate.__version__} runs {next(iter(plugin), 'ddp').removesuffix('_plugin')} on gloo ranks"
-        )
+        plugin_name = next(iter(plugin), "ddp").removesuffix("_plugin")
+        _log_change(f"accelerate {accelerate.__version__} runs {plugin_name} on gloo ranks")
 
     state.PartialState.__init__ = init
 
 
 def _patch_transformers(module: ModuleType) -> None:
-    """Set ``use_cpu``: without it ``TrainingArguments`` reject bfloat16 and take each rank for a single process."""
+    """Set ``use_cpu`` of ``TrainingArguments`` on the CPU.
+
+    Without it they reject bfloat16 and take each rank for a single process.
+    """
     original = module.TrainingArguments.__post_init__
 
     @functools.wraps(original)

@@ -1,5 +1,6 @@
-"""Configuration files for ``accelerate launch`` and DeepSpeed, made from the backend configs of the strategies.
+"""Configuration files for ``accelerate launch`` and DeepSpeed.
 
+They are made from the backend configs of the strategies. See
 https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch,
 https://www.deepspeed.ai/docs/config-json/
 """
@@ -37,10 +38,12 @@ _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""
 def find_configuration(
     given: str | Path | None, cell: Cell, directory: Path, blocks: Sequence[str] = ()
 ) -> Path:
-    """Return the file for ``accelerate launch``: the given one, the cell's in a given directory, or a new one.
+    """Return the file for ``accelerate launch``.
 
-    Raises UsageProblem if a given directory has no file for the cell, or no file can describe the
-    cell.
+    It is the given one, the cell's in a given directory, or a new one.
+
+    Raises:
+        UsageProblem: A given directory has no file for the cell, or no file can describe the cell.
     """
     if given is None:
         return write_configuration(cell, directory, blocks)
@@ -64,15 +67,25 @@ def find_configuration(
 
 
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
-    """Write the cell's YAML file, and the DeepSpeed JSON file that it refers to; return the path of the YAML file.
+    """Write the cell's YAML file, and the DeepSpeed JSON file that it refers to.
 
-    ``blocks`` are class names of the modules that FSDP wraps one by one; if empty, those that the
-    model declares. Raises UsageProblem if no file can describe the cell.
+    Args:
+        cell: The cell.
+        directory: Where to write the files; made if it is not there.
+        blocks: Class names of the modules that FSDP wraps one by one; if empty, those that the
+            model declares.
+
+    Returns:
+        The path of the YAML file.
+
+    Raises:
+        UsageProblem: No file can describe the cell.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"
     # JSON is YAML too: https://yaml.org/spec/1.2.2/#12-yaml-history
-    path.write_text(json.dumps(_settings(cell, path, blocks), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(_settings(cell, path, blocks), indent=2)
+    path.write_text(f"{text}\n", encoding="utf-8")
     return path
 
 
@@ -81,16 +94,25 @@ def unsupported_reason(cell: Cell) -> str | None:
     strategy = STRATEGIES.get(cell.strategy)
     precision = PRECISIONS.get(cell.precision)
     if precision.float8 and strategy.zero_stage is not None:
-        return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
+        return (
+            "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, "
+            "not from a file"
+        )
     if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
-        return "accelerate's file has no word for FSDP's policy of dtypes: the script gives its plugin one"
+        return (
+            "accelerate's file has no word for FSDP's policy of dtypes: "
+            "the script gives its plugin one"
+        )
     if cell.option("dp_replicate") != 1 and cell.strategy == "fsdp1":
         return "accelerate's file has a parallelism_config for FSDP2 only"
     return strategy.unsupported_reason(cell)
 
 
 def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
-    """Return the content of the cell's file at ``path``; the DeepSpeed JSON file that it refers to is written beside it."""
+    """Return the content of the cell's file at ``path``.
+
+    The DeepSpeed JSON file that it refers to is written beside it.
+    """
     problem = unsupported_reason(cell)
     if problem:
         raise UsageProblem(f"{cell.id}: {problem}")
@@ -105,7 +127,8 @@ def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
     }
     settings |= _dynamo(cell)
     if PRECISIONS.get(cell.precision).float8:
-        settings["fp8_config"] = {"backend": "TE" if cell.option("fp8_backend") == "te" else "AO"}
+        backend = "TE" if cell.option("fp8_backend") == "te" else "AO"
+        settings["fp8_config"] = {"backend": backend}
     if STRATEGIES.get(cell.strategy).zero_stage is not None:
         # The JSON file sets the precision, and accelerate does not accept it twice.
         del settings["mixed_precision"]
@@ -127,7 +150,10 @@ def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
 
 
 def _mixed_precision(precision: Precision) -> str:
-    """Return accelerate's name of the precision: ``no`` where the model itself has the dtype in which it computes."""
+    """Return accelerate's name of the precision.
+
+    It is ``no`` where the model itself has the dtype in which it computes.
+    """
     if precision.float8:
         return "fp8"
     if precision.mixed:
@@ -136,7 +162,10 @@ def _mixed_precision(precision: Precision) -> str:
 
 
 def _dynamo(cell: Cell) -> dict[str, Any]:
-    """Return the settings of torch.compile; none where it is off, or where the script itself compiles a part of the model."""
+    """Return the settings of torch.compile.
+
+    There are none where it is off, or where the script itself compiles a part of the model.
+    """
     mode = cell.option("compile")
     if mode in {False, "partial"}:
         return {}
@@ -154,7 +183,10 @@ def _dynamo(cell: Cell) -> dict[str, Any]:
 
 
 def _write_deepspeed_json(cell: Cell, file: Path) -> Path:
-    """Write DeepSpeed's JSON file of the cell, with ``auto`` for what the script's own arguments control; return its path."""
+    """Write DeepSpeed's JSON file of the cell, and return its path.
+
+    It has ``auto`` for what the script's own arguments control.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.deepspeed is not None
     content = dict(strategy.deepspeed(PRECISIONS.get(cell.precision), cell))
@@ -164,7 +196,10 @@ def _write_deepspeed_json(cell: Cell, file: Path) -> Path:
 
 
 def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
-    """Return the ``fsdp_config`` of TrainingArguments with accelerate's keys, and with ``blocks`` in place of a declaration."""
+    """Return the ``fsdp_config`` of TrainingArguments with accelerate's keys.
+
+    ``blocks`` take the place of the model's declaration.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
     # With replicas the strategy would import accelerate here, and ``parallelism_config`` describes

@@ -1,4 +1,4 @@
-"""Environment variables and probe file that the parent gives to every process of a launched script."""
+"""What the parent gives to every process of a launched script: variables and the probe's file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
     # Every process inherits them: through torchrun, accelerate, deepspeed, ``mp.spawn``, shells and
     # ``uv run``.
     own = environment.get("PYTHONPATH")
-    path = f"{SITE}{os.pathsep}{own}" if own else str(SITE)
+    path = str(SITE)
+    if own:
+        path = f"{SITE}{os.pathsep}{own}"
     return {**environment, "PYTHONPATH": path, RUN: str(directory)}
 
 
@@ -51,7 +53,8 @@ class ProbeConfig:
 
     def write(self, directory: Path) -> None:
         """Write the configuration into the directory of a run."""
-        (directory / _PROBE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        text = json.dumps(dataclasses.asdict(self))
+        (directory / _PROBE).write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> ProbeConfig:

@@ -45,10 +45,12 @@ def check_final_model(
         return ["the directory of the final model is unknown: pass launch(output=...)"]
     if not path.exists():
         return [f"{path} does not exist: the run left no model"]
-    loaded = read({"kind": "final", "path": str(path.resolve()), "checkpoints": checkpoints})
+    request = {"kind": "final", "path": str(path.resolve()), "checkpoints": checkpoints}
+    loaded = read(request)
     if loaded["problem"]:
         return [f"{path}: {loaded['problem']}"]
-    return [f"{path}: {finding}" for finding in _compare(run, cell, loaded, saved_name)]
+    findings = _compare(run, cell, loaded, saved_name)
+    return [f"{path}: {finding}" for finding in findings]
 
 
 def _compare(
@@ -91,8 +93,11 @@ def _compare(
     loaded = _under_first_names(unwrapped, loaded)
     # The check ``export`` compares a run that trains and saves with a run that loads.
     end = last_step * STRIDE + END
-    saved = [Snapshot(0, "train", "files", end + nth, files=tuple(files)) for nth in (1, 2)]
-    train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)
+    saved = []
+    for number in (1, 2):
+        saved.append(Snapshot(0, "train", "files", end + number, files=tuple(files)))
+    snapshots = (first, *trained, *saved)
+    train = RunTrace("train", run.world_size, snapshots, cell=cell.id)
     reloaded = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
     reload = RunTrace("reload", 1, (reloaded,), cell=cell.id)
     compared_names = trainable_names(unwrapped.parameters) if only_adapter else None
@@ -128,7 +133,10 @@ def _missing_model(run: RunTrace, trained: Iterable[Snapshot], last: int) -> str
     recorded = {snapshot.rank for snapshot in trained}
     gone = [rank for rank in range(run.world_size) if rank not in recorded]
     ranks = named_ranks(gone, run.world_size)
-    return f"the model of {ranks} was gone at the end: nothing says which weights it had after step {last}, the last"
+    return (
+        f"the model of {ranks} was gone at the end: "
+        f"nothing says which weights it had after step {last}, the last"
+    )
 
 
 def _loaded_model(
@@ -142,7 +150,8 @@ def _loaded_model(
     # unwrapped model stays as it is then.
     already_unwrapped: set[str] = set()
     if not read["stored"]:
-        already_unwrapped.update(info.name for info in (*unwrapped.parameters, *unwrapped.buffers))
+        for info in (*unwrapped.parameters, *unwrapped.buffers):
+            already_unwrapped.add(info.name)
 
     def unwrapped_name(key: str) -> str:
         if key in already_unwrapped:
@@ -154,12 +163,17 @@ def _loaded_model(
 
 def _untied(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Iterator[str]:
     """Yield a finding for each tied tensor that was saved with different values under its names."""
-    digests = {info.name: info.digest for info in (*loaded.parameters, *loaded.buffers)}
+    digests = {}
+    for info in (*loaded.parameters, *loaded.buffers):
+        digests[info.name] = info.digest
     for names in unwrapped.tied:
         saved = [name for name in names if name in digests]
         for alias in saved[1:]:
             if digests[alias] != digests[saved[0]]:
-                yield f"{alias!r} has other values than {saved[0]!r}: in the trained model they are one tensor"
+                yield (
+                    f"{alias!r} has other values than {saved[0]!r}: "
+                    "in the trained model they are one tensor"
+                )
 
 
 def _under_first_names(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> UnwrappedInfo:
@@ -199,6 +213,7 @@ def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:
         earlier = latest.get(snapshot.rank)
         if earlier is None or snapshot.index > earlier.index:
             latest[snapshot.rank] = snapshot
+    index = last * STRIDE + END
     for rank in range(run.world_size):
         if rank in latest:
-            yield dataclasses.replace(latest[rank], action="export", index=last * STRIDE + END)
+            yield dataclasses.replace(latest[rank], action="export", index=index)

@@ -1,4 +1,7 @@
-"""Guard around every call from a script into the probe: its first exception is reported and silences it, the script goes on."""
+"""Guard around every call from a script into the probe.
+
+The probe's first exception is reported and silences it; the script goes on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _report: Callable[[str, str], bool] | None = None
 
 
 def report_to(report: Callable[[str, str], bool]) -> None:
-    """Set the function that writes the first failure to the log of the rank that this process has become."""
+    """Set the function that writes the probe's first failure to the log of this rank."""
     global _report  # noqa: PLW0603 - a process has one probe
     _report = report
 
@@ -31,7 +34,7 @@ def failed() -> bool:
 def attempt(
     where: str, function: Callable[..., Any], *args: Any, always: bool = False, **kwargs: Any
 ) -> Any:
-    """Call ``function`` and return its result; None if it raises, or if the probe has failed before.
+    """Call ``function`` and return its result; None if it raises, or the probe has failed before.
 
     ``where`` names the call of the script. With ``always`` a probe that failed before is called
     too, to report how the rank ended or to undo a change.
@@ -50,7 +53,10 @@ def attempt(
 def guarded(
     where: str, function: Callable[..., Any], *, always: bool = False
 ) -> Callable[..., Any]:
-    """Return ``function`` wrapped in ``attempt``, for a caller that stores it: a hook, a callback."""
+    """Return ``function`` wrapped in ``attempt``.
+
+    It is for a caller that stores it: a hook, a callback.
+    """
 
     @functools.wraps(function)
     def guarded_call(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +66,10 @@ def guarded(
 
 
 def _report_failure(where: str, text: str) -> None:
-    """Write a failure to the log of the rank, or to a separate file if there is no such log or it cannot be written."""
+    """Write a failure to the log of the rank.
+
+    It goes to a separate file if there is no such log, or the log cannot be written.
+    """
     with contextlib.suppress(Exception):
         if _report is not None and _report(where, text):
             return

@@ -87,7 +87,8 @@ class HostedRank:
         return True
 
     def _open(self, kind: str) -> Any:
-        return (self.directory / f"rank-{self.rank}.{kind}").open("w", encoding="utf-8")
+        path = self.directory / f"rank-{self.rank}.{kind}"
+        return path.open("w", encoding="utf-8")
 
     def _watch_exit(self) -> None:
         hook = sys.excepthook
@@ -104,7 +105,9 @@ class HostedRank:
             self._cause = sys.exc_info()[1]
             raise self._exit
 
-        sys.excepthook, sys.exit = excepthook, exit_  # type: ignore[assignment]  # declared to take its argument by name too
+        sys.excepthook = excepthook
+        # It is declared to take its argument by name too.
+        sys.exit = exit_  # type: ignore[assignment]
         self._hook = excepthook
         end = guard.guarded("the end of the process", self.end, always=True)
         atexit.register(end)
@@ -128,7 +131,10 @@ class HostedRank:
             )
 
     def exit_like_preempted(self) -> None:
-        """Exit at once with code 0, as a preempted rank does: without atexit functions or leaving the process group."""
+        """Exit at once with code 0, as a preempted rank does.
+
+        No atexit functions run, and the process group is not left.
+        """
         from pytest_distcompat.events import Done
 
         self._end_logged = True
@@ -159,7 +165,10 @@ class HostedRank:
         self.log.write(Exit(code) if code else Done())
 
     def _ending_exception(self) -> BaseException | None:
-        """Return the exception that ends the process now, as far as Python knows; None if it ends well."""
+        """Return the exception that ends the process now, as far as Python knows.
+
+        None if it ends well.
+        """
         error = sys.exc_info()[1]
         if error is None and self._exit is not None and _ends_process(self._exit.__traceback__):
             error = self._exit
@@ -178,7 +187,10 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _ends_process(trace: TracebackType | None) -> bool:
-    """Tell whether an exception with that traceback reached the main module. C code prints exceptions that end nothing."""
+    """Tell whether an exception with that traceback reached the main module.
+
+    C code prints exceptions that end nothing.
+    """
     # A ``sys.exit(3)`` that the main module itself catches looks the same, and counts as an end.
     return trace is None or trace.tb_frame.f_code.co_name in _OUTERMOST
 
@@ -192,30 +204,32 @@ def current_rank() -> HostedRank | None:
 
 
 def claim(rank: int) -> HostedRank | None:
-    """Make this process that rank and return it; None for a child of a rank, or if another process is it already."""
+    """Make this process that rank and return it.
+
+    None for a child of a rank, or if another process is that rank already.
+    """
     # Several processes, or programs in one process (``os.execv``), may be the rank one after the
     # other if each ends well.
     global _current  # noqa: PLW0603 - a process is one rank
     if current_rank() is not None:
         return _current
-    if os.environ.get(RANK_PID, "") not in {"", str(os.getpid())}:
+    own_pid = str(os.getpid())
+    if os.environ.get(RANK_PID, "") not in {"", own_pid}:
         return None
     directory = Path(os.environ[RUN])
     mark = directory / f"rank-{rank}.claim"
     try:
         descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
-        if mark.read_text(encoding="ascii") != str(os.getpid()) and not _ended_well(
-            directory, rank
-        ):
+        claimed_by = mark.read_text(encoding="ascii")
+        if claimed_by != own_pid and not _ended_well(directory, rank):
             return None
-        (directory / f"rank-{rank}.jsonl").rename(
-            directory / f"before-{os.getpid()}-rank-{rank}.jsonl"
-        )
+        log = directory / f"rank-{rank}.jsonl"
+        log.rename(directory / f"before-{own_pid}-rank-{rank}.jsonl")
         descriptor = os.open(mark, os.O_WRONLY | os.O_TRUNC)
     with os.fdopen(descriptor, "w") as file:
-        file.write(str(os.getpid()))
-    os.environ[RANK_PID] = str(os.getpid())
+        file.write(own_pid)
+    os.environ[RANK_PID] = own_pid
     _current = HostedRank(directory, rank)
     _current.begin()
     return _current
@@ -226,4 +240,5 @@ def _ended_well(directory: Path, rank: int) -> bool:
     from pytest_distcompat.events import Done
     from pytest_distcompat.launch.rank_log import read_events
 
-    return any(isinstance(event, Done) for event in read_events(directory, rank)[-1:])
+    last_events = read_events(directory, rank)[-1:]
+    return any(isinstance(event, Done) for event in last_events)

@@ -1,4 +1,7 @@
-"""Import hooks: call a function when a module has been imported, to patch a library without importing it."""
+"""Import hooks: they call a function when a module has been imported.
+
+So a library is patched without importing it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ OnImport = Callable[[ModuleType], None]
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Finder that delegates to the other finders and wraps the loader of a module that someone waits for."""
+    """Finder that asks the other finders, and wraps the loader of a module that is waited for."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[OnImport]] = {}
@@ -54,7 +57,10 @@ _import_hook = _ImportHook()
 
 
 def on_import(name: str, function: OnImport) -> None:
-    """Call ``function(module)`` when the module of that name has been imported; at once if it is imported already."""
+    """Call ``function(module)`` when the module of that name has been imported.
+
+    It is called at once if the module is imported already.
+    """
     module = sys.modules.get(name)
     # importlib's own mark of a module whose import is still under way.
     unfinished = getattr(getattr(module, "__spec__", None), "_initializing", False)

@@ -1,4 +1,7 @@
-"""Library calls that are wrapped so that the probe sees them; each when its library has been imported."""
+"""Library calls that are wrapped so that the probe sees them.
+
+Each is wrapped when its library has been imported.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
 
 def enter() -> None:
-    """Start the probe and the CPU bridge in a Python process of a launched script; claim the rank if it is one."""
+    """Start the probe and the CPU bridge in a Python process of a launched script.
+
+    The process claims its rank if it is one.
+    """
     if os.environ.get(RUN):
         if os.environ.get("RANK", "").isdecimal():
             claim(int(os.environ["RANK"]))
@@ -40,7 +46,10 @@ def enter() -> None:
 
 
 def _share_gpus() -> None:
-    """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there; ranks that share it divide its memory."""
+    """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there.
+
+    Ranks that share a GPU divide its memory.
+    """
     if (
         wrappers.probe_config().device == "cuda"
         and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
@@ -61,7 +70,10 @@ def install() -> None:
 
 
 def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
-    """Wrap these calls of a module. A release without one of their classes fails the probe, which then sees too little."""
+    """Wrap these calls of a module.
+
+    A release without one of their classes fails the probe, which then sees too little.
+    """
     for path, wrapper in calls.items():
         *owners, name = path.split(".")
         owner: Any = module
@@ -71,7 +83,10 @@ def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
 
 
 def _process_groups(torch: ModuleType) -> None:
-    """Claim the rank when the process joins a group: without RANK in the environment nothing else makes it a rank."""
+    """Claim the rank when the process joins a group.
+
+    Without RANK in the environment nothing else makes it a rank.
+    """
     if not torch.distributed.is_available():
         return
     original = torch.distributed.init_process_group
@@ -115,7 +130,10 @@ def _optimizer_steps(torch: ModuleType) -> None:
 
 
 def _lightning_strategies(module: ModuleType) -> None:
-    """Wrap ``load_checkpoint`` of each strategy that defines it: ``fit(ckpt_path=...)`` reads by it."""
+    """Wrap ``load_checkpoint`` of each strategy that defines it.
+
+    ``fit(ckpt_path=...)`` reads by it.
+    """
     for kind in vars(module).values():
         if isinstance(kind, type) and "load_checkpoint" in vars(kind):
             wrappers.wrap_attribute(kind, "load_checkpoint", wrappers.loads)
@@ -136,9 +154,9 @@ def _second(name: str) -> Callable[[Any, Arguments, Keywords], Any]:
     """Return a function that picks the second argument, of that name; None for a file object."""
 
     def path(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        second = args[1] if len(args) > 1 else kwargs.get(name)
-        if isinstance(second, (str, os.PathLike)):
-            return second
+        value = args[1] if len(args) > 1 else kwargs.get(name)
+        if isinstance(value, (str, os.PathLike)):
+            return value
         return None
 
     return path
@@ -165,9 +183,13 @@ def _no_path(_result: Any, _args: Arguments, _kwargs: Keywords) -> None:
 
 
 def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> Wrapper:
-    """Make a wrapper of an ``__init__`` that adds the new object to the list that ``choose_list`` returns."""
+    """Make a wrapper of an ``__init__`` that tracks the new object.
 
-    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    ``choose_list`` returns the list to which it is added.
+    """
+
+    # A wrapper has these arguments.
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
         yield
         choose_list(recorder.tracked).append(weakref.ref(args[0]))
 
@@ -188,8 +210,12 @@ def _prepares(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     yield from _prepared(recorder, args, kwargs)
 
 
-def _engine_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-    """Wrap the ``step`` of a DeepSpeed engine, which steps its optimizer in the last micro-batch only."""
+# A wrapper has these arguments.
+def _engine_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
+    """Wrap the ``step`` of a DeepSpeed engine.
+
+    The engine steps its optimizer in the last micro-batch only.
+    """
     engine = args[0]
     recorder.call_unobserved(recorder.before_step, None, engine)
     steps_before = engine.global_steps
@@ -203,13 +229,14 @@ def _engine_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Step
         recorder.call_unobserved(recorder.after_step)
 
 
-def _constructs_trainer(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+def _constructs_trainer(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
     """Wrap ``Trainer.__init__``: note the output directory, and add a callback."""
     yield
     trainer = args[0]
     from pytest_distcompat.ext.scripts.events import Output
 
-    recorder.rank.log.write(Output(str(Path(trainer.args.output_dir).resolve())))
+    output = Path(trainer.args.output_dir).resolve()
+    recorder.rank.log.write(Output(str(output)))
     trainer.add_callback(_callback(recorder))
 
 
@@ -217,7 +244,10 @@ def _callback(recorder: Recorder) -> Any:
     from transformers import TrainerCallback
 
     class _RecordsLoad(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-        """Callback that records the loaded state at the first step of a resumed training, when the RNG states are back too."""
+        """Callback that records the loaded state at the first step of a resumed training.
+
+        The states of random number generators are back by then.
+        """
 
         started = False
 

@@ -1,4 +1,7 @@
-"""Launch of a script or a command line on ranks, for pytest, ``unittest`` and plain scripts alike."""
+"""Launch of a script or a command line on ranks.
+
+It is the same for pytest, ``unittest`` and plain scripts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ __tracebackhide__ = hides_frames
 
 @dataclass(frozen=True)
 class Host:
-    """Where scripts run: the ``device`` (``cpu`` or ``cuda``), and what ``launch`` takes if it is given nothing else.
+    """Where scripts run, and what ``launch`` takes if it is given nothing else.
+
+    ``device`` is ``cpu`` or ``cuda``.
 
     Without a ``directory`` each run has a temporary one, which is removed at the end of this
     process, however it ends, unless the run failed.
@@ -61,7 +66,8 @@ class Host:
             _TEMPORARY[owned.path] = owned
             return owned.path
         self.directory.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"distcompat-{name}-", dir=self.directory))
+        path = tempfile.mkdtemp(prefix=f"distcompat-{name}-", dir=self.directory)
+        return Path(path)
 
 
 #: The temporary directories of this process, which are removed when it ends.
@@ -100,29 +106,35 @@ def launch(
     """Run an unmodified script or command line on ranks, and return how all of them ended.
 
     Args:
-        script: A path, ``"-m"`` with the module as the first argument, or a command for ``launcher="cli"``.
-        *args: The arguments of the script; ``{configuration}`` stands for the path of the configuration file.
-        launcher: ``torchrun``, ``accelerate``, or ``cli`` for any command that ends in torchrun, accelerate, deepspeed or
-            ``mp.spawn``.
-        strategy: What should be running. The checks compare with it, and ``accelerate`` gets a configuration file for it.
+        script: A path, ``"-m"`` with the module as the first argument, or a command for
+            ``launcher="cli"``.
+        *args: The arguments of the script; ``{configuration}`` stands for the path of the
+            configuration file.
+        launcher: ``torchrun``, ``accelerate``, or ``cli`` for any command that ends in torchrun,
+            accelerate, deepspeed or ``mp.spawn``.
+        strategy: What should be running. The checks compare with it, and ``accelerate`` gets a
+            configuration file for it.
         precision: Likewise.
         options: Likewise, as in a Cell.
-        configuration: A configuration file, or a directory of such files, to use instead of a new one.
+        configuration: A configuration file, or a directory of such files, to use instead of a new
+            one.
         output: Where the script leaves its model.
         world_size: The number of ranks, instead of the host's.
         timeout: The time limit in seconds, from the start of the launcher, instead of the host's.
         environment: Added to the environment of this process.
         cwd: The working directory, instead of the current one.
-        blocks: Class names of the modules that should be sharded, recomputed and compiled one by one. Models of
-            transformers declare their own.
-        saved_name: Returns the unwrapped name of a saved key, for libraries that change names when they save.
+        blocks: Class names of the modules that should be sharded, recomputed and compiled one by
+            one. Models of transformers declare their own.
+        saved_name: Returns the unwrapped name of a saved key, for libraries that change names when
+            they save.
         watch_steps: How many optimizer steps the probe records in full, 0 for no probe.
         stop_after: All ranks exit after the checkpoint of this step, as if they had been preempted.
-        bridge: If False, accelerate and transformers are not changed on the CPU: there they reject FSDP or silently
-            ignore it.
+        bridge: If False, accelerate and transformers are not changed on the CPU: there they reject
+            FSDP or silently ignore it.
         allow_failure: Return a failed run instead of raising.
-        fails: Declares that the run must fail: a regular expression for the first cause, as the first line of the report has
-            it (``"rank 1 raised ValueError"``, ``"exited with code 3"``). A hang never matches.
+        fails: Declares that the run must fail: a regular expression for the first cause, as the
+            first line of the report has it (``"rank 1 raised ValueError"``, ``"exited with code
+            3"``). A hang never matches.
         host: Where it runs; by default on all GPUs of the machine, or on two CPU ranks.
 
     Raises:
@@ -138,35 +150,23 @@ def launch(
     limit = host.timeout if timeout is None else timeout
     ranks = host.world_size if world_size is None else world_size
     working_directory = Path(cwd or Path.cwd())
-    texts = environment or {}
-    check_argument(
-        "script",
-        script,
-        isinstance(script, (str, Path)),
-        "expected a path, or '-m' before the name of a module",
+    _check_arguments(
+        script=script,
+        args=args,
+        blocks=classes,
+        saved_name=saved_name,
+        timeout=limit,
+        world_size=ranks,
+        watch_steps=watch_steps,
+        cwd=cwd,
+        directory=working_directory,
+        environment=environment or {},
+        fails=fails,
     )
-    check_argument("blocks", blocks, _are_texts(classes), "expected class names")
-    callable_or_none = saved_name is None or callable(saved_name)
-    check_argument("saved_name", saved_name, callable_or_none, "expected a function of a saved key")
-    is_time = isinstance(limit, (int, float)) and limit > 0
-    check_argument("timeout", limit, is_time, "expected a number of seconds above 0")
-    check_argument("world_size", ranks, isinstance(ranks, int) and ranks > 0, RANKS)
-    check_argument(
-        "watch_steps", watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS
-    )
-    check_argument("cwd", str(cwd), working_directory.is_dir(), "there is no such directory")
-    check_argument(
-        "environment", texts, isinstance(texts, Mapping), "expected a mapping of names to texts"
-    )
-    check_argument("environment", texts, _are_texts([*texts.values()]), "expected texts")
-    _check_pattern(fails)
-    _check_single_arguments(args)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(str(argument) for argument in args)
     uses_file = _uses_configuration(launcher, arguments, configuration, strategy)
-    directory = host.new_directory(
-        arguments[0] if script == "-m" and arguments else Path(script).stem
-    )
+    directory = host.new_directory(_name_of_run(script, arguments))
     file = None
     if uses_file:
         file = find_configuration(configuration, cell, directory, classes)
@@ -178,11 +178,13 @@ def launch(
     added = {**variables, **(environment or {})}
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"
-    with host.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
+    user = f"script {script} {cell.id} in {directory}"
+    with host.pool.lease(cell.world_size, who=user) as lease:
         added |= rank_environment(lease, cell.world_size)
         complete = without_rank(on_device(os.environ, host.device)) | added
+        name = str(script) if launcher == "cli" else launcher
         ending = Hosted(
-            name=launcher if launcher != "cli" else str(script),
+            name=name,
             line=line,
             environment=with_probe(complete, directory),
             world_size=ranks,
@@ -191,13 +193,15 @@ def launch(
             cwd=working_directory,
             reproduce=_reproduce(line, with_probe(added, directory), host.device),
         ).run()
-    leaks = tuple(leak_message(leak) for leak in lease.own_leak)
+    leaks = tuple([leak_message(leak) for leak in lease.own_leak])
+    expected_cell = cell if strategy else None
+    output_path = Path(output) if output else None
     run = ScriptRun(
         replace(ending, leaks=leaks),
-        cell if strategy else None,
+        expected_cell,
         directory,
         host.device,
-        Path(output) if output else None,
+        output_path,
         saved_name or ScriptRun.saved_name,
     )
     if run.failed:
@@ -207,6 +211,53 @@ def launch(
     elif not allow_failure:
         run.raise_if_failed()
     return run
+
+
+def _check_arguments(
+    *,
+    script: object,
+    args: Sequence[object],
+    blocks: object,
+    saved_name: object,
+    timeout: object,
+    world_size: object,
+    watch_steps: object,
+    cwd: object,
+    directory: Path,
+    environment: Mapping[str, str],
+    fails: str,
+) -> None:
+    """Raise UsageProblem for the first argument of ``launch`` that is wrong.
+
+    ``directory`` is the working directory, which ``cwd`` may name.
+    """
+    is_path = isinstance(script, (str, Path))
+    check_argument(
+        "script", script, is_path, "expected a path, or '-m' before the name of a module"
+    )
+    check_argument("blocks", blocks, _are_texts(blocks), "expected class names")
+    callable_or_none = saved_name is None or callable(saved_name)
+    check_argument("saved_name", saved_name, callable_or_none, "expected a function of a saved key")
+    is_time = isinstance(timeout, (int, float)) and timeout > 0
+    check_argument("timeout", timeout, is_time, "expected a number of seconds above 0")
+    is_count = isinstance(world_size, int) and world_size > 0
+    check_argument("world_size", world_size, is_count, RANKS)
+    is_number = isinstance(watch_steps, int) and watch_steps >= 0
+    check_argument("watch_steps", watch_steps, is_number, _STEPS)
+    check_argument("cwd", str(cwd), directory.is_dir(), "there is no such directory")
+    is_mapping = isinstance(environment, Mapping)
+    check_argument("environment", environment, is_mapping, "expected a mapping of names to texts")
+    are_texts = _are_texts([*environment.values()])
+    check_argument("environment", environment, are_texts, "expected texts")
+    _check_pattern(fails)
+    _check_single_arguments(args)
+
+
+def _name_of_run(script: str | Path, arguments: Sequence[str]) -> str:
+    """Return a name for the directory of a run: that of the script or module."""
+    if script == "-m" and arguments:
+        return arguments[0]
+    return Path(script).stem
 
 
 def _check_pattern(fails: str) -> None:
@@ -224,7 +275,8 @@ def _check_single_arguments(args: Sequence[object]) -> None:
     for argument in args:
         if isinstance(argument, (list, tuple, dict, set)):
             raise UsageProblem(
-                f"{argument!r:.200} is given as one argument: launch(script, *args) takes them one by one"
+                f"{argument!r:.200} is given as one argument: "
+                "launch(script, *args) takes them one by one"
             )
 
 
@@ -264,13 +316,19 @@ def check_argument(name: str, value: object, valid: bool, problem: str) -> None:
 
 def _are_texts(values: object) -> bool:
     """Tell whether these are a tuple or a list of texts."""
-    return isinstance(values, (tuple, list)) and all(isinstance(value, str) for value in values)
+    if not isinstance(values, (tuple, list)):
+        return False
+    return all(isinstance(value, str) for value in values)
 
 
 def _cell(
     strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]
 ) -> Cell:
-    """Return the cell that should be running, ``ddp`` without a strategy. Raises UsageProblem for an invalid one."""
+    """Return the cell that should be running; it is of ``ddp`` without a strategy.
+
+    Raises:
+        UsageProblem: The cell is invalid.
+    """
     PRECISIONS.get(precision)
     if strategy:
         STRATEGIES.get(strategy)
@@ -284,10 +342,15 @@ def _cell(
 
 
 def _reproduce(line: tuple[str, ...], environment: Mapping[str, str], device: str) -> str:
-    """Return the shell command that repeats the run, with the variables that ``launch`` has added."""
+    """Return the shell command that repeats the run.
+
+    It has the variables that ``launch`` has added.
+    """
     if device == "cpu":
         environment = on_device(environment, device)
-    variables = [f"{name}={value}" for name, value in environment.items()]
+    variables = []
+    for name, value in environment.items():
+        variables.append(f"{name}={value}")
     return shlex.join(["env", *variables, *line])
 
 
@@ -303,11 +366,14 @@ def command_line(
     directory: Path,
     configuration: Path | None,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the command line that runs ``script`` on ``world_size`` ranks with logs in ``directory``, and its variables.
+    """Return the command line that runs ``script`` on ranks, and its variables.
 
-    A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables
-    (``PET_*``, https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an
-    unknown launcher, a missing script or command.
+    Logs go below ``directory``. A ``cli`` command that ends in torchrun gets the number of ranks by
+    torchrun's own variables (``PET_*``,
+    https://docs.pytorch.org/docs/stable/elastic/run.html).
+
+    Raises:
+        UsageProblem: The launcher is unknown, or the script or command is missing.
     """
     logs = directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -319,7 +385,8 @@ def command_line(
         raise UsageProblem("'-m' needs the name of a module after it")
     if script != "-m" and not Path(script).is_file():
         raise UsageProblem(
-            f"there is no script {script!r}; a module goes by '-m', 'name', a command by launcher='cli'"
+            f"there is no script {script!r}; "
+            "a module goes by '-m', 'name', a command by launcher='cli'"
         )
     if launcher == "torchrun":
         # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each
@@ -366,7 +433,10 @@ def _executable(command: str) -> str:
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of one rank: a launcher that inherits them would take itself for a rank."""
+    """Return the environment without the variables of one rank.
+
+    A launcher that inherits them would take itself for a rank.
+    """
     variables: dict[str, str] = {}
     for name, value in environment.items():
         of_a_rank = OF_THE_AGENT.fullmatch(name) or name.startswith(("TORCHELASTIC_", "PET_"))

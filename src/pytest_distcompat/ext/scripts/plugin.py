@@ -1,4 +1,7 @@
-"""The fixture ``distcompat``, with which an ordinary test runs scripts and command lines on ranks."""
+"""The fixture ``distcompat``.
+
+With it an ordinary test runs scripts and command lines on ranks.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ class Distcompat:
         )
 
     def launch(self, script: str | Path, *args: str | Path, **settings: Any) -> ScriptRun:
-        """Call ``pytest_distcompat.ext.scripts.launch``, and note in the test's report what was bridged on the CPU."""
+        """Call ``pytest_distcompat.ext.scripts.launch``.
+
+        What was bridged on the CPU is noted in the test's report.
+        """
         from pytest_distcompat.ext.scripts import launch
 
         host = self._host(settings.get("world_size"))
@@ -75,9 +81,9 @@ class Distcompat:
         from pytest_distcompat.ext.scripts import parity
 
         host = self._host(settings.get("world_size"))
-        found = parity(script, **{"host": host, **settings})
-        self._add_labels(found.many)
-        return found
+        compared = parity(script, **{"host": host, **settings})
+        self._add_labels(compared.many)
+        return compared
 
     def _add_labels(self, run: ScriptRun) -> None:
         for label in run.labels:
@@ -87,6 +93,9 @@ class Distcompat:
 
 @pytest.fixture
 def distcompat(request: pytest.FixtureRequest) -> Distcompat:
-    """Run unmodified scripts and command lines on ranks: ``distcompat.launch("train.py", strategy="fsdp2")``."""
+    """Run unmodified scripts and command lines on ranks.
+
+    For example ``distcompat.launch("train.py", strategy="fsdp2")``.
+    """
     request.node.stash[STARTS_RANKS] = True
     return Distcompat(session_of(request.config), request.node)

@@ -78,42 +78,51 @@ class Parity:
         """Raise Incompatible with the findings, if there are any."""
         findings = self.findings
         if findings:
-            logs = [f"logs: {run.directory}" for run in (self.one, self.many)]
-            raise Incompatible("\n".join((message(findings), *self.many.labels, *logs)))
+            lines = [message(findings), *self.many.labels]
+            for run in (self.one, self.many):
+                lines.append(f"logs: {run.directory}")
+            raise Incompatible("\n".join(lines))
 
     def _differing_step(self) -> list[str]:
         """Return the findings of the first step that differs; later steps differ because of it."""
         for nth in range(self.steps):
             index = (nth + 1) * STRIDE
-            one = self.one.trace.at_index(index)
-            many = self.many.trace.at_index(index)
-            findings = [*self._differing_loss(one, many), *self._differing_norms(one, many)]
+            one_rank = self.one.trace.at_index(index)
+            several_ranks = self.many.trace.at_index(index)
+            findings = list(self._differing_loss(one_rank, several_ranks))
+            findings += self._differing_norms(one_rank, several_ranks)
             if findings:
                 return [f"step {nth + 1}: {text}" for text in findings]
         return []
 
-    def _differing_loss(self, one: Iterable[Snapshot], many: Iterable[Snapshot]) -> Iterator[str]:
+    def _differing_loss(
+        self, one_rank: Iterable[Snapshot], several_ranks: Iterable[Snapshot]
+    ) -> Iterator[str]:
         """Yield a finding if the mean of the ranks' losses differs from the loss on one rank."""
-        expected = _mean_loss(one)
-        loss = _mean_loss(many)
+        expected = _mean_loss(one_rank)
+        loss = _mean_loss(several_ranks)
         if expected is None or loss is None:
             return
         if not math.isclose(loss, expected, rel_tol=self.loss_tolerance):
-            yield f"the loss is {loss:.6g} on several ranks; {expected:.6g} on one ({self.loss_tolerance:.0e} allowed)"
+            allowed = f"{self.loss_tolerance:.0e} allowed"
+            yield f"the loss is {loss:.6g} on several ranks; {expected:.6g} on one ({allowed})"
 
-    def _differing_norms(self, one: Iterable[Snapshot], many: Sequence[Snapshot]) -> Iterator[str]:
+    def _differing_norms(
+        self, one_rank: Iterable[Snapshot], several_ranks: Sequence[Snapshot]
+    ) -> Iterator[str]:
         """Yield a finding for each replica whose gradients have another norm than on one rank."""
         squares: list[float] = []
-        for snapshot in one:
+        for snapshot in one_rank:
             squares += [step.square for step in snapshot.steps]
         expected = math.sqrt(sum(squares))
-        for ranks, norm in _norms_by_replica(many).items():
+        for ranks, norm in _norms_by_replica(several_ranks).items():
             if not math.isclose(norm, expected, rel_tol=self.norm_tolerance):
                 plural = "s" if len(ranks) > 1 else ""
-                listed = ", ".join(str(rank) for rank in ranks)
+                listed = ", ".join(map(str, ranks))
+                owners = f"rank{plural} {listed}"
                 allowed = f"{self.norm_tolerance:.0e} allowed"
                 yield (
-                    f"the gradients of rank{plural} {listed} have norm {norm:.6g}; "
+                    f"the gradients of {owners} have norm {norm:.6g}; "
                     f"{expected:.6g} on one rank ({allowed})"
                 )
 
@@ -159,7 +168,8 @@ def _norms_by_replica(snapshots: Sequence[Snapshot]) -> dict[tuple[int, ...], fl
         square_by_rank[snapshot.rank] = square
     norms: dict[tuple[int, ...], float] = {}
     for ranks in shard_groups(holders_by_rank, len(snapshots)):
-        norms[ranks] = math.sqrt(sum(square_by_rank.get(rank, 0.0) for rank in ranks))
+        squares = [square_by_rank.get(rank, 0.0) for rank in ranks]
+        norms[ranks] = math.sqrt(sum(squares))
     return norms
 
 
@@ -195,7 +205,8 @@ def _final_weights(run: RunTrace) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     for name, shards in _final_shards(run, names).items():
         first_replica = shard_groups(shards.holders)[0]
-        weight = _sum(shards.sums[rank] for rank in first_replica if rank in shards.sums)
+        sums = [shards.sums[rank] for rank in first_replica if rank in shards.sums]
+        weight = _sum(sums)
         if weight.numel < names.sizes.get(name, 0):
             # ZeRO shards only the float32 master, of which each rank has recorded its own part.
             weight = _sum(shards.sums.values())
@@ -285,12 +296,14 @@ def parity(
     }
     runs: list[ScriptRun] = []
     try:
-        runs.append(launch(script, *one, world_size=1, **common))
-        runs.append(launch(script, *many, world_size=ranks, strategy=strategy, **common))
+        one_rank = launch(script, *one, world_size=1, **common)
+        runs.append(one_rank)
+        several_ranks = launch(script, *many, world_size=ranks, strategy=strategy, **common)
+        runs.append(several_ranks)
         # Twice the tolerance of one run, because both runs round.
         compared = Parity(
-            one=runs[0],
-            many=runs[1],
+            one=one_rank,
+            many=several_ranks,
             steps=steps,
             loss_tolerance=2 * rounding.loss_tolerance,
             norm_tolerance=2 * rounding.norm_tolerance,

@@ -26,9 +26,12 @@ TIMEOUT = 600.0
 
 
 def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str, Any]) -> Any:
-    """Return the answer of ``main`` to a request, from the interpreter and working directory of a rank's ``start``.
+    """Return the answer of ``main`` to a request.
 
-    Raises RunFailedError if the process fails.
+    It runs with the interpreter and in the working directory of a rank's ``start``.
+
+    Raises:
+        RunFailedError: The process failed.
     """
     request_file = directory / f"{request['kind']}.request.json"
     answer = directory / f"{request['kind']}.json"
@@ -74,9 +77,11 @@ def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
             infos = list(read_files(path))
         else:
             # A file that holds several things is listed as ``FILE:PART``.
-            infos = [
-                info for info in read_files(path.parent) if info.path.split(":")[0] == path.name
-            ]
+            infos = []
+            for info in read_files(path.parent):
+                file_name, *_ = info.path.split(":")
+                if file_name == path.name:
+                    infos.append(info)
         files[str(path)] = [dataclasses.asdict(info) for info in infos]
     return {"files": files}
 
@@ -99,6 +104,8 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         directory = directory.parent
         path = directory
     files = _files_of_model(read_files(directory, PREFIX), path, checkpoints)
+    has_configuration = (directory / "config.json").exists()
+    stored = not has_configuration or bool(module_directories(directory))
     answer: dict[str, Any] = {
         "problem": "",
         "missing": [],
@@ -106,42 +113,56 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         "mismatched": [],
         "unwrapped": None,
         "renamed_by_library": False,
-        "stored": not (directory / "config.json").exists() or bool(module_directories(directory)),
+        "stored": stored,
         "files": [dataclasses.asdict(info) for info in files],
     }
     if not any(info.holds == "model" for info in files):
-        names = sorted(
-            str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()
-        )
-        answer["problem"] = f"holds no weights (files: {', '.join(names) or 'none'})"
+        names = ", ".join(_names_of_files(directory)) or "none"
+        answer["problem"] = f"holds no weights (files: {names})"
         return answer
     composite_class = _composite_class(directory)
     if composite_class is not None:
         # The library renames keys when it saves and when it loads: its names are those of the model
         # that it makes of them.
-        return (
-            answer
-            | {"stored": False, "renamed_by_library": True}
-            | _load_composite(composite_class, directory)
-        )
-    if answer["stored"]:
-        return answer | {"unwrapped": dataclasses.asdict(_read_values(path, checkpoints))}
+        loaded = _load_composite(composite_class, directory)
+        return {**answer, "stored": False, "renamed_by_library": True, **loaded}
+    if stored:
+        unwrapped = _read_values(path, checkpoints)
+        return {**answer, "unwrapped": dataclasses.asdict(unwrapped)}
     return answer | _load_pretrained(directory)
 
 
+def _names_of_files(directory: Path) -> list[str]:
+    """Return the names of all files below the directory, relative to it, in order."""
+    names = []
+    for file in directory.rglob("*"):
+        if file.is_file():
+            names.append(str(file.relative_to(directory)))
+    return sorted(names)
+
+
 def _load_composite(model_class: Any, directory: Path) -> dict[str, Any]:
-    """Load the directory by a class of sentence-transformers; return the ``unwrapped`` model or the ``problem``."""
+    """Load the directory by a class of sentence-transformers.
+
+    Returns:
+        The ``unwrapped`` model, or the ``problem``.
+    """
     from pytest_distcompat.probe.live import read_unwrapped
 
     try:
         unwrapped = read_unwrapped(model_class(str(directory), device="cpu"))
         return {"unwrapped": dataclasses.asdict(unwrapped)}
     except Exception as error:
-        return {"problem": f"{model_class.__name__} raised {type(error).__name__}: {error}"}
+        raised = f"raised {type(error).__name__}: {error}"
+        return {"problem": f"{model_class.__name__} {raised}"}
 
 
 def _load_pretrained(directory: Path) -> dict[str, Any]:
-    """Load the directory by ``from_pretrained``; return the ``unwrapped`` model and its wrong keys, or the ``problem``."""
+    """Load the directory by ``from_pretrained``.
+
+    Returns:
+        The ``unwrapped`` model and its wrong keys, or the ``problem``.
+    """
     from pytest_distcompat.probe.live import read_unwrapped
 
     try:
@@ -155,7 +176,10 @@ def _load_pretrained(directory: Path) -> dict[str, Any]:
         keys: list[str] = []
         for key in loading_info[f"{title}_keys"]:
             # A mismatched key comes with the two shapes.
-            keys.append(str(key[0] if isinstance(key, tuple) else key))
+            if isinstance(key, tuple):
+                keys.append(str(key[0]))
+            else:
+                keys.append(str(key))
         loaded[title] = sorted(keys)
     loaded["unwrapped"] = dataclasses.asdict(read_unwrapped(model))
     return loaded
@@ -164,10 +188,10 @@ def _load_pretrained(directory: Path) -> dict[str, Any]:
 def _files_of_model(
     infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]
 ) -> list[FileInfo]:
-    """Return the files of the model at ``path``: that file, or those in that directory and its module directories.
+    """Return the files of the model at ``path``.
 
-    If they hold no model, it is all files below the directory, except for the checkpoints that the
-    run wrote there.
+    They are that file, or those in that directory and its module directories. If they hold no
+    model, it is all files below the directory, except for the checkpoints that the run wrote there.
     """
     from pytest_distcompat.probe.files import module_directories
 
@@ -180,15 +204,15 @@ def _files_of_model(
     for info in infos:
         file = _file_of(info, path)
         # A distributed checkpoint is listed as its directory.
-        if file in model_directories or (file.parent in model_directories and file.is_file()):
+        is_direct = file.parent in model_directories and file.is_file()
+        if is_direct or file in model_directories:
             direct.append(info)
     if any(info.holds == "model" for info in direct):
         return direct
-    excluded = {
-        checkpoint
-        for checkpoint in checkpoints
-        if checkpoint != path and checkpoint not in path.parents
-    }
+    excluded = set()
+    for checkpoint in checkpoints:
+        if checkpoint != path and checkpoint not in path.parents:
+            excluded.add(checkpoint)
     outside_checkpoints: list[FileInfo] = []
     for info in infos:
         file = _file_of(info, path)
@@ -198,14 +222,20 @@ def _files_of_model(
 
 
 def _file_of(info: FileInfo, directory: Path) -> Path:
-    """Return the path of a file that was listed relative to the directory, perhaps as ``FILE:PART``."""
+    """Return the path of a file that was listed relative to the directory.
+
+    It may be listed as ``FILE:PART``.
+    """
     from pytest_distcompat.checks.export import PREFIX
 
     return directory / info.path.removeprefix(PREFIX).split(":")[0]
 
 
 def _composite_class(directory: Path) -> Any:
-    """Return the class of sentence-transformers that loads the directory; None if it wrote none, or is not installed."""
+    """Return the class of sentence-transformers that loads the directory.
+
+    None if that library did not write the directory, or is not installed.
+    """
     # https://sbert.net/docs/sentence_transformer/usage/custom_models.html
     try:
         config = json.loads(
@@ -229,7 +259,10 @@ def _model_class(directory: Path) -> Any:
 
 
 def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
-    """Return the values in the files of a model without ``config.json``, which no library can load."""
+    """Return the values in the files of a model without ``config.json``.
+
+    No library can load such a model.
+    """
     from pytest_distcompat.probe.files import read_saved
     from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
 
@@ -239,9 +272,9 @@ def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
         if info.holds == "model":
             digest_by_key.update(info.digests)
     # Digests are of values in whatever dtype, so that the dtype does not matter.
-    parameters = [
-        ParameterInfo(key, (), "float32", digest=digest) for key, digest in digest_by_key.items()
-    ]
+    parameters = []
+    for key, digest in digest_by_key.items():
+        parameters.append(ParameterInfo(key, (), "float32", digest=digest))
     return UnwrappedInfo(tuple(parameters))
 
 

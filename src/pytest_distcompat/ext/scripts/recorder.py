@@ -54,7 +54,8 @@ class Recorder:
         self.observer = Observer(guard.guarded)
         self.device = config.device
         if config.device != "cpu":
-            self.device = f"{config.device}:{os.environ.get('LOCAL_RANK', '0')}"
+            local_rank = os.environ.get("LOCAL_RANK", "0")
+            self.device = f"{config.device}:{local_rank}"
         #: The optimizer steps that are finished.
         self.steps = 0
         #: How many wrapped calls are going on, one inside the other, and how many of them do not
@@ -119,14 +120,19 @@ class Recorder:
         return self.steps < self.config.steps
 
     def call_unobserved(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function of the probe in the middle of the script, without observing what it computes."""
+        """Call a function of the probe in the middle of the script.
+
+        What the function computes is not observed.
+        """
         if self.rank.is_this_process():
             with self.observer.aside():
                 function(*args)
 
     @contextlib.contextmanager
     def inside_call(self, *, training: bool = False) -> Iterator[bool]:
-        """Mark the time inside a wrapped call; yield whether it is the outermost one, which is the script's own.
+        """Mark the time inside a wrapped call.
+
+        Yield whether it is the outermost one, which is the script's own.
 
         Only calls in ``training`` compute gradients or step:
         ``torch.distributed.checkpoint.state_dict`` steps without gradients to create optimizer
@@ -177,21 +183,27 @@ class Recorder:
             self.tracked.optimizers.append(weakref.ref(value))
 
     def remove_hooks(self) -> None:
-        """Remove the probe's hooks from modules: in a module that is compiled they would break the graph."""
+        """Remove the probe's hooks from modules.
+
+        In a module that is compiled they would break the graph.
+        """
         while self._hooks:
             self._hooks.pop().remove()
 
     def _forward(
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Record the inputs of the outermost model: the first wrapped model that computes in training."""
+        """Record the inputs of the outermost model.
+
+        It is the first wrapped model that computes in training.
+        """
         # ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates
         # over a copy of the hooks.
         import torch
 
         if kwargs is None or not (torch.is_grad_enabled() and module.training):
             return
-        if self._root is None and any(parameter.requires_grad for parameter in module.parameters()):
+        if self._root is None and _is_trainable(module):
             self._root = weakref.ref(module)
             self.call_unobserved(self._attach, module)
         if self._root is not None and self._root() is module:
@@ -222,7 +234,10 @@ class Recorder:
             self._losses.append(loss.detach())
 
     def before_step(self, optimizer: Any, engine: Any = None) -> None:
-        """Record the built model before the first step of the optimizer, or of the DeepSpeed engine that has it."""
+        """Record the built model before the first step.
+
+        It is a step of the optimizer, or of the DeepSpeed engine that has the optimizer.
+        """
         if self._built or self._ignored_depth or (self.in_engine and engine is None):
             return
         from torch import distributed
@@ -249,7 +264,10 @@ class Recorder:
             self._write_snapshot("load", self._index(LOAD), **fields)
 
     def after_step(self) -> None:
-        """Read the model after a step of the optimizer or engine. ``finish_step`` adds the scheduler, which steps later."""
+        """Read the model after a step of the optimizer or engine.
+
+        ``finish_step`` adds the scheduler, which steps later.
+        """
         if self._model is not None and not self.in_engine and not self._ignored_depth:
             self._pending = self._read_fields(whole=self.in_full)
             self._trained_model = self._model()
@@ -278,10 +296,14 @@ class Recorder:
                 self.remove_hooks()
 
     def _mean_loss(self) -> float | None:
-        """Return the mean of the losses since the last step, one for each micro-batch; None without any."""
+        """Return the mean of the losses since the last step, one for each micro-batch.
+
+        None without any.
+        """
         if not self._losses:
             return None
-        return sum(float(loss) for loss in self._losses) / len(self._losses)
+        losses = [float(loss) for loss in self._losses]
+        return sum(losses) / len(losses)
 
     # Checkpoints.
 
@@ -291,14 +313,19 @@ class Recorder:
         if everyone:
             from pytest_distcompat.events import Action
 
-            self.rank.log.write(Action("save", self._index(SAVE + 2 * self._saves)))
+            index = self._index(SAVE + 2 * self._saves)
+            self.rank.log.write(Action("save", index))
 
     def after_save(self, path: Any, everyone: bool, model: bool) -> None:
-        """Record a checkpoint that ``everyone`` has written, or a file of one rank; ``model``: it should hold the model."""
+        """Record a checkpoint that ``everyone`` has written, or a file of one rank.
+
+        ``model`` says that it should hold the model.
+        """
         from pytest_distcompat.ext.scripts.events import Saved
 
         index = self._index(SAVE + 2 * self._saves)
-        self.rank.log.write(Saved(str(Path(path).resolve()), index, everyone, model))
+        resolved = str(Path(path).resolve())
+        self.rank.log.write(Saved(resolved, index, everyone, model))
         self._wrote_file = self._wrote_file or not everyone
         if everyone and self._model is not None:
             self._saves += 1
@@ -315,21 +342,32 @@ class Recorder:
             exit_together(self.rank)
 
     def after_file_load(self) -> None:
-        """Note that a file was read; what of it reaches the model shows before the first step, or at the end."""
+        """Note that a file was read.
+
+        What of it reaches the model shows before the first step, or at the end.
+        """
         self.finish_step()
         self._read_file = True
 
     def after_load(self) -> None:
-        """Record a loaded checkpoint; before the first step, since parts may follow, only then or at the end."""
+        """Record a loaded checkpoint.
+
+        Before the first step parts of it may follow, so that it is recorded at that step, or at the
+        end.
+        """
         self.finish_step()
         if self._built and self._model is not None:
-            self._write_snapshot("load", self._index(LOAD), **self._read_fields(whole=True))
+            fields = self._read_fields(whole=True)
+            self._write_snapshot("load", self._index(LOAD), **fields)
         else:
             self._loaded = True
             self._read_untrained(self.tracked.last_optimizer())
 
     def _read_untrained(self, optimizer: Any) -> None:
-        """Read the loaded model and its optimizer, if there are any, for a run that may never train them."""
+        """Read the loaded model and its optimizer, if there are any.
+
+        It is for a run that may never train them.
+        """
         model = self.tracked.model_of(optimizer)
         self._optimizer = None
         if optimizer is not None:
@@ -364,26 +402,33 @@ class Recorder:
             )
 
     def _live_model(self) -> Module | None:
-        """Return the model that is trained; None if there is none yet, or the script has dropped it."""
+        """Return the model that is trained.
+
+        None if there is none yet, or the script has dropped it.
+        """
         return self._model() if self._model is not None else None
 
     def _read_fields(self, *, whole: bool) -> dict[str, Any]:
-        """Return the fields of a snapshot of the model and its optimizer; ``whole``: with the digests of all values."""
+        """Return the fields of a snapshot of the model and its optimizer.
+
+        ``whole`` adds the digests of all values.
+        """
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         model = self._live_model()
         if model is None:
             return {}
-        size = self.tracked.accelerator_attribute("num_processes") or getattr(
-            model, "world_size", None
-        )
+        world_size = self.tracked.accelerator_attribute("num_processes")
+        world_size = world_size or getattr(model, "world_size", None)
+        if not isinstance(world_size, int):
+            world_size = None
         return read_snapshot_fields(
             model,
             self._optimizer,
             device=self.device,
             scheduler=self.tracked.schedulers_of(self._optimizer),
             scaler=self.tracked.accelerator_attribute("scaler"),
-            trainer_world_size=size if isinstance(size, int) else None,
+            trainer_world_size=world_size,
             whole=whole,
             without_gradient=self.observer.without_gradient(),
         )
@@ -396,6 +441,10 @@ class Recorder:
 
         snapshot = Snapshot(self.rank.rank, "train", action, index, **infos)
         self.rank.log.write(SnapshotTaken(action, index, encode(snapshot)))
+
+
+def _is_trainable(module: Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 #: How many seconds a rank waits for the others to write their parts of a checkpoint.
@@ -418,7 +467,10 @@ def exit_together(hosted_rank: HostedRank) -> None:
 
 
 def _from_all_ranks(hosted_rank: HostedRank, event: _E) -> list[_E]:
-    """Log the event, wait until all ranks have logged one like it, and return these; without a collective."""
+    """Log the event, wait until all ranks have logged one like it, and return these.
+
+    There is no collective in that.
+    """
     from torch import distributed
 
     from pytest_distcompat.events import of_kind
@@ -432,7 +484,9 @@ def _from_all_ranks(hosted_rank: HostedRank, event: _E) -> list[_E]:
     logged: list[_E] = []
 
     def all_logged() -> bool:
-        of_each_rank = [of_kind(type(event), events) for events in logs.read().values()]
+        of_each_rank = []
+        for events in logs.read().values():
+            of_each_rank.append(of_kind(type(event), events))
         logged[:] = itertools.chain.from_iterable(of_each_rank)
         return all(of_each_rank)
 

@@ -42,8 +42,8 @@ JUDGED_STEP = 3
 _FILES_INDEX = 10**9
 #: Calls by which the probe sees a model.
 MODEL_CALLS = (
-    "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, "
-    "torch.compile"
+    "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, "
+    "FullyShardedDataParallel, fully_shard, torch.compile"
 )
 
 
@@ -80,7 +80,12 @@ class ScriptRun:
             raise RunFailedError(self.text(), hard=self.hard)
 
     def raise_unless_failed(self, declared: str) -> None:
-        """Raise Incompatible if the run did not fail, RunFailedError if it hung or failed otherwise than declared."""
+        """Raise an error unless the run failed as declared.
+
+        Raises:
+            Incompatible: The run did not fail.
+            RunFailedError: It hung, or failed otherwise.
+        """
         if not self.failed:
             raise Incompatible(
                 f"all ranks ended well; expected the run to fail with {declared!r}\n{self.text()}"
@@ -91,7 +96,10 @@ class ScriptRun:
             )
 
     def text(self) -> str:
-        """Return a report of how the run ended, with its CPU bridges, its logs and the command that repeats it."""
+        """Return a report of how the run ended.
+
+        It names the CPU bridges, the logs and the command that repeats the run.
+        """
         parts = [
             self.ending.text(),
             *self.labels,
@@ -103,9 +111,9 @@ class ScriptRun:
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
         """Return one line for each change that the CPU bridge has made to a library."""
-        return tuple(
-            dict.fromkeys(f"CPU bridge: {change.what}" for change in self._logged(Bridged))
-        )
+        lines = [f"CPU bridge: {change.what}" for change in self._logged(Bridged)]
+        # Each once: all ranks log them.
+        return tuple(dict.fromkeys(lines))
 
     def _logged(self, kind: type[_E]) -> list[_E]:
         """Return the events of that kind that any rank logged."""
@@ -122,7 +130,9 @@ class ScriptRun:
     @property
     def losses(self) -> tuple[tuple[float | None, ...], ...]:
         """Return the losses that ``backward`` was called with: for each rank one for each step."""
-        losses_by_rank: list[list[float | None]] = [[] for _ in range(self.trace.world_size)]
+        losses_by_rank: list[list[float | None]] = []
+        for _ in range(self.trace.world_size):
+            losses_by_rank.append([])
         for index in self.trace.indices("step"):
             for snapshot in self.trace.at_index(index):
                 losses_by_rank[snapshot.rank].append(snapshot.loss)
@@ -134,7 +144,9 @@ class ScriptRun:
         return "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
 
     def check(self, *names: str) -> None:
-        """Judge the run by these checks: ``active names optimizer dtypes memory units float8 final_model_loadable``.
+        """Judge the run by these checks.
+
+        They are ``active names optimizer dtypes memory units float8 final_model_loadable``.
 
         A check that does not apply to the run (``units`` under DDP, ``float8`` without fp8) is
         skipped; ``verdicts`` says why.
@@ -155,18 +167,22 @@ class ScriptRun:
             bad = verdicts
         if not bad:
             return
-        paragraphs = [
-            f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}"
-            for verdict in bad
-        ]
+        paragraphs = []
+        for verdict in bad:
+            headline = f"{verdict.check} ({verdict.cell}): {verdict.status}"
+            paragraphs.append(f"{headline}\n{verdict.message}")
         if self.failed:
             paragraphs.append(self.text())
         else:
-            paragraphs.append("\n".join((*self.labels, f"logs: {self.directory}")))
+            lines = (*self.labels, f"logs: {self.directory}")
+            paragraphs.append("\n".join(lines))
         raise Incompatible("\n\n".join(paragraphs), hard=self.hard)
 
     def verdicts(self, *names: str) -> list[Verdict]:
-        """Return one verdict for each check; ``skipped``, with the reason, if it does not apply. Raises as ``check``."""
+        """Return one verdict for each check.
+
+        It is ``skipped``, with the reason, if the check does not apply. Raises as ``check``.
+        """
         known = (*SCRIPT_CHECKS, FINAL_MODEL_CHECK)
         if not names:
             raise UsageProblem(f"no check is named. Known: {', '.join(known)}")
@@ -229,10 +245,14 @@ class ScriptRun:
         run = self.trace
         if name == "names":
             run = self.trace_with_files
-        return judge(check, cell, Trace("script", {run.name: run}, saves=self._should_save))
+        trace = Trace("script", {run.name: run}, saves=self._should_save)
+        return judge(check, cell, trace)
 
     def missing_evidence(self, *, trains: bool = True) -> str:
-        """Return why there is nothing to judge, empty if there is; a run that ``trains`` must have taken a step."""
+        """Return why there is nothing to judge, empty if there is.
+
+        A run that ``trains`` must have taken a step.
+        """
         probe_failure = self._probe_failure()
         if probe_failure:
             return probe_failure
@@ -243,17 +263,22 @@ class ScriptRun:
             unseen = self._logged(UnseenModel)
             if unseen:
                 reason = f"{unseen[0].optimizer} stepped, on a model that nothing wrapped"
-            return f"nothing to probe: {reason}. A model is seen when it passes through one of: {MODEL_CALLS}"
+            return (
+                f"nothing to probe: {reason}. "
+                f"A model is seen when it passes through one of: {MODEL_CALLS}"
+            )
         return ""
 
     def _probe_failure(self) -> str:
         """Return where the probe failed first, with the traceback; empty if it did not."""
         message = "the probe itself failed, at {}, and saw no more from then on\n{}"
         for failed in self._logged(ProbeFailed):
-            return f"rank {failed.rank}: {message.format(failed.where, failed.text)}"
+            text = message.format(failed.where, failed.text)
+            return f"rank {failed.rank}: {text}"
         for file in sorted(self.directory.glob("probe-*.failed")):
-            where, _, text = file.read_text(encoding="utf-8").removeprefix("at ").partition(":\n")
-            return f"a process that is no rank: {message.format(where, text)}"
+            written = file.read_text(encoding="utf-8").removeprefix("at ")
+            where, _, failure = written.partition(":\n")
+            return f"a process that is no rank: {message.format(where, failure)}"
         return ""
 
     def _too_short(self) -> str:
@@ -264,8 +289,9 @@ class ScriptRun:
             return f"{problem}; expected {JUDGED_STEP} or more"
         taken = len(self.trace.indices("step"))
         if taken < JUDGED_STEP:
-            steps = f"{taken} optimizer step{'s' * (taken != 1)}"
-            return f"the run took {steps}: the check looks at step {JUDGED_STEP}; let the script take {JUDGED_STEP} or more"
+            steps = f"{taken} optimizer step" if taken == 1 else f"{taken} optimizer steps"
+            problem = f"the run took {steps}: the check looks at step {JUDGED_STEP}"
+            return f"{problem}; let the script take {JUDGED_STEP} or more"
         return ""
 
     def saved(self) -> list[Saved]:
@@ -274,7 +300,10 @@ class ScriptRun:
         return sorted(last_by_path.values(), key=lambda saved: saved.index)
 
     def model_path(self) -> Path | None:
-        """Return ``output``, or the path of the last model that the run saved outside its checkpoints; None without one."""
+        """Return ``output``, or the path of the last model that the run saved.
+
+        Models in its checkpoints do not count. None without a model.
+        """
         if self.output is not None:
             return self.output
         paths = [saved.path for saved in self.saved() if not saved.everyone]
@@ -283,25 +312,39 @@ class ScriptRun:
         return Path(paths[-1]) if paths else None
 
     def _read(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer of ``scripts.reading`` to a request, in the environment of the first rank that started."""
+        """Return the answer of ``scripts.reading`` to a request.
+
+        It is read in the environment of the first rank that started.
+        """
         starts = self._logged(Start)
-        return read_in_a_process(starts[0] if starts else None, self.directory, request)
+        start = starts[0] if starts else None
+        return read_in_a_process(start, self.directory, request)
 
     @functools.cached_property
     def trace_with_files(self) -> RunTrace:
-        """Return the trace with a snapshot of each saved checkpoint and file; one of all files without a checkpoint."""
+        """Return the trace with a snapshot of each saved checkpoint and file.
+
+        Without a checkpoint it has one snapshot of all files.
+        """
         snapshots: list[Snapshot] = []
         for nth, files in enumerate(self._written_files()):
             snapshots.append(Snapshot(0, "train", "files", _FILES_INDEX + nth, files=files))
         return replace(self.trace, snapshots=(*self.trace.snapshots, *snapshots))
 
     def _written_files(self) -> list[tuple[FileInfo, ...]]:
-        """Return what each checkpoint holds, then each other path that was saved; without a checkpoint, all files together."""
-        saved_paths = [saved.path for saved in self.saved() if Path(saved.path).exists()]
+        """Return what each checkpoint holds, then each other path that was saved.
+
+        Without a checkpoint it is all files together.
+        """
+        saved_paths = []
+        for saved in self.saved():
+            if Path(saved.path).exists():
+                saved_paths.append(saved.path)
         output = ""
         if self.output is not None and self.output.exists():
             output = str(self.output.resolve())
-        files_by_path = self._read_files([*saved_paths, output] if output else saved_paths)
+        paths = [*saved_paths, output] if output else saved_paths
+        files_by_path = self._read_files(paths)
         checkpoint_paths = {saved.path for saved in self.saved() if saved.everyone}
         checkpoints: list[tuple[FileInfo, ...]] = []
         others: list[tuple[FileInfo, ...]] = []
@@ -335,7 +378,9 @@ class ScriptRun:
     @property
     def _should_save(self) -> bool:
         """Tell whether the run has called a function that saves a model, or should leave one."""
-        return self.output is not None or any(saved.model for saved in self.saved())
+        if self.output is not None:
+            return True
+        return any(saved.model for saved in self.saved())
 
 
 def _holds_model(files_by_place: Iterable[Iterable[FileInfo]]) -> bool:

@@ -1,4 +1,7 @@
-"""Round trip of a script that is stopped and resumed: check that it trains as if it had never stopped."""
+"""Round trip of a script that is stopped and resumed.
+
+It must train as if it had never stopped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ __tracebackhide__ = hides_frames
 
 @dataclass(frozen=True)
 class _StoredValue:
-    """A tensor as one rank stores it. The dtype is empty for a single number: a load may make a tensor of it."""
+    """A tensor as one rank stores it.
+
+    The dtype is empty for a single number: a load may make a tensor of it.
+    """
 
     digest: str
     dtype: str
@@ -65,7 +71,8 @@ def _optimizer(snapshot: Snapshot) -> _OptimizerValues:
     for info in (*snapshot.states, *snapshot.masters):
         # A load may return a single number as a tensor, whose dtype says nothing.
         dtype = "" if info.numel == 1 else info.dtype
-        states[f"{info.key} of {info.owner}"] = _StoredValue(info.digest, dtype)
+        name = f"{info.key} of {info.owner}"
+        states[name] = _StoredValue(info.digest, dtype)
     return _OptimizerValues(states, snapshot.param_groups)
 
 
@@ -87,8 +94,8 @@ _CAUSES_FIRST = ("data", *(quantity for quantity in SAME if quantity != "data"))
 TOLERANCE = 1e-4
 #: Calls that write a checkpoint which the probe recognizes.
 CHECKPOINT_CALLS = (
-    "Accelerator.save_state, transformers.Trainer, an engine's save_checkpoint, torch.distributed.checkpoint's save, "
-    "torch.save"
+    "Accelerator.save_state, transformers.Trainer, an engine's save_checkpoint, "
+    "torch.distributed.checkpoint's save, torch.save"
 )
 #: Quantities that are compared bit by bit, and on the CPU only.
 _EXACT = ("parameters", "optimizer", "rng")
@@ -96,7 +103,17 @@ _EXACT = ("parameters", "optimizer", "rng")
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Three runs: ``through`` never stopped, ``stopped`` ended after the checkpoint, ``resumed`` loaded it."""
+    """Three runs of a script that is stopped and resumed.
+
+    Attributes:
+        through: The run that never stopped.
+        stopped: The run that ended after the checkpoint.
+        resumed: The run that loaded the checkpoint.
+        save_at: The step after which the checkpoint was written.
+        total: The number of steps of the whole training.
+        same: The quantities that must agree, of ``SAME``.
+        resharded: Whether the resumed run has another number of ranks.
+    """
 
     through: ScriptRun
     stopped: ScriptRun
@@ -108,7 +125,10 @@ class RoundTrip:
 
     @property
     def steps_left(self) -> int:
-        """Return how many steps the resumed run must take; 0 if it only evaluates the model that it loads."""
+        """Return how many steps the resumed run must take.
+
+        It is 0 if that run only evaluates the model that it loads.
+        """
         return self.total - self.save_at
 
     @property
@@ -140,31 +160,48 @@ class RoundTrip:
         lines = [message(findings), *self.resumed.labels]
         for run in runs:
             lines.append(f"logs: {run.directory}")
-        raise Incompatible("\n".join(lines), hard=any(run.hard for run in runs))
+        hard = any(run.hard for run in runs)
+        raise Incompatible("\n".join(lines), hard=hard)
 
     def _wrong_steps(self) -> Iterator[str]:
-        """Yield a finding if a run took another number of steps than it should; the resumed run takes those that are left."""
-        taken = _steps_taken(self.resumed)
-        if _steps_taken(self.through) != self.total:
-            yield f"the run took {_steps_taken(self.through)} steps; expected total={self.total}"
-        elif _steps_taken(self.stopped) != self.save_at:
-            yield f"the stopped run took {_steps_taken(self.stopped)} steps; expected save_at={self.save_at}"
-        elif taken == self.total:
-            finding = f"the resumed run took {taken} steps, all of them: it started again at step 0"
-            yield f"{finding}; expected it to start at step {self.save_at + 1}"
-        elif taken != self.steps_left:
-            yield f"the resumed run took {taken} steps; {self.steps_left} were left after step {self.save_at}"
+        """Yield a finding if a run took another number of steps than it should.
+
+        The resumed run takes those that are left.
+        """
+        through = _steps_taken(self.through)
+        stopped = _steps_taken(self.stopped)
+        resumed = _steps_taken(self.resumed)
+        if through != self.total:
+            yield f"the run took {through} steps; expected total={self.total}"
+        elif stopped != self.save_at:
+            yield f"the stopped run took {stopped} steps; expected save_at={self.save_at}"
+        elif resumed == self.total:
+            finding = f"the resumed run took {resumed} steps, all of them"
+            expected = f"expected it to start at step {self.save_at + 1}"
+            yield f"{finding}: it started again at step 0; {expected}"
+        elif resumed != self.steps_left:
+            left = f"{self.steps_left} were left after step {self.save_at}"
+            yield f"the resumed run took {resumed} steps; {left}"
 
     def _not_repeatable(self) -> Iterator[str]:
-        """Yield a finding if the two runs from the start differ: then a third cannot be compared with them."""
-        for nth in range(self.save_at):
-            for through, stopped in pairs(_step(self.through, nth), _step(self.stopped, nth)):
-                differing = [
-                    name for name in ("losses", "data") if not self._equal(name, through, stopped)
-                ]
+        """Yield a finding if the two runs from the start differ.
+
+        A third run cannot be compared with them then.
+        """
+        for number in range(self.save_at):
+            snapshots = pairs(_step(self.through, number), _step(self.stopped, number))
+            for through, stopped in snapshots:
+                differing = []
+                for name in ("losses", "data"):
+                    if not self._equal(name, through, stopped):
+                        differing.append(name)
                 if differing:
-                    finding = f"{' and '.join(differing)} differ in step {nth + 1} of two runs from the start"
-                    yield f"rank {through.rank}: {finding}: the script is not repeatable (is a seed missing?)"
+                    names = " and ".join(differing)
+                    yield (
+                        f"rank {through.rank}: {names} differ in step {number + 1} "
+                        "of two runs from the start: "
+                        "the script is not repeatable (is a seed missing?)"
+                    )
                     return
 
     def _loaded(self, *, explain: bool) -> Iterator[str]:
@@ -178,7 +215,8 @@ class RoundTrip:
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
             return
-        steps_suffice = not self.resharded and self.stopped.device == "cpu" and self.steps_left > 0
+        same_device = not self.resharded and self.stopped.device == "cpu"
+        steps_suffice = same_device and self.steps_left > 0
         if steps_suffice and not explain:
             return
         when = f"after the load at {self.resumed.trace.world_size} ranks"
@@ -191,27 +229,33 @@ class RoundTrip:
             yield from settings(saved, loaded, when)
 
     def _differing_steps(self) -> Iterator[str]:
-        """Yield the first difference of each quantity on each rank from the run that never stopped."""
+        """Yield the first difference of each quantity on each rank.
+
+        The resumed run is compared with the run that never stopped.
+        """
         if self.resharded:
             return
         quantities = [quantity for quantity in _CAUSES_FIRST if quantity in self.same]
         reported: set[tuple[int, str]] = set()
         for number in range(self.save_at, self.total):
             steps_after_load = number + 1 - self.save_at
-            snapshots = list(
-                pairs(_step(self.through, number), _step(self.resumed, steps_after_load - 1))
-            )
+            when = f"in step {number + 1}, {steps_after_load} after the load"
+            through_step = _step(self.through, number)
+            resumed_step = _step(self.resumed, steps_after_load - 1)
+            snapshots = list(pairs(through_step, resumed_step))
             for quantity, (expected, resumed) in itertools.product(quantities, snapshots):
-                if (expected.rank, quantity) in reported or self._equal(
-                    quantity, expected, resumed
-                ):
+                rank = expected.rank
+                if (rank, quantity) in reported or self._equal(quantity, expected, resumed):
                     continue
-                reported.add((expected.rank, quantity))
-                when = f"in step {number + 1}, {steps_after_load} after the load"
-                yield f"rank {expected.rank}: {quantity}: {_difference(quantity, expected, resumed)} {when}"
+                reported.add((rank, quantity))
+                difference = _difference(quantity, expected, resumed)
+                yield f"rank {rank}: {quantity}: {difference} {when}"
 
     def _equal(self, quantity: str, expected: Snapshot, actual: Snapshot) -> bool:
-        """Tell whether a quantity of one rank is equal in two runs, within the tolerance on a GPU."""
+        """Tell whether a quantity of one rank is equal in two runs.
+
+        On a GPU there is a tolerance.
+        """
         before = _READERS[quantity](expected)
         after = _READERS[quantity](actual)
         if self.through.device == "cpu" or quantity in {"scheduler", "data"}:
@@ -239,7 +283,7 @@ def resume_roundtrip(
     host: Host | None = None,
     **settings: Any,
 ) -> RoundTrip:
-    """Run the script to its end, again until it has saved, and resumed from there; all of ``same`` must agree.
+    """Run the script to its end, again until it has saved, and resumed; all of ``same`` must agree.
 
     All runs get the same total number of steps, so that learning rates agree; the probe stops the
     one that saves. With ``save_at=total``, where the resumed run only evaluates, and with
@@ -247,9 +291,10 @@ def resume_roundtrip(
 
     Args:
         script: As for ``launch``.
-        args: The arguments of all runs, with ``{output}`` (the directory of the run), ``{steps}`` and ``{save_at}``.
-        resume: Further arguments of the resumed run, with ``{checkpoint}`` for the path that was saved. Of several files by
-            ``torch.save`` it is their directory.
+        args: The arguments of all runs, with ``{output}`` (the directory of the run), ``{steps}``
+            and ``{save_at}``.
+        resume: Further arguments of the resumed run, with ``{checkpoint}`` for the path that was
+            saved. Of several files by ``torch.save`` it is their directory.
         save_at: The step after which the checkpoint is written.
         total: The number of steps of the whole training.
         same: The quantities that must agree, of ``SAME``.
@@ -265,13 +310,7 @@ def resume_roundtrip(
     _check_arguments(
         args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to
     )
-    reserved = [
-        name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings
-    ]
-    if reserved:
-        raise UsageProblem(
-            f"resume_roundtrip takes no {reserved[0]}: it says that of each run itself"
-        )
+    _check_settings(settings)
     host = host or Host.here()
     replacements = {"steps": str(total), "save_at": str(save_at)}
     runs: list[ScriptRun] = []
@@ -323,6 +362,13 @@ def resume_roundtrip(
         raise
 
 
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise UsageProblem for an argument of ``launch`` that ``resume_roundtrip`` sets itself."""
+    for name in ("watch_steps", "stop_after", "allow_failure", "fails"):
+        if name in settings:
+            raise UsageProblem(f"resume_roundtrip takes no {name}: it says that of each run itself")
+
+
 def _check_arguments(
     *,
     args: object,
@@ -339,7 +385,8 @@ def _check_arguments(
     known = bool(same) and set(same) <= set(SAME)
     within = isinstance(save_at, int) and isinstance(total, int) and 0 < save_at <= total
     positive = isinstance(reshard_to, int) and reshard_to > 0
-    check_argument("same", list(same), known, f"known are {', '.join(SAME)}")
+    known_names = ", ".join(SAME)
+    check_argument("same", list(same), known, f"known are {known_names}")
     check_argument("save_at", save_at, within, f"expected 1 to total={total!r} steps")
     check_argument("reshard_to", reshard_to, reshard_to is None or positive, RANKS)
 
@@ -350,20 +397,29 @@ def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
     A checkpoint that all ranks wrote comes first. Of several files of single ranks it is their
     directory.
     """
-    saved = [event for event in run.saved() if event.index // STRIDE == save_at]
-    checkpoints = [event.path for event in saved if event.everyone]
+    checkpoints = []
+    files = []
+    for event in run.saved():
+        if event.index // STRIDE != save_at:
+            continue
+        files.append(event.path)
+        if event.everyone:
+            checkpoints.append(event.path)
     if checkpoints:
         return checkpoints[0]
-    files = [event.path for event in saved]
     return os.path.commonpath(files) if files else None
 
 
 def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
-    """Return a message that there is no checkpoint after that step, with the steps after which there are some."""
+    """Return a message that there is no checkpoint after that step.
+
+    It names the steps after which there are some.
+    """
     lines = [f"no checkpoint was found after step {save_at}; expected one by {CHECKPOINT_CALLS}"]
     steps = sorted({event.index // STRIDE for event in run.saved()})
     if steps:
-        lines.append(f"found after step {', '.join(map(str, steps))}")
+        steps_text = ", ".join(map(str, steps))
+        lines.append(f"found after step {steps_text}")
     return "\n".join(lines)
 
 
@@ -384,7 +440,10 @@ def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
 
 
 def _at_save(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
-    """Return the snapshots of the save after that step; where one rank alone has saved, those of the step."""
+    """Return the snapshots of the save after that step.
+
+    Where one rank alone has saved, they are those of the step.
+    """
     for index in run.trace.indices("save"):
         if index // STRIDE == save_at:
             return run.trace.at_index(index)
@@ -392,12 +451,15 @@ def _at_save(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
 
 
 def _at_load(run: ScriptRun) -> tuple[Snapshot, ...]:
-    """Return the snapshots of the load; without one those before the first step: a file by ``torch.save`` is loaded by then."""
+    """Return the snapshots of the load.
+
+    Without one they are those before the first step: a file by ``torch.save`` is loaded by then.
+    """
     return run.trace.at("load") or run.trace.at("build")
 
 
 def _difference(quantity: str, expected: Snapshot, resumed: Snapshot) -> str:
-    """Describe a difference: by both values if they are short, else by the first name that differs."""
+    """Describe a difference: by both values if they are short, or the first name that differs."""
     before = _READERS[quantity](expected)
     after = _READERS[quantity](resumed)
     if quantity in {"losses", "grad_norms"}:
@@ -421,8 +483,14 @@ def _differing_optimizers(before: _OptimizerValues, after: _OptimizerValues) -> 
 
 
 def _differing_values(before: Mapping[str, _StoredValue], after: Mapping[str, _StoredValue]) -> str:
-    """Describe in how many tensors two runs differ, by the first of them and its dtypes if these differ."""
-    differing = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    """Describe in how many tensors two runs differ.
+
+    The first of these is named, with its dtypes if they differ.
+    """
+    differing = []
+    for name in sorted({*before, *after}):
+        if before.get(name) != after.get(name):
+            differing.append(name)
     first = differing[0]
     missing = _StoredValue(digest="", dtype="nothing")
     dtype_before = before.get(first, missing).dtype
@@ -430,7 +498,8 @@ def _differing_values(before: Mapping[str, _StoredValue], after: Mapping[str, _S
     stored = ""
     if dtype_before != dtype_after:
         stored = f" ({dtype_after} instead of {dtype_before})"
-    return f"{len(differing)} of {len(before)} values differ, first {first!r}{stored},"
+    counted = f"{len(differing)} of {len(before)} values differ"
+    return f"{counted}, first {first!r}{stored},"
 
 
 def _numbers(values: Sequence[float | None]) -> str:
@@ -438,5 +507,8 @@ def _numbers(values: Sequence[float | None]) -> str:
         return "none"
     texts: list[str] = []
     for value in values:
-        texts.append("none" if value is None else f"{value:.8g}")
+        if value is None:
+            texts.append("none")
+        else:
+            texts.append(f"{value:.8g}")
     return ", ".join(texts)

@@ -88,8 +88,11 @@ class TrackedObjects:
     def unwrapped_of(self, model: Module) -> UnwrappedInfo | None:
         """Return what was read of the largest unwrapped model inside this one, or None."""
         modules = {id(module) for module in model.modules()}
-        infos = [info for key, info in self._unwrapped_by_id().items() if key in modules]
-        return max(infos, key=lambda info: len(info.parameters), default=None)
+        infos = []
+        for module_id, info in self._unwrapped_by_id().items():
+            if module_id in modules:
+                infos.append(info)
+        return max(infos, key=_number_of_parameters, default=None)
 
     def model_of(self, optimizer: Any) -> Module | None:
         """Return the largest model that the optimizer trains, by its number of modules.
@@ -101,9 +104,11 @@ class TrackedObjects:
             for group in optimizer.param_groups:
                 optimized.update(id(parameter) for parameter in group["params"])
         models = _alive(self.models)
-        trained = [model for model in models if not optimized.isdisjoint(_parameter_ids(model))]
-        candidates = trained or models
-        return max(candidates, key=lambda model: len(list(model.modules())), default=None)
+        trained = []
+        for model in models:
+            if not optimized.isdisjoint(_parameter_ids(model)):
+                trained.append(model)
+        return max(trained or models, key=_number_of_modules, default=None)
 
     def wrapper_of(self, optimizer: Any) -> Any:
         """Return what wraps a torch optimizer in the trainer, or else the optimizer itself."""
@@ -148,7 +153,11 @@ class TrackedObjects:
         if len(chosen) == 1:
             return self.wrapper_of(optimizer)
         order = {id(candidate): index for index, candidate in enumerate(candidates)}
-        chosen.sort(key=lambda candidate: order.get(id(candidate), -1))
+
+        def position(candidate: Any) -> int:
+            return order.get(id(candidate), -1)
+
+        chosen.sort(key=position)
         return [self.wrapper_of(candidate) for candidate in chosen]
 
     def _optimizers_with_groups(self) -> list[Any]:
@@ -190,3 +199,11 @@ class TrackedObjects:
 def _parameter_ids(model: Module) -> set[int]:
     """Return the ``id`` of each parameter of the model."""
     return {id(parameter) for parameter in model.parameters()}
+
+
+def _number_of_parameters(info: UnwrappedInfo) -> int:
+    return len(info.parameters)
+
+
+def _number_of_modules(model: Module) -> int:
+    return len(list(model.modules()))

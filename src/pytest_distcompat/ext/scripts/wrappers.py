@@ -1,4 +1,6 @@
-"""Wrappers of library calls in a script, by which the probe sees them; arguments and results are passed on unchanged.
+"""Wrappers of library calls in a script, by which the probe sees them.
+
+Arguments and results are passed on unchanged.
 
 A wrapper is a generator function: the original call runs at its ``yield``, which returns the
 result. Only the outermost call counts: when ``Accelerator.prepare`` calls ``fully_shard``, that
@@ -102,10 +104,12 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
 def wraps(
     made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, compiles: bool = False
 ) -> Wrapper:
-    """Make a wrapper of a call that wraps models among its arguments; ``made`` picks what it has made.
+    """Make a wrapper of a call that wraps models among its arguments.
 
-    ``first``: the first argument that may be a model. ``compiles``: the probe's hooks must be
-    removed, as in a compiled model.
+    Args:
+        made: Picks what the call has made, from its result and arguments.
+        first: The index of the first argument that may be a model.
+        compiles: Whether the probe's hooks must be removed, as in a compiled model.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -114,7 +118,8 @@ def wraps(
             for value in args:
                 if isinstance(value, (list, tuple)):
                     nested.extend(value)
-            unwrapped = list(models((*args[first:], *nested, *kwargs.values())))
+            values = (*args[first:], *nested, *kwargs.values())
+            unwrapped = list(models(values))
             if outermost:
                 for model in unwrapped:
                     recorder.call_unobserved(recorder.tracked.read_unwrapped, model)
@@ -133,7 +138,10 @@ constructs = wraps(lambda _result, args: args[:1], first=1)
 
 
 def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:
-    """Make a wrapper of a call that computes gradients of the loss that ``loss`` picks from its arguments."""
+    """Make a wrapper of a call that computes gradients.
+
+    ``loss`` picks the loss from the call's arguments.
+    """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         with recorder.inside_call(training=True) as outermost:
@@ -147,10 +155,13 @@ def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:
 def saves(
     where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True
 ) -> Wrapper:
-    """Make a wrapper of a call that writes to ``where`` (result, arguments, keyword arguments), if that is not None.
+    """Make a wrapper of a call that writes a file.
 
-    If ``everyone`` calls it, training can resume from it; ``model``: the file should hold the
-    model, and not anything else.
+    Args:
+        where: Returns the path from the call's result, arguments and keyword arguments; None if
+            the call has written nothing of interest.
+        everyone: Whether all ranks call it, so that training can resume from the file.
+        model: Whether the file should hold the model, and not anything else.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -168,9 +179,10 @@ def saves(
 
 
 def _around(before: str = "", after: str = "") -> Wrapper:
-    """Make a wrapper that calls methods of the recorder, of these names, before and after the call."""
+    """Make a wrapper that calls the recorder's methods of these names before and after the call."""
 
-    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    # A wrapper has these arguments.
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
         with recorder.inside_call() as outermost:
             if outermost and before:
                 recorder.call_unobserved(getattr(recorder, before))

@@ -1,1 +1,4 @@
-"""Guided search: candidates that reach branches of the stack which no cell of a map reaches are kept, and varied."""
+"""Guided search for cells and calls that reach branches of the stack which no cell reaches.
+
+Candidates that reach such branches are kept, and varied.
+"""

@@ -1,4 +1,7 @@
-"""Arguments of public methods: their names and the values to try, read from a library's source without importing it."""
+"""Arguments of public methods: their names, and the values to try.
+
+They are read from the source of a library, which is not imported.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def arguments_of(target: str) -> tuple[Argument, ...]:
         target: ``module:function`` or ``module:Class.method``, where it is defined.
     """
     function = _function(target)
-    found: list[Argument] = []
+    arguments: list[Argument] = []
     for parameter, default in _with_defaults(function.args):
         values = dict.fromkeys(_typed_values(parameter, default))
         for value in _compared_values(function, parameter.arg):
@@ -49,32 +52,54 @@ def arguments_of(target: str) -> tuple[Argument, ...]:
         default_value = _constant(default)
         others = [value for value in values if not _equal(value, default_value)]
         if others:
-            found.append(Argument(parameter.arg, tuple(others)))
-    return tuple(found)
+            arguments.append(Argument(parameter.arg, tuple(others)))
+    return tuple(arguments)
 
 
 def call_arguments(calls: type, name: str) -> tuple[Argument, ...]:
-    """Return the arguments that a call passes on to a public method, without those that it gives itself."""
+    """Return the arguments that a call passes on to a public method.
+
+    Those that it gives itself are left out.
+
+    Args:
+        calls: The class with the calls of a live trainer.
+        name: The name of the call.
+    """
     target = getattr(calls, "passes_on", {}).get(name)
     if not target:
         return ()
     own_source = inspect.getsource(getattr(calls, name))
-    return tuple(argument for argument in arguments_of(target) if argument.name not in own_source)
+    arguments: list[Argument] = []
+    for argument in arguments_of(target):
+        if argument.name not in own_source:
+            arguments.append(argument)
+    return tuple(arguments)
 
 
 def _function(target: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """Return the definition of a function or method. Raises LookupError if there is none."""
+    """Return the definition of a function or method.
+
+    Raises:
+        LookupError: There is none.
+    """
     module_name, _, path = target.partition(":")
-    body = ast.parse(_source_file(module_name).read_text(encoding="utf-8")).body
+    source = _source_file(module_name).read_text(encoding="utf-8")
+    body = ast.parse(source).body
     *classes, name = path.split(".")
     for class_name in classes:
-        body = next(
-            node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name
-        )
+        body = _class_body(body, class_name)
     for node in body:
         if isinstance(node, _FUNCTION) and node.name == name:
             return node
     raise LookupError(f"{target}: no such function")
+
+
+def _class_body(body: list[ast.stmt], name: str) -> list[ast.stmt]:
+    """Return the body of the class of that name among these statements."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node.body
+    raise LookupError(f"{name}: no such class")
 
 
 def _source_file(module_name: str) -> Path:
@@ -83,15 +108,18 @@ def _source_file(module_name: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(f"{package} is not installed")
-    return Path(spec.submodule_search_locations[0]).joinpath(*parts).with_suffix(".py")
+    directory = Path(spec.submodule_search_locations[0])
+    return directory.joinpath(*parts).with_suffix(".py")
 
 
 def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
     """Yield the parameters that have a default, each with it."""
     positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
-    yield from zip(positional[first_default:], arguments.defaults, strict=True)
-    for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+    with_default = positional[first_default:]
+    yield from zip(with_default, arguments.defaults, strict=True)
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    for parameter, default in keyword_only:
         if default is not None:
             yield parameter, default
 
@@ -118,26 +146,34 @@ def _names(annotation: ast.expr) -> Iterator[str]:
 def _compared_values(function: ast.AST, name: str) -> Iterator[Any]:
     """Yield the constants that a function compares an argument with."""
     for node in ast.walk(function):
-        sides: list[ast.expr] = []
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in _TEXT_TESTS
-        ):
-            sides = [node.func.value, *node.args]
-        if any(_is_argument(side, name) for side in sides):
-            for side in sides:
-                yield from _constants(side)
+        sides = _compared(node)
+        if not _has_argument(sides, name):
+            continue
+        for side in sides:
+            yield from _constants(side)
 
 
-def _is_argument(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+def _compared(node: ast.AST) -> list[ast.expr]:
+    """Return what an expression compares: ``a == b``, ``a in b`` or ``a.endswith(b)``."""
+    if isinstance(node, ast.Compare):
+        return [node.left, *node.comparators]
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return []
+    if node.func.attr in _TEXT_TESTS:
+        return [node.func.value, *node.args]
+    return []
+
+
+def _has_argument(sides: list[ast.expr], name: str) -> bool:
+    """Tell whether one of these expressions is the argument of that name."""
+    for side in sides:
+        if isinstance(side, ast.Name) and side.id == name:
+            return True
+    return False
 
 
 def _constants(node: ast.expr) -> Iterator[Any]:
-    """Yield a constant, or those in a tuple, list or set; None and the like are no values to try."""
+    """Yield a constant, or those in a tuple, list or set, if they are values to try: not None."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, (bool, int, float, str)):
             yield node.value
@@ -147,7 +183,10 @@ def _constants(node: ast.expr) -> Iterator[Any]:
 
 
 def _constant(node: ast.expr) -> Any:
-    return node.value if isinstance(node, ast.Constant) else None
+    """Return the value of a constant; None for any other expression."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    return None
 
 
 def _equal(value: Any, other: Any) -> bool:

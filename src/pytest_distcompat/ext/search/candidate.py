@@ -1,4 +1,7 @@
-"""Candidates: a cell of a driver with options and settings, and perhaps calls of its live trainer with arguments."""
+"""Candidates: a cell of a driver, and perhaps calls of its live trainer.
+
+The cell has options and settings, the calls have arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_distcompat.calls import Call
-from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import Cell, OptionValue
 
 
 @dataclass(frozen=True)
@@ -50,28 +53,32 @@ class Candidate:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return what can be taken away: options, settings, calls, and arguments of calls, in their order."""
+        """Return what can be taken away: options, settings, calls, and arguments of calls."""
         return (*self._cell_parts(), *self._call_parts())
 
     def only(self, parts: Sequence[str]) -> Candidate:
-        """Return it with nothing but these of its parts; a call without one of its arguments is the call without it."""
+        """Return the candidate with nothing but these of its parts.
+
+        A call whose argument is no part is made without that argument.
+        """
         kept = set(parts)
-        options = [
-            (name, value)
-            for name, value in self.cell.options
-            if name != "set" and f"{name}={value}" in kept
-        ]
+        options: list[tuple[str, OptionValue]] = []
+        for name, value in self.cell.options:
+            if name != "set" and f"{name}={value}" in kept:
+                options.append((name, value))
         settings = [setting for setting in self.cell.set if f"set {setting}" in kept]
         if settings:
             options.append(("set", "+".join(settings)))
         cell = dataclasses.replace(self.cell, options=tuple(options))
         calls: list[Call] = []
         for number, call in enumerate(self.calls):
-            if f"{number} {call.name}" in kept:
-                arguments = tuple(
-                    pair for pair in call.arguments if _argument_part(number, pair) in kept
-                )
-                calls.append(Call(call.name, arguments))
+            if f"{number} {call.name}" not in kept:
+                continue
+            arguments: list[tuple[str, Any]] = []
+            for pair in call.arguments:
+                if _argument_part(number, pair) in kept:
+                    arguments.append(pair)
+            calls.append(Call(call.name, tuple(arguments)))
         return dataclasses.replace(self, cell=cell, calls=tuple(calls))
 
     def _cell_parts(self) -> Iterator[str]:
@@ -89,9 +96,12 @@ class Candidate:
 
     def as_data(self) -> dict[str, Any]:
         """Return it as a file has it."""
-        data: dict[str, Any] = {"driver": self.driver, "cell": self.cell.id}
+        data: dict[str, Any] = {
+            "driver": self.driver,
+            "cell": self.cell.id,
+        }
         if self.calls:
-            data["calls"] = [str(call) for call in self.calls]
+            data["calls"] = list(map(str, self.calls))
         return data
 
     @classmethod
@@ -104,15 +114,21 @@ class Candidate:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Candidate:
         """Return what ``as_data`` wrote."""
-        calls = tuple(Call.parse(text) for text in data.get("calls", ()))
-        return cls(data["driver"], Cell.parse(data["cell"]), calls)
+        cell = Cell.parse(data["cell"])
+        calls = [Call.parse(text) for text in data.get("calls", ())]
+        return cls(data["driver"], cell, tuple(calls))
 
 
 def parse_calls(text: str) -> list[Call]:
-    """Return the calls that a text lists: ``step(), export(max_shard_size=7)``. Raises ValueError for another text."""
-    tree = ast.parse(f"[{text}]", mode="eval").body
-    assert isinstance(tree, ast.List)
-    return [Call.parse(ast.unparse(element)) for element in tree.elts]
+    """Return the calls that a text lists: ``step(), export(max_shard_size=7)``.
+
+    Raises:
+        ValueError: The text is no list of calls.
+    """
+    expression = ast.parse(f"[{text}]", mode="eval")
+    calls = expression.body
+    assert isinstance(calls, ast.List)
+    return [Call.parse(ast.unparse(call)) for call in calls.elts]
 
 
 def _argument_part(number: int, pair: tuple[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``search``: looks for branches of the stack that no cell of a map reaches, and judges what reaches them."""
+"""``search``: look for branches of the stack that no cell reaches, and judge what reaches them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "search",
         help="look for branches of the stack that no cell reaches, and judge what reaches them",
-        description="Try settings, options and calls with arguments; keep what reaches branches that no cell of the map reaches, "
-        "and vary it. Exit code 1: something breaks the law.",
+        description="Try settings, options and calls with arguments; "
+        "keep what reaches branches that no cell of the map reaches, and vary it. "
+        "Exit code 1: something breaks the law.",
     )
     parser.add_argument(
         "--map",
@@ -109,17 +110,21 @@ def _search(options: argparse.Namespace) -> int:
     if options.cell:
         return _alone(options)
     state = _state(options)
-    reached = read_reached(options.map) if options.map else Reached()
-    known = reached.branches
+    reached = _reached(options)
     limit = _limit(options)
     deadline = clock.now() + _seconds(options.budget)
-    with Trials(known) as trials:
-        functions = trials.installed.functions
-        spaces = _spaces(options)
+    with Trials(reached.branches) as trials:
         search = Search(
-            spaces, state, known, functions, readers=reached.readers, guided=not options.blind
+            _spaces(options),
+            state,
+            reached.branches,
+            trials.installed.functions,
+            readers=reached.readers,
+            guided=not options.blind,
         )
-        first = [] if options.blind else read_corpus(options.corpus)
+        first: list[Candidate] = []
+        if not options.blind:
+            first = read_corpus(options.corpus)
         if limit > 0 and clock.now() < deadline:
             for number, step in enumerate(search.run(first, trials.run), start=1):
                 _print_step(step)
@@ -135,6 +140,13 @@ def _search(options: argparse.Namespace) -> int:
     return int(bool(state.found))
 
 
+def _reached(options: argparse.Namespace) -> Reached:
+    """Return what the map says; nothing is reached without one."""
+    if not options.map:
+        return Reached()
+    return read_reached(options.map)
+
+
 def _alone(options: argparse.Namespace) -> int:
     """Run one candidate and judge it."""
     if not options.driver or len(options.driver) > 1:
@@ -143,17 +155,19 @@ def _alone(options: argparse.Namespace) -> int:
         calls = parse_calls(options.calls)
     except (ValueError, SyntaxError) as error:
         raise UsageProblem(f"--calls {options.calls}: {error}") from None
-    candidate = Candidate(options.driver[0], Cell.parse(options.cell), tuple(calls))
+    cell = Cell.parse(options.cell)
+    candidate = Candidate(options.driver[0], cell, tuple(calls))
     space = DriverSpace(candidate.driver, [candidate.cell.strategy])
     if not space.sound(candidate):
         raise UsageProblem(
             f"{candidate}: the driver cannot do this, or what a call does is known to be broken"
         )
-    known = (read_reached(options.map) if options.map else Reached()).branches
+    known = _reached(options).branches
     with Trials(known) as trials:
         outcome = trials.run(candidate)
         new = outcome.branches.without(known)
-        print(f"{candidate}: {len(outcome.branches)} branches, {len(new)} new")
+        counted = f"{len(outcome.branches)} branches, {len(new)} new"
+        print(f"{candidate}: {counted}")
         if options.map:
             for text in trials.installed.functions(new):
                 print(f"  {text}")
@@ -165,7 +179,11 @@ def _alone(options: argparse.Namespace) -> int:
 
 
 def _state(options: argparse.Namespace) -> State:
-    """Return the state to go on from. Raises UsageProblem if it is of another search."""
+    """Return the state to go on from.
+
+    Raises:
+        UsageProblem: It is of another search.
+    """
     if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
         raise UsageProblem(
             f"--shard {options.shard}: expected one part of several, as 1/3, 2/3 or 3/3"
@@ -188,7 +206,9 @@ def _limit(options: argparse.Namespace) -> float:
     """Return how many candidates to try at most."""
     if options.candidates is not None:
         return float(options.candidates)
-    return float("inf") if options.budget else 100.0
+    if options.budget:
+        return float("inf")
+    return 100.0
 
 
 def _seconds(text: str | None) -> float:
@@ -207,10 +227,15 @@ def _spaces(options: argparse.Namespace) -> Sequence[DriverSpace]:
 
     names = options.driver or list(DRIVERS.names())
     strategies = options.strategy or list(STRATEGIES.names())
-    spaces = [DriverSpace(name, strategies) for name in names]
-    usable = [space for space in spaces if space.strategies]
+    usable: list[DriverSpace] = []
+    for name in names:
+        space = DriverSpace(name, strategies)
+        if space.strategies:
+            usable.append(space)
     if not usable:
-        raise UsageProblem(f"none of {', '.join(names)} runs under {', '.join(strategies)}")
+        drivers_text = ", ".join(names)
+        strategies_text = ", ".join(strategies)
+        raise UsageProblem(f"none of {drivers_text} runs under {strategies_text}")
     return usable
 
 
@@ -227,11 +252,12 @@ def _print_step(step: Step) -> None:
 
 
 def _print_summary(state: State) -> None:
+    tried = f"{len(state.tried)} candidates in {state.seconds:.0f} s"
+    new = f"{len(state.new_branches)} new branches by {len(state.kept)}"
     cover = list(smallest_cover(state.kept))
+    failures = f"{state.refused} refused, {len(state.found)} findings"
     print()
-    print(
-        f"{len(state.tried)} candidates in {state.seconds:.0f} s: {len(state.new_branches)} new branches by {len(state.kept)}, "
-        f"of which {len(cover)} reach all; {state.refused} refused, {len(state.found)} findings"
-    )
-    for found in state.found:
-        print(f"{found.problem}\n    {found.times} times; {found.candidate.command}")
+    print(f"{tried}: {new}, of which {len(cover)} reach all; {failures}")
+    for finding in state.found:
+        print(finding.problem)
+        print(f"    {finding.times} times; {finding.candidate.command}")

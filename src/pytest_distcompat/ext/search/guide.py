@@ -1,4 +1,6 @@
-"""The search itself, a coverage-guided fuzzer: which candidate is tried next, what is kept of it, how a failure is reduced.
+"""The search itself, a coverage-guided fuzzer.
+
+It says which candidate is tried next, what is kept of it, and how a failure is reduced.
 
 A candidate is a cell, perhaps with calls of its live trainer. One that reaches branches of the
 installed libraries that none has reached before is kept. The next candidate is drawn from all that
@@ -75,10 +77,14 @@ class Search:
         readers: Mapping[str, int] | None = None,
         guided: bool = True,
     ) -> None:
-        self.state, self.known, self.guided = state, known, guided
+        self.state = state
+        self.known = known
+        self.guided = guided
         self._functions = functions
         self._spaces = {space.driver: space for space in spaces}
-        self._yields = state.yields(readers or {}) if guided else Yields()
+        self._yields = Yields()
+        if guided:
+            self._yields = state.yields(readers or {})
         known.add(state.new_branches)
 
     def run(self, first: Sequence[Candidate], attempt: Try) -> Iterator[Step]:
@@ -99,37 +105,47 @@ class Search:
             yield self._tried(candidate, parent, attempt)
 
     def _is_ours(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate, perhaps of another search, is one of the candidates of this one."""
+        """Tell whether a candidate, perhaps of another search, is one of this search's."""
         space = self._spaces.get(candidate.driver)
-        return (
-            space is not None
-            and candidate.cell.strategy in space.strategies
-            and space.sound(candidate)
-        )
+        if space is None or candidate.cell.strategy not in space.strategies:
+            return False
+        return space.sound(candidate)
 
     def _draw(self) -> tuple[Candidate, Kept | None] | None:
-        """Return a candidate that was not tried, and what it is a neighbour of; None if none is left."""
+        """Return a candidate that was not tried, and what it is a neighbour of.
+
+        The result is None if no candidate is left.
+        """
         # By the number of those tried, so that a search which goes on draws as one that never
         # stopped.
-        random = Random(f"{self.state.seed} {self.state.shard} {len(self.state.tried)}")  # noqa: S311 - no secret
+        state = self.state
+        random = Random(f"{state.seed} {state.shard} {len(state.tried)}")  # noqa: S311 - no secret
         spaces = list(self._spaces.values())
         for _ in range(_DRAWS):
             parent = None
-            if self.guided and self.state.kept and random.random() >= _FRESH:
+            if self.guided and state.kept and random.random() >= _FRESH:
                 parent = self._parent(random)
                 space = self._spaces[parent.candidate.driver]
-                others = [kept.candidate for kept in self.state.kept]
+                others = [kept.candidate for kept in state.kept]
                 candidate = space.neighbour(parent.candidate, others, random, self._yields)
             else:
                 candidate = random.choice(spaces).fresh(random, self._yields)
-            if candidate is not None and str(candidate) not in self.state.tried:
+            if candidate is not None and str(candidate) not in state.tried:
                 return candidate, parent
         return None
 
     def _parent(self, random: Random) -> Kept:
-        """Draw a kept candidate to vary: more often one that reached much, and whose neighbours have reached something new."""
-        choices = [kept for kept in self.state.kept if kept.candidate.driver in self._spaces]
-        weights = [len(kept.branches) ** 0.5 / (1 + kept.barren) for kept in choices]
+        """Draw a kept candidate to vary.
+
+        Candidates are drawn more often if they reached much, and if their neighbours have reached
+        something new.
+        """
+        choices: list[Kept] = []
+        weights: list[float] = []
+        for kept in self.state.kept:
+            if kept.candidate.driver in self._spaces:
+                choices.append(kept)
+                weights.append(len(kept.branches) ** 0.5 / (1 + kept.barren))
         return random.choices(choices, weights)[0]
 
     def _tried(self, candidate: Candidate, parent: Kept | None, attempt: Try) -> Step:
@@ -151,28 +167,34 @@ class Search:
         if parent is not None:
             parent.barren = 0 if len(new) else parent.barren + 1
         if len(new):
-            kept = Kept(candidate, new, tuple(self._functions(new))[:3])
+            functions = tuple(self._functions(new))
+            kept = Kept(candidate, new, functions[:3])
             if outcome.refused:
                 # Its neighbours are mostly refused too.
                 kept.barren = _BARREN_IF_REFUSED
             self.state.kept.append(kept)
-        found = self._found(candidate, outcome, attempt) if outcome.problem else None
-        return Step(candidate, outcome, len(new), found)
+        finding: Found | None = None
+        if outcome.problem:
+            finding = self._finding(candidate, outcome, attempt)
+        return Step(candidate, outcome, len(new), finding)
 
-    def _found(self, candidate: Candidate, outcome: Outcome, attempt: Try) -> Found:
-        """Return the finding of a candidate that breaks the law, reduced if it is the first that fails so."""
+    def _finding(self, candidate: Candidate, outcome: Outcome, attempt: Try) -> Found:
+        """Return the finding of a candidate that breaks the law.
+
+        The first candidate that fails in its way is reduced.
+        """
         cause = cause_of(outcome.problem)
-        same = self.state.finding(cause)
-        if same is not None:
-            same.times += 1
-            return same
+        known_finding = self.state.finding(cause)
+        if known_finding is not None:
+            known_finding.times += 1
+            return known_finding
         reduced = self._reduced(candidate, cause, attempt)
-        found = Found(reduced, outcome.problem)
-        self.state.found.append(found)
-        return found
+        finding = Found(reduced, outcome.problem)
+        self.state.found.append(finding)
+        return finding
 
     def _reduced(self, candidate: Candidate, cause: str, attempt: Try) -> Candidate:
-        """Return the smallest part of a candidate that fails alike."""
+        """Return the smallest part of a candidate that fails for the same cause."""
         space = self._spaces[candidate.driver]
         trials = 0
 

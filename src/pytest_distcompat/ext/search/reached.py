@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_distcompat.ext.reach.branches import AnalysedFile, numbers_of
+from pytest_distcompat.ext.reach.branches import AnalysedFile, bits_of, numbers_of
 from pytest_distcompat.ext.reach.libraries import FileId, installed_files, installed_versions
 from pytest_distcompat.ext.reach.rank_files import reach_files
 from pytest_distcompat.ext.reach.store import read_map
@@ -49,7 +49,10 @@ class Branches:
 
     def as_data(self) -> dict[str, list[int]]:
         """Return data for JSON: the numbers of the branches by ``LIBRARY/PATH`` of the file."""
-        return {str(file_id): list(numbers_of(bits)) for file_id, bits in self.bits.items()}
+        numbers: dict[str, list[int]] = {}
+        for file_id, bits in self.bits.items():
+            numbers[str(file_id)] = list(numbers_of(bits))
+        return numbers
 
     @classmethod
     def from_data(cls, data: dict[str, list[int]]) -> Branches:
@@ -57,7 +60,7 @@ class Branches:
         bits: dict[FileId, int] = {}
         for text, numbers in data.items():
             library, _, path = text.partition("/")
-            bits[FileId(library, path)] = sum(1 << number for number in numbers)
+            bits[FileId(library, path)] = bits_of(numbers)
         return cls(bits)
 
 
@@ -69,7 +72,9 @@ class InstalledBranches:
     """
 
     def __init__(self) -> None:
-        self._paths = {file_id: path for path, file_id in installed_files().items()}
+        self._paths: dict[FileId, Path] = {}
+        for path, file_id in installed_files().items():
+            self._paths[file_id] = path
         self._analysed: dict[FileId, AnalysedFile] = {}
 
     def read(self, directories: Iterable[Path]) -> Branches:
@@ -92,7 +97,9 @@ class InstalledBranches:
                 if file_id not in self._paths:
                     continue
                 # The lines are: from, to, from, to, and so on.
-                arcs = zip(lines[::2], lines[1::2], strict=True)
+                starts = lines[::2]
+                ends = lines[1::2]
+                arcs = zip(starts, ends, strict=True)
                 executed = self._file(file_id).executed(arcs)
                 branches.add(Branches({file_id: executed.branches}))
         return branches
@@ -111,7 +118,11 @@ class InstalledBranches:
             for number in numbers_of(bits):
                 name = f"{file_id} {all_branches[number].function}"
                 counts[name] = counts.get(name, 0) + 1
-        for name in sorted(counts, key=lambda name: (-counts[name], name)):
+
+        def largest_first(name: str) -> tuple[int, str]:
+            return -counts[name], name
+
+        for name in sorted(counts, key=largest_first):
             yield f"{name}: {counts[name]}"
 
 
@@ -141,7 +152,8 @@ def read_reached(path: Path) -> Reached:
         mapped = reach_map.versions.get(name, version)
         if mapped != version:
             raise UsageProblem(
-                f"{path}: the map is of {name} {mapped}, and {version} is installed; write a new one"
+                f"{path}: the map is of {name} {mapped}, and {version} is installed; "
+                "write a new one"
             )
     reached = Reached()
     for file_id, by_context in reach_map.executed.items():

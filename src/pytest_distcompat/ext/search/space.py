@@ -1,9 +1,10 @@
-"""All candidates of a search: cells of a driver with options and settings, and perhaps calls of the live trainer.
+"""All candidates of a search.
 
-They are drawn at random, either from nothing (``fresh``) or as a neighbour of one that has reached
-new branches: with another strategy, option, setting or call. What is drawn need not go together,
-say an option that the strategy does not have; then there is no candidate, and the caller draws
-again.
+A candidate is a cell of a driver with options and settings, and perhaps with calls of the live
+trainer. Candidates are drawn at random, either from nothing (``fresh``) or as a neighbour of one
+that has reached new branches: with another strategy, option, setting or call. What is drawn need
+not go together, say an option that the strategy does not have; then there is no candidate, and the
+caller draws again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from pytest_distcompat.profiles import cell_of, option_choices
 from pytest_distcompat.scenario import FOLLOWED
 
 T = TypeVar("T")
+#: The options of a cell, by name.
+_Options = dict[str, OptionValue]
 #: The most ranks of a candidate's cell.
 MOST_RANKS = 4
 #: The most calls of a candidate: each costs time, and what fails after few is easier to read.
@@ -41,8 +44,10 @@ _OPTIONS_OF_CALLS = frozenset(
         "state_dict",
         "use_orig_params",
         "reshard_after_forward",
+        "dp_replicate",
+        "cpu_offload",
+        "set",
     }
-    | {"dp_replicate", "cpu_offload", "set"}
 )
 #: Settings by which DeepSpeed compiles an operator of its own for minutes, in each run anew.
 _COMPILED = frozenset({"ds_config.zero_force_ds_cpu_optimizer"})
@@ -65,11 +70,14 @@ class DriverSpace:
     def __init__(self, driver: str, strategies: Iterable[str], shared: Path | None = None) -> None:
         self.driver = driver
         self.kind: type[Driver] = find_driver(driver)
-        all_settings = settings_of(sources_of(self.kind), shared)
-        self.settings = [
-            setting for setting in all_settings if setting.cells and setting.name not in _COMPILED
-        ]
-        self.strategies = [name for name in strategies if self._can_run(Cell(name, "fp32"))]
+        self.settings: list[Setting] = []
+        for setting in settings_of(sources_of(self.kind), shared):
+            if setting.cells and setting.name not in _COMPILED:
+                self.settings.append(setting)
+        self.strategies: list[str] = []
+        for strategy in strategies:
+            if self._can_run(Cell(strategy, "fp32")):
+                self.strategies.append(strategy)
         self.choices = [choice for choice in option_choices(self.kind) if choice is not None]
         self.calls: list[Call] = []
         if self.kind.live_calls is not None:
@@ -79,7 +87,10 @@ class DriverSpace:
         return unsupported_reason(self.kind, cell, "cpu") is None
 
     def sound(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate can be run, so that what comes of it says something about the stack."""
+        """Tell whether a candidate can be run.
+
+        Only then does its failure say something about the stack.
+        """
         cell = candidate.cell
         # On a busy machine inductor's compiler takes longer than a run may.
         too_slow = cell.world_size > MOST_RANKS or cell.option("compile") is True
@@ -91,30 +102,38 @@ class DriverSpace:
 
     def _compares_calls(self, cell: Cell) -> bool:
         """Tell whether calls in a cell can be compared with one process."""
-        if (
-            self.kind.live_calls is None
-            or cell.option("model") != "mlp"
-            or cell.precision != "fp32"
-        ):
+        if self.kind.live_calls is None:
             return False
-        if any(name not in _OPTIONS_OF_CALLS for name, _ in cell.options):
+        if cell.option("model") != "mlp" or cell.precision != "fp32":
             return False
+        for name, _ in cell.options:
+            if name not in _OPTIONS_OF_CALLS:
+                return False
         # The reference of calls follows no settings.
         return not any(setting.startswith(FOLLOWED) for setting in cell.set)
 
     def _callable(self, calls: Sequence[Call], strategy: str) -> bool:
-        """Tell whether each call may follow those before it, and none is refused or known to be broken."""
+        """Tell whether these calls can be made in this order.
+
+        Each call may follow those before it, and none is refused or known to be broken.
+        """
         kind = self.kind.live_calls
         assert kind is not None
-        if len(calls) > MOST_CALLS or matches_any(known_failures(self.kind, strategy), calls):
+        if len(calls) > MOST_CALLS:
+            return False
+        if matches_any(known_failures(self.kind, strategy), calls):
             return False
         for number, call in enumerate(calls):
-            if refusal_reason(call, kind, strategy) or not allowed(calls[:number], call, kind.own):
+            if refusal_reason(call, kind, strategy):
+                return False
+            if not allowed(calls[:number], call, kind.own):
                 return False
         return True
 
     def fresh(self, random: Random, yields: Yields) -> Candidate | None:
-        """Return a candidate drawn from nothing, with a few calls, a setting, or one or two options.
+        """Return a candidate drawn from nothing.
+
+        It has a few calls, a setting, or one or two options.
 
         Args:
             random: What it is drawn by.
@@ -126,12 +145,14 @@ class DriverSpace:
         kind = random.choice(_KINDS)
         strategy = random.choice(self.strategies)
         if kind == "calls" and self.calls:
-            calls = tuple(self._call(random, yields) for _ in range(random.randint(1, 3)))
+            calls: list[Call] = []
+            for _ in range(random.randint(1, 3)):
+                calls.append(self._call(random, yields))
             cell = self._cell(strategy, "fp32", {"model": "mlp"})
             return self._made(cell, calls)
         if kind == "setting":
             return self._made(self._with_setting(strategy, random, yields), ())
-        options: dict[str, OptionValue] = {}
+        options: _Options = {}
         for _ in range(random.randint(1, 2)):
             name, value = self._choice(random, yields)
             options[name] = value
@@ -157,28 +178,36 @@ class DriverSpace:
             moves += [self._other_calls] * 4
         elif self.calls and candidate.cell.precision == "fp32":
             moves.append(self._other_calls)
-        same_driver = [
-            other for other in others if other.driver == self.driver and other != candidate
-        ]
+        same_driver: list[Candidate] = []
+        for other in others:
+            if other.driver == self.driver and other != candidate:
+                same_driver.append(other)
         if same_driver and random.random() < 0.2:
             return self._joined(candidate, random.choice(same_driver))
         return random.choice(moves)(candidate, random, yields)
 
-    def _made(self, cell: Cell | None, calls: tuple[Call, ...]) -> Candidate | None:
-        """Return the candidate of a cell and calls; None without a cell, or if the candidate cannot be run."""
+    def _made(self, cell: Cell | None, calls: Sequence[Call]) -> Candidate | None:
+        """Return the candidate of a cell and calls.
+
+        The result is None without a cell, or if the candidate cannot be run.
+        """
         if cell is None:
             return None
-        candidate = Candidate(self.driver, cell, calls)
+        candidate = Candidate(self.driver, cell, tuple(calls))
         if not self.sound(candidate):
             return None
         return candidate
 
-    def _cell(self, strategy: str, precision: str, options: dict[str, OptionValue]) -> Cell | None:
-        """Return the cell with what these options need, at the number of ranks that they need; None if there is none."""
+    def _cell(self, strategy: str, precision: str, options: _Options) -> Cell | None:
+        """Return the cell with these options, the options that they need, and enough ranks.
+
+        The result is None if there is no such cell.
+        """
         chosen = dict(options)
         if chosen.get("set"):
             # In one order: the same settings are one candidate.
-            chosen["set"] = "+".join(sorted(str(chosen["set"]).split("+")))
+            settings = sorted(str(chosen["set"]).split("+"))
+            chosen["set"] = "+".join(settings)
         try:
             return cell_of(self.kind, strategy, precision, 2, *chosen.items())
         except UsageProblem:
@@ -189,19 +218,24 @@ class DriverSpace:
         strategy: str,
         random: Random,
         yields: Yields,
-        options: dict[str, OptionValue] | None = None,
+        options: _Options | None = None,
     ) -> Cell | None:
-        """Draw a setting, and return the cell in which the sweep would run it, with options beside it.
+        """Draw a setting, and return the cell in which the sweep would run it.
 
-        None if no setting means something under the strategy, or if the options do not go together.
+        The cell has the given options beside the setting. The result is None if no setting means
+        something under the strategy, or if the options do not go together.
         """
-        possible = [setting for setting in self.settings if _is_read_under(setting, strategy)]
+        possible: list[Setting] = []
+        weights: list[float] = []
+        for setting in self.settings:
+            if _is_read_under(setting, strategy):
+                possible.append(setting)
+                weights.append(yields.of_setting(setting.name))
         if not possible:
             return None
-        weights = [yields.of_setting(setting.name) for setting in possible]
         setting = _weighted(random, possible, weights)
         text = random.choice(setting.cells)
-        chosen: dict[str, OptionValue] = {**(options or {}), **setting.options}
+        chosen: _Options = {**(options or {}), **setting.options}
         if "model" in self.kind.options:
             chosen.setdefault("model", "mlp")
         if "optimizer" not in self.kind.options:
@@ -211,15 +245,18 @@ class DriverSpace:
 
     def _choice(self, random: Random, yields: Yields) -> tuple[str, OptionValue]:
         """Draw an option, then one of its values."""
-        weights = [self._option_weight(name, yields) for name in OPTIONS]
-        option = _weighted(random, list(OPTIONS), weights)
-        return random.choice([choice for choice in self.choices if choice[0] == option])
+        names = list(OPTIONS)
+        weights = [self._option_weight(name, yields) for name in names]
+        option = _weighted(random, names, weights)
+        choices = [choice for choice in self.choices if choice[0] == option]
+        return random.choice(choices)
 
     def _option_weight(self, name: str, yields: Yields) -> float:
         """Return the weight of an option; 0 if the driver does not support it."""
-        if not any(choice[0] == name for choice in self.choices):
-            return 0.0
-        return yields.of_option(name)
+        for supported_name, _ in self.choices:
+            if supported_name == name:
+                return yields.of_option(name)
+        return 0.0
 
     def _call(self, random: Random, yields: Yields) -> Call:
         """Draw a method of the live trainer, then its arguments."""
@@ -228,7 +265,8 @@ class DriverSpace:
         names = list(dict.fromkeys(call.name for call in self.calls))
         weights = [yields.of_call(name) for name in names]
         name = _weighted(random, names, weights)
-        call = random.choice([call for call in self.calls if call.name == name])
+        calls = [call for call in self.calls if call.name == name]
+        call = random.choice(calls)
         arguments = dict(call.arguments)
         for argument in call_arguments(kind, name):
             if random.random() < _ARGUMENT_GIVEN:
@@ -242,11 +280,11 @@ class DriverSpace:
         strategy = random.choice(self.strategies)
         cell = candidate.cell
         names = {setting.partition("=")[0] for setting in cell.set}
-        if not all(
-            _is_read_under(setting, strategy) for setting in self.settings if setting.name in names
-        ):
-            return None
-        return self._made(self._cell(strategy, cell.precision, dict(cell.options)), candidate.calls)
+        for setting in self.settings:
+            if setting.name in names and not _is_read_under(setting, strategy):
+                return None
+        changed = self._cell(strategy, cell.precision, dict(cell.options))
+        return self._made(changed, candidate.calls)
 
     def _other_option(
         self, candidate: Candidate, random: Random, yields: Yields
@@ -258,7 +296,8 @@ class DriverSpace:
             del options[name]
         else:
             options[name] = value
-        return self._made(self._cell(cell.strategy, cell.precision, options), candidate.calls)
+        changed = self._cell(cell.strategy, cell.precision, options)
+        return self._made(changed, candidate.calls)
 
     def _other_setting(
         self, candidate: Candidate, random: Random, yields: Yields
@@ -277,9 +316,10 @@ class DriverSpace:
             calls[place] = self._call_named(calls[place].name, random)
         else:
             calls.insert(place, self._call(random, yields))
-        options = {**dict(candidate.cell.options), "model": "mlp"}
-        cell = self._cell(candidate.cell.strategy, candidate.cell.precision, options)
-        return self._made(cell, tuple(calls))
+        cell = candidate.cell
+        options = {**dict(cell.options), "model": "mlp"}
+        changed = self._cell(cell.strategy, cell.precision, options)
+        return self._made(changed, calls)
 
     def _call_named(self, name: str, random: Random) -> Call:
         """Draw the arguments for a method: draw calls until one is of that method."""
@@ -291,20 +331,26 @@ class DriverSpace:
         return Call(name)
 
     def _joined(self, candidate: Candidate, other: Candidate) -> Candidate | None:
-        """Return a candidate with the options and settings of both, and the calls of the first that has any."""
-        settings = dict.fromkeys((*candidate.cell.set, *other.cell.set))
-        options: dict[str, OptionValue] = {
-            **dict(other.cell.options),
-            **dict(candidate.cell.options),
-        }
+        """Return a candidate with the options and settings of both.
+
+        It has the calls of the first of them that has any.
+        """
+        cell = candidate.cell
+        settings = dict.fromkeys((*cell.set, *other.cell.set))
+        options: _Options = {**dict(other.cell.options), **dict(cell.options)}
         if settings:
             options["set"] = "+".join(settings)
-        cell = self._cell(candidate.cell.strategy, candidate.cell.precision, options)
-        return self._made(cell, candidate.calls or other.calls)
+        joined = self._cell(cell.strategy, cell.precision, options)
+        return self._made(joined, candidate.calls or other.calls)
 
 
 def _with_settings(text: str, added: str) -> str:
-    """Return settings, ``NAME=VALUE`` joined by ``+``, with others added that replace those of the same name."""
+    """Return settings with others added, which replace those of the same name.
+
+    Args:
+        text: Settings ``NAME=VALUE``, joined by ``+``; may be empty.
+        added: The others, in the same form.
+    """
     replaced = {setting.partition("=")[0] for setting in added.split("+")}
     kept: list[str] = []
     for setting in text.split("+"):
@@ -314,12 +360,15 @@ def _with_settings(text: str, added: str) -> str:
 
 
 def _is_read_under(setting: Setting, strategy: str) -> bool:
-    """Tell whether a setting means something under a strategy: one that it is swept under, or another stage of ZeRO."""
+    """Tell whether a setting means something under a strategy.
+
+    The strategy is one that the setting is swept under, or another stage of ZeRO.
+    """
     if strategy in setting.strategies:
         return True
-    return strategy.startswith("zero") and any(
-        name.startswith("zero") for name in setting.strategies
-    )
+    if not strategy.startswith("zero"):
+        return False
+    return any(name.startswith("zero") for name in setting.strategies)
 
 
 def _weighted(random: Random, items: Sequence[T], weights: Sequence[float]) -> T:

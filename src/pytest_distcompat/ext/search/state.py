@@ -1,4 +1,7 @@
-"""The state of a search: what was tried, kept and found, in a file from which it goes on, and which others can be added to."""
+"""The state of a search: which candidates were tried and kept, and which failed.
+
+It is in a file, from which the search goes on, and to which the states of others can be added.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,10 @@ _ARGUMENTS = re.compile(r"^(\w+)\([^)]*\)")
 _FUNCTIONS_WRITTEN = 3
 
 
+#: An object of a JSON file.
+_Data = dict[str, Any]
+
+
 @dataclass
 class Kept:
     """A candidate that reached something new.
@@ -39,6 +46,25 @@ class Kept:
     branches: Branches
     functions: tuple[str, ...] = ()
     barren: int = 0
+
+    def as_data(self) -> _Data:
+        """Return it as a state's file has it."""
+        return {
+            **self.candidate.as_data(),
+            "functions": list(self.functions),
+            "barren": self.barren,
+            "branches": self.branches.as_data(),
+        }
+
+    @classmethod
+    def from_data(cls, data: _Data) -> Kept:
+        """Return what ``as_data`` wrote."""
+        return cls(
+            Candidate.from_data(data),
+            Branches.from_data(data["branches"]),
+            tuple(data["functions"]),
+            data["barren"],
+        )
 
 
 @dataclass
@@ -60,10 +86,20 @@ class Found:
         """Return how it fails, without what is chance."""
         return cause_of(self.problem)
 
+    def as_data(self) -> _Data:
+        """Return it as a state's file has it."""
+        return {**self.candidate.as_data(), "problem": self.problem, "times": self.times}
+
+    @classmethod
+    def from_data(cls, data: _Data) -> Found:
+        """Return what ``as_data`` wrote."""
+        return cls(Candidate.from_data(data), data["problem"], data["times"])
+
 
 def cause_of(problem: str) -> str:
     """Return a problem without what differs between failures of one cause."""
-    return _CHANCE.sub("", _ARGUMENTS.sub(r"\1()", problem))
+    without_arguments = _ARGUMENTS.sub(r"\1()", problem)
+    return _CHANCE.sub("", without_arguments)
 
 
 @dataclass
@@ -100,9 +136,11 @@ class State:
         return branches
 
     def yields(self, readers: Mapping[str, int]) -> Yields:
-        """Return what was new by far; ``readers`` as for ``Yields``."""
+        """Return what the candidates tried so far have yielded; ``readers`` as for ``Yields``."""
         yields = Yields(readers)
-        new_by_text = {str(kept.candidate): len(kept.branches) for kept in self.kept}
+        new_by_text: dict[str, int] = {}
+        for kept in self.kept:
+            new_by_text[str(kept.candidate)] = len(kept.branches)
         for text in self.tried:
             yields.add(Candidate.parse(text), new_by_text.get(text, 0))
         return yields
@@ -115,18 +153,18 @@ class State:
         self.refused += other.refused
         self.seconds += other.seconds
         self.kept += other.kept
-        for found in other.found:
-            same = self.finding(found.cause)
-            if same is None:
-                self.found.append(found)
+        for finding in other.found:
+            known = self.finding(finding.cause)
+            if known is None:
+                self.found.append(finding)
             else:
-                same.times += found.times
+                known.times += finding.times
 
     def finding(self, cause: str) -> Found | None:
-        """Return what was found to fail so; None if nothing was."""
-        for found in self.found:
-            if found.cause == cause:
-                return found
+        """Return the finding with that cause; None if there is none."""
+        for finding in self.found:
+            if finding.cause == cause:
+                return finding
         return None
 
     def write(self, path: Path) -> None:
@@ -139,19 +177,8 @@ class State:
             "refused": self.refused,
             "seconds": round(self.seconds, 1),
             "tried": self.tried,
-            "kept": [
-                {
-                    **kept.candidate.as_data(),
-                    "functions": list(kept.functions),
-                    "barren": kept.barren,
-                    "branches": kept.branches.as_data(),
-                }
-                for kept in self.kept
-            ],
-            "found": [
-                {**found.candidate.as_data(), "problem": found.problem, "times": found.times}
-                for found in self.found
-            ],
+            "kept": [kept.as_data() for kept in self.kept],
+            "found": [finding.as_data() for finding in self.found],
         }
         partial = path.with_name(f"{path.name}.part")
         partial.write_text(json.dumps(data), encoding="utf-8")
@@ -159,51 +186,49 @@ class State:
 
     @classmethod
     def read(cls, path: Path) -> State:
-        """Return what ``write`` wrote. Raises UsageProblem for another file."""
+        """Return what ``write`` wrote.
+
+        Raises:
+            UsageProblem: The file is another one, or cannot be read.
+        """
         try:
-            data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            data: _Data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
                 raise UsageProblem(
                     f"{path}: expected a state of format {FORMAT}, found {data['format']}"
                 )
-            kept = [
-                Kept(
-                    Candidate.from_data(entry),
-                    Branches.from_data(entry["branches"]),
-                    tuple(entry["functions"]),
-                    entry["barren"],
-                )
-                for entry in data["kept"]
-            ]
-            found = [
-                Found(Candidate.from_data(entry), entry["problem"], entry["times"])
-                for entry in data["found"]
-            ]
             return cls(
-                data["seed"],
-                data["shard"],
-                dict(data["versions"]),
-                dict(data["tried"]),
-                data["refused"],
-                data["seconds"],
-                kept,
-                found,
+                kept=[Kept.from_data(entry) for entry in data["kept"]],
+                found=[Found.from_data(entry) for entry in data["found"]],
+                seed=data["seed"],
+                shard=data["shard"],
+                versions=dict(data["versions"]),
+                tried=dict(data["tried"]),
+                refused=data["refused"],
+                seconds=data["seconds"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageProblem(f"{path}: no state of a search: {error}") from None
 
 
 def smallest_cover(kept: Iterable[Kept]) -> Iterator[Kept]:
-    """Yield as few candidates as reach all that is new, by the rule that the next one adds most; each with what it adds."""
+    """Yield few candidates that together reach all that is new, each with what it adds.
+
+    The next candidate is always the one that adds most to those before it.
+    """
     rest = list(kept)
-    seen = Branches()
+    reached = Branches()
+
+    def added_count(entry: Kept) -> int:
+        return len(entry.branches.without(reached))
+
     while rest:
-        best = max(rest, key=lambda entry: len(entry.branches.without(seen)))
-        added = best.branches.without(seen)
+        best = max(rest, key=added_count)
+        added = best.branches.without(reached)
         if not len(added):
             return
         rest.remove(best)
-        seen.add(added)
+        reached.add(added)
         yield Kept(best.candidate, added, best.functions)
 
 
@@ -215,11 +240,18 @@ def corpus_text(kept: Iterable[Kept]) -> str:
         data["new"] = len(entry.branches)
         data["functions"] = list(entry.functions[:_FUNCTIONS_WRITTEN])
         lines.append(json.dumps(data))
-    return "[\n  " + ",\n  ".join(lines) + "\n]\n" if lines else "[]\n"
+    if not lines:
+        return "[]\n"
+    entries = ",\n  ".join(lines)
+    return f"[\n  {entries}\n]\n"
 
 
 def read_corpus(path: Path) -> list[Candidate]:
-    """Return the candidates of a corpus. Raises UsageProblem for another file."""
+    """Return the candidates of a corpus.
+
+    Raises:
+        UsageProblem: The file is another one, or cannot be read.
+    """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         return [Candidate.from_data(entry) for entry in entries]

@@ -1,8 +1,11 @@
-"""Trials: run a candidate on real ranks, read which branches of the stack it reaches, and judge it by a law.
+"""Trials: run a candidate on real ranks, and judge it by a law.
 
-The stack is torch and the libraries above it. The law is the oracle of the search, and needs no
-expected values: a training passes all checks, and calls of a live trainer have the effect that they
-have in one process. Or the stack refuses the candidate with an exception that says why.
+Each trial also reads which branches of the stack the candidate reaches. The stack is torch and the
+libraries above it.
+
+The law is the oracle of the search, and needs no expected values: a training passes all checks, and
+calls of a live trainer have the effect that they have in one process. Or the stack refuses the
+candidate with an exception that says why.
 """
 
 from __future__ import annotations
@@ -100,8 +103,8 @@ class Trials:
             driver = find_driver(candidate.driver)
             judgement = _judge_cell(runner, candidate, _checks(candidate, driver))
             branches = self._branches(runner, earlier_runs)
-            has_passed = judgement == _PASSED
-            if has_passed and len(branches.without(self.known)):
+            reached_new = len(branches.without(self.known)) > 0
+            if judgement == _PASSED and reached_new:
                 judgement = _judge_cell(runner, candidate, _deep_checks(candidate, driver))
                 branches.add(self._branches(runner, earlier_runs))
         _remove_runs(runner, earlier_runs)
@@ -119,12 +122,18 @@ class Trials:
 
     def _branches(self, runner: Runner, earlier_runs: Collection[Path]) -> Branches:
         """Return the branches that runs have reached, without the earlier ones."""
-        new_runs = [directory for directory in runner.started if directory not in earlier_runs]
+        new_runs: list[Path] = []
+        for directory in runner.started:
+            if directory not in earlier_runs:
+                new_runs.append(directory)
         return self.installed.read(new_runs)
 
 
 def _remove_runs(runner: Runner, earlier_runs: Collection[Path]) -> None:
-    """Remove the files of runs, but for the earlier ones; references stay, since other candidates have the same."""
+    """Remove the files of runs, but for those of earlier ones.
+
+    References stay, since other candidates have the same.
+    """
     for directory, name in runner.started.items():
         if directory not in earlier_runs and name != "reference":
             shutil.rmtree(directory, ignore_errors=True)
@@ -134,7 +143,8 @@ def _checks(candidate: Candidate, driver: type[Driver]) -> list[str]:
     """Return the checks of a training, and those that rules name for its settings."""
     names = [*SWEEP_CHECKS]
     for setting in candidate.cell.set:
-        names += rule_of(setting.partition("=")[0]).get("checks", ())
+        name, _, _ = setting.partition("=")
+        names += rule_of(name).get("checks", ())
     return _applying(dict.fromkeys(names), candidate, driver)
 
 
@@ -143,20 +153,30 @@ def _deep_checks(candidate: Candidate, driver: type[Driver]) -> list[str]:
 
 
 def _applying(names: Iterable[str], candidate: Candidate, driver: type[Driver]) -> list[str]:
-    """Return the checks that apply to the candidate's cell, and that none of its settings is meant to fail."""
+    """Return the checks that apply to the candidate's cell.
+
+    Those that one of its settings is meant to fail are left out.
+    """
     meant: set[str] = set()
     for setting in candidate.cell.set:
         meant.update(meant_to_fail(setting))
     applying_checks: list[str] = []
     for name in names:
-        if name not in meant and not not_applicable(CHECKS.get(name), candidate.cell, driver, {}):
+        if name in meant:
+            continue
+        if not not_applicable(CHECKS.get(name), candidate.cell, driver, {}):
             applying_checks.append(name)
     return applying_checks
 
 
 @dataclass(frozen=True)
 class _Judgement:
-    """How a candidate breaks the law, or the words with which the stack refuses it; both empty if it passes."""
+    """What came of judging a candidate; both texts are empty if it passes.
+
+    Attributes:
+        problem: How it breaks the law.
+        refused: The words with which the stack refuses it.
+    """
 
     problem: str = ""
     refused: str = ""
@@ -166,16 +186,17 @@ _PASSED = _Judgement()
 
 
 def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> _Judgement:
-    """Judge a training: every check of these names passes, or the stack refuses the cell at build."""
-    known: list[Expectation] = list(
-        applying(shipped(), concerned(find_driver(candidate.driver)), "cpu")
-    )
+    """Judge a training: every check of these names passes, or the stack refuses the cell."""
+    names_of_driver = concerned(find_driver(candidate.driver))
+    known: list[Expectation] = list(applying(shipped(), names_of_driver, "cpu"))
     for name in names:
-        verdict, _ = run_check(runner, candidate.driver, candidate.cell, CHECKS.get(name), known)
+        check = CHECKS.get(name)
+        verdict, _ = run_check(runner, candidate.driver, candidate.cell, check, known)
         if verdict.status is Status.REFUSED:
             return _Judgement(refused=verdict.reason)
         if verdict.status.red and verdict.status is not Status.FIXED:
-            first_line = (verdict.message or verdict.reason).strip().partition("\n")[0]
+            message = verdict.message or verdict.reason
+            first_line, _, _ = message.strip().partition("\n")
             return _Judgement(problem=f"{name}: {verdict.status}: {first_line[:300]}")
     return _PASSED
 
@@ -184,30 +205,39 @@ def _judge_calls(runner: Runner, candidate: Candidate) -> _Judgement:
     """Judge calls of a live trainer: they do what one process does, or the stack refuses one."""
     kind = find_driver(candidate.driver).live_calls
     assert kind is not None
-    done = run_walk(runner, candidate.driver, candidate.cell, Walk(candidate.calls, kind))
-    if not done.wrong:
+    walk = Walk(candidate.calls, kind)
+    outcome = run_walk(runner, candidate.driver, candidate.cell, walk)
+    if not outcome.wrong:
         return _PASSED
-    for run in done.trace.runs.values():
+    for run in outcome.trace.runs.values():
         if run.end is not None and refuses_in_words(run.end):
             return _Judgement(refused=run.end.message)
-    return _Judgement(problem=_first_unknown(candidate, done.wrong)[:300])
+    problem = _first_unknown(candidate, outcome.wrong)
+    return _Judgement(problem=problem[:300])
 
 
 def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
-    """Return the first of these problems of a walk that no known issue explains; empty if there is none."""
-    known = applying(shipped(), concerned(find_driver(candidate.driver)), "cpu")
+    """Return the first of a walk's problems that no known issue explains; empty if none is left."""
+    names_of_driver = concerned(find_driver(candidate.driver))
+    known = applying(shipped(), names_of_driver, "cpu")
     covering = [issue for issue in known if issue.covers(candidate.cell, "walk")]
     for problem in problems:
-        if not any(issue.matches(problem) for issue in covering):
+        is_known = any(issue.matches(problem) for issue in covering)
+        if not is_known:
             return problem
     return ""
 
 
 def refuses_in_words(end: RunFailure) -> bool:
-    """Tell whether a run ended with an exception that a library raised on purpose, with a message."""
-    exception = _EXCEPTION.search(end.message.partition(" raised ")[2])
+    """Tell whether a library ended a run by an exception that it raised on purpose.
+
+    Such an exception has a message.
+    """
+    _, _, exception_text = end.message.partition(" raised ")
+    exception = _EXCEPTION.search(exception_text)
     if end.kind != "raised" or exception is None:
         return False
-    if re.fullmatch(ACCIDENTS, exception["kind"].rpartition(".")[2]):
+    _, _, class_name = exception["kind"].rpartition(".")
+    if re.fullmatch(ACCIDENTS, class_name):
         return False
     return _RAISED_ON_PURPOSE.search(end.text) is not None

@@ -41,13 +41,15 @@ class Yields:
 
         By the square root, a few branches in each of many trials count more than many in one trial.
         """
+        yielded = new_branches**0.5
         for family in set(_families(candidate)):
             self.trials[family] = self.trials.get(family, 0) + 1
-            self.branches[family] = self.branches.get(family, 0.0) + new_branches**0.5
+            self.branches[family] = self.branches.get(family, 0.0) + yielded
 
     def of_setting(self, name: str) -> float:
         """Return the weight of a setting: by its object, the setting itself, and its readers."""
-        readers = min(self.readers.get(name.rpartition(".")[2], 0), _MOST_READERS)
+        _, _, field_name = name.rpartition(".")
+        readers = min(self.readers.get(field_name, 0), _MOST_READERS)
         of_object = self._weight(_setting_family(name))
         own = self._weight(f"setting {name}")
         return of_object * own * math.sqrt(1 + readers)
@@ -62,7 +64,9 @@ class Yields:
 
     def _weight(self, family: str) -> float:
         """Return the mean yield of a trial of that family."""
-        return (_PRIOR + self.branches.get(family, 0.0)) / (1 + self.trials.get(family, 0))
+        branches = self.branches.get(family, 0.0)
+        trials = self.trials.get(family, 0)
+        return (_PRIOR + branches) / (1 + trials)
 
 
 def _families(candidate: Candidate) -> Iterator[str]:
@@ -71,7 +75,7 @@ def _families(candidate: Candidate) -> Iterator[str]:
         if name != "set":
             yield f"option {name}"
     for setting in candidate.cell.set:
-        name = setting.partition("=")[0]
+        name, _, _ = setting.partition("=")
         yield f"setting {name}"
         yield _setting_family(name)
     for call in candidate.calls:
@@ -83,4 +87,5 @@ def _setting_family(name: str) -> str:
 
     Of ``ds_config.zero_optimization.stage`` the object is ``ds_config.zero_optimization``.
     """
-    return f"object {name.rpartition('.')[0]}"
+    object_name, _, _ = name.rpartition(".")
+    return f"object {object_name}"

@@ -1,1 +1,4 @@
-"""Simulated ranks: each rank that differs is taken by one process after the other, without peers and without values."""
+"""Simulated ranks, without peers and without values.
+
+Processes take the part of each rank that differs, one after the other.
+"""

@@ -1,5 +1,6 @@
-"""Entry point of a simulation: takes the part of each rank that differs, without peers and without values.
+"""Entry point of a simulation: takes the part of each rank that differs.
 
+There are no peers and no values.
 Floating-point tensors are fake (shape and dtype alone), whole numbers are real: data and masks keep
 their control flow. torch's fake process group takes every collective for done.
 """
@@ -43,51 +44,77 @@ from pytest_distcompat.world import World
 #: What a rank of a simulation does: one step sends what each of them sends.
 ACTIONS = ("build_model", "build", "step")
 
+#: Ranks that hold as much as each other.
+RankClass = tuple[int, ...]
+
 
 def main(path: str) -> None:
-    """Simulate the request in that file: rank 0, then one rank of each class of ranks that hold as much as no rank before."""
+    """Simulate the request in that file.
+
+    Rank 0 comes first, then one rank of each class of ranks that hold as much as no rank before.
+    """
     die_with_parent()
     request = Request.read(path)
     prepare(request)
-    asked = decode(SuitePayload, request.payload)
-    for name in preload_of(find_driver(asked.driver), [Cell.parse(asked.cell)]):
+    payload = decode(SuitePayload, request.payload)
+    for name in preload_of(find_driver(payload.driver), [Cell.parse(payload.cell)]):
         importlib.import_module(name)
-    _, *others = _in_a_fork(request, (0, ()))
+    _, *others = _in_a_fork(request, _Part(0, ()))
+    parts = [_Part(ranks[0], ranks) for ranks in others]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(
-            threads.map(
-                functools.partial(_in_a_fork, request), ((ranks[0], ranks) for ranks in others)
-            )
-        )
+        # A list, so that an error is raised here.
+        list(threads.map(functools.partial(_in_a_fork, request), parts))
 
 
-def _in_a_fork(request: Request, part: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Take the part of a rank in a process of its own: DTensor keeps the meshes and groups of an earlier one."""
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The part of one rank in a simulation.
+
+    Attributes:
+        rank: The rank.
+        stands_for: The ranks that hold as much, itself among them; empty for rank 0, which finds
+            them out.
+    """
+
+    rank: int
+    stands_for: RankClass
+
+
+def _in_a_fork(request: Request, part: _Part) -> list[RankClass]:
+    """Take the part of a rank in a process of its own.
+
+    DTensor keeps the meshes and groups of an earlier one.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
-        return process.submit(_simulate, request, *part).result()
+        return process.submit(_simulate, request, part).result()
 
 
-def _simulate(request: Request, number: int, stands_for: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Take the part of one rank; return the classes of ranks, the first that of rank 0, if that is the rank."""
+def _simulate(request: Request, part: _Part) -> list[RankClass]:
+    """Take the part of one rank.
+
+    Returns:
+        For rank 0 the classes of ranks, its own first; for any other rank its own class alone.
+    """
     die_with_parent()
-    asked = decode(SuitePayload, request.payload)
+    number = part.rank
+    payload = decode(SuitePayload, request.payload)
     place = {
         "RANK": number,
         "LOCAL_RANK": 0,
         "WORLD_SIZE": request.world_size,
         "LOCAL_WORLD_SIZE": 1,
     }
-    os.environ.update({name: str(value) for name, value in place.items()})
+    for name, value in place.items():
+        os.environ[name] = str(value)
     with contextlib.closing(RankLog(request.directory, number)) as log:
         log.write(Start(os.getpid()))
         try:
             with fake_ranks(number, request.world_size):
-                driver = find_driver(asked.driver)(
-                    Cell.parse(asked.cell), World.from_environment("cpu")
-                )
-                run = dataclasses.replace(asked.run, actions=ACTIONS)
-                rank = _SimulatedRank(driver, run, asked.paths, Observer(), log)
-                rank.classes = [stands_for]
+                cell = Cell.parse(payload.cell)
+                driver = find_driver(payload.driver)(cell, World.from_environment("cpu"))
+                run = dataclasses.replace(payload.run, actions=ACTIONS)
+                rank = _SimulatedRank(driver, run, payload.paths, Observer(), log)
+                rank.classes = [part.stands_for]
                 rank.perform()
         except BaseException as error:
             report_error(log, error)
@@ -97,14 +124,19 @@ def _simulate(request: Request, number: int, stands_for: tuple[int, ...]) -> lis
 
 
 class _SimulatedRank(Rank):
-    """Actions of one rank without peers; its snapshots stand for those of all ranks that hold as much."""
+    """Actions of one rank without peers.
+
+    Its snapshots stand for those of all ranks that hold as much.
+    """
 
     #: The first are the ranks that this one stands for.
     classes: list[tuple[int, ...]]
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
-        if self.run.actions[self.index] == "build" and not self.classes[0]:
-            self.classes = alike_ranks(self.driver.model.parameters(), self.driver.world.size)
+        is_build = self.run.actions[self.index] == "build"
+        if is_build and not self.classes[0]:
+            parameters = self.driver.model.parameters()
+            self.classes = alike_ranks(parameters, self.driver.world.size)
         steps = self.run.actions.count("step")
         stand_in = StandIn(SIMULATED.name, self.classes[0], steps)
         # The process's peak is no rank's.
@@ -113,7 +145,10 @@ class _SimulatedRank(Rank):
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, size: int) -> Iterator[None]:
-    """Be that rank of a process group without peers; tensors made inside have no values, unless they are of whole numbers."""
+    """Be that rank of a process group without peers.
+
+    Tensors made inside have no values, unless they are of whole numbers.
+    """
     # All of it is private: torch's fake process group (registered as a backend by the import), fake
     # tensors, and the function that disables modes. ``tests/launch/test_simulated.py`` fails when
     # they change.
@@ -125,21 +160,28 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 
     store: Any = FakeStore()
     distributed.init_process_group("fake", store=store, rank=rank, world_size=size)
-    begin, distributed.init_process_group = distributed.init_process_group, again
+    begin = distributed.init_process_group
+    distributed.init_process_group = again
     # ``Module.to`` swaps fake parameters in place, which torch refuses where it holds weak
     # references to them itself.
     utils: Any = torch.utils
-    checked, utils.weakref = utils.weakref, SimpleNamespace(getweakrefs=lambda _: ())
+    weakref = utils.weakref
+    utils.weakref = SimpleNamespace(getweakrefs=lambda _: ())
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _WholeNumbers(), _EqualChunks():
             yield
     finally:
-        utils.weakref, distributed.init_process_group = checked, begin
+        utils.weakref = weakref
+        distributed.init_process_group = begin
         distributed.destroy_process_group()
 
 
-class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
-    """Dispatch mode above fake tensors: what is made of whole numbers is real, and a number read from a fake tensor is 1."""
+# torch leaves the base class untyped.
+class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode above fake tensors.
+
+    What is made of whole numbers is real, and a number read from a fake tensor is 1.
+    """
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensor
@@ -148,24 +190,26 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self._fake = FakeTensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and self._fake in types:  # noqa: SLF001 - an operator
-            return _one(args[0].dtype)
-        if not {*types} - _PLAIN and func.namespace != "c10d":
-            if _has_tensor((*args, *given.values())):
-                return _really(func, args, given)
-            made = func(*args, **given)
-            whole = isinstance(made, torch.Tensor) and not (
-                made.is_floating_point() or made.is_complex()
-            )
-            return _really(func, args, given) if whole else made
-        return func(*args, **given)
+        keywords = kwargs or {}
+        reads_number = func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+        if reads_number and self._fake in types:
+            return _number_one(args[0].dtype)
+        has_other_types = bool({*types} - _PLAIN)
+        if has_other_types or func.namespace == "c10d":
+            return func(*args, **keywords)
+        if _has_tensor((*args, *keywords.values())):
+            return _really(func, args, keywords)
+        made = func(*args, **keywords)
+        if isinstance(made, torch.Tensor) and _is_of_whole_numbers(made):
+            return _really(func, args, keywords)
+        return made
 
 
 class _EqualChunks(TorchFunctionMode):
-    """Mode in which chunks of a tensor without values that are equally large are one tensor: ``fully_shard`` makes one a rank.
+    """Mode in which equally large chunks of a tensor without values are one tensor.
 
-    Where the tensor is shorter than there are ranks, it makes empty ones of the first chunk
+    ``fully_shard`` makes a chunk for each rank. Where the tensor is shorter than there are ranks,
+    it makes empty ones of the first chunk
     (``new_empty(0)``).
     """
 
@@ -176,7 +220,8 @@ class _EqualChunks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.chunk and valueless(args[0]):
             chunks = _chunk(*args, **kwargs or {})
-            self._first, self._empty = chunks[0], chunks[0].new_empty(0)
+            self._first = chunks[0]
+            self._empty = chunks[0].new_empty(0)
             return chunks
         if (
             func is torch.Tensor.new_empty
@@ -189,11 +234,16 @@ class _EqualChunks(TorchFunctionMode):
 
 
 def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return what ``torch.chunk`` does, but one tensor for all chunks of full size."""
     length = tensor.shape[dim]
+    if not length:
+        return (tensor.narrow(dim, 0, 0),)
     size = -(-length // chunks)
-    whole, rest = divmod(length, size) if length else (0, 0)
-    first = (tensor.narrow(dim, 0, size),) * whole
-    return first + ((tensor.narrow(dim, length - rest, rest),) if rest or not length else ())
+    full, rest = divmod(length, size)
+    full_chunks = (tensor.narrow(dim, 0, size),) * full
+    if not rest:
+        return full_chunks
+    return (*full_chunks, tensor.narrow(dim, length - rest, rest))
 
 
 #: The types of real tensors.
@@ -205,15 +255,26 @@ def _really(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _one(dtype: torch.dtype) -> float | int | bool:
-    return 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
+def _is_of_whole_numbers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _number_one(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point:
+        return 1.0
+    if dtype is torch.bool:
+        return True
+    return 1
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:
-    return any(
-        isinstance(one, torch.Tensor) or (isinstance(one, (list, tuple)) and _has_tensor(one))
-        for one in values
-    )
+    """Tell whether there is a tensor among the values, or in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return True
+        if isinstance(value, (list, tuple)) and _has_tensor(value):
+            return True
+    return False
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ OPTION = Option(
     "N",
     "0",
     count(least=0),
-    "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
+    "Run no ranks: simulate each cell of a suite as N ranks, without values "
+    "(default: 0, run them).",
 )
 
 

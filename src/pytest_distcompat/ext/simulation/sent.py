@@ -1,4 +1,7 @@
-"""What a rank sends in a step, for the report of a simulation: of real ranks the clock says what it costs."""
+"""What a rank sends in a step, for the report of a simulation.
+
+Of real ranks the clock says what it costs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ _KINDS: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Collectives that are counted together: the kind, the mesh dimensions it runs along, and the size of its group."""
+    """Collectives that are counted together.
+
+    They have the same kind, run along the same dimensions of the mesh, and have groups of the same
+    size.
+    """
 
     collective: str
     mesh: str
@@ -32,7 +39,10 @@ class _Traffic:
 
 
 def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
-    """Return what rank 0 sends in the recorded step of a simulation, in a ring: by kind of collective and mesh dimension."""
+    """Return what rank 0 sends in the recorded step of a simulation, in a ring.
+
+    It is given by kind of collective and dimension of the mesh.
+    """
     if run.has_values or not run.trained:
         return []
     snapshot = run.trained[0]
@@ -59,7 +69,10 @@ def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
 
 
 def _largest_mesh(snapshot: Snapshot) -> tuple[MeshDim, ...]:
-    """Return the dimensions of the mesh with the most of them on which a parameter lies; none where none lies on one."""
+    """Return the dimensions of the largest mesh on which a parameter lies.
+
+    It is the mesh with the most dimensions; there are none where no parameter lies on a mesh.
+    """
     largest: tuple[MeshDim, ...] = ()
     for info in snapshot.parameters:
         if len(info.layout.dims) > len(largest):
@@ -68,7 +81,10 @@ def _largest_mesh(snapshot: Snapshot) -> tuple[MeshDim, ...]:
 
 
 def _collective_kind(op: str) -> str:
-    """Return the kind of a collective by its operator (``allgather_base_`` is ``all_gather``); an unknown one itself."""
+    """Return the kind of a collective by its operator (``allgather_base_`` is ``all_gather``).
+
+    An unknown operator is a kind of its own.
+    """
     for kind in _KINDS:
         if op.replace("_", "").startswith(kind.replace("_", "")):
             return kind
@@ -76,7 +92,7 @@ def _collective_kind(op: str) -> str:
 
 
 def _along(dims: Sequence[MeshDim], ranks: tuple[int, ...]) -> str:
-    """Return the names of the mesh dimensions along which these ranks differ, the outermost first."""
+    """Return the names of the mesh dimensions along which these ranks differ, outermost first."""
     names: list[str] = []
     # Ranks are numbered along the innermost dimension first.
     for dim in reversed(dims):

@@ -1,4 +1,7 @@
-"""The status of a claim that holds in a simulation, which computes no values: weaker than ``passed``."""
+"""The status of a claim that holds in a simulation, which computes no values.
+
+It is weaker than ``passed``.
+"""
 
 from __future__ import annotations
 

@@ -38,26 +38,38 @@ class Simulation:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.title = f"simulated: {world_size} ranks, of which those that differ are simulated; no values are computed"
+        self.title = (
+            f"simulated: {world_size} ranks, of which those that differ are simulated; "
+            "no values are computed"
+        )
 
     def launcher(self) -> SimulatingLauncher:
         """Return the launcher of simulations."""
         return SimulatingLauncher()
 
     def cells(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Return the cells for so many ranks, each once. Raises UsageProblem if so many cannot form the mesh of one."""
+        """Return the cells for so many ranks, each once.
+
+        Raises:
+            UsageProblem: So many ranks cannot form the mesh of a cell.
+        """
         try:
             resized = [dataclasses.replace(cell, world_size=self.world_size) for cell in cells]
         except ValueError as error:
-            raise UsageProblem(f"{self.option} {self.world_size}: {error}") from None
+            size = f"{self.option} {self.world_size}"
+            raise UsageProblem(f"{size}: {error}") from None
         return list(dict.fromkeys(resized))
 
     def why_not_supported(self, driver: type[Driver], cell: Cell) -> str | None:
         """Return why a cell cannot be simulated; None if it can."""
         if cell.strategy != "fsdp2":
-            return f"{cell.strategy} needs values and peers; FSDP2, with replicas and tensor parallelism, can be simulated"
+            return (
+                f"{cell.strategy} needs values and peers; "
+                "FSDP2, with replicas and tensor parallelism, can be simulated"
+            )
         if {*driver.libraries} - {"torch"}:
-            return f"{' and '.join(driver.libraries)} reads values at build; drivers of plain torch can be simulated"
+            libraries = " and ".join(driver.libraries)
+            return f"{libraries} reads values at build; drivers of plain torch can be simulated"
         for name, _ in cell.options:
             if name not in _OPTIONS:
                 return f"option {name!r} needs values, or was not simulated yet"

@@ -23,15 +23,24 @@ Outcome = TypeVar("Outcome")
 
 
 def releases_of(text: str, directory: Path) -> list[str]:
-    """Return the releases of a range, the oldest first. Raises UsageProblem, also if pip or git fails.
+    """Return the releases of a range, the oldest first.
 
     ``PACKAGE==FIRST..LAST``: releases of the package index, pre-releases left out. ``PACKAGE @
-    git+URL@FIRST..LAST``: commits of the first-parent history, from a clone that is kept in the
-    directory.
+    git+URL@FIRST..LAST``: commits of the first-parent history.
+
+    Args:
+        text: The range.
+        directory: A clone for the commits is kept there.
+
+    Raises:
+        UsageProblem: If the text is no range, or pip or git fails.
     """
     match = _RANGE.fullmatch(text.strip())
     if match is None:
-        expected = "accelerate==1.12.0..1.13.0 or accelerate @ git+https://github.com/huggingface/accelerate@v1.12.0..main"
+        expected = (
+            "accelerate==1.12.0..1.13.0 or "
+            "accelerate @ git+https://github.com/huggingface/accelerate@v1.12.0..main"
+        )
         raise UsageProblem(f"{text!r} is no range of releases; expected: {expected}")
     package, url = match["package"], match["url"]
     first, last = match["first"], match["last"]
@@ -52,15 +61,20 @@ def releases_of(text: str, directory: Path) -> list[str]:
     if start >= end:
         raise UsageProblem(f"{text}: the first release is not older than the last")
 
-    def is_offered(version: Version) -> bool:
+    releases = []
+    for version in versions[start : end + 1]:
         # A pre-release counts where the user names it.
-        return not version.is_prerelease or str(version) in {first, last}
-
-    return [f"{package}=={version}" for version in filter(is_offered, versions[start : end + 1])]
+        if not version.is_prerelease or str(version) in {first, last}:
+            releases.append(f"{package}=={version}")
+    return releases
 
 
 def _position(name: str, versions: Sequence[Version], package: str) -> int:
-    """Return the index of the version of that name. Raises UsageProblem if the package has no such release."""
+    """Return the index of the version of that name.
+
+    Raises:
+        UsageProblem: If the package has no such release.
+    """
     try:
         return versions.index(Version(name))
     except (InvalidVersion, ValueError):
@@ -69,15 +83,19 @@ def _position(name: str, versions: Sequence[Version], package: str) -> int:
 
 
 def bisect(
-    releases: Sequence[str], run: Callable[[str], Outcome], red: Callable[[Outcome], bool | None]
+    releases: Sequence[str],
+    run: Callable[[str], Outcome],
+    red: Callable[[Outcome], bool | None],
 ) -> Iterator[Outcome]:
-    """Run the first release and the last; if only one of them is red, halve those between until the change is located.
+    """Run the first release and the last, and between them locate the change of colour.
+
+    If only one of them is red, the releases between are halved until it is located.
 
     Args:
-        releases: the oldest first.
-        run: runs the tests with a release.
-        red: tells whether an outcome is red; None if it is neither red nor green. The release next
-            to such a one is taken.
+        releases: The releases, the oldest first.
+        run: Runs the tests with a release.
+        red: Tells whether an outcome is red; None if it is neither red nor green. Then a release
+            beside it is run instead.
 
     Yields:
         The outcome of each run.
@@ -86,7 +104,9 @@ def bisect(
     yield first
     last = run(releases[-1])
     yield last
-    if None in {red(first), red(last)} or red(first) == red(last):
+    first_is_red = red(first)
+    last_is_red = red(last)
+    if first_is_red is None or last_is_red is None or first_is_red == last_is_red:
         return
     # The newest release known to be as the first, and the oldest known to be as the last.
     like_first, like_last = 0, len(releases) - 1
@@ -95,9 +115,10 @@ def bisect(
         middle = _nearest_to_middle(candidates, like_first, like_last)
         outcome = run(releases[middle])
         yield outcome
-        if red(outcome) is None:
+        is_red = red(outcome)
+        if is_red is None:
             candidates.remove(middle)
-        elif red(outcome) == red(first):
+        elif is_red == first_is_red:
             like_first = middle
             candidates = candidates[candidates.index(middle) + 1 :]
         else:
@@ -106,7 +127,7 @@ def bisect(
 
 
 def _nearest_to_middle(candidates: Sequence[int], low: int, high: int) -> int:
-    """Return the candidate that halves the range between two numbers best, the lower of two as good."""
+    """Return the candidate that halves the range between two numbers best, or the lower of two."""
 
     def distance(number: int) -> int:
         return abs(2 * number - low - high)
@@ -126,22 +147,28 @@ def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:
     last_revision = _revision(last, clone)
     start = _commit(first_revision, clone)
     end = _commit(last_revision, clone)
-    commits = _git(
-        "rev-list", "--reverse", "--first-parent", f"{start}..{end}", clone=clone
-    ).split()
+    listing = _git("rev-list", "--reverse", "--first-parent", f"{start}..{end}", clone=clone)
+    commits = listing.split()
     if not commits or commits[-1] != end:
         raise UsageProblem(f"{url}: {first} is no ancestor of {last}")
     return [start, *commits]
 
 
 def _commit(revision: str, clone: Path) -> str:
-    """Return the hash of a revision's commit. Raises UsageProblem if git does not know the revision."""
+    """Return the hash of a revision's commit.
+
+    Raises:
+        UsageProblem: If git does not know the revision.
+    """
     options = ("--verify", "--quiet", "--end-of-options")
     return _git("rev-parse", *options, f"{revision}^{{commit}}", clone=clone, revision=revision)
 
 
 def _revision(name: str, clone: Path) -> str:
-    """Return a branch's name as that of the fetched branch: the clone's own is as old as the clone."""
+    """Return the name of the fetched branch for that of a branch, and other names as they are.
+
+    The clone's own branch is as old as the clone.
+    """
     fetched = f"refs/remotes/origin/{name}"
     if _git("for-each-ref", fetched, clone=clone):
         return fetched
@@ -149,7 +176,16 @@ def _revision(name: str, clone: Path) -> str:
 
 
 def _git(*arguments: str, clone: Path | None = None, revision: str = "") -> str:
-    """Run git and return what it prints. Raises UsageProblem, which names the revision if one is looked up."""
+    """Run git and return what it prints.
+
+    Args:
+        arguments: The arguments of git.
+        clone: The repository; None for a command without one.
+        revision: The revision that is looked up, if one is.
+
+    Raises:
+        UsageProblem: If git fails. It names the revision if one is looked up.
+    """
     command = ["git"]
     if clone:
         command += ["-C", str(clone)]
@@ -159,4 +195,5 @@ def _git(*arguments: str, clone: Path | None = None, revision: str = "") -> str:
         return process.stdout.strip()
     if revision:
         raise UsageProblem(f"git knows no revision {revision}")
-    raise UsageProblem(f"git: {' '.join(process.stderr.split())}")
+    errors = " ".join(process.stderr.split())
+    raise UsageProblem(f"git: {errors}")

@@ -17,7 +17,10 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
 
 #: The values that ``--changed`` accepts, for messages.
-EXPECTED = "PACKAGE@FROM..TO (releases, wheels or directories; FROM may be `installed`), or PACKAGE@FILE.diff"
+EXPECTED = (
+    "PACKAGE@FROM..TO (releases, wheels or directories; FROM may be `installed`), "
+    "or PACKAGE@FILE.diff"
+)
 #: The word for the installed copy, in place of a release.
 INSTALLED = "installed"
 #: The plugin that runs the cells that a file lists, and the option for the file.
@@ -94,7 +97,9 @@ def select_cells(
     Returns:
         Whether any cell was selected.
     """
-    arguments = ["reach", *map(str, maps), "--changed", change.text, "--select", str(selection)]
+    arguments = ["reach", *[str(path) for path in maps]]
+    arguments += ["--changed", change.text]
+    arguments += ["--select", str(selection)]
     if cell:
         arguments += ["--cell", cell]
     if cells_per_place:
@@ -150,7 +155,8 @@ def _patched(package: str, diff: Path, target: Path) -> Path:
         raise UsageProblem(f"{diff}: {error.strerror}") from None
     site = _installed(package)
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(site / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
+    without_caches = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(site / package, target / package, ignore=without_caches)
     # ``importlib.metadata`` reads the version from this directory.
     for metadata in site.glob(f"{package}-*.dist-info"):
         shutil.copytree(metadata, target / metadata.name)
@@ -170,6 +176,7 @@ def _patched(package: str, diff: Path, target: Path) -> Path:
 
 
 def _git() -> str:
+    """Return the path of git. Raises UsageProblem without it."""
     git = shutil.which("git")
     if git is None:
         raise UsageProblem("git is needed to apply a diff")
@@ -183,9 +190,10 @@ def _diff_lines_of(package: str, diff: str) -> list[str]:
     """
     kept: list[str] = []
     lines = diff.splitlines(keepends=True)
+    following_lines = [*lines[1:], ""]
     in_package = False
     previous = ""
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in zip(lines, following_lines, strict=True):
         is_old_name = line.startswith("--- ") and following.startswith("+++ ")
         is_new_name = line.startswith("+++ ") and previous.startswith("--- ")
         if is_old_name:
@@ -193,7 +201,8 @@ def _diff_lines_of(package: str, diff: str) -> list[str]:
             new = _path_in_package(package, following)
             in_package = bool(old or new)
             if in_package:
-                kept += [f"--- {_patch_path(old)}\n", f"+++ {_patch_path(new)}\n"]
+                kept.append(f"--- {_patch_path(old)}\n")
+                kept.append(f"+++ {_patch_path(new)}\n")
         elif line.startswith("diff --git "):
             in_package = False
         elif in_package and not is_new_name and line.startswith(_CONTENT_LINES):
@@ -207,8 +216,9 @@ def _path_in_package(package: str, line: str) -> str:
 
     It is empty if the file is not in the package, or does not exist (``/dev/null``).
     """
-    path = line[4:].partition("\t")[0].strip()
-    _, separator, below = f"/{path}".partition(f"/{package}/")
+    name, _, _ = line[4:].partition("\t")
+    path = "/" + name.strip()
+    _, separator, below = path.partition(f"/{package}/")
     if not separator:
         return ""
     return f"{package}/{below}"

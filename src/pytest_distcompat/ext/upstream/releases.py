@@ -41,7 +41,14 @@ MAX_HEADLINE = 160
 
 @dataclass(frozen=True)
 class Run:
-    """Session with one release: its report if there is one, what else went wrong, and pytest's exit code."""
+    """Session with one release.
+
+    Attributes:
+        release: The release.
+        report: Its report, if there is one.
+        problem: What else went wrong.
+        code: pytest's exit code; None if it was not started.
+    """
 
     release: str
     report: Report | None
@@ -51,7 +58,9 @@ class Run:
     @property
     def good(self) -> bool:
         """Tell whether there is a report without red verdicts."""
-        return not self.problem and self.report is not None and not counts(self.report)["red"]
+        if self.problem or self.report is None:
+            return False
+        return not counts(self.report)["red"]
 
     @property
     def red(self) -> bool | None:
@@ -84,13 +93,18 @@ def add(commands: Any) -> None:
     releases = commands.add_parser(
         "releases",
         help="the same tests with other releases of a package, side by side",
-        usage="distcompat releases [-h] (--release PACKAGE==VERSION[,...] | --bisect PACKAGE==FIRST..LAST | "
-        "--changed PACKAGE@FROM..TO --reach FILE [--cell CELL] [--limit TIME] [--cells-per-place N]) "
-        "[--into DIRECTORY] [-o FILE.md] -- PYTEST-ARGUMENT ...",
+        usage=(
+            "distcompat releases [-h] "
+            "(--release PACKAGE==VERSION[,...] | --bisect PACKAGE==FIRST..LAST | "
+            "--changed PACKAGE@FROM..TO --reach FILE [--cell CELL] [--limit TIME] "
+            "[--cells-per-place N]) "
+            "[--into DIRECTORY] [-o FILE.md] -- PYTEST-ARGUMENT ..."
+        ),
         description=(
-            "Run pytest with each release, then with what is installed, and list red verdicts by release. "
-            "Exit code 0: nothing is red; 1: something is, or a run came to no report. With --bisect: find the release that "
-            "turned the tests red, or green. Exit code 0: found. With --changed: run with the new release only the cells that "
+            "Run pytest with each release, then with what is installed, and list red verdicts by "
+            "release. Exit code 0: nothing is red; 1: something is, or a run came to no report. "
+            "With --bisect: find the release that turned the tests red, or green. "
+            "Exit code 0: found. With --changed: run with the new release only the cells that "
             "execute what it changes."
         ),
     )
@@ -99,7 +113,8 @@ def add(commands: Any) -> None:
         "--release",
         action="append",
         metavar="PACKAGE==VERSION[,...]",
-        help="installed beside what is there (pip install --target); may be given several times, the oldest first",
+        help="installed beside what is there (pip install --target); may be given several times, "
+        "the oldest first",
     )
     which.add_argument(
         "--bisect",
@@ -115,7 +130,8 @@ def add(commands: Any) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="with --changed: the map of --distcompat-reach FILE with the old release; may be given several times",
+        help="with --changed: the map of --distcompat-reach FILE with the old release; "
+        "may be given several times",
     )
     releases.add_argument(
         "--limit",
@@ -148,6 +164,7 @@ def add(commands: Any) -> None:
 
 
 def _releases(options: argparse.Namespace) -> int:
+    """Run the tests as the options say, print the table, and return the exit code."""
     for release in options.release or ():
         requirements(release)
     directory = (options.into or _cache()).resolve()
@@ -179,23 +196,25 @@ def _releases(options: argparse.Namespace) -> int:
 
 
 def _changed(options: argparse.Namespace, directory: Path, arguments: Sequence[str]) -> int:
-    """Run the cells that execute what a release changes, with that release; return the exit code."""
+    """Run the cells that execute what a release changes, with it; return the exit code."""
     if not options.reach:
         raise UsageProblem(
             "--changed needs a map: --reach FILE, which pytest --distcompat-reach FILE writes"
         )
     change = read_change(options.changed, directory)
     selection = directory / f"{file_name(change.name)}.cells"
-    if not select_cells(
+    any_selected = select_cells(
         change, options.reach, selection, cell=options.cell, cells_per_place=options.cells_per_place
-    ):
+    )
+    if not any_selected:
         print("no cell executes what changes: nothing is run")
         return 0
     print(f"{change.name}: the cells are in {selection}\n", flush=True)
     selecting = ["-p", SELECTING_PLUGIN, f"{SELECTION}={selection}"]
     if options.limit:
         selecting.append(f"--distcompat-budget={options.limit}")
-    run = _run(change.name, environment(change.target), directory, [*arguments, *selecting])
+    variables = environment(change.target)
+    run = _run(change.name, variables, directory, [*arguments, *selecting])
     print(f"{change.name}: {run.summary}", flush=True)
     _write([run], options.output)
     return int(not run.good)
@@ -206,6 +225,14 @@ _COLOURS = {True: "red", False: "green", None: "neither red nor green"}
 
 
 def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path | None) -> int:
+    """Locate the release that changed the colour of the tests; return the exit code.
+
+    Args:
+        releases: A range, as ``releases_of`` reads it.
+        directory: Where releases, reports and logs are kept.
+        arguments: The arguments of pytest.
+        page: Where the table is written too; None for nowhere.
+    """
     ordered = releases_of(releases, directory)
 
     def run(release: str) -> Run:
@@ -218,28 +245,38 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
     runs = []
     for outcome in bisect(ordered, run, lambda run: run.red):
         runs.append(outcome)
-        print(f"{outcome.release}: {_COLOURS[outcome.red]}: {outcome.summary}", flush=True)
+        colour = _COLOURS[outcome.red]
+        print(f"{outcome.release}: {colour}: {outcome.summary}", flush=True)
     runs.sort(key=lambda run: ordered.index(run.release))
     _write(runs, page)
     change = _change(runs)
     if change is None:
-        first, last = runs[0], runs[-1]
-        ends = f"{first.release} is {_COLOURS[first.red]}; {last.release} is {_COLOURS[last.red]}"
-        print(f"\n{ends}; expected one red and one green")
+        first = _colour_fact(runs[0])
+        last = _colour_fact(runs[-1])
+        print(f"\n{first}; {last}; expected one red and one green")
         return 1
     before, after = change
-    facts = [
-        f"the first {_COLOURS[after.red]} one is {after.release}",
-        f"{before.release} is {_COLOURS[before.red]}",
-    ]
-    between = ordered[ordered.index(before.release) + 1 : ordered.index(after.release)]
-    facts += [f"{release} is {_COLOURS[None]}" for release in between]
-    print(f"\n{'; '.join(facts)}")
+    colour = _COLOURS[after.red]
+    facts = [f"the first {colour} one is {after.release}"]
+    facts.append(_colour_fact(before))
+    start = ordered.index(before.release) + 1
+    end = ordered.index(after.release)
+    facts += [f"{release} is {_COLOURS[None]}" for release in ordered[start:end]]
+    text = "; ".join(facts)
+    print(f"\n{text}")
     return 0
 
 
+def _colour_fact(run: Run) -> str:
+    """Return which colour a release has, as a clause."""
+    return f"{run.release} is {_COLOURS[run.red]}"
+
+
 def _change(runs: Sequence[Run]) -> tuple[Run, Run] | None:
-    """Return the last run before the tests changed their colour and the first after it; None if they did not change."""
+    """Return the last run before the tests changed their colour, and the first after it.
+
+    None if they did not change.
+    """
     coloured = [run for run in runs if run.red is not None]
     for before, after in itertools.pairwise(coloured):
         if before.red != after.red:
@@ -256,8 +293,12 @@ def _write(runs: Sequence[Run], page: Path | None) -> None:
 
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield a Markdown table: counts of each release, then each cause with the number of its verdicts."""
-    yield f"| | {' | '.join(run.release for run in runs)} |"
+    """Yield the lines of a Markdown table: counts of each release, then causes of failure.
+
+    Of each cause it has the number of its verdicts.
+    """
+    releases = " | ".join([run.release for run in runs])
+    yield f"| | {releases} |"
     yield "|" + " --- |" * (len(runs) + 1)
     yield from _count_rows(runs)
     yield from _cause_rows(runs)
@@ -296,8 +337,10 @@ def _cause_rows(runs: Sequence[Run]) -> Iterator[str]:
         causes_by_key |= column
     for key, cause in causes_by_key.items():
         figures = [_verdict_count(column.get(key)) for column in columns]
+        headline = cut(cause.headline, MAX_HEADLINE)
         cell, checks = next(iter(cause.cells.items()))
-        label = f"{escape(cut(cause.headline, MAX_HEADLINE))} [{escape(cell)}: {escape(checks[0])}]"
+        example = f"{escape(cell)}: {escape(checks[0])}"
+        label = f"{escape(headline)} [{example}]"
         yield f"| {label} | {' | '.join(figures)} |"
 
 
@@ -327,13 +370,17 @@ def _run(
         return Run(release, None, f"no report, pytest ended with {code}: {log}", code)
     # Exit code 1 is explained by red verdicts. Without any, another test failed, or a file could
     # not be imported.
-    explained = code == 0 or (code == 1 and counts(report)["red"])
-    problem = "" if explained else f"pytest ended with {code}: {log}"
+    red = counts(report)["red"]
+    problem = ""
+    if code != 0 and not (code == 1 and red):
+        problem = f"pytest ended with {code}: {log}"
     return Run(release, report, problem, code)
 
 
 def _cache() -> Path:
+    """Return the directory for releases, reports and logs, if the user names none."""
     # Compiled packages differ between Python versions.
-    python = f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}"
+    major, minor = sys.version_info[:2]
+    python = f"{sys.implementation.name}-{major}.{minor}"
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "distcompat-releases" / python

@@ -1,9 +1,10 @@
-"""A pytest plugin that runs the cells in a file, in its order: ``-p pytest_distcompat.ext.upstream.selected``.
+"""A pytest plugin that runs the cells in a file, in its order.
 
-A line of the file is a driver and a cell, and the actions that matter: ``accelerate/fsdp2-fp32-w2:
-save, load``. Of a cell, the checks run whose runs do one of these actions; without actions all
-checks run. ``* accelerate/*`` stands for all cells like this that no line names, and ``-
-accelerate/ddp-fp32-w2`` names one that does not run.
+``-p pytest_distcompat.ext.upstream.selected`` loads it. A line of the file is a driver and a cell,
+and the actions that matter: ``accelerate/fsdp2-fp32-w2: save, load``. Of a cell, the checks run
+whose runs do one of these actions; without actions all checks run. ``* accelerate/*`` stands for
+all cells like this that no line names, and ``- accelerate/ddp-fp32-w2`` names one that does not
+run.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ class Chosen:
         """Tell whether a run of the case's check does one of the actions."""
         if not self.actions or self.actions & _ALWAYS:
             return True
-        runs = case.check.runs(case.cell, find_driver(case.suite.driver)).runs
-        # A call has its arguments behind its name.
-        done = {action.partition("(")[0] for run in runs for action in run.actions}
+        driver = find_driver(case.suite.driver)
+        scenario = case.check.runs(case.cell, driver)
+        done = set()
+        for run in scenario.runs:
+            for action in run.actions:
+                # A call has its arguments behind its name.
+                name, _, _ = action.partition("(")
+                done.add(name)
         return bool(self.actions & done)
 
 
@@ -58,12 +64,14 @@ class Selection:
         """Return the line by which a cell runs; None if it does not."""
         if cell in self.named:
             return self.named[cell]
-        if cell not in self.left_out:
-            for pattern, chosen in self.others.items():
-                if fnmatch.fnmatchcase(cell, pattern) or fnmatch.fnmatchcase(
-                    cell.rpartition("/")[2], pattern
-                ):
-                    return chosen
+        if cell in self.left_out:
+            return None
+        _, _, without_driver = cell.rpartition("/")
+        for pattern, chosen in self.others.items():
+            if fnmatch.fnmatchcase(cell, pattern):
+                return chosen
+            if fnmatch.fnmatchcase(without_driver, pattern):
+                return chosen
         return None
 
 
@@ -72,7 +80,8 @@ def read_selection(path: Path) -> Selection:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise pytest.UsageError(f"{SELECTION}: {path}: {error.strerror}") from None
+        problem = error.strerror
+        raise pytest.UsageError(f"{SELECTION}: {path}: {problem}") from None
     selection = Selection()
     for position, line in enumerate(lines):
         if not line.strip() or line.startswith("#"):
@@ -85,11 +94,10 @@ def read_selection(path: Path) -> Selection:
         else:
             # A driver may be module:attribute, and a cell has model_hf:gpt2; the actions come after
             # a colon and a blank.
-            cell, _, actions = line.partition(": ")
+            cell, _, listed = line.partition(": ")
             # "call step" is one action.
-            selection.named[cell.strip()] = Chosen(
-                position, frozenset(filter(None, actions.strip().split(", ")))
-            )
+            actions = frozenset(listed.strip().split(", ")) - {""}
+            selection.named[cell.strip()] = Chosen(position, actions)
     return selection
 
 
@@ -135,13 +143,14 @@ class Selected:
 
     def _chosen(self, item: pytest.Item) -> Chosen | None:
         """Return the line of the file by which an item runs; None if it does not."""
-        case: Any = (
-            item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
-        )
+        if not hasattr(item, "callspec"):
+            return None
+        case: Any = item.callspec.params.get("distcompat_case")
         # That of a suite without selected cells has none.
         if not hasattr(case, "cell"):
             return None
-        chosen = self.selection.chosen(f"{case.suite.driver}/{case.cell.id}")
+        cell = f"{case.suite.driver}/{case.cell.id}"
+        chosen = self.selection.chosen(cell)
         if chosen is None or not chosen.matters_to(case):
             return None
         return chosen

@@ -28,7 +28,11 @@ _COMMIT = re.compile(r"@[0-9a-f]{40}$")
 
 
 def requirements(release: str) -> list[Requirement]:
-    """Parse ``transformers==4.57.6,accelerate==1.12.0`` or ``transformers @ git+https://...``. Raises UsageProblem."""
+    """Parse releases: ``transformers==4.57.6,accelerate==1.12.0``, or ``transformers @ git+...``.
+
+    Raises:
+        UsageProblem: If a part is no requirement, or names no release.
+    """
     parsed = []
     for text in release.split(","):
         try:
@@ -37,9 +41,10 @@ def requirements(release: str) -> list[Requirement]:
             raise UsageProblem(
                 f"{text!r} is no release of a package; expected: transformers==4.57.6"
             ) from None
-        pins = [
-            pin for pin in requirement.specifier if pin.operator == "==" and "*" not in pin.version
-        ]
+        pins = []
+        for specifier in requirement.specifier:
+            if specifier.operator == "==" and "*" not in specifier.version:
+                pins.append(specifier)
         if len(pins) != 1 and not requirement.url:
             expected = f"{requirement.name}==1.2.3 or {requirement.name} @ git+https://..."
             raise UsageProblem(f"{text}: which release? Expected: {expected}")
@@ -53,14 +58,22 @@ def file_name(release: str) -> str:
 
 
 def install(release: str, directory: Path) -> Path:
-    """Return the directory with these releases and what they require beyond the installed packages; make it if needed.
+    """Return the directory with these releases, and install them there if needed.
 
-    One from a URL that names no commit, or that no longer meets its requirements, is installed
-    again. Raises UsageProblem if pip fails.
+    It also has what they require beyond the installed packages. A release from a URL that names no
+    commit is installed again each time, and one that no longer meets its requirements.
+
+    Args:
+        release: The releases, as ``requirements`` reads them.
+        directory: Where the directories of releases are.
+
+    Raises:
+        UsageProblem: If pip fails.
     """
     pinned = requirements(release)
     target = directory / file_name(release)
-    if any(map(_may_change, pinned)) or (target.is_dir() and any(unmet(target))):
+    is_outdated = any(_may_change(requirement) for requirement in pinned)
+    if is_outdated or (target.is_dir() and any(unmet(target))):
         shutil.rmtree(target, ignore_errors=True)
     if target.is_dir():
         return target
@@ -75,29 +88,37 @@ def install(release: str, directory: Path) -> Path:
 
 
 def _may_change(requirement: Requirement) -> bool:
-    """Tell whether the requirement may name other sources the next time, as the URL of a branch does."""
+    """Tell whether the requirement may name other sources the next time, as a branch does."""
     return bool(requirement.url) and not _COMMIT.search(str(requirement.url))
 
 
 def _install_unmet(target: Path, release: str) -> None:
-    """Install what the distributions in the directory require, until nothing is missing. Raises UsageProblem."""
+    """Install what the distributions in the directory require, until nothing is missing.
+
+    Raises:
+        UsageProblem: If pip fails, or something is still missing after several rounds.
+    """
     for _ in range(MAX_ROUNDS):
         missing = sorted(set(unmet(target)))
         if not missing:
             return
         _install(missing, target)
-    raise UsageProblem(f"{release}: its requirements contradict one another: {', '.join(missing)}")
+    listed = ", ".join(missing)
+    raise UsageProblem(f"{release}: its requirements contradict one another: {listed}")
 
 
 def unmet(target: Path) -> Iterator[str]:
-    """Yield what the distributions in the directory require and neither it nor the environment has."""
+    """Yield what the directory's distributions require and neither it nor the environment has."""
     path = [str(target), *sys.path]
     for distribution in importlib.metadata.distributions(path=[str(target)]):
         for text in distribution.requires or ():
             requirement = Requirement(text)
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             kept = canonicalize_name(requirement.name) in PACKAGES_KEPT
-            if applies and not kept and not fits(requirement, version_of(requirement.name, path)):
+            if not applies or kept:
+                continue
+            version = version_of(requirement.name, path)
+            if not fits(requirement, version):
                 yield f"{requirement.name}{requirement.specifier}"
 
 
@@ -113,15 +134,25 @@ def environment(target: Path) -> dict[str, str]:
 def _install(packages: Sequence[str], target: Path) -> None:
     """Install packages, without what they require, into a directory. Raises UsageProblem."""
     options = ("--quiet", "--no-deps", "--upgrade", "--target", str(target))
-    pip("install", *options, *packages, problem=f"pip cannot install {', '.join(packages)}")
+    names = ", ".join(packages)
+    pip("install", *options, *packages, problem=f"pip cannot install {names}")
 
 
 def pip(*arguments: str, problem: str) -> str:
-    """Run pip and return what it prints. Raises UsageProblem with that problem and the last two lines of pip's errors."""
+    """Run pip and return what it prints.
+
+    Args:
+        arguments: The arguments of pip.
+        problem: What is said if pip fails.
+
+    Raises:
+        UsageProblem: If pip fails, with that problem and the last two lines of pip's errors.
+    """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
         output = process.stderr or process.stdout
         errors = [line for line in output.splitlines() if line.strip()]
-        raise UsageProblem(f"{problem}: {' '.join(errors[-2:])}")
+        last_errors = " ".join(errors[-2:])
+        raise UsageProblem(f"{problem}: {last_errors}")
     return process.stdout

@@ -1,4 +1,7 @@
-"""The built-in suites: four common libraries with tiny models. ``suite`` has them for ``pytest --pyargs``."""
+"""The built-in suites: four common libraries with tiny models.
+
+``suite`` has them for ``pytest --pyargs``.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
 
 
 def _cells(selection: Selection) -> Iterator[Cell]:
-    """Yield each architecture under each of ``ZOO_STRATEGIES``; nothing for a driver with a model of its own."""
+    """Yield each architecture under each of ``ZOO_STRATEGIES``.
+
+    There is none for a driver with a model of its own.
+    """
     if "model" not in selection.driver.options:
         return
     for model in architectures():
@@ -36,7 +39,10 @@ def _left_out(applicable: Mapping[Cell, Collection[str]]) -> LeftOut:
 
 PROFILE = AddedProfile(
     "zoo",
-    "every causal language model of transformers and one class of each other task, under DDP, FSDP2 and ZeRO-3",
+    (
+        "every causal language model of transformers and one class of each other task, "
+        "under DDP, FSDP2 and ZeRO-3"
+    ),
     _cells,
     left_out=_left_out,
     order=1,

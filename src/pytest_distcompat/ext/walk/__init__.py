@@ -1,1 +1,4 @@
-"""Walks: sequences of calls of a live trainer, drawn by Hypothesis, and compared with one process that does the same."""
+"""Walks: sequences of calls of a live trainer, drawn by Hypothesis.
+
+They are compared with one process that makes the same calls.
+"""

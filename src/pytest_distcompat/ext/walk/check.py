@@ -26,7 +26,13 @@ def why_not_walked(cell: Cell, driver: type[Driver]) -> str | None:
 class WalkCheck(Check):
     """The check of profile ``walk``: its runs are sequences of calls that are drawn at random."""
 
-    def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:  # noqa: ARG002
+    def execute(
+        self,
+        runner: Runner,
+        name: str,
+        driver: type[Driver],  # noqa: ARG002
+        cell: Cell,
+    ) -> Execution:
         """Replay walks that failed once, make every read-only call, then draw."""
         explorer = Explorer(runner, name, cell)
         seed = explorer.seed
@@ -37,9 +43,16 @@ class WalkCheck(Check):
 class ObserversCheck(Check):
     """The same check for the default profile, in which its only walk makes every read-only call."""
 
-    def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:  # noqa: ARG002
+    def execute(
+        self,
+        runner: Runner,
+        name: str,
+        driver: type[Driver],  # noqa: ARG002
+        cell: Cell,
+    ) -> Execution:
         """Make every read-only call that is not known to fail."""
-        return Execution(Explorer(runner, name, cell).observe(), may_pass=True)
+        explorer = Explorer(runner, name, cell)
+        return Execution(explorer.observe(), may_pass=True)
 
 
 # The scenario says how many ranks the runs have.

@@ -18,7 +18,7 @@ from pytest_distcompat.calls import REFERENCE_CALL, RESUME, Call
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Names, named_ranks
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Sums, Trace
+from pytest_distcompat.trace import CallInfo, ParameterInfo, RunTrace, Snapshot, Sums, Trace
 
 #: How far sums of parameters may be from the reference's, relative to the largest possible.
 TOLERANCE = 1e-5
@@ -48,13 +48,13 @@ def walk(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         passed, problems = findings(cell, trace, name)
         walked = _recorded_calls(run)[: passed + 1]
-        calls = ", ".join(str(recorded.call) for recorded in walked)
+        calls = [str(recorded.call) for recorded in walked]
         for problem in problems:
-            yield f"{calls}: {problem}"
+            yield f"{', '.join(calls)}: {problem}"
 
 
 def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
-    """Compare a walk with its reference, call by call, up to the first call after which they differ.
+    """Compare a walk with its reference, call by call, until they differ.
 
     Args:
         cell: The cell of the walk.
@@ -63,15 +63,17 @@ def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
 
     Returns:
         The number of calls after which the walk was equal to its reference, and the findings after
-            the next call: none if the
-        whole walk was.
+        the next call: none if the whole walk was equal.
     """
     reference_run = trace.runs[reference]
     calls = _recorded_calls(reference_run)
     for passed, recorded in enumerate(calls):
-        problems = list(dict.fromkeys(_after_call(cell, trace, reference, recorded)))
+        # A dict, because it keeps the order and has each finding only once.
+        problems: dict[str, None] = {}
+        for text in _after_call(cell, trace, reference, recorded):
+            problems[f"{recorded.call}: {text}"] = None
         if problems:
-            return passed, problems
+            return passed, list(problems)
     if reference_run.end is not None:
         return len(calls), [f"the reference: {reference_run.end.message}"]
     return len(calls), []
@@ -81,8 +83,11 @@ def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
 class _RecordedCall:
     """Place of a call's snapshots in a trace.
 
-    ``index`` is the call's index in the run ``run`` of the walk, ``reference_index`` that in the
-    run of the reference.
+    Attributes:
+        call: The call.
+        run: The name of the walk's run that makes it.
+        index: Its index in that run.
+        reference_index: Its index in the run of the reference.
     """
 
     call: Call
@@ -92,7 +97,10 @@ class _RecordedCall:
 
 
 def _recorded_calls(reference: RunTrace) -> list[_RecordedCall]:
-    """Return the calls that the reference made, in order; it may lack the last ones of a run that failed."""
+    """Return the calls that the reference made, in order.
+
+    If the reference failed, the last calls of the walk may be missing.
+    """
     actions = {snapshot.index: snapshot.action for snapshot in reference.snapshots}
     calls: list[_RecordedCall] = []
     process_group = 0
@@ -113,15 +121,16 @@ def _recorded_calls(reference: RunTrace) -> list[_RecordedCall]:
 
 
 def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCall) -> Iterator[str]:
-    """Yield how the trainer differs from the reference after a call, beginning with the call."""
+    """Yield how the trainer differs from the reference after a call."""
     call = recorded.call
     run = trace.runs[recorded.run]
     snapshots = run.at_index(recorded.index)
     reference_snapshots = trace.runs[reference].at_index(recorded.reference_index)
     if run.end is not None and len(snapshots) < run.world_size:
         # Without the rank: it is chance which one raises first.
-        exception = run.end.message.partition(" raised ")[2]
-        yield f"{call}: {run.end.kind}: {exception or run.end.message}"
+        _, _, exception = run.end.message.partition(" raised ")
+        message = exception or run.end.message
+        yield f"{run.end.kind}: {message}"
         return
     assert run.unwrapped is not None
     names = Names(run, run.unwrapped)
@@ -130,24 +139,23 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
     first_run = trace.runs[reference.replace("reference", "0")]
     built = _by_rank(first_run.at("build"))
     before = _by_rank(run.at_index(recorded.index - 1))
+    expected = reference_snapshots[0]
     ranks_by_finding: dict[str, list[int]] = defaultdict(list)
     for snapshot in snapshots:
         texts: list[str] = []
         if _must_change_nothing(call, snapshot):
             texts += _changes(before[snapshot.rank], snapshot)
         texts += _structure_changes(built[snapshot.rank], snapshot)
-        texts += _differences(names, snapshot, reference_snapshots[0])
-        texts += _inexact_numbers(cell, call, snapshot, reference_snapshots[0])
+        texts += _differences(names, snapshot, expected)
+        texts += _inexact_numbers(cell, call, snapshot, expected)
         for text in texts:
             ranks_by_finding[text].append(snapshot.rank)
     for text, ranks in ranks_by_finding.items():
-        yield f"{call}: {named_ranks(ranks, run.world_size)}: {text}"
-    for text in _inexact_loss(cell, call, snapshots, reference_snapshots[0]):
-        yield f"{call}: {text}"
-    for text in _inexact_live_values(cell, names, snapshots, reference_snapshots[0]):
-        yield f"{call}: {text}"
-    for text in _inexact_returned_values(cell, names, snapshots, reference_snapshots[0]):
-        yield f"{call}: {text}"
+        where = named_ranks(ranks, run.world_size)
+        yield f"{where}: {text}"
+    yield from _inexact_loss(cell, call, snapshots, expected)
+    yield from _inexact_live_values(cell, names, snapshots, expected)
+    yield from _inexact_returned_values(cell, names, snapshots, expected)
 
 
 def _by_rank(snapshots: Iterable[Snapshot]) -> dict[int, Snapshot]:
@@ -169,17 +177,21 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
         new = getattr(after, name)
         if old != new:
             yield f"the {name} changed{_first_difference(old, new)}"
-    yield from _differing(
-        "parameters changed", _by_name(before.parameters), _by_name(after.parameters)
-    )
-    yield from _differing("buffers changed", _by_name(before.buffers), _by_name(after.buffers))
+    parameters = _by_name(before.parameters)
+    yield from _differing("parameters changed", parameters, _by_name(after.parameters))
+    buffers = _by_name(before.buffers)
+    yield from _differing("buffers changed", buffers, _by_name(after.buffers))
     if before.call and after.call:
-        gradients = before.call.gradients
-        gradients_after = {name: after.call.gradients.get(name) for name in gradients}
-        yield from _differing("gradients changed", gradients, gradients_after)
-        if before.call.evaluating != after.call.evaluating:
-            evaluating = f"{len(after.call.evaluating)} modules are in evaluation mode"
-            yield f"{evaluating}; {len(before.call.evaluating)} were"
+        yield from _changes_of_gradients_and_modes(before.call, after.call)
+
+
+def _changes_of_gradients_and_modes(before: CallInfo, after: CallInfo) -> Iterator[str]:
+    """Yield the gradients that a call changed, and how many modules are in evaluation mode."""
+    gradients_after = _values_of(before.gradients, after.gradients)
+    yield from _differing("gradients changed", before.gradients, gradients_after)
+    if before.evaluating != after.evaluating:
+        evaluating = f"{len(after.evaluating)} modules are in evaluation mode"
+        yield f"{evaluating}; {len(before.evaluating)} were"
 
 
 def _without_step_records(before: Snapshot, after: Snapshot) -> tuple[Snapshot, Snapshot]:
@@ -208,85 +220,127 @@ def _structure(snapshot: Snapshot) -> dict[str, Any]:
     """Return, by live name, what a call must never change of a parameter."""
     structure: dict[str, Any] = {}
     for info in snapshot.parameters:
-        structure[info.name] = (info.kind, info.shape, info.dtype, info.layout, info.local_numel)
+        structure[info.name] = (
+            info.kind,
+            info.shape,
+            info.dtype,
+            info.layout,
+            info.local_numel,
+        )
     return structure
 
 
 def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
-    """Yield what is not exactly as in the reference: what is trainable, in the optimizer, its numbers, buffers, modes."""
+    """Yield what is not exactly as in the reference.
+
+    Compared are what is trainable, what is in the optimizer, learning rates, buffers and modes.
+    """
     yield from _parameter_differences(names, snapshot, reference)
     if snapshot.optimizer and reference.optimizer:
         rates = _learning_rates(snapshot)
         expected_rates = _learning_rates(reference)
         if rates != expected_rates:
-            yield f"the learning rates are {', '.join(rates)}; {', '.join(expected_rates)} in the reference"
-    buffers = {names(info.name): info.digest for info in snapshot.buffers}
-    reference_buffers = {names(info.name): info.digest for info in reference.buffers}
-    expected_buffers = {name: reference_buffers.get(name) for name in buffers}
+            yield _unlike_reference(f"the learning rates are {rates}", expected_rates)
+    reference_buffers = _digests(names, reference.buffers)
+    buffers = _digests(names, snapshot.buffers)
+    expected_buffers = _values_of(buffers, reference_buffers)
     yield from _differing("buffers are not the reference's", expected_buffers, buffers)
     if snapshot.call and reference.call:
         evaluating = len(snapshot.call.evaluating)
         expected_evaluating = len(reference.call.evaluating)
         if bool(evaluating) != bool(expected_evaluating):
-            yield f"{evaluating} modules are in evaluation mode; {expected_evaluating} in the reference"
+            count = f"{evaluating} modules are in evaluation mode"
+            yield _unlike_reference(count, str(expected_evaluating))
+
+
+def _unlike_reference(actual: str, expected: str) -> str:
+    """Return the finding that something is not as in the reference.
+
+    Args:
+        actual: What it is: ``the loss is 0.4``.
+        expected: What it is in the reference: ``0.3``.
+    """
+    return f"{actual}; {expected} in the reference"
+
+
+def _digests(names: Names, infos: Iterable[ParameterInfo]) -> dict[str, str]:
+    """Return the digests of tensors, by unwrapped name."""
+    digests: dict[str, str] = {}
+    for info in infos:
+        digests[names(info.name)] = info.digest
+    return digests
 
 
 def _parameter_differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
-    """Yield the parameters that are trainable, or in the optimizer, otherwise than in the reference."""
-    expected = _by_name(reference.parameters)
+    """Yield the parameters that are not trainable, or not in the optimizer, as in the reference."""
+    expected_by_name = _by_name(reference.parameters)
     live: dict[str, ParameterInfo] = {}
     for info in snapshot.parameters:
         if info.kind != "FlatParameter":
             live[names(info.name)] = info
-    trainable = {name: info.trainable for name, info in live.items()}
-    expected_trainable: dict[str, bool | None] = dict.fromkeys(live)
+    trainable: dict[str, bool] = {}
+    expected_trainable: dict[str, bool | None] = {}
     entries: dict[str, int] = {}
     expected_entries: dict[str, int | None] = {}
     for name, info in live.items():
-        if name not in expected:
+        trainable[name] = info.trainable
+        expected = expected_by_name.get(name)
+        if expected is None:
+            expected_trainable[name] = None
             continue
-        expected_trainable[name] = expected[name].trainable
+        expected_trainable[name] = expected.trainable
         # ZeRO's optimizers hold flat copies instead (None).
         if info.held is not None:
             entries[name] = info.held
-            expected_entries[name] = expected[name].held
+            expected_entries[name] = expected.held
     yield from _differing("not trainable as in the reference", expected_trainable, trainable)
     yield from _differing("not in the optimizer as in the reference", expected_entries, entries)
 
 
-def _learning_rates(snapshot: Snapshot) -> list[str]:
+def _learning_rates(snapshot: Snapshot) -> str:
     """Return the different learning rates of the optimizer's groups, as findings show them."""
-    rates = {f"{group.get('lr', 0):.6g}" for group in snapshot.param_groups}
-    return sorted(rates)
+    rates: set[str] = set()
+    for group in snapshot.param_groups:
+        rate = group.get("lr", 0)
+        rates.add(f"{rate:.6g}")
+    return ", ".join(sorted(rates))
 
 
 def _inexact_loss(
     cell: Cell, call: Call, snapshots: Sequence[Snapshot], reference: Snapshot
 ) -> Iterator[str]:
-    """Yield a finding if the mean of the ranks' losses is not the reference's loss, within twice the precision's tolerance."""
+    """Yield a finding if the mean of the ranks' losses is not the reference's loss.
+
+    It may be off by twice the tolerance of the precision.
+    """
     losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
     if not losses or reference.loss is None or call.name not in {"step", "micro"}:
         return
     loss = sum(losses) / len(losses)
-    allowed = 2 * PRECISIONS.get(cell.precision).loss_tolerance * abs(reference.loss)
+    tolerance = 2 * PRECISIONS.get(cell.precision).loss_tolerance
+    allowed = tolerance * abs(reference.loss)
     # Not ``>``, which is false for NaN; so everywhere below.
     if not abs(loss - reference.loss) <= allowed:
-        yield f"the loss is {loss:.6g}; {reference.loss:.6g} in the reference"
+        yield _unlike_reference(f"the loss is {loss:.6g}", f"{reference.loss:.6g}")
 
 
 def _inexact_numbers(
     cell: Cell, call: Call, snapshot: Snapshot, reference: Snapshot
 ) -> Iterator[str]:
-    """Yield a finding each if the gradient norm or the outputs are further from the reference's than the precision allows."""
+    """Yield a finding each if the gradient norm or the outputs are too far from the reference's.
+
+    How far they may be depends on the precision.
+    """
     precision = PRECISIONS.get(cell.precision)
     clips = call.name == "step" and "clip" not in dict(call.arguments)
     if clips and snapshot.grad_norm is not None and reference.grad_norm:
         distance = abs(snapshot.grad_norm - reference.grad_norm)
         if not distance <= 2 * precision.norm_tolerance * reference.grad_norm:
-            yield f"the gradient norm is {snapshot.grad_norm:.6g}; {reference.grad_norm:.6g} in the reference"
+            norm = f"the gradient norm is {snapshot.grad_norm:.6g}"
+            yield _unlike_reference(norm, f"{reference.grad_norm:.6g}")
     largest = max(map(abs, reference.outputs), default=0.0)
     outputs = zip(snapshot.outputs, reference.outputs, strict=False)
-    distances = [abs(output - expected) for output, expected in outputs]
+    distances = [abs(output - reference_output) for output, reference_output in outputs]
     furthest = max(distances, default=0.0)
     if not furthest <= 10 * precision.loss_tolerance * largest:
         yield f"outputs are up to {furthest:.2g} off the reference's, which are up to {largest:.2g}"
@@ -299,8 +353,10 @@ def _inexact_live_values(
     expected: Mapping[str, Sums] = {}
     if reference.call:
         expected = reference.call.sums
-    calls = [snapshot.call for snapshot in snapshots if snapshot.call]
-    live_by_rank = [_by_unwrapped_name(names, call.sums) for call in calls]
+    live_by_rank: list[dict[str, Sums]] = []
+    for snapshot in snapshots:
+        if snapshot.call:
+            live_by_rank.append(_by_unwrapped_name(names, snapshot.call.sums))
     tolerance = _tolerance_of_sums(cell)
     yield from _inexact_sums(
         "parameters are not the reference's", names, live_by_rank, expected, tolerance
@@ -310,7 +366,10 @@ def _inexact_live_values(
 def _inexact_returned_values(
     cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot
 ) -> Iterator[str]:
-    """Yield what a call returned that is not the reference's, and the trained parameters that it did not return."""
+    """Yield what a call returned that is not the reference's, or did not return.
+
+    It may return nothing; otherwise it is to return all trained parameters.
+    """
     expected: Mapping[str, Sums] = {}
     tolerance = _tolerance_of_sums(cell)
     if reference.call:
@@ -336,16 +395,15 @@ def _inexact_returned_values(
     )
     lacking: list[str] = []
     for info in reference.parameters:
-        if not info.trainable or info.name not in expected:
-            continue
-        if info.name not in known_names:
+        is_expected = info.trainable and info.name in expected
+        if is_expected and info.name not in known_names:
             lacking.append(repr(info.name))
     if lacking:
         yield f"what it returned lacks {', '.join(lacking)}"
 
 
 def _tolerance_of_sums(cell: Cell) -> float:
-    """Return how far sums of parameters may be from the reference's, relative to the largest possible."""
+    """Return how far sums of parameters may be from the reference's, relative to the largest."""
     if PRECISIONS.get(cell.precision).compute == "float32":
         return TOLERANCE
     return ROUNDED_TOLERANCE
@@ -378,11 +436,12 @@ def _inexact_sums(
             parts_by_name[name].append(sums)
     inexact: dict[str, Sums] = {}
     for name, parts in parts_by_name.items():
-        candidates = parts
+        wholes = parts
         total = _total(parts)
-        if total[0] == names.sizes.get(name):
-            candidates = [total]
-        for sums in candidates:
+        numel, _, _ = total
+        if numel == names.sizes.get(name):
+            wholes = [total]
+        for sums in wholes:
             if name not in expected or not _close(sums, expected[name], tolerance):
                 inexact[name] = sums
     yield from _difference_of(title, expected, inexact, list(inexact))
@@ -390,43 +449,61 @@ def _inexact_sums(
 
 def _total(parts: Sequence[Sums]) -> Sums:
     """Return the sums of a tensor from those of its parts."""
-    numel = sum(part[0] for part in parts)
-    elements = sum(part[1] for part in parts)
-    squares = sum(part[2] for part in parts)
-    return numel, elements, squares
+    numels, elements, squares = zip(*parts, strict=True)
+    return sum(numels), sum(elements), sum(squares)
 
 
 def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
-    """Tell whether sums are as close as the tolerance says, relative to the largest sum that such elements can have."""
+    """Tell whether sums are as close as the tolerance says.
+
+    It is relative to the largest sum that elements with the expected squares can have.
+    """
     numel, elements, squares = actual
     expected_numel, expected_elements, expected_squares = expected
     if numel != expected_numel:
         return False
     # By the Cauchy-Schwarz inequality no sum of that many elements with these squares is larger.
     largest_sum = math.sqrt(expected_numel * expected_squares)
-    if not abs(elements - expected_elements) <= tolerance * max(largest_sum, 1e-3):
+    distance = abs(elements - expected_elements)
+    if not distance <= tolerance * max(largest_sum, 1e-3):
         return False
-    return abs(squares - expected_squares) <= 2 * tolerance * max(expected_squares, 1e-3)
+    distance_of_squares = abs(squares - expected_squares)
+    return distance_of_squares <= 2 * tolerance * max(expected_squares, 1e-3)
 
 
-def _differing(title: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+#: What is compared, by name.
+_Values = Mapping[str, Any]
+
+
+def _values_of(names: Iterable[str], values: _Values) -> _Values:
+    """Return the values of these names only, None for a name without one."""
+    return {name: values.get(name) for name in names}
+
+
+def _differing(title: str, before: _Values, after: _Values) -> Iterator[str]:
     """Yield a finding for the names whose values differ, or that only one of both has."""
-    all_names = {**before, **after}
-    differing = [name for name in all_names if before.get(name) != after.get(name)]
+    differing: list[str] = []
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            differing.append(name)
     yield from _difference_of(title, before, after, differing)
 
 
 def _difference_of(
-    title: str, before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]
+    title: str, before: _Values, after: _Values, names: Sequence[str]
 ) -> Iterator[str]:
-    """Yield one finding for all the names, with how the values of the first differ; none without names."""
+    """Yield one finding for all the names, with how the values of the first differ.
+
+    Without names there is none.
+    """
     if not names:
         return
     first = names[0]
     others = ""
     if len(names) > 1:
         others = f" and {len(names) - 1} others"
-    yield f"{title}: {first!r}{others}{_first_difference(before.get(first), after.get(first))}"
+    difference = _first_difference(before.get(first), after.get(first))
+    yield f"{title}: {first!r}{others}{difference}"
 
 
 def _first_difference(before: Any, after: Any) -> str:

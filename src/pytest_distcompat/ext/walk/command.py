@@ -1,4 +1,4 @@
-"""``walk``: calls a live trainer in drawn sequences, and compares it with one process that does the same."""
+"""``walk``: call a live trainer in drawn sequences, and compare it with one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "walk",
         help="call a live trainer in drawn sequences, compare with one process",
-        description="Replay the walks that failed once, then draw new ones; shrink the first that fails. Exit code 1: one fails.",
+        description="Replay the walks that failed once, then draw new ones; "
+        "shrink the first that fails. Exit code 1: one fails.",
     )
     parser.add_argument(
         "--driver", default="torch", metavar="DRIVER", help="a driver with calls (default: torch)"
@@ -64,7 +65,8 @@ def _named(
 ) -> tuple[list[Call], list[Call]]:
     """Return the calls that the option ``--calls`` names, then those of them that are refused.
 
-    Raises UsageProblem if the driver cannot do this walk.
+    Raises:
+        UsageProblem: The driver cannot do this walk.
     """
     from pytest_distcompat.calls import read_calls
     from pytest_distcompat.ext.walk.sequence import valid
@@ -75,14 +77,20 @@ def _named(
         raise UsageProblem(f"--calls: {error}") from None
     if not named:
         raise UsageProblem("--calls: no call is given")
-    calls = [call for call in named if call not in reasons]
-    passed_over = list(dict.fromkeys(call for call in named if call in reasons))
+    calls: list[Call] = []
+    # A dict, because it keeps the order and has each call only once.
+    passed_over: dict[Call, str] = {}
+    for call in named:
+        if call in reasons:
+            passed_over[call] = reasons[call]
+        else:
+            calls.append(call)
     if not calls:
-        refusals = [f"{call}: {reasons[call]}" for call in passed_over]
+        refusals = [f"{call}: {reason}" for call, reason in passed_over.items()]
         raise UsageProblem(f"--calls {text}: no call is left: {'; '.join(refusals)}")
     if not valid(calls, kind.own):
         raise UsageProblem(f"--calls {text}: a call may not follow those before it")
-    return calls, passed_over
+    return calls, list(passed_over)
 
 
 def _walk(options: argparse.Namespace) -> int:
@@ -108,7 +116,8 @@ def _walk(options: argparse.Namespace) -> int:
         calls, passed_over = _named(options.calls, driver.live_calls, reasons)
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
-        print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)
+        word = "FAIL" if wrong else "ok"
+        print(f"{word}: {walk}", *wrong, sep="\n     ", flush=True)
 
     with local_runner(driver, [cell], device="cpu", timeout=60) as runner:
         explorer = Explorer(runner, options.driver, cell, note)
@@ -128,12 +137,22 @@ def _walk(options: argparse.Namespace) -> int:
 
 
 def _print_shortest(explorer: Explorer, driver: type[Driver], script_file: Path | None) -> None:
-    """Print the shortest walk that fails, a new one if there is one; write its script if a file is given."""
+    """Print the shortest walk that fails, a new one if there is one.
+
+    Args:
+        explorer: What has run the walks.
+        driver: The driver's class.
+        script_file: Where to write the walk's script; None for nowhere.
+    """
     from pytest_distcompat.ext.walk.script import script
     from pytest_distcompat.ext.walk.sequence import Walk
 
     replayed = {calls for calls, _ in explorer.corpus()}
-    shortest = min(explorer.failed, key=lambda calls: (calls in replayed, len(calls)))
+
+    def new_and_short_first(calls: tuple[Call, ...]) -> tuple[bool, int]:
+        return calls in replayed, len(calls)
+
+    shortest = min(explorer.failed, key=new_and_short_first)
     wrong = explorer.failed[shortest]
     walk = Walk(shortest, driver.live_calls)
     print(f"\n{walk}:", *wrong, sep="\n  ")

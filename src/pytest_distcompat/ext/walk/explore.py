@@ -1,4 +1,7 @@
-"""Exploration: replay failed walks, make every read-only call, draw new walks, and shrink the first that fails."""
+"""Exploration of walks: replay those that failed once, then draw new ones.
+
+Between the two it makes every read-only call. The first new walk that fails is shrunk.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,9 @@ WALKS = 20
 UPDATES = frozenset({"micro", "step"})
 #: The calls of a walk, or of its beginning.
 _Calls = tuple[Call, ...]
+_RunsByName = dict[str, RunTrace]
+#: Called with a walk, and what is wrong with it.
+_Note = Callable[[Walk, Sequence[str]], None]
 
 
 class WalkFailed(Exception):
@@ -76,13 +82,13 @@ class Explorer:
     runner: Runner
     driver: str
     cell: Cell
-    note: Callable[[Walk, Sequence[str]], None] = lambda walk, wrong: None  # noqa: ARG005
+    note: _Note = lambda walk, wrong: None  # noqa: ARG005
     #: The calls of walks that failed, up to the call that did, with what is wrong; and of
     #: beginnings that passed.
     failed: dict[_Calls, list[str]] = field(default_factory=dict)
     passed: set[_Calls] = field(default_factory=set)
     #: The runs of the walks that failed, by those calls.
-    runs: dict[_Calls, dict[str, RunTrace]] = field(default_factory=dict)
+    runs: dict[_Calls, _RunsByName] = field(default_factory=dict)
 
     @property
     def kind(self) -> type[Driver]:
@@ -105,7 +111,11 @@ class Explorer:
         return self._run(walk)
 
     def _run(self, walk: Walk) -> _Calls:
-        """Run a walk and note what came of it; return its calls up to the one that failed, or nothing."""
+        """Run a walk and note what came of it.
+
+        Returns:
+            The calls up to the one that failed; empty if none did.
+        """
         done = run_walk(self.runner, self.driver, self.cell, walk)
         for directory in self.runner.directories(self.driver, self.cell, walk.scenario()):
             shutil.rmtree(directory, ignore_errors=True)
@@ -121,26 +131,35 @@ class Explorer:
 
     def corpus(self) -> Iterator[tuple[_Calls, Mapping[str, Any]]]:
         """Yield the walks that failed once in this driver and strategy."""
-        for entry in _entries():
-            if entry["driver"] == self.kind.name and self.cell.strategy in entry["strategies"]:
-                calls = tuple(Call.parse(text) for text in entry["calls"])
-                yield calls, entry
+        for entry in _entries(self.kind, self.cell.strategy):
+            calls = [Call.parse(text) for text in entry["calls"]]
+            yield tuple(calls), entry
 
     @property
     def seed(self) -> int:
-        """Return what a session draws by: the same number until a release of the driver's libraries changes."""
+        """Return what a session draws by.
+
+        It is the same number until a release of the driver's libraries changes.
+        """
         versions = [str(version_of(library)) for library in self.kind.libraries]
-        return zlib.crc32(" ".join(versions).encode())
+        text = " ".join(versions)
+        return zlib.crc32(text.encode())
 
     def explore(self, examples: int, seed: int, length: int = LENGTH) -> Trace:
-        """Replay the corpus, make every read-only call, then draw; return the runs of the walks that fail.
+        """Replay the corpus, make every read-only call, then draw.
 
         Args:
             examples: How many walks to draw.
             seed: What they are drawn by.
             length: How many calls a walk has at most.
+
+        Returns:
+            The runs of the walks that fail.
         """
-        failed = [self.check(calls) for calls, entry in self.corpus() if "hangs" not in entry]
+        failed: list[_Calls] = []
+        for calls, entry in self.corpus():
+            if "hangs" not in entry:
+                failed.append(self.check(calls))
         failed.append(self.check_observers())
         failed.append(self.draw(examples, seed, length))
         runs: list[RunTrace] = []
@@ -149,15 +168,23 @@ class Explorer:
         return Trace.of(self.driver, runs)
 
     def observe(self) -> Trace:
-        """Make every read-only call; return the runs of the walk that fails, none if all is well."""
+        """Make every read-only call.
+
+        Returns:
+            The runs of the walk that fails; none if all is well.
+        """
         return Trace.of(self.driver, self._runs_of(self.check_observers()))
 
     def _runs_of(self, failed: _Calls) -> list[RunTrace]:
-        """Return the runs of a walk that failed by the calls that ``check`` returned, none for no calls."""
+        """Return the runs of the walk that failed at the last of these calls; none for no calls."""
         return list(self.runs.get(failed, {}).values())
 
     def check_observers(self) -> _Calls:
-        """Run a walk of every read-only call between two steps; return the shortest part that fails, or nothing."""
+        """Run a walk of every read-only call between two steps.
+
+        Returns:
+            The calls of the shortest part that fails; empty if none does.
+        """
         step = Call("step")
         observers = self.observers()
         failed = self.check([step, *observers, step])
@@ -174,7 +201,10 @@ class Explorer:
         return failed
 
     def observers(self) -> list[Call]:
-        """Return all read-only calls, with each of their arguments, but those that are known to be broken."""
+        """Return all read-only calls, with each of their arguments.
+
+        Those that are known to be broken are left out.
+        """
         kind = self.kind.live_calls
         assert kind is not None
         step = Call("step")
@@ -185,7 +215,9 @@ class Explorer:
             if kind_of(kind, call.name) != "observer" or call in reasons:
                 continue
             before = [step, *observers]
-            if allowed(before, call, kind.own) and not matches_any(known, [*before, call, step]):
+            if not allowed(before, call, kind.own):
+                continue
+            if not matches_any(known, [*before, call, step]):
                 observers.append(call)
         return observers
 
@@ -195,7 +227,16 @@ class Explorer:
         return known_failures(self.kind, self.cell.strategy)
 
     def draw(self, examples: int, seed: int, length: int = LENGTH) -> _Calls:
-        """Run drawn walks until one fails; return the shortest that Hypothesis makes of it, or nothing."""
+        """Run drawn walks until one fails.
+
+        Args:
+            examples: How many walks to draw.
+            seed: What they are drawn by.
+            length: How many calls a walk has at most.
+
+        Returns:
+            The calls of the shortest walk that Hypothesis makes of it; empty if none fails.
+        """
         try:
             from hypothesis import HealthCheck, Phase, Verbosity, given, settings, strategies
             from hypothesis import seed as seeded
@@ -207,11 +248,11 @@ class Explorer:
         kind = self.kind.live_calls
         reasons = refused(kind, self.cell.strategy)
         possible = [call for call in offered(kind) if call not in reasons]
+        updates = [call for call in possible if call.name in UPDATES]
         # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1
         # steps after a micro-batch.
-        updates = [call for call in possible if call.name in UPDATES] or possible
         call = strategies.one_of(
-            strategies.sampled_from(updates), strategies.sampled_from(possible)
+            strategies.sampled_from(updates or possible), strategies.sampled_from(possible)
         )
         known = self.known
         failed: set[_Calls] = set()
@@ -231,10 +272,10 @@ class Explorer:
         def run(drawn: list[Call]) -> None:
             calls: list[Call] = []
             for next_call in drawn:
+                if not allowed(calls, next_call, kind.own):
+                    continue
                 # What is known to be broken would be all that is found.
-                if allowed(calls, next_call, kind.own) and not matches_any(
-                    known, [*calls, next_call]
-                ):
+                if not matches_any(known, [*calls, next_call]):
                     calls.append(next_call)
             failed_calls = self.check(calls[:length])
             if failed_calls:
@@ -244,26 +285,41 @@ class Explorer:
         try:
             run()
         except WalkFailed:
-            return min(failed, key=lambda calls: (len(calls), len(str(calls))))
+            return min(failed, key=_length)
         return ()
 
 
+def _length(calls: _Calls) -> tuple[int, int]:
+    """Return the number of calls, and of the characters that they take."""
+    return len(calls), len(str(calls))
+
+
 def known_failures(driver: type[Driver], strategy: str) -> list[re.Pattern[str]]:
-    """Return what matches the walks of a driver that a bug, not mended yet, makes fail under a strategy."""
+    """Return what matches the walks that a bug, not mended yet, makes fail.
+
+    Args:
+        driver: The driver whose walks they are.
+        strategy: The strategy under which they fail.
+    """
     patterns: list[re.Pattern[str]] = []
-    for entry in _entries():
-        concerns = entry["driver"] == driver.name and strategy in entry["strategies"]
-        if concerns and "avoid" in entry:
+    for entry in _entries(driver, strategy):
+        if "avoid" in entry:
             patterns.append(re.compile(entry["avoid"]))
     return patterns
 
 
-def _entries() -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(CORPUS.read_text(encoding="utf-8"))
-    return entries
+def _entries(driver: type[Driver], strategy: str) -> Iterator[dict[str, Any]]:
+    """Yield the entries of the corpus that concern a driver under a strategy."""
+    text = CORPUS.read_text(encoding="utf-8")
+    for entry in json.loads(text):
+        if entry["driver"] == driver.name and strategy in entry["strategies"]:
+            yield entry
 
 
 def matches_any(patterns: Iterable[re.Pattern[str]], calls: Iterable[Call]) -> bool:
     """Tell whether any pattern is in the text of a walk: ``step(), save(), step()``."""
-    text = ", ".join(str(call) for call in calls)
-    return any(pattern.search(text) for pattern in patterns)
+    text = ", ".join(map(str, calls))
+    for pattern in patterns:
+        if pattern.search(text):
+            return True
+    return False

@@ -1,4 +1,4 @@
-"""One walk of each built-in driver in the default profile, and how to repeat those of profile ``walk``."""
+"""One walk of each built-in driver in the default profile, and how to draw walks again."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def pytest_distcompat_summary(report: Report) -> list[str]:
     lines: list[str] = []
     for verdict in report.results:
         if verdict.check == "walk" and verdict.seed is not None:
-            command = f"distcompat walk --driver {verdict.driver} --cell {verdict.cell} --seed {verdict.seed}"
+            walked = f"--driver {verdict.driver} --cell {verdict.cell}"
+            command = f"distcompat walk {walked} --seed {verdict.seed}"
             lines.append(f"walks drawn by seed {verdict.seed}, again: {command}")
     return lines

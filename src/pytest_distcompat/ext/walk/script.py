@@ -1,4 +1,7 @@
-"""Script that shows a walk without this plugin: the methods that are called, the model and the reference, as they stand here."""
+"""Script that shows a walk without this plugin.
+
+It has the source of the methods that are called, of the model, and of the reference.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,21 @@ _TEMPLATE = Path(__file__).with_name("script.py.tmpl")
 
 
 def script(cell: Cell, walk: Walk, finding: str) -> str | None:
-    """Return a script for torchrun that does the calls of a walk, and two steps after them; None if the driver has none."""
+    """Return a script for torchrun that makes the calls of a walk, and two steps after them.
+
+    The result is None if the driver has no script for the cell's strategy.
+
+    Args:
+        cell: The cell of the walk.
+        walk: The walk.
+        finding: What is wrong with it.
+    """
     built = walk.kind.script.get(cell.strategy)
     if built is None:
         return None
     from pytest_distcompat.ext.upstream.models import modules
 
-    calls = [str(call) for call in walk.calls] + ["step()", "step()"]
+    calls = [*map(str, walk.calls), "step()", "step()"]
     methods = [call.partition("(")[0] for call in calls]
     classes = _classes(walk.kind, methods)
     classes.append(inspect.getsource(modules.Block))
@@ -57,7 +68,9 @@ def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
     sources_by_class = _method_sources(classes, helpers | set(names))
     texts = []
     for owner in classes:
-        base = "" if owner is Calls else f"({owner.__bases__[0].__name__})"
+        base = ""
+        if owner is not Calls:
+            base = f"({owner.__bases__[0].__name__})"
         sources = sources_by_class[owner.__name__]
         methods = [sources[name] for name in sorted(sources)]
         body = "\n".join(methods) or "    pass\n"
@@ -69,7 +82,9 @@ def _method_sources(
     classes: Sequence[type[Calls]], names: Iterable[str]
 ) -> dict[str, dict[str, str]]:
     """Return the source of these methods, and of those that they call, by class and method."""
-    sources: dict[str, dict[str, str]] = {owner.__name__: {} for owner in classes}
+    sources: dict[str, dict[str, str]] = {}
+    for owner in classes:
+        sources[owner.__name__] = {}
     unread = list(names)
     while unread:
         name = unread.pop()

@@ -99,12 +99,18 @@ def allowed(calls: Sequence[Call], call: Call, own: Sequence[str] = ()) -> bool:
 
 def valid(calls: Sequence[Call], own: Sequence[str] = ()) -> bool:
     """Tell whether each call may follow those before it."""
-    return all(allowed(calls[:index], call, own) for index, call in enumerate(calls))
+    for index, call in enumerate(calls):
+        if not allowed(calls[:index], call, own):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A sequence of calls of one driver, and its runs: one for each process group, and the reference."""
+    """A sequence of calls of one driver, and its runs.
+
+    There is a run for each process group, and one for the reference.
+    """
 
     calls: tuple[Call, ...]
     kind: type[Calls]
@@ -115,7 +121,8 @@ class Walk:
     @property
     def name(self) -> str:
         """Return a name of the sequence, for its directories."""
-        return f"walk-{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
+        digest = hashlib.sha256(str(self).encode()).hexdigest()
+        return f"walk-{digest[:8]}"
 
     def parts(self) -> list[tuple[Call, ...]]:
         """Return the calls of each process group, without ``resume``."""
@@ -138,22 +145,32 @@ class Walk:
                 actions.insert(0, "load")
             if number + 1 < len(parts):
                 actions.append("save")
-            after = f"{self.name}-{number - 1}" if number else ""
-            all_actions = ("build_model", "build", *actions)
-            name = f"{self.name}-{number}"
-            runs.append(
-                Run(name, all_actions, first_step=first_step, after=after, records_calls=True)
+            after = ""
+            if number > 0:
+                after = f"{self.name}-{number - 1}"
+            run = Run(
+                f"{self.name}-{number}",
+                ("build_model", "build", *actions),
+                first_step=first_step,
+                after=after,
+                records_calls=True,
             )
+            runs.append(run)
             first_step = _next_batch(part, first_step)
         runs.append(self._reference())
         return Scenario("walk", tuple(runs))
 
     def _actions(self, part: Sequence[Call]) -> list[str]:
-        """Return the worker's actions for these calls; those that the trainer does itself are actions of their own."""
+        """Return the worker's actions for these calls.
+
+        A call that the trainer makes itself is an action of its own.
+        """
         actions = []
         for call in part:
-            is_own = call.name in self.kind.own
-            actions.append(call.name if is_own else f"{CALL}{call}")
+            if call.name in self.kind.own:
+                actions.append(call.name)
+            else:
+                actions.append(f"{CALL}{call}")
         return actions
 
     def _reference(self) -> Run:
@@ -172,7 +189,12 @@ class Walk:
 
 
 def _next_batch(calls: Sequence[Call], batch: int) -> int:
-    """Return the number of the batch after these calls, of which the first has the number ``batch``."""
+    """Return the number of the batch after these calls.
+
+    Args:
+        calls: The calls.
+        batch: The number of the batch of the first call.
+    """
     for call in calls:
         if call.name in {"step", "micro", "skip"}:
             batch += 1

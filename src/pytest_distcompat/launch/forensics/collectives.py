@@ -1,8 +1,9 @@
-"""The collective that each rank of a hang waits in, or where else it is: from its Python stack and flight recorder.
+"""The collective that each rank of a hang waits in, or where else the rank is.
 
-The stack is there whatever the rank does. The recorder adds the group, the number and the tensors,
-if torch has one, if it could write (a rank that holds the GIL in a thread cannot), and for
-collectives only: gloo records no send and recv.
+Both are read from its Python stack and its flight recorder. The stack is there whatever the rank
+does. The recorder adds the group, the number and the tensors, if torch has one, if it could write
+(a rank that holds the GIL in a thread cannot), and for collectives only: gloo records no send and
+recv.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class Collective:
 
     @property
     def signature(self) -> tuple[str, str]:
-        """Return what all ranks of the group must agree on: the operation and, for most, the tensors."""
+        """Return what all ranks of the group must agree on.
+
+        It is the operation and, for most operations, the tensors.
+        """
         if self.name.startswith(_UNEVEN):
             return self.name, ""
         return self.name, self.tensors
@@ -94,10 +98,14 @@ class WaitState:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether the rank waits for others, and not for a store whose host need not be a rank."""
+        """Tell whether the rank waits for other ranks.
+
+        A wait for a store does not count: the store's host need not be a rank.
+        """
         # Under NCCL a GPU waits, and the stack shows the code that uses the result.
-        on_gpu = self.unfinished is not None and self.unfinished.backend == "nccl"
-        return on_gpu or (bool(self.waits) and not self.connecting)
+        if self.unfinished is not None and self.unfinished.backend == "nccl":
+            return True
+        return self.waits != "" and not self.connecting
 
     def description(self, *, plural: bool = False) -> str:
         """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1"."""
@@ -127,7 +135,8 @@ class WaitState:
         if not self.recorded:
             return ""
         last = [collective.summary for collective in self.recorded[-_COLLECTIVES_SHOWN:]]
-        return f"last collectives: {'; '.join(last)}"
+        summaries = "; ".join(last)
+        return f"last collectives: {summaries}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,9 @@ class Mismatch:
     def kind(self) -> str:
         """Return in two words what differs."""
         names = {collective.name for collective in self.collective_by_rank.values()}
-        return "different tensors" if len(names) == 1 else "different collectives"
+        if len(names) == 1:
+            return "different tensors"
+        return "different collectives"
 
     def __str__(self) -> str:
         first = next(iter(self.collective_by_rank.values()))
@@ -154,7 +165,8 @@ class Mismatch:
         for rank, collective in self.collective_by_rank.items():
             tensors = collective.tensors or "nothing"
             calls.append(f"rank {rank} {collective.name} of {tensors}")
-        return f"{self.kind} at #{self.number} of {first.group}: {'; '.join(calls)}"
+        listed = "; ".join(calls)
+        return f"{self.kind} at #{self.number} of {first.group}: {listed}"
 
 
 def read_wait_state(record: str, stack: str) -> WaitState | None:
@@ -187,7 +199,10 @@ def _thread_of_the_user(frames_by_thread: Sequence[Sequence[Frame]]) -> Sequence
 
 
 def _called_function(frames: Sequence[Frame]) -> str:
-    """Return the public function of torch.distributed that was called: the outermost one; empty if there is none."""
+    """Return the public function of torch.distributed that was called.
+
+    It is the outermost one; empty if there is none.
+    """
     called = ""
     for frame in frames:
         if frame.file.endswith(_C10D) and not frame.function.startswith("_"):
@@ -239,9 +254,10 @@ def read_record(record: str) -> Iterable[Collective]:
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
-    """Return the collective of an entry as torch writes it (torch/csrc/distributed/c10d/FlightRecorder.hpp).
+    """Return the collective of an entry as torch writes it.
 
-    gloo leaves its state at ``scheduled`` and shows by ``retired`` that it is done.
+    torch does so in torch/csrc/distributed/c10d/FlightRecorder.hpp. gloo leaves its state at
+    ``scheduled`` and shows by ``retired`` that it is done.
     """
     group_name, description = entry["process_group"]
     if description in {"", "undefined"}:
@@ -262,7 +278,10 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
 
 
 def _describe_tensors(dtypes: Iterable[str], shapes: Iterable[object]) -> str:
-    """Return types and shapes as text: ``Float[3,4]``; of many tensors the first three, and how many more."""
+    """Return types and shapes of tensors as text: ``Float[3,4]``.
+
+    Of many tensors they are those of the first three, and how many more there are.
+    """
     tensors = []
     for dtype, shape in zip(dtypes, shapes, strict=False):
         tensors.append(f"{dtype}{shape}".replace(" ", ""))
@@ -273,7 +292,10 @@ def _describe_tensors(dtypes: Iterable[str], shapes: Iterable[object]) -> str:
 
 
 def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
-    """Return one line that says which ranks are where; ranks at the same place are named together."""
+    """Return one line that says which ranks are where.
+
+    Ranks at the same place are named together.
+    """
     if not any(wait_states.values()):
         return f"{listed_ranks(list(wait_states))} still running"
     ranks_by_description: dict[str, list[int]] = {}

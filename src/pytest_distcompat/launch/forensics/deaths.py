@@ -1,4 +1,7 @@
-"""Usual causes of the signal that killed a rank, and what the rank and the kernel recorded before."""
+"""Usual causes of the signal that killed a rank.
+
+Lines on a death also have what the rank and the kernel recorded before.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,21 @@ from pytest_distcompat.launch import pristine_builtins
 
 #: Signal -> its usual causes.
 _CAUSES: dict[int, str] = {
-    signal.SIGKILL: "SIGKILL comes from the out-of-memory killer, a limit of a container or scheduler, or kill -9",
-    signal.SIGSEGV: "SIGSEGV comes from native code: an invalid address in an extension, or a stack overflow",
-    signal.SIGABRT: "SIGABRT comes from native code that gave up: a failed assertion, or a C++ exception that nothing caught",
-    signal.SIGBUS: "SIGBUS comes from mapped memory without storage: a full /dev/shm, or a file that was truncated",
+    signal.SIGKILL: (
+        "SIGKILL comes from the out-of-memory killer, a limit of a container or scheduler, "
+        "or kill -9"
+    ),
+    signal.SIGSEGV: (
+        "SIGSEGV comes from native code: an invalid address in an extension, or a stack overflow"
+    ),
+    signal.SIGABRT: (
+        "SIGABRT comes from native code that gave up: a failed assertion, "
+        "or a C++ exception that nothing caught"
+    ),
+    signal.SIGBUS: (
+        "SIGBUS comes from mapped memory without storage: a full /dev/shm, "
+        "or a file that was truncated"
+    ),
     signal.SIGILL: "SIGILL comes from native code that was built for another CPU",
     signal.SIGXCPU: "SIGXCPU comes from a limit on CPU time (ulimit -t)",
 }
@@ -30,10 +44,11 @@ def resident_memory() -> int:
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory since it booted, in any control group.
+    """Return how many processes the kernel has killed for lack of memory since it booted.
 
+    It counts those of all control groups:
     https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files counts the same by
-    group; a rank may be in another group than its parent, so the sum of all is compared.
+    group, but a rank may be in another group than its parent.
     """
     try:
         with pristine_builtins.open_file("/proc/vmstat", encoding="ascii") as file:
@@ -44,8 +59,9 @@ def out_of_memory_kills() -> int:
 
 
 def explain(number: int, oom_kills: int | None, memory: int) -> Iterator[str]:
-    """Yield lines on a rank's death: usual causes of the signal, out-of-memory kills, the rank's last memory.
+    """Yield lines on a rank's death.
 
+    They are usual causes of the signal, out-of-memory kills, and the rank's last memory.
     ``oom_kills`` were since the rank started, None if unknown; ``memory`` is in bytes, 0 if
     unknown.
     """
@@ -55,6 +71,9 @@ def explain(number: int, oom_kills: int | None, memory: int) -> Iterator[str]:
     yield cause
     if number == signal.SIGKILL and oom_kills is not None:
         plural = "es" * (oom_kills != 1)
-        yield f"the kernel killed {oom_kills or 'no'} process{plural} for lack of memory since the rank started"
+        yield (
+            f"the kernel killed {oom_kills or 'no'} process{plural} "
+            "for lack of memory since the rank started"
+        )
     if memory:
         yield f"resident memory of the rank at its last report: {memory >> 20} MiB"

@@ -1,7 +1,8 @@
-"""torch's flight recorder in a rank: written to a file when the parent sends a signal, for the report of a hang.
+"""torch's flight recorder in a rank, for the report of a hang.
 
-The recorder is a ring of the last collectives of this process. torch starts it by itself
-(``TORCH_FR_BUFFER_SIZE``, 2000 entries by default); gloo and NCCL fill it.
+It is written to a file when the parent sends a signal. The recorder is a ring of the last
+collectives of this process. torch starts it by itself (``TORCH_FR_BUFFER_SIZE``, 2000 entries by
+default); gloo and NCCL fill it.
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
@@ -33,14 +34,14 @@ def record_file(directory: str | Path, rank: int) -> Path:
 
 
 def install_handler(directory: str | Path, rank: int) -> None:
-    """Write the flight recorder whenever ``RECORDER_SIGNAL`` comes from now on; do nothing where that is impossible.
+    """Write the flight recorder whenever ``RECORDER_SIGNAL`` comes from now on.
 
-    A Python handler would wait for the main thread, which hangs in C. A thread of our own would be
-    seen by tests, cause a warning at each fork (Python 3.12), and not run while another thread
-    holds the GIL. So the C library calls us in the midst of what the main thread does, with or
-    without the GIL. In rare cases that goes wrong, which does not matter: the parent either kills
-    this process at once thereafter, and has its Python stacks already, or the process sleeps in C
-    without the GIL.
+    Nothing is done where that is impossible. A Python handler would wait for the main thread, which
+    hangs in C. A thread of our own would be seen by tests, cause a warning at each fork (Python
+    3.12), and not run while another thread holds the GIL. So the C library calls us in the midst of
+    what the main thread does, with or without the GIL. In rare cases that goes wrong, which does
+    not matter: the parent either kills this process at once thereafter, and has its Python stacks
+    already, or the process sleeps in C without the GIL.
     """
     with contextlib.suppress(OSError, MemoryError, AttributeError):
         file = -1
@@ -62,12 +63,12 @@ def _write(file: int) -> None:
 
 
 def dumps() -> list[Callable[[], bytes]]:
-    """Return the functions that dump the recorders as JSON: one for NCCL, if torch has it, and one for the others.
+    """Return the functions that dump the recorders as JSON.
 
-    Both are private to torch. They are the only way to a recorder that works without a time limit
-    of NCCL's, and they are fit for a process that hangs: they take no stacks.
-    ``tests/faults/test_private_names.py`` fails when they move. The list is empty if torch is not
-    imported or has none.
+    One is for NCCL, if torch has it, and one for the other backends. Both are private to torch.
+    They are the only way to a recorder that works without a time limit of NCCL's, and they are fit
+    for a process that hangs: they take no stacks. ``tests/faults/test_private_names.py`` fails when
+    they move. The list is empty if torch is not imported or has none.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     of_all_recorders = []

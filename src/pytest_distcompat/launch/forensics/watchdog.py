@@ -1,4 +1,7 @@
-"""The watchdog of a run: enforces its time limit, notices ranks that vanished, kills what must be killed, and concludes."""
+"""The watchdog of a run: it enforces the time limit and notices ranks that vanished.
+
+It kills what must be killed, and concludes how the run ended.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,11 @@ class Watchdog:
         return self.acted_at < math.inf
 
     def check(self) -> None:
-        """Kill the ranks at the time limit, if one vanished, or if they outlive another's failure or wait for one that left."""
+        """Kill the ranks if the run must end.
+
+        It must at the time limit, if a rank vanished, or if ranks outlive another's failure or wait
+        for one that left.
+        """
         now = clock.now()
         if now - self._called_at > clock.GAP_S:
             self._gaps += now - self._called_at
@@ -103,7 +110,10 @@ class Watchdog:
             self._end(events, timed_out=False)
 
     def _must_end(self, events: Mapping[int, Sequence[Event]], elapsed: float) -> bool:
-        """Tell whether to end ranks after the time limit: those that have done their work get a moment to leave."""
+        """Tell whether to end ranks after the time limit.
+
+        Those that have done their work get a moment to leave.
+        """
         if elapsed > self.request.timeout + LEAVING_AFTER:
             return True
         return any(not of_kind(Done, logged) for logged in events.values())
@@ -122,7 +132,10 @@ class Watchdog:
         )
 
     def _waits_for_excused(self, events: Mapping[int, Sequence[Event]]) -> bool:
-        """Tell whether all ranks at work wait in torch for a rank that left its test as the test allows."""
+        """Tell whether all ranks at work wait in torch for an excused rank.
+
+        It is one that left its test as the test allows.
+        """
         excused = {rank for rank, logged in events.items() if is_excused(logged)}
         if not excused:
             return False
@@ -142,11 +155,11 @@ class Watchdog:
         environment: Mapping[str, str] = os.environ,
         **more: Any,
     ) -> Ending:
-        """Return how the run ended, from the logs and files of its ranks. Locks of builds that they left are removed.
+        """Return how the run ended, from the logs and files of its ranks.
 
-        ``codes`` and ``ended_at`` (when each was seen gone) are in the order of the ranks that were
-        started here, ``also_ended`` are ranks that others than the watchdog killed, and ``more``
-        are further arguments of ``ending.conclude``.
+        Locks of builds that they left are removed. ``codes`` and ``ended_at`` (when each was seen
+        gone) are in the order of the ranks that were started here, ``also_ended`` are ranks that
+        others than the watchdog killed, and ``more`` are further arguments of ``ending.conclude``.
         """
         events = self.logs.read()
         ranks = self.request.here
@@ -179,7 +192,10 @@ class Watchdog:
     def _with_reports(
         self, rank: int, process: RankProcess, logged: Sequence[Event]
     ) -> RankProcess:
-        """Return the same process with what it wrote for a report: stacks, flight record, or why it could not write."""
+        """Return the same process with what it wrote for a report.
+
+        It wrote stacks and a flight record, or says why it could not write.
+        """
         done = bool(of_kind(Done, logged))
         if process.ended_by_us or process.code or not done:
             stack = read_file(stack_file(self.files.run, rank))
@@ -197,8 +213,9 @@ class Watchdog:
         for rank in living:
             # At the time limit, a rank that raised before is about to end by itself. What one
             # raises from here on is our doing.
-            if not (timed_out and of_kind(Error, events[rank])):
-                self.ended_by_us.append(rank)
+            if timed_out and of_kind(Error, events[rank]):
+                continue
+            self.ended_by_us.append(rank)
         if timed_out:
             self._take_stacks({rank: living[rank] for rank in self.ended_by_us})
             self._take_records(living)
@@ -215,7 +232,10 @@ class Watchdog:
             request_stack(pids[rank])
 
         def all_written() -> bool:
-            return all(path.exists() and path.stat().st_size > 0 for path in files.values())
+            for path in files.values():
+                if not path.exists() or path.stat().st_size == 0:
+                    return False
+            return True
 
         # A signal handler writes them. A rank in an uninterruptible call never does, so the wait is
         # short.
@@ -241,7 +261,10 @@ class Watchdog:
         return True
 
     def _take_records(self, pids: Mapping[int, int]) -> None:
-        """Have these ranks write what torch recorded of collectives, after the stacks: the signal may kill a rank."""
+        """Have these ranks write what torch recorded of collectives.
+
+        They do so after the stacks: the signal may kill a rank.
+        """
         signalled = []
         for rank, pid in pids.items():
             path = record_file(self.files.run, rank)
@@ -267,7 +290,10 @@ def _first_time(since: float, now: float, *, seen: bool) -> float:
 
 
 def _waits_for_build(ending: Ending) -> bool:
-    """Tell whether a rank that hangs waits for the lock of an extension that another process builds."""
+    """Tell whether a rank that hangs waits for the build of an extension.
+
+    It waits for the lock, while another process builds.
+    """
     for end in ending.ranks:
         if end.status == "stuck":
             for frames in threads(end.stack):
@@ -277,7 +303,10 @@ def _waits_for_build(ending: Ending) -> bool:
 
 
 def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
-    """Return the processes and their descendants, found before any is killed: a dead parent has no children."""
+    """Return the processes and their descendants.
+
+    They are to be found before any is killed: a dead parent has no children.
+    """
     processes: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

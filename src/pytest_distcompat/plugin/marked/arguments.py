@@ -1,4 +1,7 @@
-"""Arguments of ``@pytest.mark.distcompat`` that extensions add. Every session imports this module."""
+"""Arguments of ``@pytest.mark.distcompat`` that extensions add.
+
+Every session imports this module.
+"""
 
 from __future__ import annotations
 

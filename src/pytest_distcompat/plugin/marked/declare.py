@@ -99,7 +99,7 @@ def _check_count(name: str, count: Any) -> None:
 def _check_even(mark: Mark) -> None:
     """Check that all machines get the same number of ranks, if the mark names both numbers."""
     if mark.world_size and mark.nodes and Spread(mark.world_size, mark.nodes).uneven:
-        numbers = ", ".join(f"{name}={getattr(mark, name)}" for name in COUNTS)
+        numbers = ", ".join([f"{name}={getattr(mark, name)}" for name in COUNTS])
         raise ValueError(
             f"@pytest.mark.{MARK}({numbers}): expected a world size that nodes divides"
         )
@@ -115,9 +115,11 @@ def _check_timeout(seconds: Any) -> None:
 
 
 def _check_word(argument: AddedArgument, value: Any) -> None:
-    if value not in argument.known:
-        known = ", ".join(argument.known)
-        raise ValueError(f"@pytest.mark.{MARK}({argument.name}={value!r}): known are {known}")
+    if value in argument.known:
+        return
+    given = f"{argument.name}={value!r}"
+    known = ", ".join(argument.known)
+    raise ValueError(f"@pytest.mark.{MARK}({given}): known are {known}")
 
 
 def _check_cells(arguments: Mapping[str, Any]) -> None:
@@ -132,7 +134,8 @@ def _check_cells(arguments: Mapping[str, Any]) -> None:
     for options in arguments["options"]:
         if not isinstance(options, Mapping):
             raise ValueError(
-                f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}"
+                f"@pytest.mark.{MARK}(options=...) takes a list of dicts "
+                f"like {{'compile': True}}, got {options!r}"
             )
         # Its constructor checks the names and values of options.
         Matrix(options=(options,))
@@ -225,8 +228,9 @@ def _why_not_on_ranks(item: pytest.Item) -> str | None:
     fixture = _fixture_of_an_object(item)
     if fixture is not None:
         return (
-            f"fixture {fixture!r} is of an object in pytest.main(plugins=[...]), which ranks, processes of their own, "
-            "do not have; define it in a conftest.py, or in a module named by -p"
+            f"fixture {fixture!r} is of an object in pytest.main(plugins=[...]), "
+            "which ranks, processes of their own, do not have; "
+            "define it in a conftest.py, or in a module named by -p"
         )
     return None
 

@@ -1,6 +1,7 @@
-"""Room 3 of a marked test: from the phases of all ranks to one outcome, and from that to pytest's report.
+"""From the phases of all ranks to one outcome of a marked test, and from that to pytest's report.
 
-The outcome is never better than that of the worst rank; disagreement is a failure.
+This is the last of the three steps ``declare``, ``run``, ``outcome``. The outcome is never better
+than that of the worst rank; disagreement is a failure.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pytest_distcompat.plugin.marked.phase import (
     STRICT_XPASS,
     XFAILED,
     Phase,
+    Properties,
+    Sections,
     unfinished_phase,
 )
 from pytest_distcompat.plugin.reporting.representation import represent
@@ -33,7 +36,10 @@ UNCAPTURED = "Uncaptured output"
 RANK = "distcompat_rank"
 
 #: The failure of a test that passed although no rank ran it.
-NOT_RUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, took its call over"
+NOT_RUN = (
+    "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, "
+    "took its call over"
+)
 
 #: The statuses of ranks that do not explain a failure: they ended well, or because of another rank.
 NO_CAUSE = frozenset({"done", "lost peer", "stopped"})
@@ -77,8 +83,8 @@ class Outcome:
     text: str = ""
     hard: bool = False
     location: tuple[str, int, str] | None = None
-    sections: tuple[tuple[str, str], ...] = ()
-    properties: tuple[tuple[str, Any], ...] = ()
+    sections: Sections = ()
+    properties: Properties = ()
     assertion: bool = False
 
     def failure(self, text: str) -> RankFailure:
@@ -99,33 +105,33 @@ class _LoggedPhases:
     """What the ranks logged of a test, by rank.
 
     Attributes:
-        whole: The phases that the rank finished, in order.
+        finished: The phases that the rank finished, in order.
         unfinished: The phase in which a rank ended, as far as its subtests tell; only of ranks that
             ran some in it.
     """
 
-    whole: Mapping[int, list[Phase]]
+    finished: Mapping[int, list[Phase]]
     unfinished: Mapping[int, Phase]
 
     @classmethod
     def of(cls, ending: Ending) -> _LoggedPhases:
         """Read the logs of all ranks."""
-        whole: dict[int, list[Phase]] = {}
+        finished: dict[int, list[Phase]] = {}
         unfinished: dict[int, Phase] = {}
         for rank, events in ending.events.items():
             logged = of_kind(Phase, events)
-            whole[rank] = []
+            finished[rank] = []
             for phase in logged:
                 if not phase.subtest:
-                    whole[rank].append(phase)
+                    finished[rank].append(phase)
             last = unfinished_phase(logged)
             if last is not None:
                 unfinished[rank] = last
-        return cls(whole, unfinished)
+        return cls(finished, unfinished)
 
     def of_rank(self, rank: int) -> list[Phase]:
         """Return the phases of a rank, the unfinished one last."""
-        phases = list(self.whole[rank])
+        phases = list(self.finished[rank])
         if rank in self.unfinished:
             phases.append(self.unfinished[rank])
         return phases
@@ -133,7 +139,7 @@ class _LoggedPhases:
     def with_outcome(self, outcome: str) -> list[Phase]:
         """Return the whole phases of all ranks that ended so, rank by rank."""
         phases = []
-        for of_rank in self.whole.values():
+        for of_rank in self.finished.values():
             for phase in of_rank:
                 if phase.outcome == outcome:
                     phases.append(phase)
@@ -166,7 +172,7 @@ def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
         status = "excused" if end.kind in EXCUSED else end.status
         ranks.append(dataclasses.replace(end, status=status))
     ending = dataclasses.replace(ending, ranks=tuple(ranks))
-    properties: tuple[tuple[str, Any], ...] = ()
+    properties: Properties = ()
     location = None
     cause = ending.cause
     if cause is not None:
@@ -186,7 +192,10 @@ def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
 
 
 def _expected_failure(ending: Ending) -> RankEnd | None:
-    """Return a rank that failed as its xfail mark expects, if nothing else went wrong on any rank; else None."""
+    """Return a rank that failed as its xfail mark expects.
+
+    None if anything else went wrong on any rank.
+    """
     if ending.kind != "raised":
         return None
     for end in ending.ranks:
@@ -233,48 +242,53 @@ def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
     if expected_failures:
         return _unexpected_pass(phases) or Outcome("xfailed", expected_failures[0].message)
     incomplete = []
-    for rank, of_rank in phases.whole.items():
+    for rank, of_rank in phases.finished.items():
         if not any(phase.when == "teardown" for phase in of_rank):
             incomplete.append(str(rank))
     if incomplete:
-        return Outcome(
-            "failed",
-            f"rank {', '.join(incomplete)} ended without running the test to its end",
-            hard=True,
-        )
+        ranks = ", ".join(incomplete)
+        text = f"rank {ranks} ended without running the test to its end"
+        return Outcome("failed", text, hard=True)
     strict = _strict_passes(phases)
-    return Outcome("passed", strict[0] if strict else "")
+    text = strict[0] if strict else ""
+    return Outcome("passed", text)
 
 
 def _skipped(phases: _LoggedPhases) -> Outcome | None:
-    """Return the outcome of a test that ranks skipped: a failure if not all did; None if no rank skipped it."""
+    """Return the outcome of a test that ranks skipped: a failure if not all of them did.
+
+    None if no rank skipped it.
+    """
     skips: dict[int, Phase] = {}
-    for rank, of_rank in phases.whole.items():
+    for rank, of_rank in phases.finished.items():
         for phase in of_rank:
             if phase.outcome == "skipped":
                 skips[rank] = phase
     if not skips:
         return None
-    if len(skips) == len(phases.whole):
+    if len(skips) == len(phases.finished):
         first = skips[min(skips)]
         return Outcome("skipped", first.message, location=first.location)
     outcomes = []
-    for rank in phases.whole:
+    for rank in phases.finished:
         if rank in skips:
-            outcomes.append(f"rank {rank} skipped ({skips[rank].message})")
+            reason = skips[rank].message
+            outcomes.append(f"rank {rank} skipped ({reason})")
         else:
             outcomes.append(f"rank {rank} passed")
     return Outcome("failed", f"ranks disagree: {'; '.join(outcomes)}")
 
 
 def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
-    """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark; None for any other.
+    """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark.
+
+    None for any other test.
 
     What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as
     expected.
     """
     strict = _strict_passes(phases)
-    if strict and len(strict) == len(phases.whole):
+    if strict and len(strict) == len(phases.finished):
         return Outcome("passed", strict[0])
     return None
 
@@ -282,17 +296,17 @@ def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
 def _strict_passes(phases: _LoggedPhases) -> list[str]:
     """Return pytest's texts of phases that passed in spite of a strict xfail mark."""
     texts = []
-    for of_rank in phases.whole.values():
+    for of_rank in phases.finished.values():
         for phase in of_rank:
             if phase.text.startswith(STRICT_XPASS):
                 texts.append(phase.text)
     return texts
 
 
-def _properties(phases: _LoggedPhases) -> tuple[tuple[str, Any], ...]:
+def _properties(phases: _LoggedPhases) -> Properties:
     """Return the properties that the ranks recorded, those of rank 0 first."""
     last_by_rank = {}
-    for rank, of_rank in phases.whole.items():
+    for rank, of_rank in phases.finished.items():
         if of_rank:
             last_by_rank[rank] = of_rank[-1].properties
     return of_all_ranks(last_by_rank)
@@ -300,10 +314,11 @@ def _properties(phases: _LoggedPhases) -> tuple[tuple[str, Any], ...]:
 
 def of_all_ranks(
     properties: Mapping[int, Sequence[tuple[str, Any]]],
-) -> tuple[tuple[str, Any], ...]:
-    """Return rank 0's properties, and those of other ranks that differ from them, named after their rank.
+) -> Properties:
+    """Return rank 0's properties, and those of other ranks that differ from them.
 
-    Those of a rank's last report hold those of all reports before it.
+    The latter are named after their rank. ``properties`` are those of each rank's last report,
+    which hold those of all reports before it.
     """
     first = tuple(properties.get(0, ()))
     others = []
@@ -316,24 +331,26 @@ def of_all_ranks(
     return (*first, *others)
 
 
-def _sections(phases: _LoggedPhases, ending: Ending) -> tuple[tuple[str, str], ...]:
+def _sections(phases: _LoggedPhases, ending: Ending) -> Sections:
     """Return what all ranks wrote, as (title, content), each once."""
     sections = []
-    for rank in phases.whole:
+    for rank in phases.finished:
         for phase in phases.of_rank(rank):
             for title, content in phase.sections:
                 sections.append((f"{title} (rank {rank})", content))
     # Output past pytest's capture: of C libraries, and of an interpreter that crashes.
     for end in ending.ranks:
         if end.output.strip():
-            sections.append((f"{UNCAPTURED} (rank {end.rank})", end.output))
+            title = f"{UNCAPTURED} (rank {end.rank})"
+            sections.append((title, end.output))
     return tuple(dict.fromkeys(sections))
 
 
 def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
-    """Return the ending in which failed subtests of unfinished ``phases`` count as failures of their ranks.
+    """Return the ending in which failed subtests count as failures of their ranks.
 
-    Such a rank may have been stopped because of another rank's xfail.
+    ``phases`` are the unfinished phases, by rank: such a rank may have been stopped because of
+    another rank's xfail.
     """
     ranks = []
     for end in ending.ranks:
@@ -362,7 +379,8 @@ def _failed_by_subtests(end: RankEnd, phase: Phase) -> RankEnd:
 
 def disagreement(warm: str, cold: str, text: str) -> str:
     """Return the failure of a test or check whose second run had another outcome."""
-    return f"warm ranks and torchrun's disagree: {warm} on warm ranks, {cold} under torchrun\n\n{text}".rstrip()
+    difference = f"{warm} on warm ranks, {cold} under torchrun"
+    return f"warm ranks and torchrun's disagree: {difference}\n\n{text}".rstrip()
 
 
 # From an outcome to pytest's report.
@@ -400,7 +418,10 @@ def finish_report(
 
 
 def unexcused(report: pytest.TestReport) -> None:
-    """Make the report a failure in spite of an xfail mark: a crash, a hang or a leak is never expected."""
+    """Make the report a failure in spite of an xfail mark.
+
+    For a crash, a hang or a leak, which are never expected.
+    """
     report.outcome = "failed"
     if hasattr(report, "wasxfail"):
         del report.wasxfail

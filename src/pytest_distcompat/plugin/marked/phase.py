@@ -1,4 +1,7 @@
-"""What one rank logs of a test: its phases, made from pytest's reports, and how the rank ends after each."""
+"""What one rank logs of a test.
+
+These are its phases, made from pytest's reports, and how the rank ends after each.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,12 @@ from pytest_distcompat.missing_module import hint_of
 #: The kinds of error of a rank that skipped while other ranks did not, and of one that failed as
 #: its xfail mark expects.
 SKIPPED_ELSEWHERE, XFAILED = "skip", "xfail"
+
+#: Output in a report: the title and the content of each section.
+Sections = tuple[tuple[str, str], ...]
+
+#: The user's properties of a test (``record_property``): the name and the value of each.
+Properties = tuple[tuple[str, Any], ...]
 
 #: Captured output is cut in the middle to this many characters; all of it is in the run's
 #: directory.
@@ -61,21 +70,26 @@ class Phase(Event, name="phase"):
     message: str = ""
     text: str = ""
     location: tuple[str, int, str] | None = None
-    sections: tuple[tuple[str, str], ...] = ()
-    properties: tuple[tuple[str, Any], ...] = ()
+    sections: Sections = ()
+    properties: Properties = ()
     subtest: str = ""
     lost: bool = False
     assertion: bool = False
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the fields as plain data. Lone surrogates are escaped: one in a report ends a whole session of xdist."""
+        """Return the fields as plain data.
+
+        Lone surrogates are escaped: one in a report ends a whole session of xdist.
+        """
         # Not ``dataclasses.asdict``: it copies each text by functions that a test may patch.
         fields: dict[str, Any] = _encodable(super().own_fields())
         return fields
 
     @property
     def ending(self) -> tuple[str, str] | None:
-        """The kind and message of the error that ends the rank after this phase; None if the rank goes on.
+        """The kind and message of the error that ends the rank after this phase.
+
+        None if the rank goes on.
 
         A skip ends the rank if other ranks go on. A subtest ends nothing: it counts when its phase
         is over.
@@ -110,9 +124,10 @@ prepare(Phase)
 
 
 def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root: Path) -> None:
-    """Note in a rank's report what its exception is: due to a lost peer, or an assertion. Later only its text is left.
+    """Note in a rank's report whether its exception is due to a lost peer, or an assertion.
 
-    An import that fails though the module is in ``root`` gets a hint.
+    Later only the exception's text is left. An import that fails though the module is in ``root``
+    gets a hint.
     """
     from pytest_distcompat.launch.peers import lost_peer
 
@@ -128,7 +143,10 @@ def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root:
 
 
 class Phases:
-    """Makes the phases of an item from its reports, in order; subtests count in the phase that they ran in."""
+    """Makes the phases of an item from its reports, in order.
+
+    Subtests count in the phase in which they ran.
+    """
 
     def __init__(self) -> None:
         self._subtests: list[Phase] = []
@@ -166,8 +184,11 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
         return dataclasses.replace(
             phase, text=excerpt(phase.text, TEXT_CHARACTERS), sections=sections
         )
-    sections = _sections_of(report, "failed" if _failures(subtests) else phase.outcome)
-    properties = [(name, _serializable(value)) for name, value in report.user_properties]
+    outcome = "failed" if _failures(subtests) else phase.outcome
+    sections = _sections_of(report, outcome)
+    properties = []
+    for name, value in report.user_properties:
+        properties.append((name, _serializable(value)))
     phase = dataclasses.replace(phase, sections=sections, properties=tuple(properties))
     phase = with_subtests(phase, subtests)
     return dataclasses.replace(phase, text=excerpt(phase.text, TEXT_CHARACTERS))
@@ -208,10 +229,9 @@ def _result_of(report: pytest.TestReport) -> _Result:
         return _Result("failed", message, text, _crash_location(report, message))
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
+        location = (str(path), int(line), str(reason))
         message = str(reason).removeprefix("Skipped: ")
-        return _Result(
-            "skipped", message, f"{path}:{line}: {reason}", (str(path), int(line), str(reason))
-        )
+        return _Result("skipped", message, f"{path}:{line}: {reason}", location)
     return _Result(report.outcome, message, text)
 
 
@@ -224,7 +244,7 @@ def _crash_location(report: pytest.TestReport, message: str) -> tuple[str, int, 
 
 
 def _last_line(report: pytest.TestReport, text: str) -> str:
-    """Return the line of a report that says the most: the exception's message, else the last line."""
+    """Return the line of a report that says the most: the exception's message, or the last line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         if not crash.message:
@@ -243,8 +263,11 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
     return last
 
 
-def _sections_of(report: pytest.TestReport, outcome: str) -> tuple[tuple[str, str], ...]:
-    """Return the captured output of a phase that did not pass, or of a whole test at its end, as (title, content)."""
+def _sections_of(report: pytest.TestReport, outcome: str) -> Sections:
+    """Return captured output as (title, content).
+
+    It is that of a phase that did not pass, or at the end of a test of the whole test.
+    """
     if report.when != "teardown" and outcome == "passed":
         return ()
     sections = []
@@ -254,8 +277,9 @@ def _sections_of(report: pytest.TestReport, outcome: str) -> tuple[tuple[str, st
 
 
 def _serializable(value: Any) -> Any:
-    """Return the value of a property as a built-in: for any other object its text, as JUnit's file has it.
+    """Return the value of a property as a built-in.
 
+    For any other object this is its text, as JUnit's file has it.
     https://docs.pytest.org/en/stable/how-to/output.html#record-property
     """
     if not isinstance(value, (str, int, float, type(None))):
@@ -274,7 +298,7 @@ def _serializable(value: Any) -> Any:
 
 
 def name_of(report: pytest.TestReport) -> str:
-    """Return the name of a subtest, ``[message] (parameters)``; empty for the report of a whole phase.
+    """Return the name of a subtest, ``[message] (parameters)``; "" for a whole phase's report.
 
     A report of a subtest is recognized by not being a plain TestReport: pytest 8 has no class for
     it, and that of the plugin pytest-subtests has another name than that of pytest 9.
@@ -286,7 +310,10 @@ def name_of(report: pytest.TestReport) -> str:
 
 
 def with_subtests(phase: Phase, subtests: Sequence[Phase]) -> Phase:
-    """Return the phase in which these subtests ran: failed if one of them failed, whatever its own outcome is."""
+    """Return the phase in which these subtests ran.
+
+    It failed if one of them failed, whatever its own outcome is.
+    """
     sections = [*phase.sections, *_sections_of_subtests(subtests)]
     failures = _failures(subtests)
     if failures:
@@ -305,7 +332,10 @@ def _failures(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def _causes(failures: Sequence[Phase]) -> Sequence[Phase]:
-    """Return the failures without those that are due to a lost peer, which are no cause; all if there is no other."""
+    """Return the failures that are not due to a lost peer; all of them if there is no other.
+
+    A lost peer is a consequence, no cause.
+    """
     causes = []
     for failure in failures:
         if not failure.lost:
@@ -322,7 +352,8 @@ def _failed_by(phase: Phase, causes: Sequence[Phase]) -> Phase:
         message += f" (first of {len(causes)} failures)"
     texts = []
     for cause in causes:
-        texts.append(f"--- {_title(cause)} ---\n{cause.text.rstrip()}")
+        title = _title(cause)
+        texts.append(f"--- {title} ---\n{cause.text.rstrip()}")
     return dataclasses.replace(
         phase,
         outcome="failed",
@@ -335,14 +366,15 @@ def _failed_by(phase: Phase, causes: Sequence[Phase]) -> Phase:
 
 
 def _sections_of_subtests(subtests: Sequence[Phase]) -> list[tuple[str, str]]:
-    """Return the output of each subtest, and a list of those that were skipped or failed as expected."""
+    """Return the output of each subtest, and a list of those that were skipped or xfailed."""
     sections = []
     lines = []
     for subtest in subtests:
         for title, content in subtest.sections:
             sections.append((f"{title} {subtest.subtest}", content))
         if subtest.outcome in {"skipped", "xfailed"}:
-            lines.append(f"{subtest.subtest} {subtest.outcome}: {subtest.message}")
+            outcome = f"{subtest.outcome}: {subtest.message}"
+            lines.append(f"{subtest.subtest} {outcome}")
     if lines:
         sections.append((SUBTESTS, "\n".join(lines)))
     return sections
@@ -363,7 +395,10 @@ def _title(phase: Phase) -> str:
 
 
 def unfinished_phase(logged: Sequence[Phase]) -> Phase | None:
-    """Return the phase that a rank did not finish, from the subtests after its last whole phase; None if none ran."""
+    """Return the phase that a rank did not finish; None if it finished all.
+
+    It is made from the subtests that the rank logged after its last whole phase.
+    """
     subtests: list[Phase] = []
     for phase in logged:
         if phase.subtest:
@@ -373,7 +408,8 @@ def unfinished_phase(logged: Sequence[Phase]) -> Phase | None:
     if not subtests:
         return None
     # What the phase itself did is unknown: of the first subtest only when it ran is kept.
+    first = subtests[0]
     empty = dataclasses.replace(
-        subtests[0], outcome="passed", message="", text="", subtest="", location=None, sections=()
+        first, outcome="passed", message="", text="", subtest="", location=None, sections=()
     )
     return with_subtests(empty, subtests)

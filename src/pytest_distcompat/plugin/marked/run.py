@@ -1,4 +1,7 @@
-"""Room 2 of a marked test: its ranks run it, in place of pytest's process."""
+"""The run of a marked test: its ranks run it, in place of pytest's process.
+
+This is the second of the three steps ``declare``, ``run``, ``outcome``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 
 
 def take_over(item: pytest.Function) -> None:
-    """Have the ranks run a marked test: in this process no fixture is set up, and its function is never called."""
+    """Have the ranks run a marked test.
+
+    In this process no fixture of it is set up, and its function is never called.
+    """
     substitute = item.config.stash[SESSION].substitute
     if substitute is not None:
         pytest.skip(substitute.needs_ranks)
@@ -53,9 +59,9 @@ def take_over(item: pytest.Function) -> None:
 
 
 def _hide_text_conditions(item: pytest.Function) -> None:
-    """Hide marks with a text as their condition from pytest in this process: it may read variables of a rank.
+    """Hide marks with a text as their condition from pytest in this process.
 
-    The ranks evaluate all marks.
+    Such a condition may read variables of a rank. The ranks evaluate all marks.
     https://docs.pytest.org/en/stable/historical-notes.html#conditions-as-strings-instead-of-booleans
     """
     original = item.iter_markers_with_node
@@ -128,15 +134,19 @@ def _request(item: pytest.Function, mark: Mark, session: DistcompatSession) -> R
     """Return the request to the launcher to run the item, whose mark says that."""
     from pytest_distcompat.launch.request import Request
 
+    limit_of_test = mark.timeout or session.timeout
+    timeout = min(limit_of_test, item.stash.get(TIME_LIMIT, math.inf))
     spread = spread_of(item, mark, session)
     directory = str(session.new_directory(item.originalname))
+    # Ranks of one machine share a directory below that of the request.
+    shared = "" if spread.on_one else directory
     payload = rank_session.ItemPayload(
         nodeid=session.nodeid_of(item),
         device=session.device,
         directory=directory,
         world_size=spread.world_size,
         session=str(session.description_file),
-        shared="" if spread.on_one else directory,
+        shared=shared,
     )
     return Request(
         target=rank_session.RUN,
@@ -144,7 +154,7 @@ def _request(item: pytest.Function, mark: Mark, session: DistcompatSession) -> R
         world_size=spread.world_size,
         directory=directory,
         collected=os.path.realpath(item.path),
-        timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
+        timeout=timeout,
         nodes=spread.nodes,
     )
 
@@ -173,22 +183,29 @@ def _end_as(outcome: Outcome, ending: Ending, item: pytest.Function) -> None:
 def _verify(
     outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function
 ) -> Outcome:
-    """Run the item again under cold torchrun; return the same outcome, or a failure if the second one differs."""
+    """Run the item again under cold torchrun.
+
+    Returns:
+        The same outcome; a failure if the second one differs.
+    """
     directory = str(session.new_directory(f"cold-{item.originalname}"))
     payload = {**request.payload, "directory": directory, "plain": True}
     cold_request = dataclasses.replace(request, directory=directory, payload=payload)
     cold = merge(session.cold_launcher.run(cold_request))
-    if cold.kind == outcome.kind and bool(cold.text) == bool(outcome.text):
+    same_kind = cold.kind == outcome.kind
+    if same_kind and bool(cold.text) == bool(outcome.text):
         return outcome
     text = disagreement(outcome.kind, cold.kind, cold.text or outcome.text)
     return dataclasses.replace(outcome, kind="failed", text=text, hard=True, location=None)
 
 
 def _shows_output_at_once(config: pytest.Config) -> bool:
-    """Tell whether the user sees what tests print while they run (``-s``); in a worker of xdist nobody does."""
-    return config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
-        config, "workerinput"
-    )
+    """Tell whether the user sees what tests print while they run (``-s``).
+
+    In a worker of xdist nobody does.
+    """
+    shows_output = config.getoption("capture", "no") in {"no", "tee-sys"}
+    return shows_output and not hasattr(config, "workerinput")
 
 
 def _print_uncaptured(outcome: Outcome) -> Outcome:

@@ -1,4 +1,7 @@
-"""The rank on which this pytest runs, if any, and what fixtures read there. Every session imports this module."""
+"""The rank on which this pytest runs, if any, and what fixtures read there.
+
+Every session imports this module.
+"""
 
 from __future__ import annotations
 

@@ -14,21 +14,26 @@ from _pytest._io import TerminalWriter
 
 
 def no_terminal(config: pytest.Config) -> None:
-    """Block pytest's terminal plugin, and have ``config.get_terminal_writer()`` return a writer to /dev/null.
+    """Block pytest's terminal plugin, but keep a terminal writer, which writes to /dev/null.
 
-    Without the plugin that method raises. pytest 8 calls it for colours whenever an assertion that
-    compares fails, and plugins that print call it too. ``_pytest._io.TerminalWriter`` is private;
-    ``tests/plugin/test_private_names.py`` fails when it changes.
+    Without the plugin ``config.get_terminal_writer()`` raises. pytest 8 calls it for colours
+    whenever an assertion that compares fails, and plugins that print call it too.
+    ``_pytest._io.TerminalWriter`` is private; ``tests/plugin/test_private_names.py`` fails when it
+    changes.
     """
     config.pluginmanager.set_blocked("terminal")
-    writer = TerminalWriter(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+    # Open for as long as the process lives.
+    null = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    writer = TerminalWriter(null)
     writer.hasmarkup = False
     config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[None]:
-    """Capture this rank's output as pytest does, but into named files, which are still there when the rank dies.
+    """Capture this rank's output as pytest does, but into named files.
+
+    These are still there when the rank dies.
 
     ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` fails when
     it changes.
@@ -55,7 +60,9 @@ def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[Non
 
 
 def fault_handler(config: pytest.Config) -> None:
-    """Have the stack of a crash written to this rank's stderr, not to that of the fork server it was forked from.
+    """Have the stack of a crash written to this rank's stderr.
+
+    Without that it goes to the stderr of the fork server that the rank was forked from.
 
     pytest's plugin faulthandler can change its file only by calling its two hooks again.
     """

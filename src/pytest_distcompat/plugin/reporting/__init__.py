@@ -1,1 +1,5 @@
-"""Verdicts for the user: terminal section, progress line, report files, commands that run a test again."""
+"""Verdicts for the user.
+
+They are shown in a section of the terminal and a progress line, and written to report files. Each
+has the command that runs its test again.
+"""

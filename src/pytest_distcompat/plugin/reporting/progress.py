@@ -1,4 +1,7 @@
-"""Progress line with the runs that are running: below the terminal's last line, or as a log line each minute."""
+"""Progress line with the runs that are running.
+
+It is below the terminal's last line, or a log line each minute.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ OWN_PACE = 0.1
 
 
 class Forecast:
-    """Guess of how long the rest of a session takes, from how long its items took in an earlier one."""
+    """Guess of how long the rest of a session takes, by how long its items took earlier."""
 
     def __init__(self, earlier: Report | None, items: Iterable[str]) -> None:
         seconds: dict[str, float] = {}
@@ -54,7 +57,10 @@ class Forecast:
         self._work = {item: seconds.get(item, mean) for item in items}
 
     def left(self, ended: Collection[str], passed: float) -> float | None:
-        """Return the seconds that the rest takes, after the seconds that have passed; None if nothing is known."""
+        """Return the seconds that the rest takes; None if nothing is known.
+
+        ``passed`` are the seconds that have passed.
+        """
         total = sum(self._work.values())
         done = 0.0
         for item in ended:
@@ -67,7 +73,9 @@ class Forecast:
 
 
 class Progress:
-    """A thread that shows progress, in the process that has the terminal. It reads the store, with and without xdist.
+    """A thread that shows progress, in the process that has the terminal.
+
+    It reads the store, with and without xdist.
 
     pytest prints in hooks. They wait for the thread, and the line is removed before they print.
     """
@@ -98,7 +106,10 @@ class Progress:
         self._next_line = clock.now() + HEARTBEAT
 
     def start(self) -> None:
-        """Start the thread, unless the output is quiet. Call it only where pytest's capture is suspended."""
+        """Start the thread, unless the output is quiet.
+
+        Call it only where pytest's capture is suspended.
+        """
         terminal: Any = self._config.pluginmanager.getplugin("terminalreporter")
         # With -s tests write to the terminal themselves; -qq asks for as little output as possible.
         quiet = (
@@ -154,11 +165,15 @@ class Progress:
             return
         line = f"{_CLEAR_BELOW}  {self._overall()}{activity}"
         line = line[: len(_CLEAR_BELOW) + width - 1]
-        self._write(f"{line}{_UP}\x1b[{column + 1}G")
+        to_column = f"\x1b[{column + 1}G"
+        self._write(f"{line}{_UP}{to_column}")
         self._drawn = True
 
     def _activity(self, runs: list[Any]) -> str:
-        """Return what goes on: the runs, or what the next run waits for, or that the session starts; empty if nothing does."""
+        """Return what goes on; empty if nothing does.
+
+        That is the runs, or what the next run waits for, or that the session starts.
+        """
         if runs:
             named = [visible(str(run)) for run in runs[:NAMED]]
             if len(runs) > NAMED:
@@ -174,20 +189,21 @@ class Progress:
         return ""
 
     def _overall(self) -> str:
-        """Return how many checks have ended, for how long the session runs, and how long it takes about."""
+        """Return how many checks have ended, the seconds passed, and about how many are left."""
         passed = clock.now() - self._began
         ended, total = self._counts()
         text = f"{ended} of {total} checks, {passed:.0f} s"
-        left = self._left(passed)
-        if left is not None:
-            text += f", about {left:.0f} s left"
+        seconds_left = self._left(passed)
+        if seconds_left is not None:
+            text += f", about {seconds_left:.0f} s left"
         return f"{text}; "
 
     def _clear(self) -> None:
         if self._drawn:
             writer = self._config.get_terminal_writer()
             column = writer.width_of_current_line % writer.fullwidth
-            self._write(f"{_CLEAR_BELOW}{_UP}\x1b[{column + 1}G")
+            to_column = f"\x1b[{column + 1}G"
+            self._write(f"{_CLEAR_BELOW}{_UP}{to_column}")
             self._drawn = False
 
     def _write_log_line(self, runs: list[Any]) -> None:
@@ -200,7 +216,8 @@ class Progress:
             return
         self._next_line = clock.now() + HEARTBEAT
         newline = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
-        self._write(f"{newline}distcompat: {'; '.join(named[:NAMED])}\n")
+        runs_text = "; ".join(named[:NAMED])
+        self._write(f"{newline}distcompat: {runs_text}\n")
 
     def _write(self, text: str) -> None:
         if self._file is not None:

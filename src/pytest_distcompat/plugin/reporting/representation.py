@@ -1,4 +1,7 @@
-"""Representation of a failure in its report: a text of this plugin in the types that pytest uses for exceptions."""
+"""Representation of a failure in its report.
+
+It is a text of this plugin, in the types that pytest uses for exceptions.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,10 @@ def represent(
         short: The line for summaries, JUnit's ``message`` and annotations; by default the first
             line of the text.
     """
-    path, line, _ = report.location
-    path, line, _ = location or (path, (line or 0) + 1, "")
+    path, line_before, _ = report.location
+    line = (line_before or 0) + 1
+    if location is not None:
+        path, line, _ = location
     short = short or text.strip().partition("\n")[0]
     traceback = ReprTracebackNative([f"{text.rstrip()}\n"])
     report.longrepr = ReprExceptionInfo(

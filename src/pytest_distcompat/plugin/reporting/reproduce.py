@@ -40,9 +40,13 @@ _PRECISIONS = {"distcompat_precisions"}
 
 
 def command(config: pytest.Config, item: pytest.Function) -> str:
-    """Return the command that runs that item alone again with the same options, from the same directory."""
+    """Return the command that runs that item alone again.
+
+    It has the same options, and runs from the same directory.
+    """
     if config.getoption("pyargs") and not _names_paths(config):
-        arguments = ["--pyargs", f"{item.module.__name__}::{_place_in_module(config, item)}"]
+        place = _place_in_module(config, item)
+        arguments = ["--pyargs", f"{item.module.__name__}::{place}"]
     else:
         # A node id is relative to the root directory, but the command to where pytest was started.
         path = os.path.relpath(item.path, config.invocation_params.dir)
@@ -59,7 +63,10 @@ def _place_in_module(config: pytest.Config, item: pytest.Function) -> str:
 
 
 def _names_paths(config: pytest.Config) -> bool:
-    """Tell whether the arguments are paths. A module given by its import name (--pyargs) may be anywhere."""
+    """Tell whether the arguments are paths.
+
+    A module given by its import name (``--pyargs``) may be anywhere.
+    """
     start = config.invocation_params.dir
     for argument in config.args:
         path, _, _ = argument.partition("::")
@@ -69,7 +76,10 @@ def _names_paths(config: pytest.Config) -> bool:
 
 
 def _our_flags(config: pytest.Config, item: pytest.Function) -> Iterator[str]:
-    """Yield this plugin's own options from the command line, without those that select tests or report."""
+    """Yield this plugin's own options from the command line.
+
+    Those that select tests or report are left out.
+    """
     left_out = _LEFT_OUT
     if item.get_closest_marker("distcompat"):
         left_out = _LEFT_OUT | _PRECISIONS
@@ -81,12 +91,18 @@ def _our_flags(config: pytest.Config, item: pytest.Function) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=1)
 def _pytest_flags(config: pytest.Config) -> tuple[str, ...]:
-    """Return pytest's own options from the command line. Cached, since every verdict has the command."""
+    """Return pytest's own options from the command line.
+
+    Cached, since every verdict has the command.
+    """
     return tuple(_read_pytest_flags(config))
 
 
 def _read_pytest_flags(config: pytest.Config) -> Iterator[str]:
-    """Yield pytest's own options from the command line; those of addopts apply to the new command anyway."""
+    """Yield pytest's own options from the command line.
+
+    Those of addopts apply to the new command anyway.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in _WITH_VALUE:
         parser.add_argument(*names, dest=names[0], action="append", default=[])

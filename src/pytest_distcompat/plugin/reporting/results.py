@@ -1,4 +1,7 @@
-"""Results of all workers: gathered for the matrix in the terminal, the report files, and properties in JUnit."""
+"""Results of all workers.
+
+They are gathered for the matrix in the terminal, the report files, and properties in JUnit.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ from pytest_distcompat.status import Status, Verdict
 
 #: The attribute of a report that carries a verdict from an xdist worker to the controller.
 ATTRIBUTE = "distcompat"
-#: The variable with the file for the summary of a GitHub step
-#: (https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#adding-a-job-summary).
+#: The variable with the file for the summary of a GitHub step. See
+#: https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#adding-a-job-summary
 SUMMARY = "GITHUB_STEP_SUMMARY"
 
 #: Exit codes of a session in which nothing failed.
@@ -51,7 +54,10 @@ _ITEM = re.compile(r"(?P<place>.+)::test\[(?P<cell>[\w-]+):(?P<check>\w+)\]")
 
 @dataclass(frozen=True)
 class _SuiteItem:
-    """What the node id of a suite's item says: the node id of the suite, the id of the cell, the name of the check."""
+    """What the node id of a suite's item says.
+
+    That is the node id of the suite, the id of the cell, and the name of the check.
+    """
 
     suite: str
     cell: str
@@ -92,7 +98,10 @@ class Results:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Note the items of suites that an xdist worker has collected; all workers collect the same."""
+        """Note the items of suites that an xdist worker has collected.
+
+        All workers collect the same.
+        """
         self._note_collected(ids)
         self._start_progress()
 
@@ -130,7 +139,10 @@ class Results:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record the verdict that a report carries, and add properties to the report for JUnit and report logs."""
+        """Record the verdict that a report carries.
+
+        Add properties to the report for JUnit and report logs.
+        """
         data = getattr(report, ATTRIBUTE, None)
         nodeid = strip_group(self.session.config, report.nodeid)
         if data is not None:
@@ -163,7 +175,10 @@ class Results:
         row.cost.update(data["cost"])
 
     def _record_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:
-        """Record an item that failed or was skipped outside its check: in a fixture, or because its worker died."""
+        """Record an item that failed or was skipped outside its check.
+
+        That is in a fixture, or because its worker died.
+        """
         recorded = self.results.get(nodeid)
         if recorded is None or not (recorded.red or report.skipped):
             verdict = _verdict_without_check(nodeid, report)
@@ -178,7 +193,10 @@ class Results:
         return self.cells.setdefault(_key(result), Row.of(result))
 
     def _properties(self, nodeid: str, report: pytest.TestReport) -> list[tuple[str, object]]:
-        """Return the properties of a distributed test: cell, driver, check, status, rank of the cause, versions."""
+        """Return the properties of a distributed test.
+
+        They are its cell, driver, check, status, the rank of the cause, and versions.
+        """
         values: dict[str, object] = {}
         result = self.results.get(nodeid)
         if result is not None:
@@ -192,10 +210,13 @@ class Results:
         elif "distcompat" in report.keywords and _parse_suite_item(nodeid) is None:
             # A marked test: its cell, where it has one, is in its id.
             parameters = nodeid.rpartition("[")[2].rstrip("]")
-            values = {"cell": parameters if facets(parameters) else None}
+            cell = parameters if facets(parameters) else None
+            values = {"cell": cell}
         if not values:
             return []
-        versions_text = [f"{name} {version}" for name, version in self._versions.items()]
+        versions_text = []
+        for name, version in self._versions.items():
+            versions_text.append(f"{name} {version}")
         values["versions"] = ", ".join(versions_text)
         properties = []
         for name, value in values.items():
@@ -204,14 +225,20 @@ class Results:
         return properties
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Note what ended the session early: Ctrl-C, pytest.exit(), or under xdist ``-x`` or ``--stepwise``."""
+        """Note what ended the session early.
+
+        That is Ctrl-C, pytest.exit(), or under xdist ``-x`` or ``--stepwise``.
+        """
         by_user = excinfo.type in {KeyboardInterrupt, pytest.exit.Exception}
         self._ending = "interrupted" if by_user else "stopped"
 
     # tryfirst: pytest's own hook removes its temporary directories, and with them the store.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the report files, and durations. Not in the terminal summary: a session that was interrupted may have none."""
+        """Write the report files, and durations.
+
+        Not in the terminal summary: a session that was interrupted may have none.
+        """
         if self._progress is not None:
             self._progress.stop()
         keep_durations(self.session, exitstatus)
@@ -236,14 +263,17 @@ class Results:
         if self._shard is None:
             return False
         plan = self._shard["plan"]
-        return any(plan) and not plan[self._shard["number"] - 1]
+        own_units = plan[self._shard["number"] - 1]
+        return any(plan) and not own_units
 
     def _needs_report(self, config: pytest.Config) -> bool:
         """Tell whether the session has suites, or should have had some."""
         if self.results or self.collected or self.without_cells:
             return True
         # A report or a baseline needs suites, unless a selection explains that none was collected.
-        if not self.session.setting("report").value and not self.session.setting("baseline").value:
+        report_files = self.session.setting("report").value
+        baseline = self.session.setting("baseline").value
+        if not report_files and not baseline:
             return False
         return bool(self._shard) or not is_narrowed(config)
 
@@ -282,20 +312,28 @@ class Results:
         session_info["ending"] = self._ending_of(exitstatus, unreached)
         session_info["runs"] = finished_runs
         if self._shard:
-            session_info["shard"] = {"number": self._shard["number"], "plan": self._shard["plan"]}
+            number = self._shard["number"]
+            session_info["shard"] = {"number": number, "plan": self._shard["plan"]}
         session_info["remove"] = declared_of(self.session).stale()
         ordered = self.ordered()
-        rows = {_key(result): self.cells[_key(result)] for result in ordered}
+        rows = {}
+        for result in ordered:
+            key = _key(result)
+            rows[key] = self.cells[key]
         results = with_device_seconds(ordered, session_info["timeline"])
         report = Report(session_info, results, list(rows.values()), unreached=unreached)
         report.fill_drivers()
         # Only files show what was trained, and to read all trainings again takes seconds.
-        has_files = bool(self.session.setting("report").value or os.environ.get(SUMMARY))
+        report_files = self.session.setting("report").value
+        has_files = bool(report_files or os.environ.get(SUMMARY))
         add_evidence(report, runs, trainings=has_files)
         return report
 
     def _ending_of(self, exitstatus: int, unreached: list[str]) -> str:
-        """Return how the session ended: ``interrupted``, ``internal error``, ``stopped`` or ``finished``."""
+        """Return how the session ended.
+
+        It is ``interrupted``, ``internal error``, ``stopped`` or ``finished``.
+        """
         if self._ending:
             return self._ending
         if exitstatus == pytest.ExitCode.INTERNAL_ERROR:
@@ -303,9 +341,10 @@ class Results:
         return "stopped" if unreached else "finished"
 
     def _compare(self, session: pytest.Session) -> None:
-        """Compare with the baseline, if there is one: only what is newly broken or missing fails the session.
+        """Compare with the baseline, if there is one.
 
-        Items that -k, a node id or another shard leaves out are not missing.
+        Only what is newly broken or missing fails the session. Items that -k, a node id or another
+        shard leaves out are not missing.
         """
         before = self.session.setting("baseline").value
         if before is None or self.report is None:
@@ -332,10 +371,14 @@ class Results:
             )
 
     def _require_a_verdict(self, session: pytest.Session) -> None:
-        """Fail a session whose suites came to no verdict: nothing was checked, which is no success."""
+        """Fail a session whose suites came to no verdict.
+
+        Nothing was checked, which is no success.
+        """
         if not (self.collected or self.without_cells):
             return
-        if self.session.setting("nothing_ran").value == "pass" or session.exitstatus not in _GOOD:
+        may_run_nothing = self.session.setting("nothing_ran").value == "pass"
+        if may_run_nothing or session.exitstatus not in _GOOD:
             return
         for result in self.results.values():
             if result.status != "skipped":
@@ -350,10 +393,14 @@ class Results:
         if not self._shard:
             return False
         can_run = self._shard["can_run"]
-        return any(can_run) and not can_run[self._shard["number"] - 1]
+        own_can_run = can_run[self._shard["number"] - 1]
+        return any(can_run) and not own_can_run
 
     def _places_by_reason(self) -> dict[str, list[str]]:
-        """Return why cells and suites did not run: the reason, and each suite and cell that it holds for, once."""
+        """Return why cells and suites did not run.
+
+        Each reason has the suites and cells that it holds for, each once.
+        """
         places: dict[str, list[str]] = {}
 
         def add(reason: str, place: str) -> None:
@@ -362,13 +409,14 @@ class Results:
                 of_reason.append(place)
 
         for result in self.ordered():
-            add(result.reason or result.message, f"{result.suite} {result.cell}")
+            reason = result.reason or result.message
+            add(reason, place=f"{result.suite} {result.cell}")
         for nodeid, reason in self.without_cells.items():
             add(reason, place=nodeid.split("::")[-2])
         return places
 
     def ordered(self) -> list[Verdict]:
-        """Return the results in the order of the matrix, independent of the order in which items ran."""
+        """Return the results in the order of the matrix, whatever the order in which items ran."""
         from pytest_distcompat.checks import all_check_names
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
@@ -449,9 +497,9 @@ def _verdict_without_check(nodeid: str, report: pytest.TestReport) -> Verdict:
     assert item is not None
     if report.skipped:
         status = Status.SKIPPED
-        text = (
-            str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
-        )
+        text = report.longreprtext
+        if isinstance(report.longrepr, tuple):
+            text = str(report.longrepr[2])
         message = reason = text.removeprefix("Skipped: ")
     else:
         status = Status.ERROR
@@ -490,7 +538,8 @@ def _nothing_ran_lines(places_by_reason: dict[str, list[str]]) -> list[str]:
     lines = ["no cell ran, so nothing was checked; expected at least one verdict"]
     missing: dict[str, None] = {}
     for reason, places in places_by_reason.items():
-        lines.append(f"  {', '.join(places)}: {reason}")
+        places_text = ", ".join(places)
+        lines.append(f"  {places_text}: {reason}")
         for package in _NOT_INSTALLED.findall(reason):
             missing[package] = None
     if "torch" in missing:

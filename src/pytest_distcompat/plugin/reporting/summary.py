@@ -1,4 +1,7 @@
-"""Section at the end of pytest's terminal output: matrix, settings, causes, slowest runs, devices, counts."""
+"""Section at the end of pytest's terminal output.
+
+It has the matrix, settings, causes, the slowest runs, devices and counts.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ MARKUP: Mapping[str, Mapping[str, bool]] = {
 
 
 def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
-    """Have pytest show one failure of each cause, in the order of the causes, with the other verdicts beneath it.
+    """Have pytest show one failure of each cause, in the order of the causes.
 
-    With ``-vv`` it shows all. ``_pdbshown`` is pytest's own attribute for failures that it leaves
-    out of that section, but not out of its short summary; ``tests/plugin/test_private_names.py``
-    fails when that changes.
+    The other verdicts of the cause are beneath it. With ``-vv`` pytest shows all. ``_pdbshown`` is
+    pytest's own attribute for failures that it leaves out of that section, but not out of its short
+    summary; ``tests/plugin/test_private_names.py`` fails when that changes.
     """
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     if terminal is None or config.get_verbosity() > 1:
@@ -68,7 +71,10 @@ def _fold(cause: Cause, reports: Sequence[Any]) -> None:
     for report in reports[1:]:
         report._pdbshown = True  # noqa: SLF001 - see fold_failures
     if len(reports) > 1 and isinstance(reports[0].longrepr, ExceptionRepr):
-        verdicts = [f"{cell}: {', '.join(checks)}" for cell, checks in cause.cells.items()]
+        verdicts = []
+        for cell, checks in cause.cells.items():
+            checks_of_cell = ", ".join(checks)
+            verdicts.append(f"{cell}: {checks_of_cell}")
         title = f"this cause has {len(reports)} verdicts (-vv shows each)"
         reports[0].longrepr.addsection(title, "\n".join(verdicts))
 
@@ -92,7 +98,8 @@ def show(
     _show_counts(terminal, report)
     _show_runs(terminal, report, verbose=verbose)
     if report.interrupted:
-        message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
+        ending = report.session["ending"]
+        message = f"{ending}: {len(report.unreached)} items were not reached"
         terminal.write_line(message, red=True, bold=True)
     _show_comparison(terminal, report)
     for text in written:
@@ -117,9 +124,9 @@ def _show_matrix(terminal: Any, report: Report, *, verbose: bool) -> None:
 def _show_counts(terminal: Any, report: Report) -> None:
     runs = report.session.get("runs", 0)
     verdicts = len(report.results)
-    verdicts_word = "verdict" if verdicts == 1 else "verdicts"
-    runs_word = "run" if runs == 1 else "runs"
-    terminal.write_line(f"{verdicts} {verdicts_word} from {runs} {runs_word}")
+    verdicts_text = f"{verdicts} verdict" if verdicts == 1 else f"{verdicts} verdicts"
+    runs_text = f"{runs} run" if runs == 1 else f"{runs} runs"
+    terminal.write_line(f"{verdicts_text} from {runs_text}")
     terminal.write_line(visible(counts_text(report)))
     for lines in terminal.config.hook.pytest_distcompat_summary(report=report):
         for line in lines:

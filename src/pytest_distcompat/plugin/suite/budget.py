@@ -25,7 +25,10 @@ class Budget:
     seed: int
 
     def order(self, last: Report | None) -> Callable[[str, str], tuple[bool, int, str]]:
-        """Return a key by which to sort cells (driver, cell): those that never ran or were red in that report come first."""
+        """Return a key by which to sort cells (driver, cell).
+
+        Those that never ran, or were red in that report, come first.
+        """
         ran = set()
         red = set()
         results = last.results if last else ()
@@ -39,14 +42,19 @@ class Budget:
         def position(driver: str, cell: str) -> tuple[bool, int, str]:
             is_green = (driver, cell) in ran and (driver, cell) not in red
             # Not hash(): all xdist workers must have one order, and each has its own hash seed.
-            drawn = zlib.crc32(f"{self.seed} {driver} {cell}".encode())
+            text = f"{self.seed} {driver} {cell}"
+            drawn = zlib.crc32(text.encode())
             return is_green, drawn, cell
 
         return position
 
 
 def read_budget(text: str) -> Budget | None:
-    """Return the budget that a text says; None for an empty text. Raises UsageProblem for any other."""
+    """Return the budget that a text says; None for an empty text.
+
+    Raises:
+        UsageProblem: The text is neither.
+    """
     if not text:
         return None
     match = re.fullmatch(r"(\d+)([smh])(?:@(\d+))?", text)

@@ -1,4 +1,7 @@
-"""Checks that names in a suite's declarations exist: checks, strategies, precisions, attributes of the class."""
+"""Checks that names in a suite's declarations exist.
+
+The names are those of checks, strategies, precisions, and attributes of the class.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def check_names(expectation: Expectation) -> None:
 
 
 def check_attributes(suite: type[CompatSuite]) -> None:
-    """Raise UsageProblem for an attribute that is a misspelled or misplaced declaration, by its name and value."""
+    """Raise UsageProblem for an attribute that is a misspelled or misplaced declaration.
+
+    Its name and its value tell.
+    """
     for base in suite.__mro__:
         if base is CompatSuite or not issubclass(base, CompatSuite):
             continue

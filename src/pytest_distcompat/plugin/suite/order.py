@@ -42,7 +42,10 @@ def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.It
     plan = divide(sizes, session.setting("baseline").value, shard.count)
     can_run = []
     for units in plan:
-        can_run.append(any(_any_can_run(items_of_unit[unit], session) for unit in units))
+        items_of_shard = []
+        for unit in units:
+            items_of_shard += items_of_unit[unit]
+        can_run.append(_any_can_run(items_of_shard, session))
     session.share(SHARDS, {"number": shard.number, "plan": plan, "can_run": can_run})
     own_units = plan[shard.number - 1]
     own = []

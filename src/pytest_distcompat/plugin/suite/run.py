@@ -98,7 +98,8 @@ class BoundCase:
             run.
         """
         case = self.case
-        reason = why_not_run(case, session) or session.over_budget(case.suite.driver, case.cell)
+        reason = why_not_run(case, session)
+        reason = reason or session.over_budget(case.suite.driver, case.cell)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         session.runner.started.clear()
@@ -157,7 +158,8 @@ class BoundCase:
             return verdict
         if not session.verifies(session.nodeid_of(self.item)):
             return verdict
-        cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
+        driver = case.suite.driver
+        cold, _ = run_check(session.cold_runner, driver, case.cell, case.check, expected)
         if cold.status == verdict.status:
             return verdict
         self._declaration = None
@@ -171,9 +173,8 @@ class BoundCase:
         other item shows only the runs that it has started, because checks share runs.
         """
         config = self.item.config
-        if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
-            config, "workerinput"
-        ):
+        shows_output = config.getoption("capture", "no") in {"no", "tee-sys"}
+        if shows_output and not hasattr(config, "workerinput"):
             for title, content in sections(session.runner.started):
                 print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
         elif verdict.status.red:
@@ -193,7 +194,8 @@ class BoundCase:
     def _text(self, verdict: Verdict, command: str) -> str:
         """Return the text of a failure."""
         # The finding comes first, because summaries and JUnit show the first line only.
-        lines = [verdict.message.rstrip(), "", f"{verdict.cell}: {verdict.check}: {verdict.status}"]
+        place = f"{verdict.cell}: {verdict.check}: {verdict.status}"
+        lines = [verdict.message.rstrip(), "", place]
         if verdict.status is Status.FAILED and not verdict.ended_run:
             # If a run ended early, the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
@@ -273,7 +275,8 @@ def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
                 ranks.setdefault(_Written(kind, name, text), []).append(rank)
     shown = []
     for output, numbers in ranks.items():
-        title = f"Captured {output.kind} of {output.run} ({name_ranks(numbers)})"
+        ranks_text = name_ranks(numbers)
+        title = f"Captured {output.kind} of {output.run} ({ranks_text})"
         shown.append((title, excerpt(output.text, SECTION_CHARACTERS)))
     return shown
 

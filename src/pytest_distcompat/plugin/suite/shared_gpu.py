@@ -17,7 +17,13 @@ from pytest_distcompat.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that gloo cannot do on a GPU: the cells that need it, the checks that do (all without any), and the words."""
+    """Something that gloo cannot do on a GPU.
+
+    Attributes:
+        needs: Tells whether a cell needs it.
+        words: What it is, in words.
+        checks: The checks that need it in such a cell; all of them if empty.
+    """
 
     needs: Callable[[Cell], bool]
     words: str
@@ -25,7 +31,10 @@ class Limit:
 
 
 def _exchanges_activations(cell: Cell) -> bool:
-    """Tell whether layers (tp), sequences (cp) or experts (ep) are spread over ranks, which exchange activations."""
+    """Tell whether ranks exchange activations.
+
+    They do if layers (tp), sequences (cp) or experts (ep) are spread over them.
+    """
     return max(cell.tp, cell.cp, cell.ep) > 1
 
 
@@ -46,7 +55,10 @@ LIMITS = (
 
 
 def why_not_through_gloo(cell: Cell, check: str = "") -> str | None:
-    """Return why ranks that share a GPU cannot run the cell, or the check in it, through gloo; None if they can."""
+    """Return why ranks that share a GPU cannot run the cell, or the check in it, through gloo.
+
+    None if they can.
+    """
     for limit in LIMITS:
         if limit.checks and check not in limit.checks:
             continue

@@ -18,7 +18,9 @@ from pytest_distcompat.strategies import STRATEGIES
 
 def is_base(suite: type[CompatSuite]) -> bool:
     """Tell whether a class is only a base of suites: it has no driver, and it has subclasses."""
-    return suite is CompatSuite or (not suite.driver and bool(suite.__subclasses__()))
+    if suite is CompatSuite:
+        return True
+    return not suite.driver and bool(suite.__subclasses__())
 
 
 def validate(suite: type[CompatSuite], world_size: int) -> None:
@@ -29,7 +31,8 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
     for expectation in suite.expect:
         if not isinstance(expectation, Expectation):
             raise UsageProblem(
-                f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)"
+                f"{suite.__name__}.expect holds {expectation!r}; "
+                "expected fails(...) or refuses(...)"
             )
         check_names(expectation)
     cells = list(all_cells(suite, world_size))
@@ -38,30 +41,34 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
         PRECISIONS.get(cell.precision)
     for expectation in suite.expect:
         if not _covers_any(suite, expectation, cells):
+            driver_name = driver.name or suite.driver
             raise UsageProblem(
-                f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})"
+                f"{suite.__name__}.expect: {expectation} "
+                f"covers no cell of the matrix ({driver_name})"
             )
 
 
 def _check_overrides(suite: type[CompatSuite]) -> None:
     for name in vars(CompatSuite):
-        if name.startswith("test") and getattr(suite, name, None) is not getattr(CompatSuite, name):
+        if not name.startswith("test"):
+            continue
+        if getattr(suite, name, None) is not getattr(CompatSuite, name):
             raise UsageProblem(
-                f"{suite.__name__} overrides {name!r}. A standard test is not overridden: say what does not hold with "
-                "expect = (fails(...), refuses(...))"
+                f"{suite.__name__} overrides {name!r}. A standard test is not overridden: "
+                "say what does not hold with expect = (fails(...), refuses(...))"
             )
 
 
 def _check_kinds(suite: type[CompatSuite]) -> None:
     """Check the types of the class's attributes, and that it has a driver."""
     for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
-        if not isinstance(getattr(suite, name), kind):
-            raise UsageProblem(
-                f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}"
-            )
+        value = getattr(suite, name)
+        if not isinstance(value, kind):
+            raise UsageProblem(f"{suite.__name__}.{name} is {value!r}; expected a {kind.__name__}")
     if not suite.driver:
         raise UsageProblem(
-            f"{suite.__name__} has no driver (driver = {suite.driver!r}): expected module:attribute, or one of "
+            f"{suite.__name__} has no driver (driver = {suite.driver!r}): "
+            "expected module:attribute, or one of "
             f"{', '.join(DRIVERS.names())}"
         )
 

@@ -13,7 +13,10 @@ from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.strategies import STRATEGIES
 
 #: See docs/upstream/deepspeed_visible_uuid.py.
-NO_MIG = "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: it is named by its UUID"
+NO_MIG = (
+    "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: "
+    "it is named by its UUID"
+)
 
 
 def why_not_run(case: Case, session: DistcompatSession) -> str | None:

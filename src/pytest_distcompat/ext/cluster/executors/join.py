@@ -21,4 +21,6 @@ class Join(Executor):
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:
         """Start the agent of this node again."""
-        return self._popen([*join, "--name", name], token) if name == socket.gethostname() else None
+        if name != socket.gethostname():
+            return None
+        return self._popen([*join, "--name", name], token)

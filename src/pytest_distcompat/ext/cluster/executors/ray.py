@@ -138,7 +138,8 @@ def nodes_by_name() -> dict[str, Any]:
     if colon and port.isdecimal() and "/" not in host:
         # Ray itself would try for twelve minutes.
         try:
-            socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
+            address = (host.strip("[]"), int(port))
+            socket.create_connection(address, REACHED_S).close()
         except OSError as error:
             raise ConnectionError(f"{host}:{port}: {error}") from None
     import ray
@@ -146,12 +147,18 @@ def nodes_by_name() -> dict[str, Any]:
     ray.init(address="auto", logging_level="warning", namespace="distcompat")
     # The head of a cluster often has no GPU, and should not be chosen first.
     alive = [node for node in ray.nodes() if node["Alive"]]
-    alive.sort(key=lambda node: (-_total(node, "GPU"), str(node["NodeID"])))
+
+    def most_gpus_first(node: Mapping[str, Any]) -> tuple[float, str]:
+        return -_total(node, "GPU"), str(node["NodeID"])
+
+    alive.sort(key=most_gpus_first)
     hosts = [node["NodeManagerHostname"] for node in alive]
     # Several nodes of a cluster can be on one machine.
     by_name = {}
     for number, (host, node) in enumerate(zip(hosts, alive, strict=True)):
-        name = host if hosts.count(host) == 1 else f"{host}-{number}"
+        name = host
+        if hosts.count(host) > 1:
+            name = f"{host}-{number}"
         by_name[name] = node
     return by_name
 
@@ -208,7 +215,9 @@ class Placements:
             yield {"given": {}}
             return
         self._create_group(counts, resource)
-        parts = [f"{count} on {_shown(name)}" for name, count in counts.items()]
+        parts = []
+        for name, count in counts.items():
+            parts.append(f"{count} on {_shown(name)}")
         words = f"{resource}s ({', '.join(parts)})"
         yield from self._wait([*counts], asked["who"], words, resource)
 
@@ -221,7 +230,8 @@ class Placements:
                 too_few.append(f"{_shown(name)} has {total}")
         if not too_few:
             return None
-        need = f"{asked['who']} needs {asked['resource']}s ({asked['least']} on each node)"
+        devices = f"{asked['resource']}s ({asked['least']} on each node)"
+        need = f"{asked['who']} needs {devices}"
         return f"{need}; by Ray's count {', '.join(too_few)}"
 
     def _create_group(self, counts: Mapping[str, int], resource: str) -> None:
@@ -254,18 +264,20 @@ class Placements:
         while not self._group.wait(1):
             waited = clock.now() - began
             free = ray.available_resources().get(resource, 0)
-            text = f"{who} has waited {waited:.0f} s for {words}; by Ray's count {free:g} are free in the cluster"
+            counted = f"by Ray's count {free:g} are free"
+            text = f"{who} has waited {waited:.0f} s for {words}; {counted} in the cluster"
             if waited > DEVICES_S or self._replaced():
                 self.give_back()
                 yield {"refused": text}
                 return
             notice = ""
             if waited > NOTIFY_AFTER_S and not notified:
-                notice = f"waits for {words}; by Ray's count {free:g} are free"
+                notice = f"waits for {words}; {counted}"
                 notified = True
             yield {"waits": notice}
         try:
-            yield {"given": self._gpus(names) if resource == "GPU" else {}}
+            given = self._gpus(names) if resource == "GPU" else {}
+            yield {"given": given}
         except ray.exceptions.RayError as error:
             self.give_back()
             yield {"refused": f"Ray did not say which GPUs it gave: {error}"}
@@ -342,7 +354,9 @@ def serve(
     # Answers have a file descriptor of their own. What the agents print goes to standard error.
     answers = os.dup(1)
     os.dup2(2, 1)
-    agents = [_start_agent(nodes[name], [*join, "--name", name], token) for name in names]
+    agents = []
+    for name in names:
+        agents.append(_start_agent(nodes[name], [*join, "--name", name], token))
     own_id = ray.get_runtime_context().get_node_id()
     own_node = next(node for node in nodes.values() if node["NodeID"] == own_id)
 
@@ -361,9 +375,9 @@ def serve(
             # the devices until then.
             ray.wait(agents, num_returns=len(agents))
             break
-        asked = json.loads(line)
-        for answer in placements.place(asked):
-            reply = json.dumps({**answer, "number": asked["number"]})
+        request = json.loads(line)
+        for answer in placements.place(request):
+            reply = json.dumps({**answer, "number": request["number"]})
             # pytest's process may be gone.
             with contextlib.suppress(BrokenPipeError):
                 os.write(answers, f"{reply}\n".encode())
@@ -389,7 +403,8 @@ def _start_agent(node: Mapping[str, Any], command: Sequence[str], token: str) ->
 
 def _agent(command: Sequence[str], token: str) -> int:
     """Run a node agent until it ends; this is called in a Ray process on the agent's node."""
-    return subprocess.run(command, input=f"{token}\n", text=True, check=False).returncode
+    done = subprocess.run(command, input=f"{token}\n", text=True, check=False)
+    return done.returncode
 
 
 def main(action: str, *arguments: str) -> str:
@@ -411,7 +426,10 @@ def main(action: str, *arguments: str) -> str:
         sys.stdout.writelines(f"{name}\n" for name in nodes)
         return ""
     wanted, *join = arguments
-    names = [wanted] if action == "start_one" else [*nodes][: int(wanted)]
+    if action == "start_one":
+        names = [wanted]
+    else:
+        names = [*nodes][: int(wanted)]
     if action == "start" and len(names) < int(wanted):
         return f"the cluster has {len(names)} of {wanted} nodes"
     if not {*names} <= {*nodes}:

@@ -40,7 +40,8 @@ class Slurm(Executor):
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start all agents as one job step, beside the step that pytest may run in."""
-        return [self._srun(join, token, f"--nodes={nodes}", f"--ntasks={nodes}")]
+        sizes = (f"--nodes={nodes}", f"--ntasks={nodes}")
+        return [self._srun(join, token, *sizes)]
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
         """Start one agent, as a job step of its own."""

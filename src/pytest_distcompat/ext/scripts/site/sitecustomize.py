@@ -1,4 +1,7 @@
-"""Startup file of each Python process of a launched script: it starts the probe and leaves no trace."""
+"""Startup file of each Python process of a launched script.
+
+It starts the probe and leaves no trace.
+"""
 
 # ruff: noqa: INP001 - a directory of PYTHONPATH, no package
 
@@ -18,7 +21,10 @@ _RUN = "DISTCOMPAT_RUN"
 
 
 class _OurPackage(importlib.abc.MetaPathFinder):
-    """Finder of this package only, for processes whose own environment does not have it (``uv run``)."""
+    """Finder of this package only.
+
+    For processes whose own environment does not have the package (``uv run``).
+    """
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
@@ -31,7 +37,11 @@ class _OurPackage(importlib.abc.MetaPathFinder):
 
 def _import_own_sitecustomize() -> None:
     """Import the next ``sitecustomize`` on the path in place of this one."""
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != _HERE]
+    others = []
+    for entry in sys.path:
+        if Path(entry).resolve() != _HERE:
+            others.append(entry)
+    sys.path[:] = others
     own = sys.modules.pop("sitecustomize")
     try:
         importlib.import_module("sitecustomize")
@@ -43,16 +53,18 @@ def _import_own_sitecustomize() -> None:
 
 
 def _start_probe() -> None:
-    """Start the probe; write a failure to a file that the parent reads, and never raise it in the script."""
+    """Start the probe.
+
+    A failure is written to a file that the parent reads, and never raised in the script.
+    """
     sys.meta_path.append(_OurPackage())
     try:
         importlib.import_module("pytest_distcompat.ext.scripts.instrumentation").enter()
     except Exception:
+        text = f"at the start of the process:\n{traceback.format_exc()}"
         file = Path(os.environ.get(_RUN, ""), f"probe-{os.getpid()}.failed")
         with contextlib.suppress(OSError):
-            file.write_text(
-                "at the start of the process:\n" + traceback.format_exc(), encoding="utf-8"
-            )
+            file.write_text(text, encoding="utf-8")
 
 
 _start_probe()

@@ -1,4 +1,7 @@
-"""The built-in drivers, each named after the library that it drives, and ``TinyDriver``, which they inherit."""
+"""The built-in drivers, each named after the library that it drives.
+
+They inherit ``TinyDriver``.
+"""
 
 from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver
 

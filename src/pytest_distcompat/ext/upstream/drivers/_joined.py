@@ -1,4 +1,7 @@
-"""Several optimizers as one object, for libraries that take one only; in a module of its own because it imports torch."""
+"""Several optimizers as one object, for libraries that take one only.
+
+It is a module of its own because it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ class Joined(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], make: Callable[[Any], list[torch.optim.Optimizer]]
     ) -> None:
-        """Make the optimizers by ``make(params)``."""
+        """Make the optimizers by ``make(params)``.
+
+        Args:
+            params: Parameters or param groups.
+            make: Returns the optimizers, each with some of them.
+        """
         self.parts = make(list(params))
         groups = []
         for part in self.parts:

@@ -1,5 +1,6 @@
-"""Option ``loaded``: models that a trainer makes itself, which ZeRO-3 partitions parameter by parameter meanwhile.
+"""Option ``loaded``: models that a trainer makes or reads itself.
 
+ZeRO-3 partitions them parameter by parameter meanwhile:
 https://huggingface.co/docs/transformers/deepspeed,
 https://deepspeed.readthedocs.io/en/latest/zero3.html
 """
@@ -29,14 +30,23 @@ SEED = 1
 
 
 def sources(*strategies: str) -> tuple[Source, ...]:
-    """Return the calls by which transformers makes, changes and writes a model, whose arguments a cell sets."""
+    """Return the calls of transformers on a model whose arguments a cell can set.
+
+    They make, change and write it.
+
+    Args:
+        strategies: The strategies under which they are set.
+    """
     model = "transformers.PreTrainedModel"
-    names = ("from_pretrained", "resize_token_embeddings", "save_pretrained")
-    return tuple(Source(name, f"{model}.{name}", strategies) for name in names)
+    return (
+        Source("from_pretrained", f"{model}.from_pretrained", strategies),
+        Source("resize_token_embeddings", f"{model}.resize_token_embeddings", strategies),
+        Source("save_pretrained", f"{model}.save_pretrained", strategies),
+    )
 
 
 def unsupported_reason(cell: Cell, tiny: TinyModel) -> str | None:
-    """Return why the trainer cannot make the cell's model itself; None if it can, or if the model is given."""
+    """Return why the trainer cannot make the cell's model itself; None if it can or need not."""
     loaded = cell.option("loaded")
     if loaded == "given":
         return None
@@ -83,7 +93,10 @@ def unsupported_reason(cell: Cell, tiny: TinyModel) -> str | None:
 
 
 def changes_values(cell: Cell) -> bool:
-    """Tell whether what is read has other values than the files: those that are not there, or of another size."""
+    """Tell whether the model that is read has other values than its files.
+
+    So have layers that are not in the files, or have another size there.
+    """
     if cell.option("loaded") == "from_backbone":
         return True
     return bool(cell.settings("resize_token_embeddings")) or _has_other_sizes(cell)
@@ -131,7 +144,14 @@ def make(
 
 
 def read(cell: Cell, precision: Precision, base: Any, run_directory: Path | None) -> Module:
-    """Write a model's files, in a directory of the run if there are several ranks, and read them."""
+    """Write a model's files and read them, as option ``loaded`` and the cell's settings say.
+
+    Args:
+        cell: The cell.
+        precision: Its precision, whose load dtype the model gets.
+        base: The model, without an adapter.
+        run_directory: The directory of the run, in which ranks share files. One process needs none.
+    """
     import torch
 
     with _shared_directory(run_directory, "loaded") as directory:
@@ -164,7 +184,8 @@ def _shared_directory(run_directory: Path | None, name: str) -> Iterator[Path]:
     """Give a directory that all ranks of the process group share, until all are done with it.
 
     Args:
-        run_directory: The directory of the run, which pytest removes with it. One process needs none.
+        run_directory: The directory of the run, which pytest removes with it. One process needs
+            none.
         name: The name of the directory there.
     """
     from torch import distributed
@@ -179,7 +200,7 @@ def _shared_directory(run_directory: Path | None, name: str) -> Iterator[Path]:
 
 
 def _wait_for_all_ranks() -> None:
-    """Wait until all ranks of the process group are here; in one process without a group there is nothing to wait for."""
+    """Wait until all ranks of the process group are here; return at once without a group."""
     from torch import distributed
 
     if distributed.is_initialized():
@@ -187,7 +208,7 @@ def _wait_for_all_ranks() -> None:
 
 
 def _has_other_sizes(cell: Cell) -> bool:
-    """Tell whether the files have embeddings of another size, which the cell's setting ignores."""
+    """Tell whether the files have embeddings of another size, which a setting has ignored."""
     return bool(cell.settings("from_pretrained").get("ignore_mismatched_sizes"))
 
 

@@ -1,4 +1,7 @@
-"""Options of a cell that do not depend on the strategy: activation checkpointing, compilation, 8 bits, whole files."""
+"""Options of a cell that do not depend on the strategy, for several drivers.
+
+Activation checkpointing, compilation, layers in 8 bits, whole files.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ OF_ALL = (
 OF_FSDP = ("state_dict", "reshard_after_forward", "dp_replicate", "use_orig_params")
 #: Why a sequence is not cut by accelerate and Trainer under FSDP2. Measured with torch 2.13.
 TORCH_CP = (
-    "accelerate's cp_size is torch's context_parallel, not driven yet: on the CPU attention 'does not have a sharding "
-    "strategy registered'"
+    "accelerate's cp_size is torch's context_parallel, not driven yet: on the CPU attention "
+    "'does not have a sharding strategy registered'"
 )
 #: Why tensor parallelism under ZeRO is not that of accelerate or Trainer.
 AUTOTP = "DeepSpeed's own tensor parallelism (AutoTP) is driven by the deepspeed driver alone"
@@ -58,8 +61,8 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
             and bool(cell.option("activation_checkpointing"))
             and cell.option("wrap_policy") == "size",
             (
-                "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
-                "reduces gradients, and both wait (docs/upstream.md)"
+                "recomputed modules then hold several of FSDP1's units: one rank gathers for the "
+                "recomputation while another reduces gradients, and both wait (docs/upstream.md)"
             ),
         ),
         (
@@ -71,13 +74,17 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
         ),
         (
             fsdp1 and cell.option("dp_replicate") != 1,
-            "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a machine, of which there is one",
+            (
+                "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a "
+                "machine, of which there is one"
+            ),
         ),
         (
             device == "cpu" and fsdp1 and one_file,
             (
-                "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
-                "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
+                "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU "
+                "ranks is a segmentation fault in torch "
+                "(https://github.com/pytorch/pytorch/issues/188989)"
             ),
         ),
         (
@@ -88,7 +95,10 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
 
 
 def recompute_by_model(model: Any, blocks: Iterable[Module], cell: Cell) -> None:
-    """Turn on activation checkpointing by the model's own method, as transformers' have one, or wrap each block."""
+    """Turn on activation checkpointing by the model's own method, or wrap each block.
+
+    Models of transformers have such a method.
+    """
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recomputation(cell))
         model.train()
@@ -103,8 +113,16 @@ def recomputation(cell: Cell) -> dict[str, Any]:
 
 
 def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -> None:
-    """Write FSDP1's weights on CPU ranks, where gathering crashes torch, by accelerate's merge of a sharded checkpoint."""
-    # https://huggingface.co/docs/accelerate/usage_guides/fsdp
+    """Write FSDP1's weights on CPU ranks by accelerate's merge of a sharded checkpoint.
+
+    Gathering them crashes torch there. https://huggingface.co/docs/accelerate/usage_guides/fsdp
+
+    Args:
+        accelerator: The Accelerator that prepared the model.
+        model: The wrapped model.
+        directory: The weights are written there, the checkpoint beside it.
+        lora: Whether the model has an adapter, which is written alone.
+    """
     from accelerate.utils import merge_fsdp_weights, save_fsdp_model
 
     unwrapped = accelerator.unwrap_model(model)
@@ -121,7 +139,10 @@ def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -
 
 
 def whole_state(model: Module) -> dict[str, Any]:
-    """Return the full state dict on every rank, without the offload that crashes FSDP1 on CPU ranks."""
+    """Return the full state dict on every rank.
+
+    Without the offload to the CPU, which crashes FSDP1 on CPU ranks.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -130,7 +151,9 @@ def whole_state(model: Module) -> dict[str, Any]:
 def clip_on_meshes(
     parameters: Iterable[torch.Tensor], max_norm: float, stages: Any = None
 ) -> float:
-    """Clip gradients of parameters on different meshes, which torch's function cannot put together; return their norm.
+    """Clip gradients of parameters on different meshes, and return their norm.
+
+    torch's own function cannot add up norms of different meshes.
 
     Args:
         parameters: The parameters, whose gradients are changed in place.
@@ -146,14 +169,18 @@ def clip_on_meshes(
         if parameter.grad is not None:
             mesh = getattr(parameter.grad, "device_mesh", None)
             gradients_by_mesh[mesh].append(parameter.grad)
-    norms: list[Any] = [get_total_norm(gradients) for gradients in gradients_by_mesh.values()]
-    full_norms = []
-    for mesh_norm in norms:
-        full = mesh_norm.full_tensor() if hasattr(mesh_norm, "full_tensor") else mesh_norm
-        full_norms.append(float(full))
+    mesh_norms: list[Any] = []
+    full_norms: list[float] = []
+    for gradients in gradients_by_mesh.values():
+        mesh_norm: Any = get_total_norm(gradients)
+        mesh_norms.append(mesh_norm)
+        if hasattr(mesh_norm, "full_tensor"):
+            # The norm of DTensors is a DTensor too, of which each rank has a part.
+            mesh_norm = mesh_norm.full_tensor()
+        full_norms.append(float(mesh_norm))
     norm = math.hypot(*full_norms)
     if stages is not None:
-        square = torch.tensor(norm**2, device=norms[0].device)
+        square = torch.tensor(norm**2, device=mesh_norms[0].device)
         torch.distributed.all_reduce(square, group=stages)
         norm = math.sqrt(square)
     factor = min(1.0, max_norm / (norm + 1e-6))
@@ -164,9 +191,10 @@ def clip_on_meshes(
 
 
 def recompute(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
-    """Wrap each block in activation checkpointing, in place; in mode ``selective`` matrix products are not computed again.
+    """Wrap each block in activation checkpointing, in place.
 
-    The cell's settings of ``checkpoint`` are arguments of ``torch.utils.checkpoint.checkpoint``.
+    In mode ``selective`` matrix products are not computed again. The cell's settings of
+    ``checkpoint`` are arguments of ``torch.utils.checkpoint.checkpoint``.
     """
     # torch has the wrapper under a private path only, which its own FSDP tutorial uses;
     # ``tests/launch/test_private_names.py`` fails when it goes away.
@@ -194,7 +222,7 @@ def recompute(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
 
 
 def recompute_by_deepspeed(blocks: Iterable[Module], config: Mapping[str, Any]) -> None:
-    """Have the forward of each block run by ``deepspeed.checkpointing``, configured by DeepSpeed's JSON."""
+    """Have ``deepspeed.checkpointing`` run the forward of each block, as the JSON configures it."""
     # https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html
     import deepspeed
 
@@ -208,20 +236,31 @@ def _products() -> list[Any]:
     import torch
 
     aten = torch.ops.aten
-    names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-    attention = [getattr(aten, f"_scaled_dot_product_{name}").default for name in names]
-    return [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, *attention]
+    operators = [aten.mm, aten.addmm, aten.bmm, aten.baddbmm]
+    for kernel in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+    ):
+        operators.append(getattr(aten, f"_scaled_dot_product_{kernel}"))
+    return [operator.default for operator in operators]
 
 
 def compile_blocks(mode: object, blocks: list[Module]) -> None:
-    """Compile blocks in place by aot_eager: each one for ``regional``, the first one for ``partial``."""
+    """Compile blocks in place by aot_eager.
+
+    Args:
+        mode: Option ``compile``: all of them for ``regional``, the first one for ``partial``.
+        blocks: The blocks.
+    """
     compiled_blocks = blocks if mode == "regional" else blocks[:1]
     for block in compiled_blocks:
         block.compile(backend="aot_eager")
 
 
 def compiled(model: Any, cell: Cell) -> Any:
-    """Return the model wrapped by torch.compile: with inductor, or the backend that the option names."""
+    """Return the model wrapped by torch.compile, with the backend of option ``compile``."""
     import torch
 
     mode = cell.option("compile")
@@ -234,20 +273,31 @@ def in_8_bits(model: Module, device: str) -> Module:
     # Emulated on the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    last = list(model.named_modules())[-1][0]
+    last, _ = list(model.named_modules())[-1]
+
+    def is_converted(layer: Any, name: str) -> bool:
+        # A product in 8 bits needs sizes divisible by 16.
+        remainders = (layer.in_features % 16, layer.out_features % 16)
+        return name != last and remainders == (0, 0)
+
     converted: Module = convert_to_float8_training(
         model,
         config=Float8LinearConfig(emulate=device == "cpu"),
-        # A product in 8 bits needs sizes divisible by 16.
-        module_filter_fn=lambda module, name: (
-            name != last and not (module.in_features % 16 or module.out_features % 16)
-        ),
+        module_filter_fn=is_converted,
     )
     return converted
 
 
 def write_whole(model: Any, state: Mapping[str, Any], directory: Path) -> None:
-    """Write the weights to one safetensors file, and the model's configuration; an adapter in PEFT's format."""
+    """Write the weights to one safetensors file, and the configuration if the model has one.
+
+    An adapter is written alone, in PEFT's format.
+
+    Args:
+        model: The unwrapped model.
+        state: Its whole weights by name.
+        directory: The files are written there.
+    """
     from safetensors.torch import save_file
 
     if hasattr(model, "peft_config"):
@@ -255,6 +305,9 @@ def write_whole(model: Any, state: Mapping[str, Any], directory: Path) -> None:
         return
     if hasattr(model, "config"):
         model.config.save_pretrained(directory)
-    # safetensors does not accept tied weights, one tensor under two names.
-    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    copies = {}
+    for name, tensor in state.items():
+        # safetensors does not accept tied weights, one tensor under two names.
+        copy = tensor.detach().cpu().clone()
+        copies[name] = copy.contiguous()
     save_file(copies, directory / "model.safetensors", metadata={"format": "pt"})

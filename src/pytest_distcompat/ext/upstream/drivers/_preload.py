@@ -1,4 +1,7 @@
-"""Modules that the fork server imports for each library, if the release has them, so that ranks need not."""
+"""Modules that the fork server imports for each library, so that ranks need not.
+
+Those that a release lacks are left out.
+"""
 
 from __future__ import annotations
 

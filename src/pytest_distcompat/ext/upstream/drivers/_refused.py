@@ -8,5 +8,8 @@ OFFLOADS = (
 )
 #: What walks under ZeRO-3 lack.
 NO_SECOND_LOAD = {
-    "load*": "under ZeRO-3 a checkpoint cannot be loaded after one was saved, says load_checkpoint's documentation"
+    "load*": (
+        "under ZeRO-3 a checkpoint cannot be loaded after one was saved, "
+        "says load_checkpoint's documentation"
+    )
 }

@@ -1,4 +1,7 @@
-"""Releases that a cell requires, read without importing them, and FSDP's TrainingArguments of older transformers."""
+"""Releases that a cell requires, and TrainingArguments for FSDP in older releases.
+
+Installed releases are read from their metadata: no library is imported.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,7 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
 
 
 def _required_of_accelerate(cell: Cell) -> Iterator[str]:
+    """Yield the releases of accelerate that the cell requires."""
     if cell.option("dp_replicate") != 1:
         # ParallelismConfig: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
         yield "accelerate>=1.10"
@@ -58,6 +62,7 @@ def _required_of_accelerate(cell: Cell) -> Iterator[str]:
 
 
 def _required_of_transformers(cell: Cell) -> Iterator[str]:
+    """Yield the releases of transformers that the cell requires."""
     # Before, Trainer prepares the model without its optimizer:
     # https://github.com/huggingface/transformers/pull/37147
     if cell.strategy == "fsdp2":
@@ -74,7 +79,7 @@ def _required_of_transformers(cell: Cell) -> Iterator[str]:
 
 
 def missing(requirements: Iterable[str]) -> str | None:
-    """Return the first of the requirements that is not installed, as one sentence; None if all are."""
+    """Return a sentence about the first requirement that is not installed; None if all are."""
     for requirement in dict.fromkeys(requirements):
         reason = _missing(requirement)
         if reason:
@@ -83,6 +88,7 @@ def missing(requirements: Iterable[str]) -> str | None:
 
 
 def _missing(requirement_text: str) -> str | None:
+    """Return a sentence about the requirement if it is not installed."""
     requirement = _parsed(requirement_text)
     # A requirement may name a module; what is installed is its package.
     package = requirement.name.partition(".")[0]
@@ -105,9 +111,15 @@ release = cache(version_of)
 def fsdp_for_release(
     settings: Mapping[str, Any], release: Version
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return overriding arguments and environment variables for FSDP in that release of transformers."""
-    # The variables are those of ``accelerate launch``.
-    # https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer
+    """Return how a release of transformers is told about FSDP: arguments and variables.
+
+    The arguments override those in ``settings``. The environment variables are those of
+    ``accelerate launch``: https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer
+
+    Args:
+        settings: TrainingArguments for the newest release.
+        release: The release.
+    """
     if release >= FSDP_BY_CONFIG or not settings.get("fsdp"):
         return {}, {}
     config = dict(settings["fsdp_config"])

@@ -24,6 +24,10 @@ BATCH = 2
 SPLIT = 4
 #: How many epochs of a loader are read.
 EPOCHS = 2
+#: Of each batch that a rank reads, its epoch and its rows.
+_Batches = Iterator[tuple[int, Sequence[int]]]
+#: Where a run begins: an epoch, and how many of its batches were read before.
+_Start = tuple[int, int]
 
 #: torchdata's loader saves and restores its position itself.
 _STATEFUL = {
@@ -165,12 +169,12 @@ def accelerate_loader(
 def accelerate_rows(
     name: str,
     count: int,
-    start: tuple[int, int],
+    start: _Start,
     directory: Path,
     *,
     device: str = "cpu",
     parallel: Mapping[str, Any] = MappingProxyType({}),
-) -> Iterator[tuple[int, Sequence[int]]]:
+) -> _Batches:
     """Yield the epoch and the rows of each batch that this rank reads.
 
     A run resumes as accelerate's documentation says: ``load_state``, then ``skip_first_batches``.
@@ -190,6 +194,7 @@ def accelerate_rows(
     saved = directory / f"{name}-{first_epoch}-{done}"
     if saved.exists():
         accelerator.load_state(str(saved))
+    saves = start == (0, 0)
     for epoch in range(first_epoch, EPOCHS):
         skipped = 0
         if not stateful:
@@ -203,16 +208,19 @@ def accelerate_rows(
         for batch in batches:
             yield epoch, batch.tolist()
             number += 1
-            if start == (0, 0) and (epoch, number) in RESUME_AT:
-                accelerator.save_state(str(directory / f"{name}-{epoch}-{number}"))
-        if start == (0, 0) and (epoch + 1, 0) in RESUME_AT:
-            accelerator.save_state(str(directory / f"{name}-{epoch + 1}-0"))
+            if saves and (epoch, number) in RESUME_AT:
+                state = directory / f"{name}-{epoch}-{number}"
+                accelerator.save_state(str(state))
+        next_epoch = epoch + 1
+        if saves and (next_epoch, 0) in RESUME_AT:
+            state = directory / f"{name}-{next_epoch}-0"
+            accelerator.save_state(str(state))
 
 
 def accelerate_metrics(
     count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Return for each loader the number of rows of ``gather_for_metrics``, and their mean square."""
+    """Return how many rows ``gather_for_metrics`` gives of each loader, and their mean square."""
     import torch
 
     metrics: dict[str, float] = {}
@@ -290,7 +298,9 @@ def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Collate rows to a batch, without their tokens."""
     import torch
 
-    return {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
+    numbers = torch.stack([row["x"] for row in rows])
+    labels = torch.stack([row["labels"] for row in rows])
+    return {"x": numbers, "labels": labels}
 
 
 def _steps(count: int, rows_a_step: int, settings: Mapping[str, Any]) -> int:
@@ -316,7 +326,9 @@ def _recorder() -> Any:
         def forward(self, x: Any, labels: Any) -> Any:
             if self.training:
                 self.fed[-1].append(x.flatten().tolist())
-            return {"loss": (0 * self.scale + labels).square().mean(), "logits": x}
+            # The parameter has a gradient, but does not change the loss.
+            squares = (0 * self.scale + labels).square()
+            return {"loss": squares.mean(), "logits": x}
 
     return _Recorder()
 
@@ -416,9 +428,14 @@ def _trainer(
     return trainer
 
 
+def _step_of(checkpoint: Path) -> int:
+    """Return the step after which Trainer saved a checkpoint, from the name of its directory."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
 def trainer_rows(
-    name: str, count: int, start: tuple[int, int], directory: Path, *, world: int, device: str
-) -> Iterator[tuple[int, Sequence[int]]]:
+    name: str, count: int, start: _Start, directory: Path, *, world: int, device: str
+) -> _Batches:
     """Train two epochs, or what is left of them after a checkpoint; yield what this rank read.
 
     Args:
@@ -429,12 +446,12 @@ def trainer_rows(
         world: The number of ranks.
         device: ``cpu`` or that of this rank.
     """
-    trainer = _trainer(count, directory / name, _TRAINER[name], device, world)
-    saved = sorted(
-        (directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])
-    )
+    loader_directory = directory / name
+    trainer = _trainer(count, loader_directory, _TRAINER[name], device, world)
     checkpoint: str | None = None
     if start in RESUME_AT:
+        # The run from the beginning has saved a checkpoint-STEP wherever another one resumes.
+        saved = sorted(loader_directory.glob("checkpoint-*"), key=_step_of)
         checkpoint = str(saved[RESUME_AT.index(start)])
     trainer.train(resume_from_checkpoint=checkpoint)
     for epoch, batches in enumerate(trainer.model.fed, start[0]):
@@ -449,11 +466,10 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
 
-    def compute(predictions: Any) -> dict[str, float]:
-        return {
-            "rows": len(predictions.predictions),
-            "mean": float((predictions.predictions.astype("float64") ** 2).mean()),
-        }
+    def compute(evaluation: Any) -> dict[str, float]:
+        rows = evaluation.predictions
+        squares = rows.astype("float64") ** 2
+        return {"rows": len(rows), "mean": float(squares.mean())}
 
     # Trainer makes its output directory, although it saves nothing.
     with tempfile.TemporaryDirectory() as directory:
@@ -463,15 +479,18 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
             )
             evaluated = trainer.evaluate()
             for key in ("loss", "rows", "mean"):
-                metrics[f"{name}: {key}"] = float(evaluated[f"eval_{key}"])
+                value = evaluated[f"eval_{key}"]
+                metrics[f"{name}: {key}"] = float(value)
     return metrics
 
 
 #: DeepSpeed makes the loader of ``training_data`` itself; it is resumed nowhere.
-DEEPSPEED: dict[str, Loader] = {"training_data": Loader(resumes=False, moves=False)}
+DEEPSPEED: dict[str, Loader] = {
+    "training_data": Loader(resumes=False, moves=False),
+}
 
 
-def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int]]]:
+def deepspeed_rows(count: int, backend: str) -> _Batches:
     """Read the loader that ``deepspeed.initialize`` returns."""
     import deepspeed
     import torch
@@ -483,15 +502,15 @@ def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int
     model = torch.nn.Linear(1, 1)
     config = {"train_micro_batch_size_per_gpu": BATCH}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = deepspeed.initialize(
+    _, _, loader, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, training_data=range(count)
     )
     for epoch in range(EPOCHS):
-        for batch in made[2]:
+        for batch in loader:
             yield epoch, batch.tolist()
 
 
-def deepspeed_engine_rows(engine: Any, count: int) -> Iterator[tuple[int, Sequence[int]]]:
+def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
     """Read the loader that an engine makes of a data set."""
     loader = engine.deepspeed_io(range(count), batch_size=BATCH)
     for epoch in range(EPOCHS):
@@ -508,9 +527,7 @@ TORCH: dict[str, Loader] = {
 }
 
 
-def torch_rows(
-    name: str, count: int, start: tuple[int, int], rank: int, ranks: int
-) -> Iterator[tuple[int, Sequence[int]]]:
+def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> _Batches:
     """Read a loader with torch's DistributedSampler; a resumed run skips batches by hand."""
     from torch.utils.data import DataLoader, DistributedSampler
 

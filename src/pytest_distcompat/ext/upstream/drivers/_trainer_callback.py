@@ -12,7 +12,7 @@ from pytest_distcompat.driver import OnAction, Plan
 
 
 class PlanDoneError(Exception):
-    """Raised when a plan ends with a load: Trainer cannot be stopped before its first step otherwise."""
+    """Raised when a plan ends with a load: nothing else stops Trainer before its first step."""
 
 
 def _save_steps(plan: Plan) -> set[int]:
@@ -31,34 +31,48 @@ def _tokens_of_step(driver: Any, number: int) -> int:
     tokens: int = 0
     for index in driver.micros(number):
         tokens += driver.tiny.count(driver.batch_of(index, rank))
+    sequence_peers: int = driver.cell.cp
     # Peers of a sequence share its tokens.
-    peers: int = driver.cell.cp
-    return tokens // peers
+    return tokens // sequence_peers
 
 
 def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C901 - its class needs transformers, so it is defined inside
-    """Return a callback that reports each action, and requests a checkpoint where the plan saves."""
-    # It reports a step from ``on_log``, when optimizer and scheduler have stepped and no checkpoint
-    # is saved yet, and ``build`` or ``load`` at the beginning of the first step, when random states
-    # are restored.
+    """Return a callback that reports each action, and asks for a checkpoint where the plan saves.
+
+    It reports ``build`` or ``load`` at the beginning of the first step, when random states are
+    restored. It reports a step from ``on_log``, when optimizer and scheduler have stepped and no
+    checkpoint is saved yet.
+
+    Args:
+        driver: The Trainer's driver.
+        plan: The actions of the run.
+        report: Called with each action that was done, and the loss of a step.
+    """
     from transformers import TrainerCallback
 
     save_after_steps = _save_steps(plan)
 
     class _Reporter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def __init__(self) -> None:
+            #: ``load`` or ``build``; empty once it is reported.
             self.first = "load" if "load" in plan.actions else "build"
+            #: The context of a step whose gradients overflow.
             self.step = contextlib.ExitStack()
-            self.calls = list(plan.actions)
+            #: The actions that are not reported yet, calls of a walk among them.
+            self.pending = list(plan.actions)
 
         def report(self, action: str, *result: Any) -> None:
             """Report an action, then do the calls that follow it."""
             report(action, *result)
-            self.calls = self.calls[self.calls.index(action) + 1 :]
-            while self.calls and self.calls[0].startswith(CALL):
-                call = self.calls.pop(0)
+            self.pending = self.pending[self.pending.index(action) + 1 :]
+            while self.pending and self.pending[0].startswith(CALL):
+                call = self.pending.pop(0)
                 report(call, driver.caller.perform(call.removeprefix(CALL)))
                 driver.read_trainer()
+
+        def action_of(self, step: int) -> str:
+            """Return how the plan names a step, which has that number in the whole training."""
+            return plan.steps[step - plan.first_step]
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             if self.first:
@@ -70,9 +84,10 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                     raise PlanDoneError
                 if state.global_step != plan.first_step:
                     raise RuntimeError(
-                        f"Trainer goes on after {state.global_step} steps; expected {plan.first_step}"
+                        f"Trainer goes on after {state.global_step} steps; expected "
+                        f"{plan.first_step}"
                     )
-            if plan.steps[state.global_step - plan.first_step] == "overflow":
+            if self.action_of(state.global_step) == "overflow":
                 self.step.enter_context(driver.overflowing())
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -86,9 +101,11 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
         ) -> None:
             if "loss" in logs:  # the last log is a summary without one
                 driver.read_trainer()
+                # Trainer has counted the step already.
+                step = state.global_step - 1
                 driver.grad_norm = logs.get("grad_norm")
-                driver.tokens = _tokens_of_step(driver, state.global_step - 1)
-                self.report(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
+                driver.tokens = _tokens_of_step(driver, step)
+                self.report(self.action_of(step), logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:
             self.report("save")

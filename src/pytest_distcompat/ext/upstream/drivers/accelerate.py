@@ -38,7 +38,9 @@ _ENGINE = {
         ("step(clip*", "step(zero*", "zero_grad*"),
         "DeepSpeed's engine clips and zeroes gradients in backward",
     ),
-    "micro*": "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps",
+    "micro*": (
+        "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps"
+    ),
     **dict.fromkeys(
         ("freeze*", "unfreeze*", "add_group*"),
         "DeepSpeed's optimizer partitions what it was built with",
@@ -52,17 +54,26 @@ _WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
 _VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}
 
 
+#: Code that makes the trainer in the script of a walk; ``PLUGIN`` stands for a strategy's own part.
 _SCRIPT = """
     import deepspeed
-    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, PartialState
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
     from torch.utils.data import DataLoader
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     PLUGIN
     optimizer, scheduler = optimizer_of(model, every=RANKS)
-    data = [row for n in range(EPOCH) for r in range(RANKS) for row in zip(*batch(n, r))]
+    data = []
+    for number in range(EPOCH):
+        for rank in range(RANKS):
+            data += zip(*batch(number, rank))
     parts = accelerator.prepare(DataLoader(data, batch_size=4), model, optimizer, scheduler)
     trainer = trainer_of(*parts[1:], accelerator=accelerator, stream=None)
-    trainer.tiny = SimpleNamespace(loss=lambda model, rows: functional.cross_entropy(model(rows[0]), rows[1]))
+
+    def loss(model, rows):
+        return functional.cross_entropy(model(rows[0]), rows[1])
+
+    trainer.tiny = SimpleNamespace(loss=loss)
 
     def batches(done):
         yield from accelerator.skip_first_batches(parts[0], done) if done else ()
@@ -73,7 +84,10 @@ _SCRIPT = """
         trainer.stream = trainer.stream or batches(done % EPOCH)
         return next(trainer.stream)
 
-    trainer.next_batch, trainer.forget_stream = next_batch, lambda: setattr(trainer, "stream", None)
+    def forget_stream():
+        trainer.stream = None
+
+    trainer.next_batch, trainer.forget_stream = next_batch, forget_stream
     return trainer
 """
 #: On CPU ranks accelerate runs DDP instead of FSDP without this: see ``on_cpu``.
@@ -81,16 +95,30 @@ _FSDP_PLUGIN = """
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=VERSION, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
-        state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False, **MORE)
+        fsdp_version=VERSION,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+        **MORE,
+    )
     accelerator = Accelerator(fsdp_plugin=plugin)
 """
 _ZERO_PLUGIN = """
-    zero = {"stage": STAGE, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": MAX_NORM, "zero_optimization": zero}
+    zero = {
+        "stage": STAGE,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": zero,
+    }
     from accelerate import InitProcessGroupKwargs
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
     handlers = [InitProcessGroupKwargs(backend="gloo")]
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
 """
 _PLUGINS = {
     "ddp": "\n    accelerator = Accelerator(cpu=True)",
@@ -98,8 +126,12 @@ _PLUGINS = {
         "MORE", "{'use_orig_params': True, 'sync_module_states': False}"
     ),
     "fsdp2": _FSDP_PLUGIN.replace("VERSION", "2").replace("MORE", "{}"),
-    **{f"zero{stage}": _ZERO_PLUGIN.replace("STAGE", str(stage)) for stage in range(4)},
+    "zero0": _ZERO_PLUGIN.replace("STAGE", "0"),
+    "zero1": _ZERO_PLUGIN.replace("STAGE", "1"),
+    "zero2": _ZERO_PLUGIN.replace("STAGE", "2"),
+    "zero3": _ZERO_PLUGIN.replace("STAGE", "3"),
 }
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
 
 
 class AccelerateCalls(Calls):
@@ -120,14 +152,11 @@ class AccelerateCalls(Calls):
         "zero3": _ENGINE | NO_SECOND_LOAD,
     }
     passes_on: ClassVar[Mapping[str, str]] = {
-        name: f"accelerate.accelerator:Accelerator.{method}"
-        for name, method in {
-            "export": "save_model",
-            "gather_for_metrics": "gather_for_metrics",
-            "get_state_dict": "get_state_dict",
-            "save": "save_state",
-            "unwrap_model": "unwrap_model",
-        }.items()
+        "export": f"{_ACCELERATOR}.save_model",
+        "gather_for_metrics": f"{_ACCELERATOR}.gather_for_metrics",
+        "get_state_dict": f"{_ACCELERATOR}.get_state_dict",
+        "save": f"{_ACCELERATOR}.save_state",
+        "unwrap_model": f"{_ACCELERATOR}.unwrap_model",
     }
 
     @property
@@ -138,7 +167,8 @@ class AccelerateCalls(Calls):
     def backward(self, last: bool) -> float:
         """Run forward and backward of the next batch of the prepared loader."""
         with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-            loss = self.trainer.tiny.loss(self.model, self.trainer.next_batch(self.position))
+            batch = self.trainer.next_batch(self.position)
+            loss = self.trainer.tiny.loss(self.model, batch)
             self.accelerator.backward(loss)
         self.position += 1
         return float(loss.detach())
@@ -299,31 +329,23 @@ class AccelerateDriver(TinyDriver):
     _stream: Iterator[Batch] | None = None
 
     @classmethod
-    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """Return why accelerate cannot run the cell on that kind of device; None if it can."""
+    def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
+        """Yield for each condition why the cell cannot run, or None; the first reason counts."""
         strategy = STRATEGIES.get(cell.strategy)
+        if strategy.accelerate is None:
+            yield f"accelerate has no {cell.strategy}"
+        if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
+            yield "accelerate sets no precision for fp32, so the JSON cannot contradict it"
         autotp = cell.tp > 1 and strategy.zero_stage is not None
-        reason = first_reason(
-            (
-                strategy.accelerate is None,
-                f"accelerate has no {cell.strategy}",
-            ),
-            (
-                bool(cell.option("conflict"))
-                and PRECISIONS.get(cell.precision).compute == "float32",
-                "accelerate sets no precision for fp32, so the JSON cannot contradict it",
-            ),
-        )
-        if reason is None and not autotp:
-            reason = _no_parallelism(cell) or _options.unsupported_by_accelerate(cell, device)
-        if reason is None:
-            reason = super().unsupported_reason(cell, device)
-        if reason is None and autotp:
-            reason = _options.AUTOTP
-        return reason
+        if not autotp:
+            yield _parallelism_reason(cell)
+            yield _options.unsupported_by_accelerate(cell, device)
+        yield from super()._reasons(cell, device)
+        if autotp:
+            yield _options.AUTOTP
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
-        """Do the plan; an Accelerator that names checkpoints itself must know where to when it is made."""
+        """Do the plan; an Accelerator that names checkpoints must know where when it is made."""
         self.save_to = plan.save_to
         super().train(model, plan, report)
 
@@ -338,7 +360,7 @@ class AccelerateDriver(TinyDriver):
         set_seed(1, device_specific=True)
 
     def _make_accelerator(self) -> Any:
-        """Return the Accelerator that the strategy and the cell's options ask for."""
+        """Return the Accelerator of the strategy and the cell's options."""
         from accelerate import Accelerator
         from accelerate.utils import ProjectConfiguration
 
@@ -357,7 +379,8 @@ class AccelerateDriver(TinyDriver):
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
         settings.setdefault("kwargs_handlers", []).extend(handlers)
-        return Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
+        settings = self._with_objects(settings)
+        return Accelerator(**self.cell.with_settings("Accelerator", settings))
 
     def _changed_in_place(self, model: Module) -> Module:
         """Compile, recompute and cut layers of the model where accelerate leaves it to the user."""
@@ -408,10 +431,8 @@ class AccelerateDriver(TinyDriver):
         cell = self.cell
         accumulation = cell.settings("GradientAccumulationPlugin")
         if accumulation:
-            steps = {"num_steps": settings.pop("gradient_accumulation_steps")}
-            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(
-                **steps | accumulation
-            )
+            fields = {"num_steps": settings.pop("gradient_accumulation_steps"), **accumulation}
+            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(**fields)
         loading = cell.settings("DataLoaderConfiguration")
         if loading:
             settings["dataloader_config"] = DataLoaderConfiguration(**loading)
@@ -420,10 +441,12 @@ class AccelerateDriver(TinyDriver):
         plugins = {source.name for source in self.sources}
         for handler_class in utils.dataclasses.KwargsHandler.__subclasses__():
             name = handler_class.__name__
-            fields = {} if name in plugins else cell.settings(name)
+            if name in plugins:
+                continue
+            fields = cell.settings(name)
             if fields:
                 previous = vars(handlers[name]) if name in handlers else {}
-                handlers[name] = handler_class(**previous | fields)
+                handlers[name] = handler_class(**{**previous, **fields})
         return settings | {"kwargs_handlers": list(handlers.values())}
 
     def _mixed_precision(self) -> str:
@@ -438,19 +461,18 @@ class AccelerateDriver(TinyDriver):
         return "no"
 
     def _compilation(self) -> dict[str, Any]:
+        """Return the argument of Accelerator for torch.compile, if it compiles the model."""
         from accelerate.utils import TorchDynamoPlugin
 
         mode = self.cell.option("compile")
         if mode in {False, "partial"}:
             return {}
-        settings: dict[str, Any] = {"backend": "inductor" if mode is True else "aot_eager"}
+        backend = "inductor" if mode is True else "aot_eager"
+        settings: dict[str, Any] = {"backend": backend}
         if mode == "regional":
             settings["use_regional_compilation"] = True
-        return {
-            "dynamo_plugin": TorchDynamoPlugin(
-                **self.cell.with_settings("TorchDynamoPlugin", settings)
-            )
-        }
+        settings = self.cell.with_settings("TorchDynamoPlugin", settings)
+        return {"dynamo_plugin": TorchDynamoPlugin(**settings)}
 
     def _recompute(self, model: Any) -> None:
         """Turn on activation checkpointing in the model, unless accelerate does so: for FSDP."""
@@ -473,11 +495,8 @@ class AccelerateDriver(TinyDriver):
         from accelerate.utils import AORecipeKwargs
         from torchao.float8 import Float8LinearConfig
 
-        return [
-            AORecipeKwargs(
-                config=Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True)
-            )
-        ]
+        config = Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True)
+        return [AORecipeKwargs(config=config)]
 
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch; under context parallelism of this rank's part of it."""
@@ -499,6 +518,11 @@ class AccelerateDriver(TinyDriver):
         self._stream = None
 
     def _batches(self, done: int) -> Iterator[Batch]:
+        """Yield the batches of the prepared loader, epoch after epoch.
+
+        Args:
+            done: How many batches of the first epoch are skipped.
+        """
         if done:
             yield from self.accelerator.skip_first_batches(self.loader, done)
         while True:
@@ -620,7 +644,8 @@ class AccelerateDriver(TinyDriver):
         Under DeepSpeed's parallelism there are none, as a loader is changed when a model is
         prepared.
         """
-        if cell.strategy != "fsdp2" and cell.tp * cell.cp * cell.ep > 1:
+        parallel_ranks = cell.tp * cell.cp * cell.ep
+        if cell.strategy != "fsdp2" and parallel_ranks > 1:
             return {}
         return cls.loaders
 
@@ -629,7 +654,7 @@ class AccelerateDriver(TinyDriver):
         return int(self.accelerator.num_processes)
 
 
-def _no_parallelism(cell: Cell) -> str | None:
+def _parallelism_reason(cell: Cell) -> str | None:
     """Return why accelerate cannot run the cell's context or tensor parallelism; None if it can."""
     other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
     return first_reason(
@@ -643,13 +668,16 @@ def _no_parallelism(cell: Cell) -> str | None:
         ),
         (
             cell.tp > 1 and (cell.precision, *other_options) not in TRIED_TP,
-            "accelerate cannot prepare tensor parallelism beside FSDP2 at all (docs/upstream.md), so nothing more is tried",
+            (
+                "accelerate cannot prepare tensor parallelism beside FSDP2 at all "
+                "(docs/upstream.md), so nothing more is tried"
+            ),
         ),
     )
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
-    """Return the directories of checkpoints that accelerate has named itself, in the order in which it made them."""
+    """Return the directories of checkpoints that accelerate has named, the first one first."""
     # https://huggingface.co/docs/accelerate/usage_guides/checkpoint
     paths = (directory / "checkpoints").iterdir()
     return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))

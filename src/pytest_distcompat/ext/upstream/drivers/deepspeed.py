@@ -1,4 +1,4 @@
-"""Driver for DeepSpeed's own API: ``deepspeed.initialize``, the engine's forward, backward, step and checkpoints.
+"""Driver for DeepSpeed's own API: ``deepspeed.initialize``, its engine and its checkpoints.
 
 https://deepspeed.readthedocs.io/en/latest/initialize.html,
 https://deepspeed.readthedocs.io/en/latest/training.html
@@ -32,30 +32,48 @@ if TYPE_CHECKING:
     from pytest_distcompat.models import Batch
 
 
+#: Pattern of calls -> why walks have none of them under ZeRO-1 and ZeRO-2.
 _WHOLE_PARAMETERS = {
     "gather*": "it keeps whole parameters",
     "accessors(of='grad')": "gradients are there before step() alone",
 }
+#: The same without ZeRO.
 _WITHOUT_ZERO = dict.fromkeys(("gather*", "accessors*"), "it is an interface of ZeRO")
 
 
+#: Code that makes the trainer in the script of a walk; ``STAGE`` stands for the stage of ZeRO.
 _SCRIPT = """
     import deepspeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     optimizer, scheduler = optimizer_of(model)
-    zero = {"stage": STAGE, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": MAX_NORM, "zero_optimization": zero}
-    parts = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    zero = {
+        "stage": STAGE,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": zero,
+    }
+    parts = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     return trainer_of(parts[0], parts[1], parts[3], strategy=SimpleNamespace(shards=STAGE == 3))
 """
+
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 
 class DeepSpeedCalls(Calls):
     """Calls of a DeepSpeed engine, which clips and zeroes gradients itself."""
 
     script: ClassVar[Mapping[str, str]] = {
-        f"zero{stage}": _SCRIPT.replace("STAGE", str(stage)) for stage in range(4)
+        "zero0": _SCRIPT.replace("STAGE", "0"),
+        "zero1": _SCRIPT.replace("STAGE", "1"),
+        "zero2": _SCRIPT.replace("STAGE", "2"),
+        "zero3": _SCRIPT.replace("STAGE", "3"),
     }
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "*": {
@@ -74,22 +92,24 @@ class DeepSpeedCalls(Calls):
             ),
         },
         "zero0": _WITHOUT_ZERO,
-        **{f"zero{stage}": _WHOLE_PARAMETERS for stage in (1, 2)},
+        "zero1": _WHOLE_PARAMETERS,
+        "zero2": _WHOLE_PARAMETERS,
         "zero3": NO_SECOND_LOAD,
     }
     passes_on: ClassVar[Mapping[str, str]] = {
-        name: f"deepspeed.runtime.engine:DeepSpeedEngine.{method}"
-        for name, method in {
-            "export": "save_16bit_model",
-            "load": "load_checkpoint",
-            "load_weights": "load_checkpoint",
-            "module_state_dict": "module_state_dict",
-            "save": "save_checkpoint",
-        }.items()
+        "export": f"{_ENGINE}.save_16bit_model",
+        "load": f"{_ENGINE}.load_checkpoint",
+        "load_weights": f"{_ENGINE}.load_checkpoint",
+        "module_state_dict": f"{_ENGINE}.module_state_dict",
+        "save": f"{_ENGINE}.save_checkpoint",
     }
 
     def backward(self, last: bool) -> float:
-        """Run forward and backward; the boundary says whether the engine reduces and steps."""
+        """Run forward and backward of the next batch and return the loss.
+
+        Args:
+            last: Whether gradient accumulation ends with it: only then does the engine step.
+        """
         self.model.set_gradient_accumulation_boundary(last)
         loss = self.trainer.loss(self.model, self.position, self.ranks[0])
         self.model.backward(loss)
@@ -97,8 +117,9 @@ class DeepSpeedCalls(Calls):
         return float(loss.detach())
 
     def micro(self) -> float:
-        """Add the gradients of a batch up; ``step`` does nothing where no accumulation ends."""
+        """Add the gradients of a batch up, without updating parameters."""
         loss = super().micro()
+        # The engine wants a step() after each backward(); it updates where accumulation ends.
         self.model.step()
         return loss
 
@@ -140,7 +161,7 @@ class DeepSpeedCalls(Calls):
 
     @observer
     def gather(self) -> Any:
-        """Look at whole parameters by ``GatheredParameters``."""
+        """Return copies of the whole parameters, by ``GatheredParameters``."""
         import deepspeed
 
         parameters = dict(self.model.module.named_parameters())
@@ -149,20 +170,23 @@ class DeepSpeedCalls(Calls):
 
     @observer
     def accessors(self, of: Literal["fp32_param", "optimizer_state", "grad"] = "fp32_param") -> Any:
-        """Read by ``safe_get_full_fp32_param`` and its like."""
+        """Read what belongs to each parameter, by ``safe_get_full_fp32_param`` and its like.
+
+        Of the optimizer's state it is Adam's first moment.
+        """
         from deepspeed import utils
 
-        read = getattr(utils, f"safe_get_full_{of}")
+        accessor = getattr(utils, f"safe_get_full_{of}")
         arguments = ["exp_avg"] if of == "optimizer_state" else []
         values: dict[str, Any] = {}
         for name, parameter in self.model.module.named_parameters():
             if parameter.requires_grad:
-                values[name] = read(parameter, *arguments)
+                values[name] = accessor(parameter, *arguments)
         return values
 
     @observer
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
-        """Take the module's state dict, which ZeRO-3 has shards of."""
+        """Return the module's state dict; None under ZeRO-3, where each rank has shards of it."""
         state = self.model.module_state_dict(
             exclude_frozen_parameters=exclude_frozen_parameters, **more
         )
@@ -172,7 +196,7 @@ class DeepSpeedCalls(Calls):
 
     @observer
     def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
-        """Write the weights by ``save_16bit_model``."""
+        """Write the weights by ``save_16bit_model``, and return them."""
         self.model.save_16bit_model(
             str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more
         )
@@ -231,26 +255,32 @@ class DeepSpeedDriver(TinyDriver):
 
     #: The directory of the universal checkpoint, if one of another world size is loaded.
     universal: Path | None = None
-    #: What tells transformers to make models in parts under ZeRO-3, if it makes one.
+    #: While this ``HfDeepSpeedConfig`` lives, transformers makes models in parts under ZeRO-3:
+    #: https://huggingface.co/docs/transformers/deepspeed. None where it makes no model.
     loading_config: Any = None
 
     @classmethod
-    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """Return why the cell cannot run: the strategy is torch's, or the JSON cannot express an option."""
+    def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
+        """Yield for each condition why the cell cannot run, or None; the first reason counts.
+
+        The strategy may be torch's, or DeepSpeed's JSON may have no word for an option.
+        """
         if STRATEGIES.get(cell.strategy).deepspeed is None:
-            return f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
+            yield f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
-            return "Transformer Engine is driven through accelerate"
+            yield "Transformer Engine is driven through accelerate"
         if cell.option("optimizer") == "muon":
-            reason = _no_muon(cell)
-            if reason is not None:
-                return reason
+            yield _untried_muon_reason(cell)
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
-            return "the conflict is between float16 in the JSON and a precision in bfloat16"
-        return super().unsupported_reason(cell, device)
+            yield "the conflict is between float16 in the JSON and a precision in bfloat16"
+        yield from super()._reasons(cell, device)
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
-        """Do the plan; a checkpoint of another world size is converted, as the engine must know when it is created."""
+        """Do the plan, and find out first whether its checkpoint must be converted.
+
+        One of another world size is loaded as a universal checkpoint, of which the engine must know
+        when it is created.
+        """
         saved_sizes = None if self.world.own_disks else saved_on(plan.load_from)
         own_sizes = (self.world.size, self.cell.tp)
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
@@ -258,53 +288,69 @@ class DeepSpeedDriver(TinyDriver):
         super().train(model, plan, report)
 
     def build(self, model: Module) -> None:
-        """Create the engine around the model, with torch's AdamW and the scheduler."""
+        """Create the engine around the model, with its optimizer and its scheduler."""
         import deepspeed
 
-        assert self.strategy.deepspeed is not None
         without_shared_memory()
         deepspeed.init_distributed(dist_backend=self.world.backend)
+        config = self._config()
+        if self.cell.option("optimizer") == "muon":
+            self.compile_nothing()
+        if self.cell.option("loaded").startswith("from"):  # type: ignore[union-attr]
+            from transformers.integrations import HfDeepSpeedConfig
+
+            self.loading_config = HfDeepSpeedConfig(config)
+        self.raw = self._changed_in_place(self.own_model(model, config), config)
+        arguments = self.cell.with_settings("initialize", self._arguments(config))
+        self.model, self.optimizer, _, self.scheduler = deepspeed.initialize(**arguments)
+        mode = self.cell.option("compile")
+        if mode:
+            backend = "inductor" if mode is True else str(mode)
+            self.model.compile(backend=backend)
+        self.seed_rank()
+
+    def _config(self) -> dict[str, Any]:
+        """Return DeepSpeed's JSON for the cell."""
+        assert self.strategy.deepspeed is not None
         config = dict(self.strategy.deepspeed(self.precision, self.cell))
         if self.universal is not None:
             config["checkpoint"] = {"load_universal": True}
         if self.cell.option("optimizer") == "muon":
-            self.compile_nothing()
-            config["optimizer"] = self._named("optimizer")
+            config["optimizer"] = self._json_entry("optimizer")
             # Each rank orthogonalizes whole matrices: with reduce_scatter the engine refuses.
             config["zero_optimization"] = {**config["zero_optimization"], "reduce_scatter": False}
-        if self.cell.option("loaded").startswith("from"):  # type: ignore[union-attr]
-            from transformers.integrations import HfDeepSpeedConfig
+        return config
 
-            # While it lives, transformers makes models in parts:
-            # https://huggingface.co/docs/transformers/deepspeed
-            self.loading_config = HfDeepSpeedConfig(config)
-        self.raw = self.own_model(model, config)
+    def _changed_in_place(self, model: Module, config: dict[str, Any]) -> Module:
+        """Make the changes to the model that DeepSpeed leaves to its user, and return it.
+
+        Layers in float8, activation checkpointing, partitioned parameters, spread experts.
+
+        Args:
+            model: The model.
+            config: DeepSpeed's JSON.
+        """
+        import deepspeed
+
         if self.precision.float8:
-            self.raw = _options.in_8_bits(self.raw, self.world.device)
-        self._recompute(config)
+            model = _options.in_8_bits(model, self.world.device)
+        self._recompute(model, config)
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's
             # memory.
-            deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
         if self.cell.ep > 1:
-            expert_parallel.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
-        initialized = deepspeed.initialize(
-            **self.cell.with_settings("initialize", self._arguments(config))
-        )
-        self.model, self.optimizer, _, self.scheduler = initialized
-        mode = self.cell.option("compile")
-        if mode:
-            self.model.compile(backend="inductor" if mode is True else str(mode))
-        self.seed_rank()
+            expert_parallel.spread_by_deepspeed(model, self.cell.ep, self.world.rank)
+        return model
 
-    def _recompute(self, config: Mapping[str, Any]) -> None:
+    def _recompute(self, model: Module, config: Mapping[str, Any]) -> None:
         """Turn on activation checkpointing as the cell asks."""
         mode = self.cell.option("activation_checkpointing")
-        blocks = self.wrap_spec.block_modules(self.raw)
+        blocks = self.wrap_spec.block_modules(model)
         if mode == "deepspeed":
             _options.recompute_by_deepspeed(blocks, config)
         elif mode:
-            _options.recompute_by_model(self.raw, blocks, self.cell)
+            _options.recompute_by_model(model, blocks, self.cell)
 
     def evaluate(self, model: Module) -> torch.Tensor:
         """Return the logits on a batch that no step trains on, in evaluation mode."""
@@ -313,23 +359,34 @@ class DeepSpeedDriver(TinyDriver):
         return outputs
 
     def forget_activations(self) -> None:
-        """Have DeepSpeed discard activations for which no backward pass comes, as its documentation says of evaluations."""
+        """Have DeepSpeed discard activations for which no backward pass comes.
+
+        Its documentation asks that of evaluations.
+        """
         if self.cell.option("activation_checkpointing") == "deepspeed":
             import deepspeed
 
             deepspeed.checkpointing.reset()
 
     def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``deepspeed.initialize``: the model, the JSON, and what the JSON does not name."""
+        """Return the arguments of ``deepspeed.initialize``.
+
+        The engine makes the optimizer and the scheduler that the JSON names. Others are passed to
+        it.
+
+        Args:
+            config: DeepSpeed's JSON.
+        """
         arguments: dict[str, Any] = {"model": self.raw, "config": config}
         if "optimizer" in config:
             arguments["model_parameters"] = self.groups(self.raw)
         else:
             arguments["optimizer"] = self.make_optimizer(self.raw)
         if "scheduler" not in config:
-            # The engine makes an optimizer of the JSON itself, and calls this function with it.
-            arguments["lr_scheduler"] = self.make_scheduler
-            if "optimizer" in arguments:
+            if "optimizer" in config:
+                # The engine calls this function with the optimizer that it has made.
+                arguments["lr_scheduler"] = self.make_scheduler
+            else:
                 arguments["lr_scheduler"] = self.make_scheduler(arguments["optimizer"])
         if self.cell.cp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -341,19 +398,25 @@ class DeepSpeedDriver(TinyDriver):
         return arguments
 
     def make_optimizer(self, model: Module) -> Any:
-        """Return the optimizer; for the reference, that of torch which the JSON names."""
-        named = self._named("optimizer")
-        if not named:
+        """Return the optimizer; for the reference, the one of torch that the JSON names."""
+        entry = self._json_entry("optimizer")
+        if not entry:
             return super().make_optimizer(model)
         from torch import optim
 
-        named["params"].pop("torch_adam", None)
-        if named["type"] == "Muon":
-            return self.make_muon(model, **named["params"])
-        return getattr(optim, named["type"])(self.groups(model), **named["params"])
+        settings = entry["params"]
+        # It chooses between DeepSpeed's AdamW and torch's.
+        settings.pop("torch_adam", None)
+        if entry["type"] == "Muon":
+            return self.make_muon(model, **settings)
+        optimizer_class = getattr(optim, entry["type"])
+        return optimizer_class(self.groups(model), **settings)
 
     def make_muon(self, model: Module, **settings: Any) -> torch.optim.Optimizer:
-        """Return DeepSpeed's Muon for the reference, whose matrices are whole; embeddings and the last layer are AdamW's."""
+        """Return DeepSpeed's Muon for the reference.
+
+        Its matrices are whole there. AdamW updates vectors, embeddings and the last layer.
+        """
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
         from torch.optim import AdamW
 
@@ -363,7 +426,8 @@ class DeepSpeedDriver(TinyDriver):
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if parameter.dim() >= 2 and not re.search("embed|lm_head", name):
+            embeds = re.search("embed|lm_head", name)
+            if parameter.dim() >= 2 and not embeds:
                 matrices.append(parameter)
             else:
                 others.append(parameter)
@@ -376,35 +440,44 @@ class DeepSpeedDriver(TinyDriver):
         return optimizer
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        """Return the scheduler; for the reference, that of DeepSpeed or torch which the JSON names."""
-        named = self._named("scheduler")
-        if not named:
+        """Return the scheduler; for the reference, DeepSpeed's or torch's that the JSON names."""
+        entry = self._json_entry("scheduler")
+        if not entry:
             return super().make_scheduler(optimizer, every)
         from deepspeed.runtime import lr_schedules
         from torch.optim import lr_scheduler
 
-        scheduler_class: Any = getattr(lr_schedules, named["type"], None)
+        scheduler_class: Any = getattr(lr_schedules, entry["type"], None)
         if scheduler_class is None:
-            scheduler_class = getattr(lr_scheduler, named["type"])
-        return scheduler_class(optimizer, **named["params"])
+            scheduler_class = getattr(lr_scheduler, entry["type"])
+        return scheduler_class(optimizer, **entry["params"])
 
-    def _named(self, part: str) -> dict[str, Any]:
-        """Return what the JSON has in that part: Muon's name, and what the cell's settings put there."""
-        # DeepSpeed's own Muon alone knows which matrices a flat partition has parts of. Its own
-        # AdamW would be compiled.
-        muon = {
-            "type": "Muon",
-            "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True},
-        }
+    def _json_entry(self, key: str) -> dict[str, Any]:
+        """Return the ``type`` and ``params`` that a cell puts into DeepSpeed's JSON; or nothing.
+
+        They come from the cell's settings of ``ds_config``, and from option ``optimizer`` at
+        ``muon``.
+
+        Args:
+            key: ``optimizer`` or ``scheduler``.
+        """
         config: dict[str, Any] = {}
         if self.cell.option("optimizer") == "muon":
-            config["optimizer"] = muon
-        named: dict[str, Any] = self.cell.with_settings("ds_config", config).get(part, {})
-        return named
+            # DeepSpeed's own Muon alone knows which matrices a flat partition has parts of. Its own
+            # AdamW would be compiled.
+            settings = {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True}
+            config["optimizer"] = {"type": "Muon", "params": settings}
+        config = self.cell.with_settings("ds_config", config)
+        entry: dict[str, Any] = config.get(key, {})
+        return entry
 
     def groups(self, model: Module) -> Any:
-        """Return what the optimizer is made of; experts are in groups of their own, which the engine demands."""
+        """Return what the optimizer is made of: parameters, or param groups.
+
+        Experts are in groups of their own, which the engine demands.
+        """
         groups = super().groups(model)
+        # A model for this driver alone has DeepSpeed's layers of experts.
         if not self.tiny.driver:
             return groups
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -414,7 +487,10 @@ class DeepSpeedDriver(TinyDriver):
         )
 
     def step(self, number: int) -> float:
-        """Run forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler."""
+        """Run forward and backward of each micro-batch, then the engine's ``step``.
+
+        The engine scales, reduces and clips gradients, and steps optimizer and scheduler.
+        """
         self.model.train()
         total = 0.0
         managed = self.cell.settings("ds_config").get("managed_gradient_accumulation", True)
@@ -431,23 +507,32 @@ class DeepSpeedDriver(TinyDriver):
         return total
 
     def micro_loss(self, batch: Batch) -> Any:
-        """Return the loss of a micro-batch, of which Ulysses gives the ranks of a sequence parts."""
+        """Return the loss of a micro-batch.
+
+        Under context parallelism Ulysses gives each rank its part of the sequence.
+        """
         if self.cell.cp > 1:
             return context_parallel.ulysses_loss(self.model, batch)
         return self.tiny.loss(self.model, batch)
 
     @property
     def backward_divisor(self) -> int:
-        """Return what the loss is divided by before the backward pass, so that gradients are those of the loss."""
-        # Each rank of a sequence adds the whole loss's gradients. Only ZeRO-3 divides by all ranks
-        # (docs/upstream.md).
+        """Return what the loss is divided by before the backward pass.
+
+        So the gradients are those of the loss itself. Each rank of a sequence adds the whole loss's
+        gradients, and only ZeRO-3 divides by all ranks (docs/upstream.md).
+        """
         if self.strategy.shards:
             return 1
         return self.cell.cp
 
     @property
     def tag(self) -> dict[str, str]:
-        """Return the tag of a checkpoint on each node: DeepSpeed notes the latest one on that of rank 0 alone."""
+        """Return the argument that names a checkpoint, where each node has a disk of its own.
+
+        Without it the engine looks for the name of the latest one, which DeepSpeed writes on the
+        node of rank 0 alone.
+        """
         if not self.world.own_disks:
             return {}
         return {"tag": "saved"}
@@ -455,19 +540,20 @@ class DeepSpeedDriver(TinyDriver):
     def save(self, directory: Path) -> None:
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
         settings = self.tag | self.cell.settings("save_checkpoint")
-        self.model.save_checkpoint(
-            str(directory), client_state={"ranks": self.world.size}, **settings
-        )
+        client_state = {"ranks": self.world.size}
+        self.model.save_checkpoint(str(directory), client_state=client_state, **settings)
         self.save_random(directory)
 
     def load(self, directory: Path) -> None:
-        """Load by ``load_checkpoint``; one of another world size is converted to a universal checkpoint first."""
+        """Load by ``load_checkpoint``; a checkpoint of another world size is converted first."""
+        checkpoint = directory
         if self.universal is not None:
             self._convert(directory, self.universal)
+            checkpoint = self.universal
         settings = self.tag | self.cell.settings("load_checkpoint")
-        _, client_state = self.model.load_checkpoint(str(self.universal or directory), **settings)
-        ranks = client_state.get("ranks") if client_state else None
-        self.load_random(directory, required=ranks == self.world.size)
+        _, client_state = self.model.load_checkpoint(str(checkpoint), **settings)
+        saved_ranks = client_state.get("ranks") if client_state else None
+        self.load_random(directory, required=saved_ranks == self.world.size)
 
     @classmethod
     def keeps_saves(cls, cell: Cell) -> bool:
@@ -475,16 +561,26 @@ class DeepSpeedDriver(TinyDriver):
         return not cell.own_disks and "tag" not in cell.settings("save_checkpoint")
 
     def load_first(self, directory: Path) -> None:
-        """Load the checkpoint of the lowest step by its tag; random states are those of the last save."""
+        """Load the checkpoint of the lowest step by its tag, without random states.
+
+        Those are saved by the driver, and are of the last save.
+        """
         prefix = "global_step"
         steps = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
         settings = {**self.cell.settings("load_checkpoint"), "tag": f"{prefix}{min(steps)}"}
         self.model.load_checkpoint(str(directory), **settings)
 
     def _convert(self, directory: Path, universal: Path) -> None:
-        """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0."""
-        # https://www.deepspeed.ai/tutorials/universal-checkpointing/; the flag says that tensor
-        # parallelism split nothing, unless the checkpoint says what it did.
+        """Convert a checkpoint to a universal one, on rank 0; the others wait.
+
+        It is what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does:
+        https://www.deepspeed.ai/tutorials/universal-checkpointing/. The flag says that tensor
+        parallelism split nothing, unless the checkpoint says what it did.
+
+        Args:
+            directory: The checkpoint.
+            universal: The directory of the universal one.
+        """
         from argparse import Namespace
 
         from deepspeed.checkpoint.ds_to_universal import main
@@ -492,37 +588,58 @@ class DeepSpeedDriver(TinyDriver):
 
         if self.world.rank == 0:
             tag = (directory / "latest").read_text(encoding="utf-8").strip()
-            folders = {"input_folder": str(directory / tag), "output_folder": str(universal / tag)}
-            workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-            main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))
+            arguments = Namespace(
+                input_folder=str(directory / tag),
+                output_folder=str(universal / tag),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+            main(arguments)
         distributed.barrier()
 
     def export(self, directory: Path) -> None:
-        """Write the float32 masters, combined from a checkpoint by ``zero_to_fp32.py``; without ZeRO, the weights."""
-        if self.cell.tp > 1:
-            state = whole_weights(self.model)
-        elif self.tiny.driver:
-            state = self._with_all_experts(directory.parent / "shards")
-        elif self.world.own_disks and self.strategy.shards:
-            # The shards of a checkpoint are on all machines.
-            state = whole_weights(self.model)
-        elif self.world.own_disks or not self.strategy.zero_stage:
-            state = self.model.module_state_dict()
-        else:
-            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-            shards = directory.parent / "shards"
-            self.model.save_checkpoint(str(shards))
-            state = (
-                get_fp32_state_dict_from_zero_checkpoint(str(shards))
-                if self.world.rank == 0
-                else {}
-            )
+        """Write the whole weights on rank 0; under ZeRO, the float32 masters where it has them."""
+        state = self._whole_state(directory.parent / "shards")
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)
 
+    def _whole_state(self, shards: Path) -> dict[str, Any]:
+        """Return the whole weights by name, on rank 0 at least.
+
+        Args:
+            shards: The directory for a checkpoint, where the weights are combined from one.
+        """
+        own_disks = self.world.own_disks
+        if self.cell.tp > 1:
+            return whole_weights(self.model)
+        if self.tiny.driver:
+            return self._with_all_experts(shards)
+        if own_disks and self.strategy.shards:
+            # The shards of a checkpoint are on all machines.
+            return whole_weights(self.model)
+        if own_disks or not self.strategy.zero_stage:
+            weights: dict[str, Any] = self.model.module_state_dict()
+            return weights
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        self.model.save_checkpoint(str(shards))
+        if self.world.rank:
+            return {}
+        masters: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(shards))
+        return masters
+
     def _with_all_experts(self, shards: Path) -> dict[str, Any]:
-        """Return the weights on rank 0 from a checkpoint with a file for each expert, which ``zero_to_fp32`` cannot read."""
+        """Return the weights of a model with DeepSpeed's experts, on rank 0; none on the others.
+
+        They are read from a checkpoint, which has a file for each expert: ``zero_to_fp32`` cannot
+        read it.
+
+        Args:
+            shards: The directory for the checkpoint.
+        """
         import torch
 
         self.model.save_checkpoint(str(shards), "export")
@@ -537,7 +654,10 @@ class DeepSpeedDriver(TinyDriver):
         return weights
 
     def rows(self, _loader: str, count: int, *_: Any) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that the loader of ``training_data`` gives; on a mesh, that of the engine of the cell."""
+        """Yield the rows that the loader of ``training_data`` gives.
+
+        On a mesh the engine of the cell makes the loader.
+        """
         if self.cell.tp * self.cell.cp * self.cell.ep > 1:
             self.build(self.build_model())
             return _rows.deepspeed_engine_rows(self.model, count)
@@ -548,10 +668,13 @@ class DeepSpeedDriver(TinyDriver):
         return int(self.model.world_size)
 
 
-def _no_muon(cell: Cell) -> str | None:
+def _untried_muon_reason(cell: Cell) -> str | None:
     """Return why DeepSpeed's own Muon is not tried in a cell; None if it is."""
     if cell.precision != "fp32":
-        return "DeepSpeed's Muon keeps momentum in the gradients' dtype, whatever else is in float32: it is tried in fp32 alone"
+        return (
+            "DeepSpeed's Muon keeps momentum in the gradients' dtype, whatever else is in float32: "
+            "it is tried in fp32 alone"
+        )
     others = cell.without("model", "optimizer", "set").options
     if others:
         first, _ = others[0]
@@ -560,7 +683,11 @@ def _no_muon(cell: Cell) -> str | None:
 
 
 def saved_on(directory: Path) -> tuple[int, int] | None:
-    """Return how many ranks saved optimizer state, and how many of them are tensor parallel peers; None without ZeRO."""
+    """Return the number of ranks that saved a checkpoint of ZeRO; None if it is not of ZeRO.
+
+    With it comes the size of a tensor parallel group. Each rank writes a file of optimizer state,
+    whose name has the rank among data parallel ones.
+    """
     latest = directory / "latest"
     checkpoint = directory
     if latest.exists():
@@ -573,8 +700,10 @@ def saved_on(directory: Path) -> tuple[int, int] | None:
 
 
 def whole_weights(engine: Any) -> dict[str, Any]:
-    """Return the state dict of a model that tensor parallelism has cut, with whole weights on rank 0."""
+    """Return the state dict of a model in parts, with whole weights on rank 0."""
     # The method is private, and accelerate and Trainer call it: ``save_16bit_model`` writes the
     # parts of rank 0 alone (docs/upstream.md). It leaves buffers out. A test of
     # ``tests/launch/test_private_names.py`` fails when it goes away.
-    return {**engine.module_state_dict(), **(engine._consolidated_16bit_state_dict() or {})}  # noqa: SLF001 - see above
+    state = dict(engine.module_state_dict())
+    whole = engine._consolidated_16bit_state_dict()  # noqa: SLF001 - see above
+    return {**state, **(whole or {})}

@@ -137,7 +137,10 @@ class TinyDriver(Driver):
         if cell.tp > 1:
             yield tensor_parallel.unsupported_reason(cell, cls.plan_of(tiny))
         if tiny.largest and cell.option("optimizer") != "adam8bit":
-            yield f"the model {tiny.name} is for optimizer=adam8bit, which others have too small layers for"
+            yield (
+                f"the model {tiny.name} is for optimizer=adam8bit, "
+                "which others have too small layers for"
+            )
         if tiny.driver not in {"", cls.name}:
             yield f"the model {tiny.name} is for the {tiny.driver} driver"
         experts = cls.experts_of(tiny)
@@ -158,8 +161,13 @@ class TinyDriver(Driver):
         """Return why the cell cannot run with an optimizer other than AdamW; None if it can."""
         name = cell.option("optimizer")
         precision = PRECISIONS.get(cell.precision)
-        if precision.scaled or cell.option("param_groups") or not cell.option("use_orig_params"):
-            return "other optimizers are for one group of unscaled parameters, which keep their own tensors"
+        several_groups = bool(cell.option("param_groups"))
+        flat_parameters = not cell.option("use_orig_params")
+        if precision.scaled or several_groups or flat_parameters:
+            return (
+                "other optimizers are for one group of unscaled parameters, "
+                "which keep their own tensors"
+            )
         flat = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).flat_masters
         if name == "adam8bit":
             loaded = precision.load if cls.name == "torch" else precision.master
@@ -168,7 +176,10 @@ class TinyDriver(Driver):
         keeps_load_dtype = cls.name == "torch" or cell.strategy == "ddp"
         masters = precision.load if keeps_load_dtype else precision.master
         if name == "sgd" and masters == "bfloat16":
-            return "SGD's steps at this rate are smaller than bfloat16 resolves, in which its parameters are"
+            return (
+                "SGD's steps at this rate are smaller than bfloat16 resolves, "
+                "in which its parameters are"
+            )
         if name not in cls.update_flat and flat:
             return f"{cell.strategy}'s shards have one dimension, and {name} updates matrices"
         return None
@@ -191,7 +202,8 @@ class TinyDriver(Driver):
             modules.remove("deepspeed")
         if cell.option("lora"):
             modules.append("peft")
-        return (*modules, *model_of(cell).preload, *_releases.required(cell, cls.libraries))
+        modules += model_of(cell).preload
+        return (*modules, *_releases.required(cell, cls.libraries))
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan, whose run has a directory that all its ranks share."""
@@ -238,9 +250,9 @@ class TinyDriver(Driver):
         """
         if self.cell.option("loaded") == "given":
             return given
-        base = self._base_model()[0] if self.cell.option("lora") else given
-        if _loaded.changes_values(self.cell):
-            base = self._base_model()[0]
+        base = given
+        if self.cell.option("lora") or _loaded.changes_values(self.cell):
+            base, _ = self._base_model()
         made = _loaded.make(
             self.cell,
             self.precision,
@@ -317,7 +329,8 @@ class TinyDriver(Driver):
 
         Its first step would take minutes there.
         """
-        if self.cell.option("optimizer") in self.compile_themselves and self.world.device == "cpu":
+        compiles_itself = self.cell.option("optimizer") in self.compile_themselves
+        if compiles_itself and self.world.device == "cpu":
             import torch
 
             torch.compiler.set_stance("force_eager")
@@ -517,10 +530,8 @@ class TinyDriver(Driver):
         import torch
 
         model.eval()
-        if (
-            model is not self.model
-            and len({parameter.dtype for parameter in model.parameters()}) > 1
-        ):
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if model is not self.model and len(dtypes) > 1:
             # Trained weights in float32 beside frozen ones in bfloat16 cannot be multiplied.
             model.float()
         with torch.no_grad():
@@ -588,7 +599,8 @@ class TinyDriver(Driver):
             weights = []
             for number, count in enumerate(tokens):
                 first = number // micros * micros
-                weights.append(count / sum(tokens[first : first + micros]) / ranks)
+                tokens_of_rank = tokens[first : first + micros]
+                weights.append(count / sum(tokens_of_rank) / ranks)
             return weights
         # A batch that has the rows of all ranks counts as one micro-batch of each.
         stands_for = ranks if self.tiny.one_batch else 1
@@ -613,7 +625,10 @@ class TinyDriver(Driver):
 def _rows_of(batch: Batch) -> list[dict[str, torch.Tensor]]:
     """Return the rows of a batch, each with all its fields."""
     count = len(next(iter(batch.values())))
-    return [{name: values[row] for name, values in batch.items()} for row in range(count)]
+    rows = []
+    for number in range(count):
+        rows.append({name: values[number] for name, values in batch.items()})
+    return rows
 
 
 def _first_trained_layer(model: Module) -> Module:
@@ -658,19 +673,22 @@ def _averages(
 
 
 def _weighted_mean(values: list[float], weights: list[int]) -> float:
-    total = sum(value * weight for value, weight in zip(values, weights, strict=True))
-    return total / max(1, sum(weights))
+    """Return the mean of values; 0 if all weights are."""
+    products = [value * weight for value, weight in zip(values, weights, strict=True)]
+    return sum(products) / max(1, sum(weights))
 
 
 def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
     """Return why the model cannot be trained in the cell on that kind of device; None if it can."""
-    other_parallelism = (
-        cell.dp_size < cell.world_size or cell.ep > 1 or cell.option("dp_replicate") != 1
-    )
+    replicated = cell.option("dp_replicate") != 1
+    other_parallelism = cell.dp_size < cell.world_size or cell.ep > 1 or replicated
     return first_reason(
         (
             cell.own_disks and (other_parallelism or bool(tiny.driver)),
-            "checkpoints on each node are tried with plain data parallel ranks alone, without experts",
+            (
+                "checkpoints on each node are tried with plain data parallel ranks alone, "
+                "without experts"
+            ),
         ),
         (bool(tiny.unsupported_reason), tiny.unsupported_reason),
         (device == "cpu" and bool(tiny.not_on_cpu), tiny.not_on_cpu),
@@ -679,7 +697,8 @@ def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
 
 def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
     """Return why the cell's options do not go with its model or the driver; None if they do."""
-    elsewhere = driver != "torch" or cell.pp > 1 or bool(cell.option("compile"))
+    compiled = bool(cell.option("compile"))
+    plain_torch = driver == "torch" and cell.pp == 1 and not compiled
     # DeepSpeed's own function is re-entrant too, and is given the blocks as they are.
     by_deepspeed = cell.option("activation_checkpointing") == "deepspeed"
     reentrant = cell.option("activation_checkpointing") == "reentrant" or by_deepspeed
@@ -700,8 +719,11 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             f"PEFT is for transformers' models, and {tiny.name} is not one",
         ),
         (
-            cell.option("activation_checkpointing") == "selective" and elsewhere,
-            "selective activation checkpointing is driven by the torch driver alone, uncompiled and without stages",
+            cell.option("activation_checkpointing") == "selective" and not plain_torch,
+            (
+                "selective activation checkpointing is driven by the torch driver alone, "
+                "uncompiled and without stages"
+            ),
         ),
         (
             by_deepspeed and driver != "deepspeed",
@@ -709,19 +731,28 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
         ),
         (
             reentrant and cell.pp > 1,
-            "a stage asks for gradients by autograd.grad, which torch refuses for re-entrant recomputation",
+            (
+                "a stage asks for gradients by autograd.grad, which torch refuses for re-entrant "
+                "recomputation"
+            ),
         ),
         (
-            reentrant and bool(cell.option("compile")),
+            reentrant and compiled,
             "torch.compile makes no graph of what is recomputed re-entrantly",
         ),
         (
             reentrant and tiny.name == "twice",
-            "each use of a block has a backward pass of its own, which DDP's documentation excludes, and FSDP and ZeRO-3 fail",
+            (
+                "each use of a block has a backward pass of its own, which DDP's documentation "
+                "excludes, and FSDP and ZeRO-3 fail"
+            ),
         ),
         (
             reentrant and partly_frozen and by_driver,
-            "behind a frozen part no input has a gradient, and re-entrant recomputation then has none, says its documentation",
+            (
+                "behind a frozen part no input has a gradient, and re-entrant recomputation then "
+                "has none, says its documentation"
+            ),
         ),
     )
 
@@ -735,7 +766,10 @@ def _dtypes_reason(cell: Cell, tiny: TinyModel) -> str | None:
     return first_reason(
         (
             cell.precision == "fp8" and not tiny.in_8_bits,
-            f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits",
+            (
+                f"the model {tiny.name} has no layer whose sizes 16 divides: "
+                "nothing would be in 8 bits"
+            ),
         ),
         (
             tiny.only_float32 and precision.compute != "float32",
@@ -743,7 +777,10 @@ def _dtypes_reason(cell: Cell, tiny: TinyModel) -> str | None:
         ),
         (
             bool(cell.option("ignored_modules")) and precision.compute != precision.load,
-            f"a module that is left out computes in {precision.load}, as it was loaded, the others in {precision.compute}",
+            (
+                f"a module that is left out computes in {precision.load}, as it was loaded, "
+                f"the others in {precision.compute}"
+            ),
         ),
         (
             bool(cell.option("float32_norms")) and not loads_low,
@@ -751,11 +788,17 @@ def _dtypes_reason(cell: Cell, tiny: TinyModel) -> str | None:
         ),
         (
             cell.option("grad_accum_dtype") == "fp32" and not bf16_gradients,
-            f"{cell.precision} has no bfloat16 gradients with float32 masters, so there is no other dtype to sum them in",
+            (
+                f"{cell.precision} has no bfloat16 gradients with float32 masters, "
+                "so there is no other dtype to sum them in"
+            ),
         ),
         (
             cell.option("reduce_dtype") == "fp32" and not low_products,
-            f"{cell.precision} has one dtype for products and optimizer, in which gradients travel",
+            (
+                f"{cell.precision} has one dtype for products and optimizer, "
+                "in which gradients travel"
+            ),
         ),
         (
             bool(cell.option("param_groups")) and not cell.option("use_orig_params"),
@@ -782,23 +825,38 @@ def _not_quantized(
     return first_reason(
         (
             flat,
-            f"torchao silently keeps state in float32 where {cell.strategy}'s flat shards are no multiple of its blocks",
+            (
+                f"torchao silently keeps state in float32 where {cell.strategy}'s flat shards are "
+                "no multiple of its blocks"
+            ),
         ),
         (
             cell.strategy == "zero0",
-            "DeepSpeed loads with a function for map_location, which torch refuses for torchao's tensors",
+            (
+                "DeepSpeed loads with a function for map_location, which torch refuses for "
+                "torchao's tensors"
+            ),
         ),
         (
             cell.strategy == "fsdp2" and masters != "float32",
-            "AdamW8bit cannot step on DTensors of bfloat16: lerp says 'expected dtype torch.bfloat16 for `end`'",
+            (
+                "AdamW8bit cannot step on DTensors of bfloat16: "
+                "lerp says 'expected dtype torch.bfloat16 for `end`'"
+            ),
         ),
         (
             tiny.largest // shards < QUANTIZED_FROM,
-            f"torchao quantizes state from {QUANTIZED_FROM} elements on a rank on: no part of model {tiny.name} has so many",
+            (
+                f"torchao quantizes state from {QUANTIZED_FROM} elements on a rank on: "
+                f"no part of model {tiny.name} has so many"
+            ),
         ),
         (
             bool(cell.option("compile")) and device == "cpu",
-            "AdamW8bit compiles its step, on the CPU for minutes, so that nothing is compiled there beside it",
+            (
+                "AdamW8bit compiles its step, on the CPU for minutes, so that nothing is compiled "
+                "there beside it"
+            ),
         ),
     )
 
@@ -814,18 +872,25 @@ def _no_quantized_base(cell: Cell, driver: str) -> str | None:
     return first_reason(
         (
             cell.strategy == "fsdp2",
-            "fully_shard cuts parameters by aten.split, which is 'unimplemented' for torchao's Int8Tensor",
+            (
+                "fully_shard cuts parameters by aten.split, which is 'unimplemented' for torchao's "
+                "Int8Tensor"
+            ),
         ),
         (
             broadcasts_parameters,
             (
-                "FSDP1, and DDP unless its init_sync is False, for which accelerate has no argument, broadcast parameters by "
-                "aten.view, which is 'unimplemented' for torchao's Int8Tensor"
+                "FSDP1, and DDP unless its init_sync is False, for which accelerate has no "
+                "argument, broadcast parameters by aten.view, which is 'unimplemented' for "
+                "torchao's Int8Tensor"
             ),
         ),
         (
             cell.strategy != "ddp",
-            "DeepSpeed casts the model, and torchao's Int8Tensor does not allow it: 'Couldn't swap Linear.weight'",
+            (
+                "DeepSpeed casts the model, and torchao's Int8Tensor does not allow it: "
+                "'Couldn't swap Linear.weight'"
+            ),
         ),
         (
             cell.precision not in {"fp32", "bf16_upcast"} or bool(cell.option("compile")),

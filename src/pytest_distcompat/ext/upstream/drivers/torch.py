@@ -1,5 +1,6 @@
-"""Driver for plain torch: DDP, FSDP1 and FSDP2 by their own API, checkpoints by torch.distributed.checkpoint.
+"""Driver for plain torch: DDP, FSDP1 and FSDP2 by their own API.
 
+Checkpoints are written and read by torch.distributed.checkpoint:
 https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 #: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat
 #: tensor.
-_FIXED = "DDP reduces what was trainable when it wrapped the model: DistributedDataParallel's documentation warns of changes"
+_FIXED = (
+    "DDP reduces what was trainable when it wrapped the model: "
+    "DistributedDataParallel's documentation warns of changes"
+)
 _NO_FSDP1 = "FSDP1 flattens what was trainable when it wrapped the model"
 
 
@@ -55,7 +59,8 @@ class TorchCalls(Calls):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     policy = ModuleWrapPolicy({Block})
-    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 """
         + _BUILT,
         "fsdp2": """
@@ -76,7 +81,9 @@ class TorchCalls(Calls):
             **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), _NO_FSDP1),
             "gather(how='uns*": "FSDP2's method",
             "gather(how='full*": "FSDP1 has no DTensors",
-            "state_dict(how='cpu_offload')": "a segmentation fault: https://github.com/pytorch/pytorch/issues/188989",
+            "state_dict(how='cpu_offload')": (
+                "a segmentation fault: https://github.com/pytorch/pytorch/issues/188989"
+            ),
             "unwrap*": "FSDP1's wrapper is not taken off",
         },
         "fsdp2": {"gather()": "FSDP1's method", "unwrap*": "FSDP2 wraps nothing"},
@@ -97,6 +104,7 @@ class TorchCalls(Calls):
         return super().clip_norm()
 
     def _state(self, optimizer: bool = True, scheduler: bool = True) -> dict[str, Any]:
+        """Return the state to save or to load in place: the model's and, if wanted, the others'."""
         from torch.distributed.checkpoint.state_dict import (
             get_model_state_dict,
             get_optimizer_state_dict,
@@ -156,7 +164,11 @@ class TorchCalls(Calls):
     def optimizer_state(
         self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own"
     ) -> Any:
-        """Take the optimizer's state dict: its own, or by ``get_optimizer_state_dict`` with an option."""
+        """Take the optimizer's state dict, and return Adam's first moments by parameter.
+
+        It is its own, of which nothing is returned, or that of ``get_optimizer_state_dict`` with an
+        option.
+        """
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             get_optimizer_state_dict,
@@ -278,7 +290,11 @@ class TorchDriver(TinyDriver):
         "tp_4": {"model": "mlp"},
     }
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
-    portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
+    portable: ClassVar[Mapping[str, str]] = {
+        "ddp": "fsdp2",
+        "fsdp1": "fsdp2",
+        "fsdp2": "ddp",
+    }
     order: ClassVar[int] = 0
     live_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
@@ -299,11 +315,11 @@ class TorchDriver(TinyDriver):
     flat: bool = False
 
     @classmethod
-    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """Return why the cell cannot run: plain torch lacks the strategy or option."""
+    def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
+        """Yield for each condition why the cell cannot run, or None; the first reason counts."""
         hybrid_fsdp1 = cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1
         one_file = cell.option("state_dict") == "full"
-        reason = first_reason(
+        yield first_reason(
             (
                 STRATEGIES.get(cell.strategy).torch is None,
                 f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed",
@@ -323,14 +339,13 @@ class TorchDriver(TinyDriver):
             (
                 cell.own_disks and "fsdp" in cell.strategy and not one_file,
                 (
-                    "torch.distributed.checkpoint writes the metadata of shards on rank 0 alone (its use_collectives=False is "
-                    "experimental, and not driven); state_dict='full' is one file"
+                    "torch.distributed.checkpoint writes the metadata of shards on rank 0 alone "
+                    "(its use_collectives=False is experimental, and not driven); "
+                    "state_dict='full' is one file"
                 ),
             ),
         )
-        if reason is not None:
-            return reason
-        return super().unsupported_reason(cell, device)
+        yield from super()._reasons(cell, device)
 
     def build(self, model: Module) -> None:
         """Create process group, wrapper and optimizer, in the order of torch's documentation."""
@@ -347,9 +362,8 @@ class TorchDriver(TinyDriver):
             self.saving_group = distributed.new_group(backend="gloo")
         if self.cell.cp > 1:
             sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
-            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))[
-                "cp"
-            ]
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+            self.context = mesh["cp"]
         self.raw = model
         if self.cell.pp > 1:
             self._build_stages(model, device)
@@ -366,9 +380,9 @@ class TorchDriver(TinyDriver):
         self.flat = True
         self.pipeline = pipeline_parallel.Pipeline(self.tiny.stages, self.cell, device)
         self.pp_group = self.pipeline.group
-        modules = {
-            number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()
-        }
+        modules = {}
+        for number, stage in self.pipeline.keep(model).items():
+            modules[number] = self._wrap(stage, device)
         if len(modules) == 1:
             (self.model,) = modules.values()
         else:
@@ -402,15 +416,22 @@ class TorchDriver(TinyDriver):
         return cast("Module", self.wrapped)
 
     def _scaler(self, device: str) -> Any:
+        """Return the gradient scaler for fp16.
+
+        Args:
+            device: Kind of the ranks' devices.
+        """
         import torch
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        # All ranks that hold shards must know about an overflow on one of them.
-        scaler: Any = ShardedGradScaler if self.cell.strategy == "fsdp1" else torch.amp.GradScaler
-        return scaler(device, init_scale=2.0**10)
+        scaler_class: Any = torch.amp.GradScaler
+        if self.cell.strategy == "fsdp1":
+            # All ranks that hold shards must know about an overflow on one of them.
+            scaler_class = ShardedGradScaler
+        return scaler_class(device, init_scale=2.0**10)
 
     def step(self, number: int) -> float:
-        """Run each micro-batch, reduce gradients in the last one, and step optimizer and scheduler."""
+        """Run each micro-batch, reduce gradients in the last one, then update parameters."""
         for optimizer in listed(self.optimizer):
             optimizer.zero_grad()
         if self.pipeline:
@@ -432,7 +453,7 @@ class TorchDriver(TinyDriver):
         return total
 
     def _pipelined(self, number: int) -> float:
-        """Take the step on the rows of all micro-batches, one after the other, through the pipeline."""
+        """Take the step on the rows of all micro-batches, one by one through the pipeline."""
         import torch
 
         batches = [batch for batch, _ in self.batches(number)]
@@ -440,8 +461,10 @@ class TorchDriver(TinyDriver):
         rows: Batch = {}
         for name in self.fed[0]:
             rows[name] = torch.cat([row[name] for row in self.fed])
+        # The last step of an epoch has fewer rows, and is divided by the full count too.
+        rows_of_full_step = self.accumulate * len(self.fed) // len(batches)
         with self._autocast():
-            total: float = self.pipeline.step(rows, self.accumulate * len(self.fed) // len(batches))
+            total: float = self.pipeline.step(rows, rows_of_full_step)
         self.update()
         return total
 
@@ -469,6 +492,7 @@ class TorchDriver(TinyDriver):
             self.saving = None
 
     def _clip(self) -> float:
+        """Clip gradients, and return their norm over all ranks before that."""
         from torch.nn.utils import clip_grad_norm_
 
         if self.strategy.wrapper == "FSDP1":
@@ -493,7 +517,10 @@ class TorchDriver(TinyDriver):
         return skipping
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return autocast for DDP, which has no mixed precision of its own; no context for other strategies."""
+        """Return autocast for DDP, which has no mixed precision of its own.
+
+        For other strategies it is a context that does nothing.
+        """
         import torch
 
         if self.strategy.wrapper != "DDP" or not self.precision.mixed:
@@ -503,6 +530,7 @@ class TorchDriver(TinyDriver):
         )
 
     def _options(self) -> Any:
+        """Return the ``StateDictOptions`` of a checkpoint."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
         # No cpu_offload: on CPU ranks FSDP1's crashes
@@ -514,6 +542,7 @@ class TorchDriver(TinyDriver):
         return StateDictOptions(**self.cell.with_settings("StateDictOptions", settings))
 
     def _state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint has; into it one is loaded in place."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
         if self.cell.option("save_only_model"):
@@ -531,7 +560,10 @@ class TorchDriver(TinyDriver):
         return self.cell.option("state_dict") == "full" or self.world.own_disks
 
     def save(self, directory: Path) -> None:
-        """Write one DCP checkpoint, or one file by rank 0; on each node that has its own, its first rank writes that file."""
+        """Write one DCP checkpoint, or one file by rank 0.
+
+        Where each node has a disk of its own, the first rank there writes that file.
+        """
         import torch
         from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -550,53 +582,45 @@ class TorchDriver(TinyDriver):
             save(state, storage_writer=self._writer(directory), planner=self._save_planner())
 
     def _writer(self, directory: Path) -> Any:
+        """Return the writer of a DCP checkpoint."""
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         return FileSystemWriter(directory, **self.cell.settings("FileSystemWriter"))
 
     def _save_planner(self) -> Any:
+        """Return the planner that DCP saves with."""
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         return DefaultSavePlanner(**self.cell.settings("DefaultSavePlanner"))
 
     def _load_planner(self) -> Any:
+        """Return the planner that DCP loads with."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
         return DefaultLoadPlanner(**self.cell.settings("DefaultLoadPlanner"))
 
     def load(self, directory: Path) -> None:
         """Load the state, in place by DCP, then set it by ``set_state_dict``."""
-        import torch
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import (
             set_model_state_dict,
             set_optimizer_state_dict,
             set_state_dict,
         )
-        from torch.distributed.checkpoint.state_dict_loader import load
 
         if self.whole:
-            state = torch.load(directory / "checkpoint.pt", map_location="cpu", weights_only=True)
-            if self._options().broadcast_from_rank0 and self.world.rank:
-                # The others get it from rank 0.
-                state |= {"model": {}, "optimizer": {}}
+            state = self._read_whole(directory)
         else:
-            # What it saves keeps the form of what it loaded, so that stages can load it again. By
-            # names there are no lists.
-            keys = FileSystemReader(directory).read_metadata().state_dict_metadata
-            self.flat |= (
-                not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
-            )
-            state = self._state()
-            load(state, checkpoint_id=directory, planner=self._load_planner())
+            state = self._read_shards(directory)
+        options = self._options()
         if self.cell.option("save_only_model"):
-            set_model_state_dict(self.model, state["model"], options=self._options())
+            set_model_state_dict(self.model, state["model"], options=options)
             return
-        # Not by one call: set_state_dict hangs where other ranks have nothing (docs/upstream.md).
-        if self._options().broadcast_from_rank0:
-            set_model_state_dict(self.model, state["model"], options=self._options())
+        if options.broadcast_from_rank0:
+            # Not by one call: set_state_dict hangs where other ranks have nothing
+            # (docs/upstream.md).
+            set_model_state_dict(self.model, state["model"], options=options)
             set_optimizer_state_dict(
-                self.model, self.optimizer, state["optimizer"], options=self._options()
+                self.model, self.optimizer, state["optimizer"], options=options
             )
         else:
             set_state_dict(
@@ -604,13 +628,41 @@ class TorchDriver(TinyDriver):
                 self.optimizer,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optimizer"],
-                options=self._options(),
+                options=options,
             )
-        for scheduler, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
+        saved_states = state["scheduler"]
+        for scheduler, saved in zip(listed(self.scheduler), saved_states, strict=True):
             scheduler.load_state_dict(saved)
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
         self.load_random(directory, required=state["ranks"] == self.world.size)
+
+    def _read_whole(self, directory: Path) -> dict[str, Any]:
+        """Return the state of a checkpoint of one file."""
+        import torch
+
+        state: dict[str, Any] = torch.load(
+            directory / "checkpoint.pt", map_location="cpu", weights_only=True
+        )
+        if self._options().broadcast_from_rank0 and self.world.rank:
+            # The others get it from rank 0.
+            state |= {"model": {}, "optimizer": {}}
+        return state
+
+    def _read_shards(self, directory: Path) -> dict[str, Any]:
+        """Return the state of a DCP checkpoint, of which this rank has its shards."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+        # By parameter names the optimizer's state has no param groups.
+        by_groups = {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
+        if not by_groups:
+            # It saves in the form of what it loaded, so that stages can load it again.
+            self.flat = True
+        state = self._state()
+        load(state, checkpoint_id=directory, planner=self._load_planner())
+        return state
 
     def rows(
         self,
@@ -624,7 +676,11 @@ class TorchDriver(TinyDriver):
         return _rows.torch_rows(loader, count, start, rank, self.cell.dp_size)
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """Return the logits without gradients left: recompiled for evaluation, FSDP1 fails on a step's sharded ones."""
+        """Return the logits on a batch that no step trains on, in evaluation mode.
+
+        Gradients are zeroed before: recompiled for evaluation, FSDP1 fails on a step's sharded
+        ones.
+        """
         for optimizer in listed(self.optimizer):
             if optimizer:
                 optimizer.zero_grad()
@@ -653,8 +709,11 @@ class TorchDriver(TinyDriver):
 
 def _rows_of(batches: Sequence[Batch]) -> list[Batch]:
     """Return the rows of some batches, each as a batch of its own."""
-    rows = []
+    rows: list[Batch] = []
     for batch in batches:
-        for row in range(len(batch["labels"])):
-            rows.append({name: value[row : row + 1] for name, value in batch.items()})
+        for number in range(len(batch["labels"])):
+            row: Batch = {}
+            for name, values in batch.items():
+                row[name] = values[number : number + 1]
+            rows.append(row)
     return rows

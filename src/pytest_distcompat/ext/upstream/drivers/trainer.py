@@ -1,5 +1,6 @@
-"""Driver for transformers.Trainer: all strategies by TrainingArguments, checkpoints by Trainer while it trains.
+"""Driver for transformers.Trainer, which trains and saves in one call of ``Trainer.train``.
 
+TrainingArguments name the strategy:
 https://huggingface.co/docs/transformers/main_classes/trainer,
 https://huggingface.co/docs/transformers/fsdp, https://huggingface.co/docs/transformers/deepspeed
 """
@@ -94,18 +95,19 @@ class TrainerCalls(Calls):
     @observer
     def evaluate(self) -> None:  # type: ignore[override]  # in no_grad alone
         """Evaluate by ``Trainer.evaluate``."""
-        rows = self.trainer.dataset(self.trainer.world.size)
+        ranks = self.trainer.world.size
+        rows = self.trainer.dataset(ranks)
         # Trainer looks for labels among the arguments of the model's forward, and model mlp has
         # none.
         self.trainer.trainer.label_names = ["labels"]
-        self.trainer.trainer.evaluate(rows[: self.trainer.world.size * 4])
+        self.trainer.trainer.evaluate(rows[: ranks * 4])
         # As Trainer does it, in the next step.
         self.model.train()
         self.reshard()
 
     @observer
     def predict(self) -> Any:
-        """Compute outputs by ``Trainer.predict``, of which each rank computes some and all get all."""
+        """Compute outputs by ``Trainer.predict``: each rank computes some, and all get all."""
         import torch
 
         # Its loader draws a seed, as that of ``evaluate`` does: known issue
@@ -119,14 +121,17 @@ class TrainerCalls(Calls):
 
     @observer
     def save_model(self, _internal_call: bool = False) -> Any:
-        """Write the weights by ``Trainer.save_model``, which writes nothing while FSDP's state dicts are sharded."""
+        """Write the weights by ``Trainer.save_model``, and return them.
+
+        While FSDP's state dicts are sharded it would write nothing, so they are full meanwhile.
+        """
         plugin = getattr(self.trainer.trainer.accelerator.state, "fsdp_plugin", None)
-        kind = getattr(plugin, "state_dict_type", None)
+        state_dict_type = getattr(plugin, "state_dict_type", None)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
         self.trainer.trainer.save_model(str(self.exports), _internal_call=_internal_call)
         if plugin is not None:
-            plugin.set_state_dict_type(kind)
+            plugin.set_state_dict_type(state_dict_type)
         return self.written("model.safetensors")
 
     @observer
@@ -206,24 +211,25 @@ class TrainerDriver(TinyDriver):
     trainer: Any = None
 
     @classmethod
-    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """Return why the cell cannot run: Trainer or TrainingArguments lack an option, or it crashes on this device."""
+    def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
+        """Yield for each condition why the cell cannot run, or None; the first reason counts.
+
+        Trainer or TrainingArguments may lack an option, or crash on that kind of device.
+        """
         if STRATEGIES.get(cell.strategy).transformers is None:
-            return f"Trainer has no {cell.strategy}"
-        reason = _trainer_reason(cell, device)
-        if reason is None and cell.tp * cell.ep > 1 and cell.strategy == "fsdp2":
-            reason = _not_loaded_in_parts(cell)
-        if reason is None:
-            reason = _options.unsupported_by_accelerate(cell, device)
-        if reason is None:
-            reason = super().unsupported_reason(cell, device)
-        if reason is None and cell.tp > 1 and cell.strategy != "fsdp2":
-            reason = _options.AUTOTP
-        return reason
+            yield f"Trainer has no {cell.strategy}"
+        yield _trainer_reason(cell, device)
+        in_parts = cell.tp * cell.ep > 1
+        if in_parts and cell.strategy == "fsdp2":
+            yield _not_loaded_in_parts(cell)
+        yield _options.unsupported_by_accelerate(cell, device)
+        yield from super()._reasons(cell, device)
+        if cell.tp > 1 and cell.strategy != "fsdp2":
+            yield _options.AUTOTP
 
     @classmethod
     def plan_of(cls, tiny: TinyModel) -> Mapping[str, str]:
-        """Return transformers' own plan, of a model with experts."""
+        """Return the plan by which layers are cut: transformers' own, of a model with experts."""
         return LAYERS.get(tiny.name, tiny.tp_plan)
 
     @classmethod
@@ -237,38 +243,41 @@ class TrainerDriver(TinyDriver):
         return self.cell.tp * self.cell.ep > 1
 
     def build_model(self) -> Module:
-        """Return the tiny model; the experts that transformers' plan names are units of their own."""
+        """Return the tiny model, and count experts of transformers' plan as blocks to wrap."""
         model = super().build_model()
-        if self.cell.ep > 1:
-            block_names = list(self.blocks)
-            for name, module in model.named_modules():
-                class_name = type(module).__name__
-                if fnmatch(name, self.experts_of(self.tiny)) and class_name not in block_names:
-                    block_names.append(class_name)
-            self.blocks = tuple(block_names)
+        if self.cell.ep == 1:
+            return model
+        experts = self.experts_of(self.tiny)
+        block_names = list(self.blocks)
+        for name, module in model.named_modules():
+            class_name = type(module).__name__
+            if fnmatch(name, experts) and class_name not in block_names:
+                block_names.append(class_name)
+        self.blocks = tuple(block_names)
         return model
 
     def groups(self, model: Module) -> Any:
-        """Return Trainer's own two param groups for the reference: norms and biases without weight decay."""
+        """Return Trainer's own two param groups, for the reference.
+
+        The second one has norms and biases, without weight decay.
+        """
         from transformers import Trainer
 
-        trained = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
         decay = self.setting_or_default(
             DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay"
         )
         if not self.cell.option("use_orig_params"):
             # A flat parameter belongs to one group as a whole:
             # https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
-            return [{"params": list(trained.values()), "weight_decay": decay}]
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            return [{"params": trained, "weight_decay": decay}]
         # A public method that reads nothing of its Trainer.
         decayed_names = set(Trainer.get_decay_parameter_names(self, model))
         decayed = []
         undecayed = []
-        for name, parameter in trained.items():
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             if name in decayed_names:
                 decayed.append(parameter)
             else:
@@ -282,15 +291,16 @@ class TrainerDriver(TinyDriver):
         """Return the schedule of ``arguments`` for the reference, made as Trainer makes it."""
         from transformers import get_scheduler
 
-        chosen = SCHEDULE | self.cell.settings("TrainingArguments")
-        # A fraction is one of all steps.
-        warmup = chosen.get("warmup_steps", 0)
+        settings = SCHEDULE | self.cell.settings("TrainingArguments")
+        warmup = settings.get("warmup_steps", 0)
+        # Below one it is a fraction of all steps.
+        warmup_steps = math.ceil(warmup * STEPS) if warmup < 1 else int(warmup)
         return get_scheduler(
-            chosen["lr_scheduler_type"],
+            settings["lr_scheduler_type"],
             optimizer,
-            num_warmup_steps=math.ceil(warmup * STEPS) if warmup < 1 else int(warmup),
+            num_warmup_steps=warmup_steps,
             num_training_steps=STEPS,
-            scheduler_specific_kwargs=chosen["lr_scheduler_kwargs"],
+            scheduler_specific_kwargs=settings["lr_scheduler_kwargs"],
         )
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
@@ -328,19 +338,11 @@ class TrainerDriver(TinyDriver):
             # A callback requests an evaluation, too, where the plan saves.
             steps = {"eval_strategy": "steps", "eval_steps": NEVER}
             settings |= {**steps, "save_strategy": "steps", "save_steps": NEVER}
-        settings |= self._backend_config()[0]
+        backend_arguments, _ = self._backend_config()
+        settings |= backend_arguments
         settings |= self._mixed_precision()
-        recomputed = self.cell.option("activation_checkpointing")
-        by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts and recomputed != "reentrant"
-        if recomputed and not by_fsdp:
-            settings |= {
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": _options.recomputation(self.cell),
-            }
-        mode = self.cell.option("compile")
-        if mode not in {False, "partial"}:
-            settings["torch_compile"] = True
-            settings["torch_compile_backend"] = "inductor" if mode is True else "aot_eager"
+        settings |= self._recomputation()
+        settings |= self._compilation()
         if hasattr(TrainingArguments, "train_sampling_strategy"):
             settings["train_sampling_strategy"] = "sequential"
         if self.world.device == "cpu":
@@ -348,8 +350,11 @@ class TrainerDriver(TinyDriver):
         return self.cell.with_settings("TrainingArguments", settings)
 
     def _backend_config(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the strategy as TrainingArguments, and as environment variables what those have no argument for."""
-        # Both are for the installed release; tested with transformers 4.50 to 5.23.
+        """Return the strategy as arguments of TrainingArguments and as environment variables.
+
+        The variables say what the installed release has no argument for. Tested with transformers
+        4.50 to 5.23.
+        """
         import transformers
         from packaging.version import Version
 
@@ -370,9 +375,31 @@ class TrainerDriver(TinyDriver):
             return {}
         return {flag: True}
 
+    def _recomputation(self) -> dict[str, Any]:
+        """Return the arguments for activation checkpointing, unless FSDP's are what asks for it."""
+        mode = self.cell.option("activation_checkpointing")
+        by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts and mode != "reentrant"
+        if not mode or by_fsdp:
+            return {}
+        return {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": _options.recomputation(self.cell),
+        }
+
+    def _compilation(self) -> dict[str, Any]:
+        """Return the arguments for torch.compile, unless the driver compiles single blocks."""
+        mode = self.cell.option("compile")
+        if mode in {False, "partial"}:
+            return {}
+        backend = "inductor" if mode is True else "aot_eager"
+        return {"torch_compile": True, "torch_compile_backend": backend}
+
     def environment(self) -> dict[str, str]:
-        """Return what ``accelerate launch`` sets in the environment, since TrainingArguments have no argument for it."""
-        variables = self._backend_config()[1]
+        """Return environment variables for what TrainingArguments have no argument for.
+
+        They are those that ``accelerate launch`` sets.
+        """
+        _, variables = self._backend_config()
         if self.precision.float8:
             variables["ACCELERATE_MIXED_PRECISION"] = "fp8"
         if self.cell.option("compile") == "regional":
@@ -388,7 +415,10 @@ class TrainerDriver(TinyDriver):
             return Trainer(**settings)
 
         class InOrder(Trainer):  # type: ignore[misc]  # transformers is untyped here
-            """Before transformers 5 a method is all that chooses the sampler, and the log has four decimals of the loss."""
+            """Trainer before transformers 5: a method chooses the sampler, and the log is rounded.
+
+            It has four decimals of the loss.
+            """
 
             _total_loss_scalar: float
 
@@ -407,53 +437,31 @@ class TrainerDriver(TinyDriver):
         return InOrder(**settings)
 
     def _evaluated_rows(self) -> list[dict[str, torch.Tensor]] | None:
-        """Return the rows by whose loss Trainer chooses its best checkpoint; None if it does not."""
+        """Return the rows by whose loss Trainer chooses its best checkpoint, if it does."""
         if not self.loads_best(self.cell):
             return None
         return self.dataset(self.world.size)[: self.world.size * 4]
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
-        """Do the plan in one call of ``Trainer.train``; a callback reports the actions, see ``make_callback``."""
-        # An error while the Trainer is created is one of the build; with a checkpoint all up to the
-        # first step is the load.
+        """Do the plan in one call of ``Trainer.train``, in which a callback reports the actions.
+
+        An error while the Trainer is created is one of the build. With a checkpoint, all up to the
+        first step is the load.
+        """
         import os
 
-        from transformers import PrinterCallback, TrainingArguments
         from transformers.trainer_utils import get_last_checkpoint
 
         self.run_directory = plan.save_to.parent
         os.environ.update(self.environment())
         self.compile_nothing()
-
-        def make(model: Any, plan: Plan) -> None:
-            # Once there are arguments, transformers makes models in parts under ZeRO-3.
-            args = TrainingArguments(**self.arguments(plan))
-            model = self.own_model(model)
-            if self.cell.option("compile") == "partial":
-                _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
-            computes_loss = hasattr(model, "config") and not self.tiny.without_loss
-            self.trainer = self.make_trainer(
-                model=model,
-                args=args,
-                train_dataset=self.dataset(self.cell.dp_size),
-                eval_dataset=self._evaluated_rows(),
-                data_collator=self.collator() if self.cell.option("packed") else None,
-                compute_loss_func=None if computes_loss else self._loss(),
-                optimizer_cls_and_kwargs=self.optimizer_class(),
-            )
-            self.trainer.remove_callback(PrinterCallback)
-            if self.trainer.eval_dataset is not None:
-                # Trainer looks for labels among the arguments of the model's forward, and model mlp
-                # has none.
-                self.trainer.label_names = ["labels"]
-
         model_class: Any = type(model)
         if self.in_parts:
             full_model: Any = model
             with tempfile.TemporaryDirectory() as directory:
                 full_model.save_pretrained(directory)
                 model = self.load_in_parts(model_class, directory)
-        make(model, plan)
+        self._create_trainer(model, plan)
         checkpoint = None
         if "load" in plan.actions:
             self.model = self.trainer.model
@@ -467,7 +475,7 @@ class TrainerDriver(TinyDriver):
                 # Trainer cannot resume such a model: training begins anew, from the weights that
                 # were saved.
                 plan = dataclasses.replace(plan, first_step=0)
-                make(self.load_in_parts(model_class, checkpoint), plan)
+                self._create_trainer(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
         self.trainer.add_callback(make_callback(self, plan, report))
         resumption = self._resumption(checkpoint)
@@ -475,7 +483,7 @@ class TrainerDriver(TinyDriver):
             self.trainer.train(**resumption)
 
     def _resumption(self, checkpoint: str | None) -> dict[str, Any]:
-        """Return the arguments of ``Trainer.train`` by which it resumes from a checkpoint; None for none."""
+        """Return the arguments by which ``Trainer.train`` resumes from a checkpoint, if any."""
         arguments: dict[str, Any] = {"resume_from_checkpoint": checkpoint}
         if checkpoint is not None:
             arguments = self.cell.with_settings("train", arguments)
@@ -492,21 +500,50 @@ class TrainerDriver(TinyDriver):
 
     @classmethod
     def loads_best(cls, cell: Cell) -> bool:
-        """Tell whether Trainer is to load the checkpoint at which the loss of an evaluation was lowest."""
+        """Tell whether Trainer is to load the checkpoint with the lowest loss of an evaluation."""
         return bool(cell.settings("TrainingArguments").get("load_best_model_at_end"))
 
     def _take_over(self, checkpoint: Path) -> None:
-        """Copy a checkpoint of another run into the directory in which Trainer looks for its last one."""
+        """Copy a checkpoint of another run to where Trainer looks for its last one."""
         with self.trainer.args.main_process_first(local=self.world.own_disks):
             if self.world.writes_first:
                 shutil.copytree(checkpoint, Path(self.trainer.args.output_dir) / checkpoint.name)
+
+    def _create_trainer(self, model: Any, plan: Plan) -> None:
+        """Create the Trainer of a model."""
+        from transformers import PrinterCallback, TrainingArguments
+
+        # Once there are arguments, transformers makes models in parts under ZeRO-3.
+        args = TrainingArguments(**self.arguments(plan))
+        model = self.own_model(model)
+        if self.cell.option("compile") == "partial":
+            _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
+        computes_loss = hasattr(model, "config") and not self.tiny.without_loss
+        self.trainer = self.make_trainer(
+            model=model,
+            args=args,
+            train_dataset=self.dataset(self.cell.dp_size),
+            eval_dataset=self._evaluated_rows(),
+            data_collator=self.collator() if self.cell.option("packed") else None,
+            compute_loss_func=None if computes_loss else self._loss(),
+            optimizer_cls_and_kwargs=self.optimizer_class(),
+        )
+        # It would print each log.
+        self.trainer.remove_callback(PrinterCallback)
+        if self.trainer.eval_dataset is not None:
+            # Trainer looks for labels among the arguments of the model's forward, and model mlp has
+            # none.
+            self.trainer.label_names = ["labels"]
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of that class, of whose weights each rank has read its part."""
         return kind.from_pretrained(directory, distributed_config=distributed_config(self.cell))
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
-        """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
+        """Return the class and the arguments of an optimizer that TrainingArguments cannot name.
+
+        None where they can.
+        """
         if self.cell.option("optimizer") != "muon":
             return None
         from pytest_distcompat.ext.upstream.drivers._joined import Joined
@@ -515,41 +552,41 @@ class TrainerDriver(TinyDriver):
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the reference's optimizer, made as Trainer makes it."""
-        chosen = self.optimizer_class()
-        if chosen:
-            optimizer_class, class_arguments = chosen
+        class_with_arguments = self.optimizer_class()
+        if class_with_arguments is not None:
+            optimizer_class, class_arguments = class_with_arguments
             return optimizer_class(self.groups(model), **class_arguments)
-        named = self.setting_or_default(
-            OPTIMIZERS[str(self.cell.option("optimizer"))], "TrainingArguments.optim"
-        )
-        if named == "adafactor":
+        own_name = OPTIMIZERS[str(self.cell.option("optimizer"))]
+        name = self.setting_or_default(own_name, "TrainingArguments.optim")
+        if name == "adafactor":
             from transformers.optimization import Adafactor
 
             return self.make_with_settings(
                 Adafactor, self.groups(model), scale_parameter=False, relative_step=False
             )
-        if named not in TORCH_OPTIMIZERS:
+        if name not in TORCH_OPTIMIZERS:
             return super().make_optimizer(model)
         from torch import optim
 
-        arguments = {}
-        for argument in (self.optimizer_arguments or "").split(","):
-            if argument:
-                key, value = argument.split("=")
-                arguments[key] = json.loads(value)
-        return self.make_with_settings(
-            getattr(optim, TORCH_OPTIMIZERS[named]), self.groups(model), **arguments
-        )
+        torch_class = getattr(optim, TORCH_OPTIMIZERS[name])
+        arguments = _parsed(self.optimizer_arguments or "")
+        return self.make_with_settings(torch_class, self.groups(model), **arguments)
 
     @property
     def optimizer_arguments(self) -> str | None:
-        """Return the optimizer's own arguments, as TrainingArguments spell them: ``momentum=0.9,nesterov=true``."""
+        """Return the optimizer's own arguments, such as ``momentum=0.9,nesterov=true``.
+
+        TrainingArguments spell them so. None if there are none.
+        """
         default = "momentum=0.9" if self.cell.option("optimizer") == "sgd" else None
         arguments: str | None = self.setting_or_default(default, "TrainingArguments.optim_args")
         return arguments
 
     def make_with_settings(self, optimizer_class: Any, groups: Any, **arguments: Any) -> Any:
-        """Return the reference's optimizer, with the numbers of TrainingArguments or DeepSpeed's JSON."""
+        """Return the reference's optimizer, with the cell's numbers.
+
+        TrainingArguments or DeepSpeed's JSON may set them.
+        """
         rate = self.setting_or_default(
             LEARNING_RATE, "TrainingArguments.learning_rate", "ds_config.optimizer.params.lr"
         )
@@ -576,15 +613,23 @@ class TrainerDriver(TinyDriver):
             return super().reference_loss(model, batch)
         from torch.nn import functional
 
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits = model(**inputs).logits[:, :-1].float()
-        labels = batch["labels"][:, 1:]
+        inputs = dict(batch)
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits
+        # Each token but the last predicts the next one.
+        logits = logits[:, :-1].float()
         return functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing
         )
 
     def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
-        """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""
+        """Return the collator that packs rows into one; the reference is trained on the rows.
+
+        https://huggingface.co/blog/packing-with-FA2
+
+        Args:
+            settings: Arguments of ``DataCollatorWithFlattening``.
+        """
         from transformers import DataCollatorWithFlattening
 
         flatten = DataCollatorWithFlattening(**settings)
@@ -606,7 +651,8 @@ class TrainerDriver(TinyDriver):
 
             # In transformers 4.50 an evaluation has no number.
             items = len(labels) if num_items_in_batch is None else num_items_in_batch
-            return functional.cross_entropy(outputs.float(), labels, reduction="sum") / items
+            total = functional.cross_entropy(outputs.float(), labels, reduction="sum")
+            return total / items
 
         return loss
 
@@ -615,14 +661,14 @@ class TrainerDriver(TinyDriver):
         return [_with_argument_names(row) for row in super().dataset(ranks)]
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """Return the logits on a batch that no step trains on: of the trained model as Trainer predicts them."""
+        """Return the logits on a batch that no step trains on, as Trainer predicts them."""
         apart = self.cell.cp > 1 or self.in_parts or bool(self.cell.option("packed"))
         if model is not self.model or apart:
             return super().evaluate(model)
         return self.predictions()
 
     def predictions(self) -> torch.Tensor:
-        """Return the outputs on the held-out batch by ``Trainer.predict``; each rank computes some of them."""
+        """Return the outputs on the held-out batch by ``Trainer.predict``."""
         import torch
 
         batch = self.tiny.batch(HELD_OUT_BATCH, 0)
@@ -648,7 +694,7 @@ class TrainerDriver(TinyDriver):
 
     @classmethod
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
-        """Return all loaders; none on a mesh, which Trainer makes around the model that it trains."""
+        """Return all loaders; none on a mesh, which Trainer makes around the model it trains."""
         if any(name in MESH for name, _ in cell.options):
             return {}
         return cls.loaders
@@ -658,7 +704,10 @@ class TrainerDriver(TinyDriver):
         return _rows.trainer_metrics(count, self.world.device)
 
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - one of its kind without its values is written
-        """Return the names that ``save_pretrained`` gives, of a model that transformers reads and writes by rules for names."""
+        """Return the names that ``save_pretrained`` gives to the model's tensors.
+
+        There are none of a model that transformers writes without rules for names.
+        """
         if self.tiny.written_names is None:
             return ()
         return self.tiny.written_names()
@@ -698,11 +747,27 @@ def _first_checkpoint(directory: Path) -> str:
 
 
 def _with_argument_names(row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a row keyed by the arguments of the model's forward: a classifier calls its features ``x``."""
-    return {"x" if name == "features" else name: value for name, value in row.items()}
+    """Return a row keyed by the arguments of the model's forward."""
+    by_argument = {}
+    for name, value in row.items():
+        # A classifier calls its features x.
+        argument = "x" if name == "features" else name
+        by_argument[argument] = value
+    return by_argument
+
+
+def _parsed(optimizer_arguments: str) -> dict[str, Any]:
+    """Return the values by name of ``optim_args``, such as ``momentum=0.9,nesterov=true``."""
+    values = {}
+    for argument in optimizer_arguments.split(","):
+        if argument:
+            name, text = argument.split("=")
+            values[name] = json.loads(text)
+    return values
 
 
 def _as_lists(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a row with lists of numbers, as a tokenizer gives them."""
     return {name: value.tolist() for name, value in row.items()}
 
 
@@ -733,6 +798,7 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
     model = cell.option("model")
     recomputed = cell.option("activation_checkpointing")
     fsdp = "fsdp" in cell.strategy
+    recomputed_by_model = bool(recomputed) and (not fsdp or recomputed == "reentrant")
     transformers_model = "transformers" in model_of(cell).preload
     return first_reason(
         (
@@ -752,20 +818,27 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
             f"rows of tokens are packed, and model {model} has none",
         ),
         (
-            bool(recomputed) and not transformers_model and (not fsdp or recomputed == "reentrant"),
-            f"Trainer has the model recompute, and model {model} has no gradient_checkpointing_enable()",
+            recomputed_by_model and not transformers_model,
+            (
+                f"Trainer has the model recompute, and model {model} has no "
+                "gradient_checkpointing_enable()"
+            ),
         ),
         # It hangs, and a known issue never covers a hang.
         (
             cell.own_disks and fsdp,
-            "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on one node, where it then waits",
+            (
+                "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on "
+                "one node, where it then waits"
+            ),
         ),
         # It may hang, too.
         (
             TrainerDriver.loads_best(cell) and fsdp and cell.option("state_dict") != "full",
             (
-                "Trainer looks for the directory of its best checkpoint before FSDP's sharded state dicts are written, and some "
-                "ranks find it (docs/upstream/transformers_best_sharded.py)"
+                "Trainer looks for the directory of its best checkpoint before FSDP's sharded "
+                "state dicts are written, and some ranks find it "
+                "(docs/upstream/transformers_best_sharded.py)"
             ),
         ),
         (
@@ -775,8 +848,9 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
         (
             cell.cp > 1 and cell.dp_size > 1 and device == "cpu",
             (
-                "Trainer gathers the losses of a sequence's parts, and the backward pass of that takes the ranks of a group for "
-                "those of all on gloo: 'Global rank 0 is not part of group'"
+                "Trainer gathers the losses of a sequence's parts, and the backward pass of that "
+                "takes the ranks of a group for those of all on gloo: "
+                "'Global rank 0 is not part of group'"
             ),
         ),
     )
@@ -785,6 +859,7 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
 def _not_loaded_in_parts(cell: Cell) -> str | None:
     """Return why transformers does not shard the model as the cell asks; None if it does."""
     model = cell.option("model")
+    with_experts = ", ".join(EXPERTS)
     reason = first_reason(
         (
             "transformers" not in model_of(cell).preload,
@@ -792,7 +867,10 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
         ),
         (
             cell.ep > 1 and model not in EXPERTS,
-            f"of models whose experts transformers spreads, {', '.join(EXPERTS)} alone is tried, and {model} is not it",
+            (
+                f"of models whose experts transformers spreads, {with_experts} alone is tried, "
+                f"and {model} is not it"
+            ),
         ),
         (
             cell.ep > 1 and cell.precision != "fp32",
@@ -808,7 +886,10 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
         ),
         (
             not cell.option("save_only_model"),
-            "Trainer saves the model alone: 'Resuming is not supported for models sharded at load time'",
+            (
+                "Trainer saves the model alone: "
+                "'Resuming is not supported for models sharded at load time'"
+            ),
         ),
     )
     if reason is not None:
@@ -820,10 +901,12 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
 
 
 def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, Any]:
-    """Return the arguments that make ``TrainingArguments(**settings)`` run the requested strategy on CPU.
+    """Return the arguments by which ``TrainingArguments(**settings)`` run a strategy on CPU ranks.
 
-    A model ``in_parts`` runs under no strategy of accelerate, which refuses its mesh on what it
-    takes for CPUs.
+    Args:
+        settings: The arguments so far.
+        in_parts: Whether transformers has sharded the model. It then runs under no strategy of
+            accelerate, which refuses its mesh on what it takes for CPUs.
     """
     # ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world
     # size of 1. For FSDP ``use_configured_state``, a public option, makes Trainer use the state

@@ -1,4 +1,7 @@
-"""Tiny models that the built-in drivers train, and the architectures of transformers; made from configs, without a download."""
+"""Tiny models that the built-in drivers train, and the architectures of transformers.
+
+They are made from configs, without a download.
+"""
 
 from pytest_distcompat.ext.upstream.models._architectures import (
     PREFIX,

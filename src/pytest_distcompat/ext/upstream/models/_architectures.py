@@ -1,4 +1,7 @@
-"""Any architecture of transformers as a tiny model: ``hf:MODEL_TYPE`` or ``hf:CLASS``, from its config without a download."""
+"""Any architecture of transformers as a tiny model: ``hf:MODEL_TYPE`` or ``hf:CLASS``.
+
+It is made from its config, without a download.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ Rules = tuple[tuple[str, int], ...]
 RULES: Rules = (
     (r".*vocab_size.*", VOCABULARY),
     (
-        r"(.*_)?(num|n)_(hidden_|decoder_|encoder_)?layers?|(encoder|decoder)_layers|n_layer|depth|num_blocks",
+        (
+            r"(.*_)?(num|n)_(hidden_|decoder_|encoder_)?layers?|(encoder|decoder)_layers"
+            r"|n_layer|depth|num_blocks"
+        ),
         2,
     ),
     (r"(num|n)_(experts|routed_experts|local_experts)|moe_num_experts", 4),
@@ -50,12 +56,18 @@ RULES: Rules = (
     (r"(qk_nope_|qk_rope_|v_|global_|swa_|attention_)?head_dim|d_kv", 8),
     (r"(kv|q)_lora_rank", 16),
     (
-        r"dim|(.*_)?(hidden_size|d_model|n_embd|emb_dim|embedding_size|hidden_dim|embed_dim|word_embed_proj_dim|model_dim)",
+        (
+            r"dim|(.*_)?(hidden_size|d_model|n_embd|emb_dim|embedding_size|hidden_dim|embed_dim"
+            r"|word_embed_proj_dim|model_dim)"
+        ),
         32,
     ),
     (r"(.*_)?(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|dim_ff)", 64),
     (
-        r"(.*_)?(max_position_embeddings|n_positions|max_target_positions|max_source_positions|seq_length|n_ctx)",
+        (
+            r"(.*_)?(max_position_embeddings|n_positions|max_target_positions|max_source_positions"
+            r"|seq_length|n_ctx)"
+        ),
         64,
     ),
     (r"rotary_dim", 4),
@@ -73,7 +85,10 @@ RULES_OF_TASKS: Rules = (
     (r".*num_queries|max_text_length", 8),
     (r"max_2d_position_embeddings|num_hash_buckets", 64),
     (
-        r"(.*_)?(hidden_size|dim|units|channels|feature_size)s?|encoder_ffn_dim|embed_dims|out_features",
+        (
+            r"(.*_)?(hidden_size|dim|units|channels|feature_size)s?"
+            r"|encoder_ffn_dim|embed_dims|out_features"
+        ),
         32,
     ),
 )
@@ -91,7 +106,9 @@ UNKNOWN = "the installed transformers has no such model type for any task, and n
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry of transformers' auto classes; all fields are empty for a model that transformers does not know.
+    """An entry of transformers' auto classes.
+
+    All fields are empty for a model that transformers does not know.
 
     Attributes:
         model_type: Spelled as transformers spells it, perhaps with hyphens.
@@ -105,16 +122,17 @@ class _Entry:
 
     @property
     def id(self) -> str:
-        """The model type as it stands in a cell's id, which has no hyphens."""
+        """The model type as it stands in a cell's id."""
         return _id(self.model_type)
 
 
 def _id(model_type: str) -> str:
+    """Return a model type without hyphens, as it stands in a cell's id."""
     return model_type.replace("-", "_")
 
 
 def _source(*parts: str) -> Path | None:
-    """Return the path of a file below transformers' ``models``; None where transformers is not installed."""
+    """Return the path of a file below transformers' ``models``; None without transformers."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.origin:
         return None
@@ -123,7 +141,10 @@ def _source(*parts: str) -> Path | None:
 
 @functools.cache
 def _tables() -> dict[str, dict[str, str]]:
-    """Return task -> model type -> class name, read from transformers' source: importing it would import torch."""
+    """Return task -> model type -> class name.
+
+    They are read from transformers' source: importing it would import torch.
+    """
     source = _source("auto", "modeling_auto.py")
     if source is None:
         return {}
@@ -133,8 +154,11 @@ def _tables() -> dict[str, dict[str, str]]:
         if task is None:
             continue
         call = getattr(statement, "value", None)
-        if isinstance(call, ast.Call) and isinstance(call.args[0], ast.List):
-            tables[task] = _read_table(call.args[0])
+        if not isinstance(call, ast.Call):
+            continue
+        pairs = call.args[0]
+        if isinstance(pairs, ast.List):
+            tables[task] = _read_table(pairs)
     first_tables = {task: tables[task] for task in FIRST if task in tables}
     return {**first_tables, **tables}
 
@@ -170,7 +194,10 @@ def _entries() -> Iterator[_Entry]:
 
 @functools.cache
 def _entry(model: str) -> _Entry:
-    """Return the first entry with this model type (as in an id) or class name; an empty entry if there is none."""
+    """Return the first entry with this model type (as in an id) or class name.
+
+    It is an empty entry if there is none.
+    """
     for entry in _entries():
         if model in {entry.id, entry.class_name}:
             return entry
@@ -178,10 +205,10 @@ def _entry(model: str) -> _Entry:
 
 
 def of_tasks() -> dict[str, str]:
-    """Return the class that the profile ``zoo`` trains for each task but causal language models; empty if it can train none.
+    """Return the class that the profile ``zoo`` trains for each task but causal language models.
 
     It is the first one of transformers' table that has no reason in BLANK, if possible of a model
-    type that no other task has.
+    type that no other task has. It is empty for a task of which no class can be trained.
     """
     class_by_task = {}
     used_types = set(_tables().get(CAUSAL, ()))
@@ -195,8 +222,14 @@ def of_tasks() -> dict[str, str]:
 
 
 def _entry_to_train(task: str, used_types: set[str]) -> _Entry:
-    """Return the first entry of a task that can be trained, if possible of an unused model type; an empty one if none can."""
-    candidates = [entry for entry in _entries() if entry.task == task and not _reason_of(entry)]
+    """Return the first entry of a task that can be trained; an empty one if none can.
+
+    If possible it is one of an unused model type.
+    """
+    candidates = []
+    for entry in _entries():
+        if entry.task == task and not _reason_of(entry):
+            candidates.append(entry)
     for entry in candidates:
         if entry.model_type not in used_types:
             return entry
@@ -204,8 +237,12 @@ def _entry_to_train(task: str, used_types: set[str]) -> _Entry:
 
 
 def architectures() -> tuple[str, ...]:
-    """Return the names of the models of the profile ``zoo``: all causal language models, and one of each other task."""
-    models = [_id(model_type) for model_type in sorted(_tables().get(CAUSAL, ()))]
+    """Return the names of the models of the profile ``zoo``.
+
+    They are all causal language models, and one model of each other task.
+    """
+    model_types = sorted(_tables().get(CAUSAL, ()))
+    models = [_id(model_type) for model_type in model_types]
     models += [class_name for class_name in of_tasks().values() if class_name]
     return tuple(f"{PREFIX}{model}" for model in dict.fromkeys(models))
 
@@ -264,6 +301,7 @@ def _small_value(name: str, value: Any, rules: Rules) -> Any:
 
 
 def _small_int(name: str, value: int, rules: Rules) -> int | None:
+    """Return the small value of a field with a number; None if it keeps its value."""
     if name.endswith("_token_id") and value >= VOCABULARY:
         return 1
     limit = _limit(name, rules)
@@ -275,8 +313,12 @@ def _small_int(name: str, value: int, rules: Rules) -> int | None:
 def _small_list(name: str, values: Sequence[Any], rules: Rules) -> list[int] | None:
     """Return the small sizes of the stages of a backbone; None for a list of anything else."""
     limit = _limit(name, rules)
-    if limit is None or any(type(value) is not int for value in values):
+    if limit is None:
         return None
+    for value in values:
+        # A bool is an int too.
+        if type(value) is not int:
+            return None
     if "heads" in name:
         # As many heads as divide a size that is a power of 2.
         return [2 if value > 1 else 1 for value in values]
@@ -292,7 +334,10 @@ def _limit(name: str, rules: Rules) -> int | None:
 
 
 def _stages(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the last stages of a small backbone, as many as its outputs are taken of, and no more layers than these need."""
+    """Return the last stages of a small backbone, as many as its outputs are taken of.
+
+    It has no more layers than these need.
+    """
     output_stages = fields.get("out_features") or ()
     if not output_stages:
         return {}
@@ -306,6 +351,7 @@ def _stages(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _model_class(model: str) -> Any:
+    """Return the class of transformers for the model."""
     import transformers
 
     return getattr(transformers, _entry(model).class_name)
@@ -313,7 +359,10 @@ def _model_class(model: str) -> Any:
 
 @functools.cache
 def _config(model: str) -> Any:
-    """Return the small config that the model's class takes, which may be that of a part of its model type's."""
+    """Return the small config that the model's class takes.
+
+    It may be a part of the config of its model type.
+    """
     config = small_config(model)
     config_class = _model_class(model).config_class
     if config_class is None or isinstance(config, config_class):
@@ -325,6 +374,7 @@ def _config(model: str) -> Any:
 
 
 def _make(model: str) -> Module:
+    """Return a new tiny model, in float32."""
     config = copy.deepcopy(_config(model))
     module: Module = _model_class(model)(config).float()
     return module
@@ -347,11 +397,16 @@ def _blocks(model: str) -> tuple[str, ...]:
 
 
 def _batch(model: str, step: int, rank: int) -> Batch:
-    return batch_of(_model_class(model), _config(model), _entry(model).task, step, rank)
+    """Return two rows, the same for the same numbers in every process."""
+    task = _entry(model).task
+    return batch_of(_model_class(model), _config(model), task, step, rank)
 
 
 def _loss(model: Module, batch: Batch) -> torch.Tensor:
-    """Return the model's own loss; of one that has none for these inputs, that of its outputs to fixed targets."""
+    """Return the model's own loss.
+
+    If it has none for these inputs, it is that of its outputs to fixed targets.
+    """
     outputs = model(**batch)
     loss: torch.Tensor | None = outputs.get("loss")
     if loss is None:
@@ -381,6 +436,7 @@ def _outputs(model: Module, batch: Batch) -> torch.Tensor:
 
 
 def _reload(model: str, directory: Path) -> Module:
+    """Load an exported model by ``from_pretrained`` of its class."""
     # Not by the auto class, which does not know the config of some text models that it has made
     # itself.
     loaded: Module = _model_class(model).from_pretrained(directory)
@@ -389,7 +445,10 @@ def _reload(model: str, directory: Path) -> Module:
 
 @functools.cache
 def _written_names(model: str) -> tuple[str, ...]:
-    """Return the names in the files of ``save_pretrained``, as on the Hub; nothing if they are the model's own."""
+    """Return the names in the files of ``save_pretrained``, as on the Hub.
+
+    None are returned if they are the model's own.
+    """
     import tempfile
 
     import torch
@@ -406,7 +465,10 @@ def _written_names(model: str) -> tuple[str, ...]:
 
 
 def _preload(model: str) -> tuple[str, ...]:
-    """Return the modules to import in the fork server: transformers, and the architecture's if it is where most are."""
+    """Return the modules to import in the fork server: transformers, and the architecture's.
+
+    The latter only if its file is where most are.
+    """
     model_type = _entry(model).id
     source = _source(model_type, f"modeling_{model_type}.py")
     if source is None or not source.exists():
@@ -434,7 +496,10 @@ def _reason_of(entry: _Entry) -> str:
 
 @functools.cache
 def architecture(name: str) -> TinyModel:
-    """Return the tiny model of ``hf:MODEL_TYPE`` or ``hf:CLASS``. Nothing is imported before one of its functions is called."""
+    """Return the tiny model of ``hf:MODEL_TYPE`` or ``hf:CLASS``.
+
+    Nothing is imported before one of its functions is called.
+    """
     model = name.removeprefix(PREFIX)
 
     def bound(function: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Architectures of transformers that the rules of ``_architectures`` do not make small, and what they need instead."""
+"""Architectures of transformers that the rules of ``_architectures`` do not make small.
+
+``FIXED`` has values that some need besides, ``BLANK`` why there is no tiny model of others.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,14 @@ FIXED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-_DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
-_LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
+_DEFAULTS = (
+    "no model can be made of its config's defaults, and these rules do not know which values it "
+    "needs"
+)
+_LAYERS = (
+    "its config lists values for each of its many layers, so that two layers cannot be asked for "
+    "by number"
+)
 
 _ROUNDED = (
     "rounding decides: one bit of its gradients moves loss or norms by more than the tolerance"
@@ -94,7 +103,9 @@ BLANK: dict[str, str] = {
     "gemma4_unified": _ROUNDED,
     "gemma4_unified_text": _ROUNDED,
     "git": "it learns from images beside the text",
-    "kimi_linear": "its experts are chosen from groups, of other sizes than those that the rules shrink",
+    "kimi_linear": (
+        "its experts are chosen from groups, of other sizes than those that the rules shrink"
+    ),
     "musicgen": "the config of its decoder alone is no model type",
     "musicgen_melody": "the config of its decoder alone is no model type",
     "olmo_hybrid": _ROUNDED,
@@ -122,7 +133,9 @@ BLANK_TASKS: dict[str, str] = {
     "table_question_answering": "it learns from cells that are chosen in its table",
     "semantic_segmentation": _SIZES_OR_ROUNDING,
     "text_recognition": _SIZES,
-    "text_to_spectrogram": "it learns from durations, pitch and energy, or a spectrogram to go on with, together only",
+    "text_to_spectrogram": (
+        "it learns from durations, pitch and energy, or a spectrogram to go on with, together only"
+    ),
     "universal_segmentation": "their losses need scipy, one needs timm",
     "zero_shot_object_detection": _TIMM_OR_ROUNDING,
 }

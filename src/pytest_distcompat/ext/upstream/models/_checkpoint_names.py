@@ -1,4 +1,7 @@
-"""Compiles transformers' patterns of parameter names in the fork server: in each rank it takes a twentieth of a second."""
+"""Compiles transformers' patterns of parameter names in the fork server.
+
+In each rank it takes a twentieth of a second.
+"""
 
 from __future__ import annotations
 

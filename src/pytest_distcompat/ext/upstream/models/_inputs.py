@@ -1,4 +1,7 @@
-"""Inputs of an architecture by rule: an argument's name says what it holds, the task what is learned, the config how large."""
+"""Inputs of an architecture by rule.
+
+An argument's name says what it holds, the task what is learned, the config how large it is.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ LABELS_OF_ROWS = (
 
 
 def batch_of(kind: type[Any], config: Any, task: str, step: int, rank: int) -> Batch:
-    """Return two rows for a model class; how many tokens are trained on differs between ranks and between batches.
+    """Return two rows for a model class.
+
+    How many tokens are trained on differs between ranks and between batches.
 
     Args:
         kind: The model class; its ``forward`` says which inputs it takes.
@@ -41,13 +46,17 @@ def batch_of(kind: type[Any], config: Any, task: str, step: int, rank: int) -> B
     arguments = inspect.signature(kind.forward).parameters
     # Causal language models of image and text learn from text alone.
     accepted = {"input_ids"} if task == "causal_lm" else set(arguments)
-    batch = {name: make() for name, make in inputs.makers().items() if name in accepted}
+    batch = {}
+    for name, make in inputs.makers().items():
+        if name in accepted:
+            batch[name] = make()
     if task == "ctc":
         batch["labels"] = inputs.integers(1, 30, 3)
     elif re.fullmatch(LABELS_OF_ROWS, task):
         batch["labels"] = inputs.labels_of_rows()
     elif re.fullmatch(LABELS_OF_TOKENS, task):
-        batch["labels"] = inputs.labels_of_tokens(batch.get("input_ids"), prompt_length(step, rank))
+        prompt = prompt_length(step, rank)
+        batch["labels"] = inputs.labels_of_tokens(batch.get("input_ids"), prompt)
     elif "decoder_input_ids" in arguments:
         batch["decoder_input_ids"] = inputs.tokens(TOKENS)
     return batch
@@ -71,8 +80,10 @@ class _Inputs:
             self.images = (2,)
         self.vocabulary = min(VOCABULARY, self.size("vocab_size", VOCABULARY))
         self.mel_bins = self.size("num_mel_bins", self.size("feature_size", 16))
-        # With both of them a row of sound is a spectrogram.
-        self.spectrogram_frames = self.size("max_length") if self.size("num_mel_bins") else 0
+        self.spectrogram_frames = 0
+        if self.size("num_mel_bins"):
+            # With both of them a row of sound is a spectrogram.
+            self.spectrogram_frames = self.size("max_length")
         self.channels = self.size("num_input_channels")
 
     def makers(self) -> dict[str, Callable[[], torch.Tensor]]:
@@ -110,9 +121,8 @@ class _Inputs:
 
     def labels_of_rows(self) -> torch.Tensor:
         """Return a class for each row."""
-        classes = {"multiple_choice": CHOICES, "next_sentence_prediction": 2}.get(
-            self.task, CLASSES
-        )
+        classes_of_task = {"multiple_choice": CHOICES, "next_sentence_prediction": 2}
+        classes = classes_of_task.get(self.task, CLASSES)
         return self.integers(0, classes)
 
     def labels_of_tokens(self, input_ids: torch.Tensor | None, prompt: int) -> torch.Tensor:
@@ -145,7 +155,10 @@ class _Inputs:
         return torch.randint(start, stop, (ROWS, *shape), generator=self.generator)
 
     def tokens(self, *shape: int) -> torch.Tensor:
-        """Return tokens of a shape, for each row; the first four of a vocabulary often have a meaning of their own."""
+        """Return tokens of a shape, for each row.
+
+        Not the first four of a vocabulary, which often have a meaning of their own.
+        """
         return self.integers(4, self.vocabulary, *shape)
 
 
@@ -190,6 +203,7 @@ def loss_to_targets(outputs: Any) -> torch.Tensor:
         bounded = output.float().tanh()
         # The same targets for each row.
         row = bounded[0]
-        targets = torch.linspace(-4, 4, row.numel(), device=row.device).view_as(row)
-        losses.append((bounded - targets).square().mean())
+        targets = torch.linspace(-4, 4, row.numel(), device=row.device)
+        differences = bounded - targets.view_as(row)
+        losses.append(differences.square().mean())
     return torch.stack(losses).sum()

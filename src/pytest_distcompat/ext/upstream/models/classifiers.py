@@ -1,4 +1,7 @@
-"""Classifiers of rows of numbers, the models that are no transformers: their data and files, and what is special of each."""
+"""Classifiers of rows of numbers, the models that are no transformers.
+
+Their data and files, and what is special of each.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,7 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
 
 
 def _make(class_name: str, width: int) -> Module:
+    """Return a new model of a class of ``modules``."""
     from pytest_distcompat.ext.upstream.models import modules
 
     model: Module = getattr(modules, class_name)(FEATURES, width, CLASSES)
@@ -60,14 +64,19 @@ def _batch(step: int, rank: int) -> Batch:
 
 
 def _batch_of_branch(step: int, rank: int) -> Batch:
-    """Return rows that all need the branch (their first feature is positive), or of which none does."""
+    """Return rows that all need the branch, or of which none does.
+
+    Those whose first feature is positive need it.
+    """
     batch = _batch(step, rank)
     sign = 1 if (step + rank) % 2 else -1
-    batch["features"][:, 0] = sign * batch["features"][:, 0].abs()
+    features = batch["features"]
+    features[:, 0] = sign * features[:, 0].abs()
     return batch
 
 
 def _loss(model: Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross entropy over rows, in float32."""
     from torch.nn import functional
 
     logits = model(batch["features"])
@@ -75,10 +84,12 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
 
 
 def _count(batch: Batch) -> int:
+    """Return the number of rows."""
     return len(batch["labels"])
 
 
 def _outputs(model: Module, batch: Batch) -> torch.Tensor:
+    """Return the logits: (rows, classes)."""
     logits: torch.Tensor = model(batch["features"])
     return logits
 
@@ -98,8 +109,16 @@ def _reload(class_name: str, width: int, directory: Path) -> Module:
 
 
 def _tp_plan(*layers: str) -> dict[str, str]:
-    """Return a plan for ``parallel/tensor_parallel.py``: each rank has full activations between the layers."""
-    return {**dict.fromkeys(("inlet", *layers), "colwise_gather"), "outlet": "rowwise_split"}
+    """Return a plan for ``parallel/tensor_parallel.py``.
+
+    Each rank has full activations between the layers.
+
+    Args:
+        layers: Names of the layers between inlet and outlet.
+    """
+    plan = dict.fromkeys(("inlet", *layers), "colwise_gather")
+    plan["outlet"] = "rowwise_split"
+    return plan
 
 
 #: MLP as nn.Module: odd sizes (uneven shards, of thirteen features), a persistent and a
@@ -132,7 +151,10 @@ SYNCBATCHNORM = _classifier(
     "SyncBatchNorm",
     only_float32=True,
     one_batch=True,
-    not_on_cpu="torch's SyncBatchNorm refuses CPU tensors: 'SyncBatchNorm expected input tensor to be on GPU or XPU'",
+    not_on_cpu=(
+        "torch's SyncBatchNorm refuses CPU tensors: "
+        "'SyncBatchNorm expected input tensor to be on GPU or XPU'"
+    ),
     order=9,
 )
 #: Mixture of experts: each row goes to one of them, and an expert may get none on a rank. 1.7e-3

@@ -1,4 +1,7 @@
-"""LlamaForCausalLM of about 25 thousand parameters, with untied and with tied output embeddings, and with dropout."""
+"""LlamaForCausalLM of about 25 thousand parameters.
+
+With untied output embeddings, with tied ones, and with dropout.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ ROWS, TOKENS = 2, 16
 
 
 def _make(*, tied: bool, dropout: float) -> Module:
+    """Return the model in float32; see ``_llama`` for the arguments."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,13 +47,19 @@ def _make(*, tied: bool, dropout: float) -> Module:
 
 
 def _drop(module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Drop some of what a layer adds to the residual stream: a Llama has dropout in its attention alone."""
+    """Drop some of what an MLP adds to the residual stream.
+
+    It is a forward hook: a Llama has dropout in its attention alone.
+    """
     dropped: torch.Tensor = module.dropout(output)
     return dropped
 
 
 def _batch(step: int, rank: int) -> Batch:
-    """Return two rows of 16 tokens; how many of them are trained on differs between ranks and between batches."""
+    """Return two rows of 16 tokens.
+
+    How many of them are trained on differs between ranks and between batches.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -60,16 +70,22 @@ def _batch(step: int, rank: int) -> Batch:
 
 
 def _count(batch: Batch) -> int:
-    """Return how many tokens are trained on; a causal model predicts the next token, so the first label is not used."""
-    return int((batch["labels"][:, 1:] != -100).sum())
+    """Return how many tokens are trained on.
+
+    A causal model predicts the next token, so the first label is not used.
+    """
+    predicted = batch["labels"][:, 1:]
+    return int((predicted != -100).sum())
 
 
 def _outputs(model: Module, batch: Batch) -> torch.Tensor:
+    """Return the logits: (rows, tokens, vocabulary)."""
     logits: torch.Tensor = model(input_ids=batch["input_ids"]).logits
     return logits
 
 
 def _reload(directory: Path) -> Module:
+    """Load an exported model as users do."""
     from transformers import AutoModelForCausalLM
 
     model: Module = AutoModelForCausalLM.from_pretrained(directory)
@@ -77,6 +93,7 @@ def _reload(directory: Path) -> Module:
 
 
 def _loss(model: Module, batch: Batch) -> torch.Tensor:
+    """Return the model's own loss: the mean over tokens."""
     loss: torch.Tensor = model(**batch).loss
     return loss
 
@@ -110,8 +127,16 @@ _EMBEDDINGS = {"model.embed_tokens": "rowwise_split", "lm_head": "colwise_gather
 
 
 def _forward(model: Any, received: torch.Tensor, *, first: bool, last: bool) -> torch.Tensor:
-    """Return what a stage of the pipeline sends on: hidden states (rows, tokens, hidden size), the last one logits."""
-    inputs = {"input_ids" if first else "inputs_embeds": received}
+    """Return what a stage of the pipeline sends on; the last one returns logits.
+
+    Args:
+        model: The model with the modules of the stage.
+        received: Tokens (rows, tokens), or hidden states (rows, tokens, hidden size).
+        first: Whether it is the first stage, which gets tokens.
+        last: Whether it is the last one. The others return hidden states.
+    """
+    argument = "input_ids" if first else "inputs_embeds"
+    inputs = {argument: received}
     if last:
         # The stage's own ``forward`` is this function.
         logits: torch.Tensor = type(model).forward(model, **inputs).logits
@@ -121,6 +146,7 @@ def _forward(model: Any, received: torch.Tensor, *, first: bool, last: bool) -> 
 
 
 def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the last stage's logits: the mean over tokens."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     loss: torch.Tensor = ForCausalLMLoss(logits, labels, VOCABULARY)

@@ -1,4 +1,7 @@
-"""Module classes of the classifiers, in a module of their own because defining them imports torch."""
+"""Module classes of the classifiers.
+
+They are in a module of their own because defining them imports torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """Classifier with uneven sizes, buffers and a frozen layer: (batch, features) -> (batch, classes).
+    """Classifier with uneven sizes, buffers and a frozen layer.
+
+    It maps (batch, features) to logits (batch, classes).
 
     It calls no function of this module: a script for a bug report (``ext/walk/script.py``) has its
     source and Block's alone. Buffers are cast where they are used, because neither FSDP2 nor
@@ -51,7 +56,9 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         x = self.inlet(x.to(self.inlet.weight.dtype))
-        x = x + self.frozen(x) * self.scale.to(x.dtype) + self.offset.to(x.dtype)
+        scale = self.scale.to(x.dtype)
+        offset = self.offset.to(x.dtype)
+        x = x + self.frozen(x) * scale + offset
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.outlet(x)
@@ -59,19 +66,37 @@ class MLP(nn.Module):
 
 
 def _enter(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Return the output of a model's first layer for float32 features, in the dtype of the layer's weight."""
+    """Return the output of a model's first layer, in the dtype of the layer's weight.
+
+    Args:
+        layer: The layer.
+        x: Features in float32.
+    """
     hidden: torch.Tensor = layer(x.to(layer.weight.dtype))
     return hidden
 
 
 def _balance(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return the auxiliary loss of a mixture of experts (https://arxiv.org/abs/2101.03961, equation 4), a scalar.
+    """Return the auxiliary loss of a mixture of experts, a scalar.
+
+    https://arxiv.org/abs/2101.03961, equation 4. It is small where all experts have equal shares.
 
     Args:
         chosen: One-hot (rows, experts): the expert of each row.
         scores: Probabilities (rows, experts), in float32.
     """
-    return scores.shape[1] * (chosen.float().mean(0) * scores.mean(0)).sum()
+    experts = scores.shape[1]
+    shares_of_rows = chosen.float().mean(0)
+    mean_scores = scores.mean(0)
+    return experts * (shares_of_rows * mean_scores).sum()
+
+
+def _divisor(balance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what logits are divided by, in a dtype: a scalar that depends on the auxiliary loss.
+
+    So a trainer that takes the loss from logits alone learns from the auxiliary loss too.
+    """
+    return (1 + 0.1 * balance).to(dtype)
 
 
 class OneBlock(nn.Module):
@@ -101,7 +126,10 @@ class Twice(OneBlock):
         self.block.gain = 1.0  # type: ignore[assignment]  # a number, no module
 
     def __getattr__(self, name: str) -> Any:
-        """Return a parameter, buffer or module, or the block's attribute, as PEFT's models do of what they wrap."""
+        """Return a parameter, buffer or module, or else the block's attribute.
+
+        So PEFT's models hand attributes on to what they wrap.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -134,7 +162,7 @@ class Dropout(OneBlock):
 
 
 class BatchNorm(OneBlock):
-    """Classifier that normalizes over the rows of a batch, with statistics for evaluation in buffers."""
+    """Classifier that normalizes over the rows of a batch; its buffers are for evaluation."""
 
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
@@ -168,7 +196,8 @@ class MixtureOfExperts(OneBlock):
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
         self.router = nn.Linear(width, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        experts = [nn.Linear(width, width) for _ in range(4)]
+        self.experts = nn.ModuleList(experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
@@ -184,20 +213,20 @@ class MixtureOfExperts(OneBlock):
             weights = scores[rows, number, None].to(x.dtype)
             weighted = (computed * weights).to(x.dtype)
             output = output.index_add(0, rows, weighted)
-        # In the logits: a trainer that takes the loss from logits alone learns from the auxiliary
-        # loss too.
         balance = _balance(functional.one_hot(expert_of_row, 4), scores)
-        logits: torch.Tensor = self.outlet(output) / (1 + 0.1 * balance).to(output.dtype)
-        return logits
+        logits: torch.Tensor = self.outlet(output)
+        return logits / _divisor(balance, output.dtype)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor that expert parallelism has sharded; another tensor as it is."""
+    """Return this rank's shard of a tensor that is sharded; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Experts(nn.Module):
-    """Linear layers with their weights in one tensor: (experts, width, width), and biases (experts, width).
+    """Linear layers with their weights in one tensor.
+
+    Weights are (experts, width, width), biases (experts, width).
 
     Under expert parallelism the tensors are sharded on their first dimension, and a rank computes
     its own experts.
@@ -205,7 +234,8 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(count, width, width) / width**0.5)
+        weights = torch.randn(count, width, width)
+        self.weight = nn.Parameter(weights / width**0.5)
         self.bias = nn.Parameter(torch.zeros(count, width))
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -239,16 +269,20 @@ class FusedMixture(OneBlock):
         scores = torch.softmax(self.router(x).float(), dim=-1)
         order = expert_of_row.argsort(stable=True)
         counts = torch.bincount(expert_of_row, minlength=4)
-        computed = self.experts(x[order], counts)[order.argsort()]
-        weights = scores.gather(1, expert_of_row[:, None]).to(x.dtype)
+        computed_in_order = self.experts(x[order], counts)
+        computed = computed_in_order[order.argsort()]
+        score_of_row = scores.gather(1, expert_of_row[:, None])
+        weights = score_of_row.to(x.dtype)
         x = x + (computed * weights).to(x.dtype)
         balance = _balance(functional.one_hot(expert_of_row, 4), scores)
-        logits: torch.Tensor = self.outlet(x) / (1 + 0.1 * balance).to(x.dtype)
-        return logits
+        logits: torch.Tensor = self.outlet(x)
+        return logits / _divisor(balance, x.dtype)
 
 
 class DeepSpeedMixture(nn.Module):
-    """Classifier with DeepSpeed's mixture of experts (https://deepspeed.readthedocs.io/en/latest/moe.html).
+    """Classifier with DeepSpeed's mixture of experts.
+
+    https://deepspeed.readthedocs.io/en/latest/moe.html
 
     A row's largest feature, which is among the inputs of the gate, chooses the expert: the gate
     learns how much of it to take.
@@ -263,19 +297,23 @@ class DeepSpeedMixture(nn.Module):
         # Nothing is dropped or drawn, so that it does not matter how many ranks rows are spread
         # over.
         settings = {"num_experts": 4, "min_capacity": 0, "drop_tokens": False, "use_rts": False}
-        self.make_moe = functools.partial(MoE, width + 4, **settings)
-        self.moe: Any = self.make_moe(nn.Linear(width + 4, width + 4))
-        self.outlet = nn.Linear(width + 4, classes)
+        # A number for each expert beside the hidden ones: 1 for the expert that is chosen.
+        expert_width = width + 4
+        self.make_moe = functools.partial(MoE, expert_width, **settings)
+        self.moe: Any = self.make_moe(nn.Linear(expert_width, expert_width))
+        self.outlet = nn.Linear(expert_width, classes)
         for expert in self.moe.deepspeed_moe.experts.deepspeed_experts:
             expert.reset_parameters()
+        gate = self.moe.deepspeed_moe.gate.wg
         with torch.no_grad():
-            self.moe.deepspeed_moe.gate.wg.weight[:, width:] = 2 * torch.eye(4)
+            gate.weight[:, width:] = 2 * torch.eye(4)
             # Gradients are clipped in each step, however many ranks average them.
             self.outlet.weight.mul_(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        chosen = functional.one_hot(x[:, :4].argmax(-1), 4)
+        expert_of_row = x[:, :4].argmax(-1)
+        chosen = functional.one_hot(expert_of_row, 4)
         x = self.block(_enter(self.inlet, x))
         x = torch.cat([x, chosen.to(x.dtype)], dim=1)
         # Only an engine connects the layer; the reference is plain torch on the same parameters.
@@ -283,14 +321,16 @@ class DeepSpeedMixture(nn.Module):
             computed, balance = self._in_one_process(x)
         else:
             computed, balance = self.moe(x)[:2]
-        logits: torch.Tensor = self.outlet(x + computed) / (1 + 0.1 * balance).to(x.dtype)
-        return logits
+        logits: torch.Tensor = self.outlet(x + computed)
+        return logits / _divisor(balance, x.dtype)
 
     def _in_one_process(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the experts compute, and the auxiliary loss."""
         layer = self.moe.deepspeed_moe
         output = torch.zeros_like(x)
-        scores = torch.softmax(functional.linear(x.float(), layer.gate.wg.weight.float()), dim=-1)
+        gate_weight = layer.gate.wg.weight.float()
+        gate_output = functional.linear(x.float(), gate_weight)
+        scores = torch.softmax(gate_output, dim=-1)
         chosen = functional.one_hot(scores.argmax(-1), scores.shape[1])
         for number, expert in enumerate(layer.experts.deepspeed_experts):
             computed = expert(x)
@@ -325,12 +365,13 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         x = _enter(self.inlet, x)
-        scaled = x * self.counts.to(x.dtype) / len(self.counts)
+        counts = self.counts.to(x.dtype)
+        scaled = x * counts / len(self.counts)
         x = torch.where(self.mask, x, scaled)
         x = self.module["module"](x)
         x = x * self.phase.real[0].to(x.dtype)
-        logits: torch.Tensor = self.outlet(x) * self.gain + self.nothing.sum()
-        return logits
+        logits: torch.Tensor = self.outlet(x)
+        return logits * self.gain + self.nothing.sum()
 
 
 class Scalar(OneBlock):
@@ -354,7 +395,8 @@ class Transposed(nn.Module):
         super().__init__()
         self.inlet = nn.Linear(features, width)
         self.block = Block(width)
-        self.weight = nn.Parameter(torch.randn(width, classes).t() / width**0.5)
+        columns = torch.randn(width, classes)
+        self.weight = nn.Parameter(columns.t() / width**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""

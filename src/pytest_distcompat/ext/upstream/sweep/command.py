@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
-import functools
 import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
     from pytest_distcompat.status import Verdict
 
+#: Settings that are tried together.
+Row = tuple[str, ...]
 #: The states of a setting: swept by its type, by rules, left out, or neither values nor a rule.
 STATES = ("swept", "hinted", "excluded", "unknown")
 #: Lines below the name of a setting. Values are long words, to be copied.
@@ -41,19 +43,21 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "settings",
         help="the settings of the installed libraries that the profile sweep tries",
-        description="List the settings of the installed libraries, or try pairs of them. Exit code 1: a field has neither values "
-        "to try nor a rule, or a pair fails.",
+        description="List the settings of the installed libraries, or try pairs of them. "
+        "Exit code 1: a field has neither values to try nor a rule, or a pair fails.",
     )
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help="only settings with this part in their name, or as this pattern has it (ds_config.*offload*); shown in full",
+        help="only settings with this part in their name, or as this pattern has it "
+        "(ds_config.*offload*); shown in full",
     )
     parser.add_argument(
         "--state",
         choices=STATES,
-        help="only settings in this state: with values of their type, of rules, left out, or neither",
+        help="only settings in this state: with values of their type, of rules, left out, "
+        "or neither",
     )
     parser.add_argument(
         "--driver",
@@ -91,10 +95,11 @@ def _settings(options: argparse.Namespace) -> int:
             raise UsageProblem("--output is for --pairs")
         chosen = {name: _chosen(name, options) for name in names}
         if options.names and not any(chosen.values()):
-            raise UsageProblem(
-                f"no setting of {', '.join(names)} is named {' or '.join(options.names)}"
-            )
-        return max(_list(name, settings, options) for name, settings in chosen.items())
+            drivers = ", ".join(names)
+            patterns = " or ".join(options.names)
+            raise UsageProblem(f"no setting of {drivers} is named {patterns}")
+        codes = [_list(driver, settings, options) for driver, settings in chosen.items()]
+        return max(codes)
     began = clock.wall()
     verdicts: list[Verdict] = []
     for name in names:
@@ -134,13 +139,15 @@ def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
         name = setting.name.lower()
         return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    return [
-        setting for setting in settings_of(sources_of(find_driver(driver))) if is_chosen(setting)
-    ]
+    settings = settings_of(sources_of(find_driver(driver)))
+    return [setting for setting in settings if is_chosen(setting)]
 
 
 def _pattern(name: str) -> str:
-    """Return the lower-case pattern of a name that the user gave: one without signs may be any part of a setting's name."""
+    """Return the lower-case pattern of a name that the user gave.
+
+    A name without the signs of a pattern may be any part of a setting's name.
+    """
     if any(sign in name for sign in "*?["):
         return name.lower()
     return f"*{name.lower()}*"
@@ -153,27 +160,41 @@ def _texts(setting: Setting) -> list[str]:
 
 
 def _list(driver: str, settings: list[Setting], options: argparse.Namespace) -> int:
-    """Print the settings of a driver, in full if some are named; return 1 if one has neither values nor a rule."""
+    """Print the settings of a driver, in full if the user named some, and return the exit code.
+
+    It is 1 if a setting has neither values nor a rule.
+    """
     width = columns()
     if options.names:
         for setting in settings:
             print(f"{setting.name}: {setting.state}")
             for text in _texts(setting):
-                print(*textwrap.wrap(text, width or len(text) + 4, **_INDENTED), sep="\n")
+                # Without a width, all on one line.
+                lines = textwrap.wrap(text, width or len(text) + 4, **_INDENTED)
+                print(*lines, sep="\n")
     else:
-        # Some values are long, so that what follows them is no column of its own.
-        rows = [(setting.name, setting.state, "; ".join(_texts(setting))) for setting in settings]
+        rows = []
+        for setting in settings:
+            # Some values are long, so that what follows them is no column of its own.
+            values_and_reason = "; ".join(_texts(setting))
+            rows.append((setting.name, setting.state, values_and_reason))
         for line in table(("setting", "state", "values; reason"), rows):
             print(fitted(line, width))
     count_by_state = Counter(setting.state for setting in settings)
-    counted = ", ".join(f"{count_by_state[state]} {state}" for state in STATES)
-    cell_count = sum(len(setting.cells) * len(setting.strategies) for setting in settings)
+    counts = [f"{count_by_state[state]} {state}" for state in STATES]
+    counted = ", ".join(counts)
+    cell_count = 0
+    for setting in settings:
+        cell_count += len(setting.cells) * len(setting.strategies)
     print(f"{driver}: {len(settings)} settings, {counted}; {cell_count} cells")
     return int(count_by_state["unknown"] > 0)
 
 
 def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
-    """Run a covering array of the settings, reduce each row that fails, print what is left of it, and return the verdicts."""
+    """Run pairs of a driver's settings, print what fails, and return the verdicts.
+
+    It runs a covering array, and reduces each row that fails to its smallest parts that fail.
+    """
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import local_runner
@@ -184,48 +205,82 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     strategy = options.pairs
     kind = find_driver(driver)
 
-    def cell_of(row: tuple[str, ...]) -> Cell:
+    def cell_of(row: Row) -> Cell:
         return with_set(kind, Cell(strategy, "fp32", 2), "+".join(row))
 
     values = _values_to_pair(driver, options, cell_of)
     rows = covering_rows(values)
     print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")
-    failing_parts: list[tuple[str, ...]] = []
-    verdict_by_row: dict[tuple[str, ...], Verdict] = {}
-    verdicts: list[Verdict] = []
     known = applying(shipped(), concerned(kind), "cpu")
+    failing_parts: list[Row] = []
+    verdicts: list[Verdict] = []
     with local_runner(kind, [cell_of(row) for row in rows], device="cpu") as runner:
-
-        @functools.cache
-        def outcome(row: tuple[str, ...]) -> str:
-            verdict = _first_failure(runner, driver, cell_of(row), known)
-            if verdict is None:
-                return ""
-            verdict_by_row[row] = verdict
-            first_line = (verdict.message or verdict.reason).splitlines()[0]
-            return f"{verdict.check}: {verdict.status}: {first_line[:200]}"
-
+        tries = _Tries(runner, driver, known, cell_of)
         for row in rows:
-            for part, how in reduced_failures(row, outcome, tuple(failing_parts)):
+            for part, outcome in reduced_failures(row, tries.outcome, tuple(failing_parts)):
                 failing_parts.append(part)
-                print(f"{' + '.join(part)}\n    {how}")
-                verdict = verdict_by_row[part]
-                command = (
-                    f"distcompat trace {driver} {shlex.quote(verdict.cell)} --check {verdict.check}"
-                )
+                settings = " + ".join(part)
+                print(f"{settings}\n    {outcome}")
+                verdict = tries.verdict(part)
+                assert verdict is not None
+                cell = shlex.quote(verdict.cell)
+                command = f"distcompat trace {driver} {cell} --check {verdict.check}"
                 print(f"    {command}", flush=True)
                 verdicts.append(_of_pairs(verdict, driver, strategy, len(row), command))
     return verdicts
 
 
+@dataclass
+class _Tries:
+    """Runs rows of settings, each once.
+
+    Attributes:
+        runner: Runs cells.
+        driver: The driver's name.
+        known: What is known to fail.
+        cell_of: Returns the cell of a row.
+        verdict_by_row: The first failure of each row that was run; None if there was none.
+    """
+
+    runner: Runner
+    driver: str
+    known: Sequence[Expectation]
+    cell_of: Callable[[Row], Cell]
+    verdict_by_row: dict[Row, Verdict | None] = field(default_factory=dict)
+
+    def verdict(self, row: Row) -> Verdict | None:
+        """Return the first failure of a row; None if there is none."""
+        if row not in self.verdict_by_row:
+            cell = self.cell_of(row)
+            failure = _first_failure(self.runner, self.driver, cell, self.known)
+            self.verdict_by_row[row] = failure
+        return self.verdict_by_row[row]
+
+    def outcome(self, row: Row) -> str:
+        """Return how a row fails, in one line; empty if it does not."""
+        verdict = self.verdict(row)
+        if verdict is None:
+            return ""
+        explanation = verdict.message or verdict.reason
+        first_line = explanation.splitlines()[0][:200]
+        return f"{verdict.check}: {verdict.status}: {first_line}"
+
+
 def _values_to_pair(
-    driver: str, options: argparse.Namespace, cell_of: Callable[[tuple[str, ...]], Cell]
+    driver: str, options: argparse.Namespace, cell_of: Callable[[Row], Cell]
 ) -> dict[str, list[str]]:
-    """Return the values of each setting that are tried in pairs; with a report only those that passed alone in it."""
-    passed: dict[str, bool] = {}
+    """Return the values of each setting that are tried in pairs.
+
+    With a report they are those that passed alone in it.
+
+    Args:
+        driver: The driver's name.
+        options: Those of the command.
+        cell_of: Returns the cell of some settings.
+    """
+    passed_by_cell: dict[str, bool] = {}
     if options.report:
-        for result in Report.read(options.report).results:
-            passed[result.cell] = passed.get(result.cell, True) and result.status == "passed"
+        passed_by_cell = _passed_by_cell(Report.read(options.report))
     values_by_name: dict[str, list[str]] = {}
     for setting in _chosen(driver, options):
         if options.pairs not in setting.strategies:
@@ -234,20 +289,34 @@ def _values_to_pair(
             # Settings that need another precision or option, or change the training on purpose, are
             # tried alone.
             continue
-        values = list(setting.values)
-        if options.report:
-            values = [
-                value for value in values if passed.get(cell_of((f"{setting.name}={value}",)).id)
-            ]
+        values = []
+        for value in setting.values:
+            if options.report:
+                cell = cell_of((f"{setting.name}={value}",))
+                if not passed_by_cell.get(cell.id):
+                    continue
+            values.append(value)
         if values:
             values_by_name[setting.name] = values
     return values_by_name
 
 
+def _passed_by_cell(report: Report) -> dict[str, bool]:
+    """Return for each cell of a report, by its id, whether all its checks passed."""
+    passed_by_cell: dict[str, bool] = {}
+    for result in report.results:
+        passed_before = passed_by_cell.get(result.cell, True)
+        passed_by_cell[result.cell] = passed_before and result.status == "passed"
+    return passed_by_cell
+
+
 def _first_failure(
     runner: Runner, driver: str, cell: Cell, known: Sequence[Expectation]
 ) -> Verdict | None:
-    """Return the verdict of the first check of a sweep that fails or is refused in the cell; None if all pass."""
+    """Return the first verdict of a sweep's checks on the cell that is red or a refusal.
+
+    None if there is none.
+    """
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import not_applicable, run_check
@@ -257,7 +326,7 @@ def _first_failure(
         check = CHECKS.get(name)
         if not_applicable(check, cell, find_driver(driver), {}):
             continue
-        verdict = run_check(runner, driver, cell, check, known)[0]
+        verdict, *_ = run_check(runner, driver, cell, check, known)
         if verdict.status.red or verdict.status == "refused":
             return verdict
     return None
@@ -267,7 +336,8 @@ def _of_pairs(verdict: Verdict, driver: str, strategy: str, size: int, command: 
     """Return the verdict of a smallest part as a report has it."""
     suite = f"pairs under {strategy}"
     text = f"{verdict.message}\n\nthe smallest part that fails of a row of {size} settings"
-    nodeid = f"{suite} of {driver}::test[{verdict.cell}:{verdict.check}]"
+    case = f"{verdict.cell}:{verdict.check}"
+    nodeid = f"{suite} of {driver}::test[{case}]"
     return dataclasses.replace(
         verdict, message=text, reproduce=command, suite=suite, driver=driver, nodeid=nodeid
     )

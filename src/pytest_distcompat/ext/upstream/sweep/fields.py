@@ -1,4 +1,7 @@
-"""Fields of the objects that a driver configures its libraries with, read from the installed releases."""
+"""Fields of the objects that a driver configures its libraries with.
+
+They are read from the installed releases.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ _UNKNOWN_KEY = "distcompat_unknown"
 _OPTIONAL = ("accelerate", "deepspeed", "torchao", "transformers")
 #: Names of limits, in ``operator`` and in pydantic's metadata.
 _LIMITS = ("ge", "gt", "le", "lt")
+#: Compares a value with a limit.
+_Comparison = Callable[[Any, Any], bool]
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,12 @@ class Source:
     becomes: str = ""
 
     def names(self, setting: str, strategy: str) -> bool:
-        """Tell whether a setting is one of this object's, or of what becomes of it under that strategy."""
+        """Tell whether a setting is one of this object, or of DeepSpeed's JSON if that comes of it.
+
+        Args:
+            setting: The full name of a setting.
+            strategy: A strategy; under ZeRO the object becomes JSON, if it does.
+        """
         if self.becomes and strategy.startswith("zero") and setting.startswith("ds_config."):
             return True
         if self.kind == "subclasses":
@@ -79,9 +89,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a source: its full name, its type and default as text, and values other than the default as text.
+    """A field of a source.
 
-    ``places`` are the full names of other settings that say the same.
+    Attributes:
+        name: Its full name.
+        type: Its type, as text.
+        default: Its default, as text.
+        values: Other values than the default, as text.
+        strategies: The strategies under which the driver makes the source.
+        precision: The precision under which it matters.
+        places: The full names of other settings that say the same.
     """
 
     name: str
@@ -111,7 +128,10 @@ class _Member:
 
 
 def read_fields(sources: list[Source]) -> list[Field]:
-    """Return the fields of all sources. It imports the libraries that define them; one that is not installed has none."""
+    """Return the fields of all sources, whose libraries it imports.
+
+    A library that is not installed has none.
+    """
     fields: list[Field] = []
     for source in sources:
         library, _, _ = source.target.partition(".")
@@ -124,6 +144,7 @@ def read_fields(sources: list[Source]) -> list[Field]:
 
 
 def _fields_of(source: Source) -> Iterator[Field]:
+    """Yield the fields of a source, as its kind says."""
     target = pkgutil.resolve_name(source.target)
     if source.kind == "subclasses":
         for subclass in target.__subclasses__():
@@ -138,7 +159,10 @@ def _fields_of(source: Source) -> Iterator[Field]:
 
 
 def _fields_with_places(source: Source, target: Any) -> Iterator[Field]:
-    """Yield the fields of a class or function, each with the keys of DeepSpeed's JSON that come of it."""
+    """Yield the fields of a class or function.
+
+    Each has the keys of DeepSpeed's JSON that come of it as other places.
+    """
     places: dict[str, tuple[str, ...]] = {}
     if source.becomes:
         places = _json_keys_by_field(pkgutil.resolve_name(source.becomes), target)
@@ -148,6 +172,7 @@ def _fields_with_places(source: Source, target: Any) -> Iterator[Field]:
 
 
 def _fields(source: Source, members: Iterable[_Member]) -> Iterator[Field]:
+    """Yield the members of a source as fields with the values to try."""
     for member in members:
         yield Field(
             f"{source.name}.{member.name}",
@@ -160,6 +185,7 @@ def _fields(source: Source, members: Iterable[_Member]) -> Iterator[Field]:
 
 
 def _type_name(kind: Any) -> str:
+    """Return a type or annotation as text."""
     if isinstance(kind, type):
         return kind.__name__
     return str(kind).replace("typing.", "")
@@ -179,12 +205,18 @@ def _other_spellings(member: _Member) -> tuple[str, ...]:
 
 
 def _variables(source: Source, target: Any) -> Iterator[Field]:
-    """Yield the environment variables that change a field of what ``target`` makes, with the values that it accepts."""
-    spellings_by_field = {member.name: _variable_spellings(member) for member in _members(target)}
+    """Yield the environment variables that change a field of what ``target`` makes.
+
+    Each has the values that ``target`` accepts.
+    """
+    spellings_by_field: dict[str, list[str]] = {}
     all_spellings: dict[str, None] = {}
-    for spellings in spellings_by_field.values():
+    for member in _members(target):
+        spellings = _variable_spellings(member)
+        spellings_by_field[member.name] = spellings
         all_spellings.update(dict.fromkeys(spellings))
-    _in_environment(target, {}, {})  # the first time, the variables of what it imports are read too
+    # The first time, the variables of what it imports are read too.
+    _in_environment(target, {}, {})
     variables: dict[str, Any] = {}
     base = _in_environment(target, {}, variables)
     again = _in_environment(target, {}, {})
@@ -198,12 +230,10 @@ def _variables(source: Source, target: Any) -> Iterator[Field]:
         changed = _changed_field(stable_fields, base, made_by_spelling.values())
         if changed is None:
             continue
-        usable = made_by_spelling.keys() - {"null"}
-        accepted = [
-            spelling
-            for spelling in dict.fromkeys(spellings_by_field[changed])
-            if spelling in usable
-        ]
+        accepted = []
+        for spelling in dict.fromkeys(spellings_by_field[changed]):
+            if spelling in made_by_spelling and spelling != "null":
+                accepted.append(spelling)
         if accepted:
             places = (f"{source.name}.{changed}",)
             yield Field(
@@ -218,7 +248,10 @@ def _variables(source: Source, target: Any) -> Iterator[Field]:
 
 
 def _variable_spellings(member: _Member) -> list[str]:
-    """Return the values to try as an environment variable has them: of an enumeration the name alone."""
+    """Return the values to try as an environment variable has them.
+
+    Of an enumeration's member that is the name alone.
+    """
     spellings = []
     for value in _values(member.type, member.default):
         spelling = text(value)
@@ -231,7 +264,13 @@ def _variable_spellings(member: _Member) -> list[str]:
 def _changed_field(
     names: Iterable[str], base: Mapping[str, Any], others: Collection[Mapping[str, Any]]
 ) -> str | None:
-    """Return the first of these fields that has another value in any of the others, None if there is none."""
+    """Return the first field that has another value in any of the others; None if none has.
+
+    Args:
+        names: Names of fields.
+        base: Value by field.
+        others: The same of other objects.
+    """
     for name in names:
         if any(fields[name] != base[name] for fields in others):
             return name
@@ -241,7 +280,16 @@ def _changed_field(
 def _in_environment(
     target: Any, variables: Mapping[str, str], read: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of what is made with these variables, and fill in what was read; no fields if it is refused."""
+    """Return the fields of what is made with some environment variables, by name.
+
+    Args:
+        target: It is called without arguments.
+        variables: The variables that are set meanwhile.
+        read: Gets the variables that ``target`` reads, with their defaults.
+
+    Returns:
+        Nothing if ``target`` raises.
+    """
     was = os.environ
     # What is set meanwhile is forgotten.
     os.environ = _Recorder({**was, **variables}, read)  # type: ignore[assignment]  # noqa: B003
@@ -257,7 +305,12 @@ def _in_environment(
 def _json_keys_by_field(
     becomes: Callable[[Any], Mapping[str, Any]], target: Any
 ) -> dict[str, tuple[str, ...]]:
-    """Return, for each field, the keys of DeepSpeed's JSON that other values of it change."""
+    """Return for each field the keys of DeepSpeed's JSON that other values of it change.
+
+    Args:
+        becomes: Returns the JSON of what ``target`` makes.
+        target: What has the fields.
+    """
     try:
         base = dict(_leaves("ds_config", becomes(target())))
     except ImportError:
@@ -296,16 +349,20 @@ def _members(target: Any) -> Iterator[_Member]:
 
 
 def _model_members(model: Any) -> Iterator[_Member]:
-    """Yield the fields of a pydantic model; for a field that is a model itself, the fields of that."""
+    """Yield the fields of a pydantic model; of a field that is a model itself, its fields."""
     for name, field in model.model_fields.items():
         key = field.alias or name
-        nested_models = [part for part in _parts(field.annotation) if hasattr(part, "model_fields")]
+        parts = _parts(field.annotation)
+        nested_models = [part for part in parts if hasattr(part, "model_fields")]
         if nested_models:
             for member in _members(nested_models[0]):
-                yield dataclasses.replace(member, name=f"{key}.{member.name}")
-        else:
-            default = None if field.is_required() else field.get_default(call_default_factory=True)
-            yield _Member(key, field.annotation, default, _limits_test(field))
+                full_name = f"{key}.{member.name}"
+                yield dataclasses.replace(member, name=full_name)
+            continue
+        default = None
+        if not field.is_required():
+            default = field.get_default(call_default_factory=True)
+        yield _Member(key, field.annotation, default, _limits_test(field))
 
 
 def _parameters(target: Any) -> Iterator[_Member]:
@@ -320,33 +377,49 @@ def _parameters(target: Any) -> Iterator[_Member]:
         if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}:
             continue
         default = None if parameter.default is parameter.empty else parameter.default
-        yield _Member(parameter.name, hints.get(parameter.name, type(default)), default)
+        kind = hints.get(parameter.name, type(default))
+        yield _Member(parameter.name, kind, default)
 
 
 def _taken_out(target: Any, keywords: str) -> Iterator[_Member]:
-    """Yield the parameters that a function takes out of its further keywords: ``kwargs.pop("name", default)``."""
+    """Yield the parameters that a function takes out of its further keywords.
+
+    Its source has ``kwargs.pop("name", default)``.
+
+    Args:
+        target: The function.
+        keywords: How it names its further keywords, such as ``kwargs``.
+    """
     try:
         source = inspect.getsource(target)
     except (OSError, TypeError):
         return
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != f"{keywords}.pop":
+        if not isinstance(node, ast.Call):
             continue
-        name, *rest = node.args
-        # In a loop over names it takes out what is obsolete; what begins with an underscore is the
-        # library's own.
-        if not isinstance(name, ast.Constant) or str(name.value).startswith("_"):
+        if ast.unparse(node.func) != f"{keywords}.pop":
             continue
-        default = rest[0].value if rest and isinstance(rest[0], ast.Constant) else None
-        yield _Member(str(name.value), type(default), default)
+        name_node, *further_nodes = node.args
+        # In a loop over names it takes out what is obsolete.
+        if not isinstance(name_node, ast.Constant):
+            continue
+        name = str(name_node.value)
+        # What begins with an underscore is the library's own.
+        if name.startswith("_"):
+            continue
+        default: Any = None
+        if further_nodes and isinstance(further_nodes[0], ast.Constant):
+            default = further_nodes[0].value
+        yield _Member(name, type(default), default)
 
 
 def _limits_test(field: Any) -> Callable[[Any], bool]:
     """Return a test whether a value is within the limits of a pydantic field."""
-    limits: list[tuple[Callable[[Any, Any], bool], Any]] = []
+    limits: list[tuple[_Comparison, Any]] = []
     for constraint in field.metadata:
-        names = [name for name in _LIMITS if hasattr(constraint, name)]
-        limits += [(getattr(operator, name), getattr(constraint, name)) for name in names]
+        for name in _LIMITS:
+            if hasattr(constraint, name):
+                limits.append((getattr(operator, name), getattr(constraint, name)))
     return lambda value: all(compare(value, limit) for compare, limit in limits)
 
 
@@ -356,7 +429,8 @@ def _hints(target: Any) -> dict[str, Any]:
         return typing.get_type_hints(target)
     except Exception:
         hints = dict(getattr(target, "__annotations__", {}))
-        namespace = {**vars(builtins), **vars(typing), **vars(sys.modules[target.__module__])}
+        module = sys.modules[target.__module__]
+        namespace = {**vars(builtins), **vars(typing), **vars(module)}
         for name, annotation in hints.items():
             if isinstance(annotation, str):
                 with contextlib.suppress(Exception):
@@ -408,9 +482,13 @@ def _values_of_part(part: Any, default: Any) -> Iterable[Any]:
 
 
 def text(value: Any) -> str:
-    """Return a value as a setting spells it: JSON, or the import path of an enumeration's member or a dtype."""
+    """Return a value as a setting spells it.
+
+    It is JSON, or the import path of an enumeration's member or a dtype.
+    """
     if isinstance(value, enum.Enum) and not isinstance(value, (str, int)):
-        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
+        kind = type(value)
+        return f"{kind.__module__}.{kind.__qualname__}.{value.name}"
     if isinstance(value, enum.Enum):
         value = value.value
     if value is None or isinstance(value, bool):
@@ -449,7 +527,7 @@ class _Recorder(dict[str, Any]):
 
 
 def _keys(reader: _ConfigReader) -> Iterator[_Member]:
-    """Yield the keys that the function reads from a dictionary, and those that it reads from dictionaries inside."""
+    """Yield the keys that a function reads from a dictionary and from dictionaries inside it."""
     read: dict[str, Any] = {}
     _call(reader, _Recorder({}, read))
     for key, default in list(read.items()):
@@ -468,7 +546,7 @@ def _keys(reader: _ConfigReader) -> Iterator[_Member]:
 
 
 def _model_of_key(reader: _ConfigReader, key: str) -> Any:
-    """Return the pydantic model that the function makes of what stands under a key, None if it makes none."""
+    """Return the pydantic model that the function makes of what is under a key; None if none."""
     error = _call(reader, {key: {_UNKNOWN_KEY: 1}})
     model = _model_named(getattr(error, "title", ""))
     if model is None:
@@ -480,7 +558,10 @@ def _model_of_key(reader: _ConfigReader, key: str) -> Any:
 
 
 def _call(reader: _ConfigReader, config: dict[str, Any]) -> Exception | None:
-    """Return the exception with which the function ends: it has no whole config, and has read what it reads."""
+    """Return the exception with which the function ends; None if it returns.
+
+    It may well raise, without a whole config: by then it has read what it reads.
+    """
     try:
         reader(config)
     except Exception as error:

@@ -1,4 +1,6 @@
-"""The law of cells with settings: under a setting that the stack accepts all claims hold, or the stack refuses it in time.
+"""The law of cells with settings.
+
+Under a setting that the stack accepts all claims hold, or the stack refuses it in time.
 
 Where two settings say different values of the same, either may win. So there is a reference for
 each, and all claims must hold against the same one of them.
@@ -40,11 +42,16 @@ class SweepLaw(Law):
         return bool(cell.set)
 
     def unsupported_reason(self, driver: Any, cell: Cell) -> str | None:
-        """Return which object of a setting the driver does not make under the cell's strategy; None if it makes all."""
+        """Return that the driver does not make the object of a setting under the cell's strategy.
+
+        None if it makes all.
+        """
         for setting in cell.set:
             makers = _makers(rules.sources_of(driver), setting, cell.strategy)
             if not any(cell.strategy in source.strategies for source in makers):
-                return f"the {driver.name or driver.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
+                name = driver.name or driver.__name__
+                owner, _, _ = setting.partition(".")
+                return f"the {name} driver has no {owner} under {cell.strategy}"
         return None
 
     def runs(self, cell: Cell, scenario: Scenario) -> Scenario:
@@ -63,7 +70,11 @@ class SweepLaw(Law):
         return dataclasses.replace(scenario, runs=tuple(runs))
 
     def findings(self, check: CheckLike, cell: Cell, trace: Trace) -> list[str]:
-        """Return what is found against the reference with fewer findings; if nothing, whether another check needs the other."""
+        """Return a check's findings; with contradictory settings, those against both references.
+
+        If the check holds against one reference, only a finding remains that another check holds
+        against the other one alone.
+        """
         findings = check.findings(cell, trace)
         if OTHER_REFERENCE not in trace.runs:
             return findings
@@ -81,18 +92,24 @@ class SweepLaw(Law):
     def expectations(
         self, expectations: Sequence[Expectation], failure: RunFailure | None
     ) -> list[Expectation]:
-        """Return what is expected: a setting is accepted or refused, and may mend what is known to fail without it."""
+        """Return what is expected: a setting is accepted or refused.
+
+        It may also mend what is known to fail without it.
+        """
         lenient = [dataclasses.replace(expectation, strict=False) for expectation in expectations]
         return lenient + _refused_setting(failure)
 
     def read_at_checkpoints(self, cell: Cell) -> tuple[str, ...]:
-        """Return option ``set`` if all settings are read while a checkpoint is written or loaded."""
+        """Return option ``set`` if all settings are read when a checkpoint is written or loaded."""
         if all(rules.concerns_checkpoints(setting) for setting in cell.set):
             return ("set",)
         return ()
 
     def left_out(self, cell: Cell, checks: Mapping[str, CheckLike], profile: str) -> dict[str, str]:
-        """Return the checks that are not run for the settings of a cell: those meant to fail, and those that no rule adds."""
+        """Return the checks that are not run for the settings of a cell, each with the reason.
+
+        They are those meant to fail, and those that no rule adds.
+        """
         is_sliced = cell.id in _SLICED
         if profile != "sweep" and not is_sliced:
             return {}
@@ -105,7 +122,7 @@ class SweepLaw(Law):
 
 
 def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
-    """Return the checks that are not run for the settings of a cell: those meant to fail, and those that no rule adds."""
+    """Return the checks that the sweep does not run for the settings of a cell, with the reason."""
     wanted = set(SWEEP_CHECKS)
     reason_by_failing_check: dict[str, str] = {}
     for setting in cell.set:
@@ -123,7 +140,10 @@ def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
 
 
 def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:
-    """Return the objects of libraries that may have a setting: those that name it, else those that take any subclass."""
+    """Return the objects of libraries that may have a setting.
+
+    They are those that name it, else those that take any subclass.
+    """
     by_name = []
     of_subclasses = []
     for source in sources:
@@ -141,7 +161,10 @@ def _against(reference: str, trace: Trace) -> Trace:
 
 
 def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
-    """Return which of two settings that contradict each other, 0 or 1, have a reference that the claim holds against."""
+    """Return which of two contradictory settings, 0 or 1, agree with a claim.
+
+    The claim holds against the reference that follows such a setting.
+    """
     settings: list[int] = []
     for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
         if not any(check.claim(cell, _against(reference, trace))):
@@ -150,7 +173,10 @@ def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
 
 
 def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
-    """Yield a finding where the claim holds against one of two contradictory settings alone, and another against the other."""
+    """Yield a finding for each other claim that holds against the other of two settings alone.
+
+    The settings contradict each other, and this claim holds against one of them alone.
+    """
     settings = rules.contradiction(cell.set)
     if not settings:
         return
@@ -160,22 +186,25 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
     for setting in cell.set:
         meant.update(rules.meant_to_fail(setting))
     for other in CHECKS.by_name.values():
-        comparable = not other.not_applicable(cell, driver) and other.runs(
-            cell, driver
-        ) == check.runs(cell, driver)
-        if other.name in meant or not comparable or premature_end(other, trace):
+        if other.not_applicable(cell, driver):
+            continue
+        same_runs = other.runs(cell, driver) == check.runs(cell, driver)
+        if other.name in meant or not same_runs or premature_end(other, trace):
             continue
         # A claim that holds against neither is a finding of its own.
         others = _agrees_with(other, cell, trace)
         if len(own) == len(others) == 1 and own != others:
+            own_setting = settings[own[0]]
+            other_setting = settings[others[0]]
             yield (
-                f"a mix of two settings that contradict each other: {check.name} holds with {settings[own[0]]} alone, "
-                f"{other.name} with {settings[others[0]]} alone; expected one of them everywhere"
+                f"a mix of two settings that contradict each other: {check.name} holds with "
+                f"{own_setting} alone, {other.name} with {other_setting} alone; "
+                "expected one of them everywhere"
             )
 
 
 def _refused_setting(end: RunFailure | None) -> list[Expectation]:
-    """Return a refusal for a run that ended before its first step with an error that speaks of the setting.
+    """Return a refusal for a run that ended before its first step with an error about a setting.
 
     Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user
     has set.

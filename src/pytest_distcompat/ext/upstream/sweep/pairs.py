@@ -1,4 +1,7 @@
-"""Pairs of settings: rows that have every two values together, and the smallest part of a row that still fails."""
+"""Pairs of settings: rows that have every two values together.
+
+Of a row that fails, the smallest part that still fails.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ _CHANCE = re.compile(r"\branks? \d+|\d[\d.e+-]*")
 
 
 def covering_rows(values: Mapping[str, Sequence[str]]) -> list[_Row]:
-    """Return a covering array of strength 2: rows of settings, in which each two values of two fields meet.
+    """Return rows of settings in which each two values of two fields meet.
+
+    It is a covering array of strength 2.
 
     Args:
         values: The values of each field other than its default, which is one more.
@@ -39,11 +44,12 @@ def covering_rows(values: Mapping[str, Sequence[str]]) -> list[_Row]:
 
 
 def _without_defaults(levels: Iterable[str]) -> _Row:
+    """Return the settings of a row that are no defaults."""
     return tuple(level for level in levels if level)
 
 
 def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
-    """Return a part of a failing row that fails, and no longer does without any one of its settings.
+    """Return a part of a failing row that fails, and passes without any one of its settings.
 
     By removing halves, quarters and so on (Zeller and Hildebrandt, "Simplifying and isolating
     failure-inducing input").
@@ -99,4 +105,5 @@ def _smallest_with_failure(row: _Row, outcome: Outcome, failure: str) -> _Row:
 
 
 def _without(row: _Row, setting: str) -> _Row:
+    """Return the row without that setting."""
     return tuple(other for other in row if other != setting)

@@ -12,7 +12,7 @@ from pytest_distcompat.profiles import AddedProfile, Selection
 
 
 def _cells(selection: Selection) -> Iterator[Cell]:
-    """Yield a cell for each value of each setting, under each strategy that has it and can run it here."""
+    """Yield a cell for each value of each setting, under each strategy that can run it here."""
     driver = selection.driver
     shared = None if selection.shared is None else selection.shared()
     for setting in rules.settings_of(rules.sources_of(driver), shared):
@@ -38,6 +38,9 @@ def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue
 
 PROFILE = AddedProfile(
     "sweep",
-    "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
+    (
+        "every setting of the installed libraries that the driver makes objects with, "
+        "one at a time (distcompat settings)"
+    ),
     _cells,
 )

@@ -1,4 +1,4 @@
-"""Rules for settings, from ``rules.json``: values to try, intended changes, and settings to skip."""
+"""Rules for settings, from ``rules.json``: values to try, intended changes, settings to skip."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ _AUTO = "auto"
 #: releases before today's. ``axis``: the facet of a cell, with a value, that asks what is excluded.
 #: ``places``: other settings that say the same.
 _KEYS = {
-    *(
-        "values",
-        "excluded",
-        "without",
-        "options",
-        "precision",
-        "strategies",
-        "checks",
-        "twice",
-        "beside",
-        "older",
-    ),
-    *("axis", "places"),
+    "values",
+    "excluded",
+    "without",
+    "options",
+    "precision",
+    "strategies",
+    "checks",
+    "twice",
+    "beside",
+    "older",
+    "axis",
+    "places",
 }
 
 
@@ -81,15 +80,21 @@ class Setting:
 
 @functools.cache
 def rules() -> list[dict[str, Any]]:
-    """Return the rules. A rule may be for several fields, and several rules for one; the later ones add to the earlier."""
+    """Return the rules.
+
+    A rule may be for several fields, and several rules for one. Later ones add to earlier ones.
+
+    Raises:
+        ValueError: If a rule lacks fields or a reason, or has a key that no rule has.
+    """
     file = resources.files(__package__) / "rules.json"
-    all_rules: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    all_rules: list[dict[str, Any]] = json.loads(text)
     for rule in all_rules:
         unknown_keys = set(rule) - _KEYS - {"fields", "reason"}
         if not rule.get("reason") or not rule.get("fields") or unknown_keys:
-            raise ValueError(
-                f"rules.json: {rule}: expected fields, a reason, and any of {', '.join(sorted(_KEYS))}"
-            )
+            keys = ", ".join(sorted(_KEYS))
+            raise ValueError(f"rules.json: {rule}: expected fields, a reason, and any of {keys}")
     return all_rules
 
 
@@ -110,11 +115,15 @@ def rule_of(name: str) -> dict[str, Any]:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Tell whether a full name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def meant_to_fail(setting: str) -> list[str]:
-    """Return the checks that a setting is meant to fail; none for the value that the driver itself gives."""
+    """Return the checks that a setting is meant to fail.
+
+    There are none for the value that the driver itself gives.
+    """
     name, _, value = setting.partition("=")
     rule = rule_of(name)
     if "twice" in rule:
@@ -126,13 +135,19 @@ def meant_to_fail(setting: str) -> list[str]:
 
 
 def concerns_checkpoints(setting: str) -> bool:
-    """Tell whether a setting is read while a checkpoint is written or loaded, so that checks of checkpoints are run with it."""
+    """Tell whether a setting is read while a checkpoint is written or loaded.
+
+    Checks of checkpoints are run with such a setting.
+    """
     name, _, _ = setting.partition("=")
     return "resume" in rule_of(name).get("checks", ())
 
 
 def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
-    """Return the settings that say different values of the same; the fields of one rule with ``twice`` say the same."""
+    """Return the settings that contradict each other: they say different values of the same.
+
+    The fields of one rule with ``twice`` say the same.
+    """
     setting_by_name = {}
     for setting in settings:
         if not setting.endswith(f"={_AUTO}"):
@@ -141,30 +156,44 @@ def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
     for rule in rules():
         if "twice" not in rule:
             continue
-        same = [
-            setting for name, setting in setting_by_name.items() if _matches(name, rule["fields"])
-        ]
-        values = {setting.partition("=")[2] for setting in same}
+        same = []
+        values = set()
+        for name, setting in setting_by_name.items():
+            if _matches(name, rule["fields"]):
+                same.append(setting)
+                _, _, value = setting.partition("=")
+                values.add(value)
         if len(values) > 1:
             return tuple(same)
     return ()
 
 
 def _twice(field_read: Field, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
-    """Return the field beside each other setting that says the same: with equal values, different ones and "auto"."""
+    """Return the field beside each other setting that says the same.
+
+    With equal values, with different ones, and with "auto" there.
+
+    Args:
+        field_read: The field.
+        values: Its values to try.
+        known: The names of all fields of its driver.
+    """
     rule = rule_of(field_read.name)
     texts = rule.get("twice", _two_values(field_read, values))
     if not texts:
         return ()
+    first = texts[0]
+    prefix = rule.get("beside", "")
+    places = (*field_read.places, *rule.get("places", ()))
     cells: list[str] = []
-    for place in dict.fromkeys((*field_read.places, *rule.get("places", ()))):
+    for place in dict.fromkeys(places):
         if not _is_tried_beside(rule, place, known):
             continue
-        pairs = [(texts[0], texts[0]), *itertools.permutations(texts)]
+        pairs = [(first, first), *itertools.permutations(texts)]
         if place.startswith("ds_config."):
-            pairs.append((_AUTO, texts[0]))
-        prefix = rule.get("beside", "")
-        cells += [f"{prefix}{place}={other}+{field_read.name}={own}" for other, own in pairs]
+            pairs.append((_AUTO, first))
+        for other, own in pairs:
+            cells.append(f"{prefix}{place}={other}+{field_read.name}={own}")
     return tuple(cells)
 
 
@@ -175,7 +204,13 @@ def _two_values(field_read: Field, values: Iterable[str]) -> list[str]:
 
 
 def _is_tried_beside(rule: Mapping[str, Any], place: str, known: Collection[str]) -> bool:
-    """Tell whether a field with this rule is tried together with the setting ``place``, which says the same."""
+    """Tell whether a field is tried together with another setting that says the same.
+
+    Args:
+        rule: What the rules say about the field.
+        place: The name of the other setting.
+        known: The names of all fields of the driver.
+    """
     if not place.startswith("ds_config.") and place not in known:
         return False
     other_rule = rule_of(place)
@@ -185,19 +220,23 @@ def _is_tried_beside(rule: Mapping[str, Any], place: str, known: Collection[str]
 
 
 def ruled(field_read: Field, known: Collection[str] = ()) -> Setting:
-    """Return what the rules say about a field; ``known`` are the names of all fields of its driver."""
+    """Return what is done with a field by the rules.
+
+    Args:
+        field_read: The field.
+        known: The names of all fields of its driver.
+    """
     rule = rule_of(field_read.name)
     values = tuple(rule.get("values", field_read.values))
-    allowed_strategies = rule.get("strategies", field_read.strategies)
+    allowed = rule.get("strategies", field_read.strategies)
+    strategies = [strategy for strategy in field_read.strategies if strategy in allowed]
     state = _state(rule, values)
     return Setting(
         name=field_read.name,
         state=state,
         values=() if state == "excluded" else values,
         reason=rule.get("reason", ""),
-        strategies=tuple(
-            strategy for strategy in field_read.strategies if strategy in allowed_strategies
-        ),
+        strategies=tuple(strategies),
         precision=rule.get("precision", field_read.precision),
         options=rule.get("options", {}),
         without=tuple(rule.get("without", ())),
@@ -233,7 +272,8 @@ def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field
         # Imported late: a session without distributed tests needs none.
         from filelock import FileLock
 
-        file = shared / f"settings-{zlib.crc32(data.encode()):08x}.json"
+        digest = zlib.crc32(data.encode())
+        file = shared / f"settings-{digest:08x}.json"
         with FileLock(f"{file}.lock"):
             if not file.exists():
                 file.write_text(_read(data), encoding="utf-8")
@@ -247,20 +287,28 @@ def _read(data: str) -> str:
         [sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False
     )
     if process.returncode:
-        raise UsageProblem(
-            f"the settings of the installed libraries cannot be read: {process.stderr.strip()[-2000:]}"
-        )
+        errors = process.stderr.strip()[-2000:]
+        raise UsageProblem(f"the settings of the installed libraries cannot be read: {errors}")
     return process.stdout
 
 
 def sources_of(driver: Any) -> tuple[Source, ...]:
-    """Return the objects of libraries that a driver, a subclass of ``Driver``, makes: its ``sources``; none if it names none."""
+    """Return the objects of libraries that a driver makes, as its ``sources`` name them.
+
+    Args:
+        driver: A subclass of ``Driver``.
+    """
     sources: tuple[Source, ...] = getattr(driver, "sources", ())
     return sources
 
 
 def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[Setting]:
-    """Return the settings of these sources, in the order of the fields, each once; ``shared`` as for ``read``."""
+    """Return the settings of these sources, in the order of the fields, each once.
+
+    Args:
+        sources: What has the fields.
+        shared: As for ``read``.
+    """
     fields: dict[str, Field] = {}
     for field_read in read(tuple(sources), shared):
         same = fields.get(field_read.name, field_read)

@@ -1,4 +1,4 @@
-"""What the sweep runs of each setting, and the part of it that each session of a built-in suite runs."""
+"""Checks and cells of the sweep, for all settings and for each session of a built-in suite."""
 
 from __future__ import annotations
 
