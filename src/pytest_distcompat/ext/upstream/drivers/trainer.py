@@ -57,6 +57,10 @@ SCHEDULE: dict[str, Any] = {
 #: How many rows of an evaluation a rank gets at a time.
 EVALUATED_ROWS = 2
 
+#: The models by which Trainer predicts: they have one output, and compute it of each row alone,
+#: with the same numbers on all ranks.
+PREDICTED = frozenset({"llama", "llama_tied", "llama_dropout", "mlp", "dropout", "twice", "odd"})
+
 #: A number of steps that no training takes.
 NEVER = 1_000_000
 
@@ -663,9 +667,7 @@ class TrainerDriver(TinyDriver):
     def evaluate(self, model: Module) -> torch.Tensor:
         """Return the logits on a batch that no step trains on, as Trainer predicts them."""
         apart = self.cell.cp > 1 or self.in_parts or bool(self.cell.option("packed"))
-        # Of other architectures Trainer gathers all outputs, whose order and number differ.
-        apart = apart or self.tiny.name.startswith("hf:")
-        if model is not self.model or apart:
+        if model is not self.model or apart or self.tiny.name not in PREDICTED:
             return super().evaluate(model)
         return self.predictions()
 
