@@ -49,6 +49,13 @@ def test_a_statistic_is_another(runs_of: RunsOf) -> None:
     assert finding.endswith("': other values after the evaluation")
 
 
+def test_a_statistic_that_ranks_have_apart_may_become_that_of_another(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "midway")
+    other = {"run": "resume", "action": "step", "nth": 1, "rank": 1}
+    story = story.buffers({"digest": "1:2"}, **other)
+    assert story.findings("midway") == []
+
+
 def test_the_model_stays_in_evaluation_mode(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "midway")
     story = story.snapshot("step", {"evaluating": ("",)}, run="resume", nth=2, rank=1)

@@ -542,7 +542,9 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by
     bit. The step after it has the same modules in training mode as that before it, and the loss of
     the run that never evaluated. A resumed run evaluates, by the driver's call ``evaluate()``; if
-    its steps before are wrong, which ``resume`` reports, no loss is compared.
+    its steps before are wrong, which ``resume`` reports, no loss is compared. A buffer that each
+    rank fills from its own data may become that of another rank, as DDP sends those of rank 0 before
+    each forward pass.
 
     If it fails: call ``model.train()`` after it; look for what draws random numbers, such as the
     seed of a new iterator of a loader; for parameters that stay gathered or cast; for a count of
@@ -553,7 +555,8 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     before = evaluating.at("step", 1)
     after = evaluating.at("step", 2)
     yield from every_rank(after, cell.world_size, "the step after the evaluation")
-    yield from _observed(cell, before, evaluating.at(EVALUATE), "evaluation")
+    evaluated = evaluating.at(EVALUATE)
+    yield from _observed(cell, before, evaluated, "evaluation", _buffers_of_ranks(before))
     for snapshot, following in pairs(before, after):
         yield from other_mode(snapshot, following, "the step after the evaluation", "before it")
     tolerance = _loss_tolerance(cell)
@@ -615,15 +618,27 @@ class _LossAfterEvaluation:
 
 
 def _observed(
-    cell: Cell, before_action: Snapshots, after_action: Snapshots, action: str
+    cell: Cell,
+    before_action: Snapshots,
+    after_action: Snapshots,
+    action: str,
+    buffers: _Buffers | None = None,
 ) -> Iterator[str]:
-    """Yield findings for what an action changed that must only read."""
+    """Yield findings for what an action changed that must only read.
+
+    Args:
+        cell: The cell.
+        before_action: The snapshots of all ranks before the action.
+        after_action: Those after it.
+        action: The action.
+        buffers: Values that a buffer may have after the action, too.
+    """
     yield from every_rank(after_action, cell.world_size, action)
     for before, after in pairs(before_action, after_action):
         # Without an export() of the driver there is no model in these snapshots.
         if before.model is None or after.model is None:
             continue
-        yield from _texts(_state_changes(before, after, action))
+        yield from _texts(_state_changes(before, after, action, buffers))
         another = f"is another after the {action}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: the scheduler {another}"
