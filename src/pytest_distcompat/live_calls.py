@@ -193,7 +193,8 @@ class Calls:
     @training
     def new_epoch(self) -> None:
         """Begin the next epoch before this one is at its end."""
-        self.position += self.trainer.epoch - self.position % self.trainer.epoch
+        done = self.position % self.trainer.epoch
+        self.position += self.trainer.epoch - done
 
     @training
     def resume(self) -> None:
@@ -204,7 +205,8 @@ class Calls:
     @observer
     def save(self) -> None:
         """Save a checkpoint."""
-        states = [stateful.state_dict() for stateful in (self.model, *self._stateful())]
+        stateful_objects = (self.model, *self._stateful())
+        states = [stateful.state_dict() for stateful in stateful_objects]
         self.saved = copy.deepcopy(states)
 
     @training
@@ -316,6 +318,7 @@ class Calls:
 def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a method has, all of them if it passes further ones on."""
     parameters = inspect.signature(method).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -177,6 +177,9 @@ FOLLOWED = (
     "ds_config.optimizer",
     "ds_config.scheduler",
     "ds_config.gradient_clipping",
+    "ds_config.gradient_allreduce_op",
+    "Accelerator.step_scheduler_with_optimizer",
+    "TrainingArguments.warmup_ratio",
     "DeepSpeedPlugin.gradient_clipping",
     "TrainingArguments.max_grad_norm",
     "TrainingArguments.learning_rate",
@@ -325,16 +328,15 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
     )
     runs = [TRAIN_RUN, up, back]
     if world_size > 1:
-        runs.append(
-            Run(
-                "one",
-                (*_BUILD, "load", "step"),
-                first_step=3,
-                after="train",
-                world_size=1,
-                only=without(*MESH),
-            )
+        in_one_process = Run(
+            "one",
+            (*_BUILD, "load", "step"),
+            first_step=3,
+            after="train",
+            world_size=1,
+            only=without(*MESH),
         )
+        runs.append(in_one_process)
     return Scenario("reshard", tuple(runs))
 
 
@@ -349,9 +351,11 @@ def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
     if any(loader.resumes for loader in loaders):
         runs.append(RESUMED_ROWS_RUN)
     on_mesh = any(name in MESH for name, _ in cell.options)
-    if not on_mesh and any(loader.moves for loader in loaders):
+    any_moves = any(loader.moves for loader in loaders)
+    if any_moves and not on_mesh:
         world_size = 2 * cell.world_size
-        runs.append(Run("moved_rows", ("moved_rows",), after="rows", world_size=world_size))
+        moved = Run("moved_rows", ("moved_rows",), after="rows", world_size=world_size)
+        runs.append(moved)
     return Scenario("coverage", tuple(runs))
 
 

@@ -305,7 +305,9 @@ class DistcompatSession:
     def store_path(self) -> Path:
         """The path of ``store``, which need not exist yet."""
         base = session_basetemp(self.config)
-        return (base.parent if self.worker else base) / "distcompat"
+        if self.worker:
+            base = base.parent
+        return base / "distcompat"
 
     @property
     def runs(self) -> Path:
@@ -323,9 +325,11 @@ class DistcompatSession:
     @property
     def description_file(self) -> Path:
         """A file from which a rank makes the same pytest session, without a fork server."""
-        path = self.store / f"session-{self.worker or 'main'}.json"
+        worker = self.worker or "main"
+        path = self.store / f"session-{worker}.json"
         if not path.exists():
-            path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
+            description = rank_session.describe(self.config)
+            path.write_text(json.dumps(description), encoding="utf-8")
         return path
 
     def share(self, name: str, data: Any) -> None:
@@ -342,7 +346,9 @@ class DistcompatSession:
     def shared(self, name: str) -> Any:
         """Return what ``share`` wrote; None if nothing did."""
         path = self.store_path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        return json.loads(path.read_text(encoding="utf-8"))
 
     # Launchers, which start ranks.
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FILE = "shards.json"
 #: The assumed duration of an ordinary test, in those of a check or of a marked test.
 ORDINARY = 0.01
+#: The runs of each unit, by their ids, each with its seconds.
+SecondsOfRuns = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,7 @@ class _Option:
     added: float
 
 
-def _place(
-    order: Sequence[str], seconds: Mapping[str, Mapping[str, float]], count: int, weight: int
-) -> _Division:
+def _place(order: Sequence[str], seconds: SecondsOfRuns, count: int, weight: int) -> _Division:
     """Place units one after the other, each in the shard that ends earliest with it.
 
     Args:

@@ -191,9 +191,11 @@ def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[s
     import torch
 
     if cls.init_distributed:
+        backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(rank)
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            backend = "nccl"
+        torch.distributed.init_process_group(backend)
         if "deepspeed" in sys.modules:
             sys.modules["deepspeed"].init_distributed()
     cls().run(**values)

@@ -31,10 +31,14 @@ def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
     for path in own:
         paths.add(Path(path))
     shm = Path("/dev/shm")  # noqa: S108 - that is where it is
+    free_mib = 0
+    if shm.exists():
+        free_mib = shutil.disk_usage(shm).free >> 20
+    digests = {str(path): _digest(path) for path in sorted(paths)}
     return {
         "versions": versions((*PACKAGES, "numpy")),
-        "sources": {str(path): _digest(path) for path in sorted(paths)},
-        "shm": shutil.disk_usage(shm).free >> 20 if shm.exists() else 0,
+        "sources": digests,
+        "shm": free_mib,
         "gpus": visible_gpus() if device == "cuda" else 0,
     }
 

@@ -154,7 +154,9 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
         command: The command that repeats the test, for the message.
     """
     own_names = {name for name, _ in report.user_properties}
-    report.user_properties += [pair for pair in outcome.properties if pair[0] not in own_names]
+    for name, value in outcome.properties:
+        if name not in own_names:
+            report.user_properties.append((name, value))
     if outcome.kind == SAME:
         return
     if hasattr(report, "wasxfail"):

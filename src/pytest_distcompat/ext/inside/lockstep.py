@@ -93,6 +93,23 @@ class Step:
     stall_detector: StallDetector = dataclasses.field(default_factory=StallDetector)
     waiting: bool = False
 
+    def key(self, name: str) -> str:
+        """Return the key in the store for a text of that name in this phase."""
+        return f"{self.number}/{name}"
+
+    def report_key(self, rank: int) -> str:
+        """Return the key in the store for the report of a rank."""
+        return self.key(str(rank))
+
+    def waiting_key(self, rank: int) -> str:
+        """Return the key in the store for whether a rank waits in torch."""
+        return self.key(f"waiting/{rank}")
+
+
+def _left_key(rank: int) -> str:
+    """Return the key in the store for the exit status of a rank that has left."""
+    return f"left/{rank}"
+
 
 class Lockstep:
     """The lockstep on this rank.
@@ -171,11 +188,11 @@ class Lockstep:
         if reason:
             ending = {"time": clock.now(), "reason": reason}
             self._store_client.put(f"reason/{self.rank}", json.dumps(ending))
-        self._store_client.put(f"left/{self.rank}", str(status))
+        self._store_client.put(_left_key(self.rank), str(status))
         deadline = clock.now() + REPORT_DELAY_S
         statuses = []
         for rank in range(self.size):
-            statuses.append(self._await(f"left/{rank}", deadline, of=rank))
+            statuses.append(self._await(_left_key(rank), deadline, of=rank))
         if status:
             return status
         for text in statuses:
@@ -229,7 +246,7 @@ class Lockstep:
             agreement = self._conclude(step)
         else:
             answer_deadline = step.deadline + 2 * REPORT_DELAY_S
-            text = self._await(f"{step.number}/outcome", answer_deadline, of=0)
+            text = self._await(step.key("outcome"), answer_deadline, of=0)
             if text is None:
                 raise Gone("rank 0 does not answer any more")
             agreement = decode(Agreement, json.loads(text))
@@ -240,7 +257,7 @@ class Lockstep:
         """Return on all ranks what ``make`` returns on rank 0. Call this once in a phase only."""
         step = self._step
         assert step is not None
-        key = f"{step.number}/shared"
+        key = step.key("shared")
         if self.rank == 0:
             self._store_client.put(key, make())
         text = self._await(key, step.deadline, of=0)
@@ -255,9 +272,9 @@ class Lockstep:
                 return False
             step.reported = True
             if report.problem:
-                self._store_client.put(f"{step.number}/problem", report.problem)
+                self._store_client.put(step.key("problem"), report.problem)
             complete = dataclasses.replace(report, cut=step.cut)
-            self._store_client.put(f"{step.number}/{self.rank}", complete.to_text())
+            self._store_client.put(step.report_key(self.rank), complete.to_text())
         return True
 
     def _conclude(self, step: Step) -> Agreement:
@@ -288,7 +305,7 @@ class Lockstep:
             over=bool(elsewhere) or len(reports) < self.size or any_stopped,
             cut=any(report.cut for report in reports.values()),
         )
-        self._store_client.put(f"{step.number}/outcome", agreement.to_text())
+        self._store_client.put(step.key("outcome"), agreement.to_text())
         # All ranks have left the phase before this one, so nobody reads its keys any more.
         previous = step.number - 1
         self._store_client.forget([f"{previous}/{name}" for name in self._names])
@@ -300,7 +317,7 @@ class Lockstep:
         missing = set(range(self.size))
         while missing:
             for rank in sorted(missing):
-                text = self._store_client.get(f"{step.number}/{rank}")
+                text = self._store_client.get(step.report_key(rank))
                 if text:
                     reports[rank] = decode(PhaseReport, json.loads(text))
                     missing.remove(rank)
@@ -317,17 +334,18 @@ class Lockstep:
         """Tell whether a rank has ended its session or its process."""
         if self._is_gone(rank):
             return True
-        return self._store_client.get(f"left/{rank}") is not None
+        return self._store_client.get(_left_key(rank)) is not None
 
     def _report_of_left(self, step: Step, rank: int) -> PhaseReport | None:
         """Return a report for a rank that has ended its session with a reason, or None."""
         text = self._store_client.get(f"reason/{rank}")
         if text is None:
             return None
-        left = json.loads(text)
-        when = step.location.partition(" ")[0]
-        phase = Phase(when, "failed", message=left["reason"], text=left["reason"])
-        return PhaseReport(rank, step.location, left["time"], phase)
+        ending = json.loads(text)
+        reason = ending["reason"]
+        when, _, _ = step.location.partition(" ")
+        phase = Phase(when, "failed", message=reason, text=reason)
+        return PhaseReport(rank, step.location, ending["time"], phase)
 
     def _await(
         self,
@@ -373,7 +391,7 @@ class Lockstep:
                     self._overrun(None)
                 continue
             terminated = self.termination.since > TERMINATION_DELAY_S
-            problem = self._store_client.get(f"{step.number}/problem")
+            problem = self._store_client.get(step.key("problem"))
             if problem in EXCUSED and self._all_wait(step):
                 self._cut_connections(step)
             elif problem is not None and problem not in {STUCK, *EXCUSED}:
@@ -392,8 +410,8 @@ class Lockstep:
         if self.rank == 0:
             self._overrun(self._conclude(step).outcome)
         deadline = clock.now() + 2 * REPORT_DELAY_S
-        self._await(f"{step.number}/outcome", deadline, of=0)
-        self._store_client.put(f"left/{self.rank}", "1")
+        self._await(step.key("outcome"), deadline, of=0)
+        self._store_client.put(_left_key(self.rank), "1")
         self.close()
         self._overrun(None)
 
@@ -407,16 +425,16 @@ class Lockstep:
         if waiting != step.waiting:
             step.waiting = waiting
             text = "yes" if waiting else ""
-            self._store_client.put(f"{step.number}/waiting/{self.rank}", text)
+            self._store_client.put(step.waiting_key(self.rank), text)
         if not waiting:
             return False
         for rank in range(self.size):
             if rank == self.rank:
                 continue
-            if self._store_client.get(f"{step.number}/{rank}"):
+            if self._store_client.get(step.report_key(rank)):
                 # It has reported.
                 continue
-            if not self._store_client.get(f"{step.number}/waiting/{rank}"):
+            if not self._store_client.get(step.waiting_key(rank)):
                 return False
         return True
 

@@ -30,6 +30,7 @@ from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import leak_message, rank_environment
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import ExtraState
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
 __tracebackhide__ = hides_frames
@@ -96,6 +97,7 @@ def launch(
     cwd: str | Path | None = None,
     blocks: Sequence[str] = (),
     saved_name: Callable[[str], str] | None = None,
+    extra_state: Mapping[str, ExtraState] | Sequence[str] = (),
     watch_steps: int = ProbeConfig.steps,
     stop_after: int = 0,
     bridge: bool = True,
@@ -127,6 +129,9 @@ def launch(
             one. Models of transformers declare their own.
         saved_name: Returns the unwrapped name of a saved key, for libraries that change names when
             they save.
+        extra_state: Names of variables of the script, such as ``"ema"`` or ``"trainer.ema"``, with
+            state beside model and optimizer; with a mapping, an ExtraState for each.
+            ``resume_roundtrip`` compares them.
         watch_steps: How many optimizer steps the probe records in full, 0 for no probe.
         stop_after: All ranks exit after the checkpoint of this step, as if they had been preempted.
         bridge: If False, accelerate and transformers are not changed on the CPU: there they reject
@@ -150,35 +155,24 @@ def launch(
     limit = host.timeout if timeout is None else timeout
     ranks = host.world_size if world_size is None else world_size
     working_directory = Path(cwd or Path.cwd())
-    texts = environment or {}
-    check_argument(
-        "script",
-        script,
-        isinstance(script, (str, Path)),
-        "expected a path, or '-m' before the name of a module",
+    _check_arguments(
+        script=script,
+        args=args,
+        blocks=classes,
+        saved_name=saved_name,
+        timeout=limit,
+        world_size=ranks,
+        watch_steps=watch_steps,
+        cwd=cwd,
+        directory=working_directory,
+        environment=environment or {},
+        fails=fails,
     )
-    check_argument("blocks", blocks, _are_texts(classes), "expected class names")
-    callable_or_none = saved_name is None or callable(saved_name)
-    check_argument("saved_name", saved_name, callable_or_none, "expected a function of a saved key")
-    is_time = isinstance(limit, (int, float)) and limit > 0
-    check_argument("timeout", limit, is_time, "expected a number of seconds above 0")
-    check_argument("world_size", ranks, isinstance(ranks, int) and ranks > 0, RANKS)
-    check_argument(
-        "watch_steps", watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS
-    )
-    check_argument("cwd", str(cwd), working_directory.is_dir(), "there is no such directory")
-    check_argument(
-        "environment", texts, isinstance(texts, Mapping), "expected a mapping of names to texts"
-    )
-    check_argument("environment", texts, _are_texts([*texts.values()]), "expected texts")
-    _check_pattern(fails)
-    _check_single_arguments(args)
+    states = _states(extra_state)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(str(argument) for argument in args)
     uses_file = _uses_configuration(launcher, arguments, configuration, strategy)
-    directory = host.new_directory(
-        arguments[0] if script == "-m" and arguments else Path(script).stem
-    )
+    directory = host.new_directory(_name_of_run(script, arguments))
     file = None
     if uses_file:
         file = find_configuration(configuration, cell, directory, classes)
@@ -186,7 +180,7 @@ def launch(
     line, variables = command_line(
         str(script), filled, launcher, world_size=ranks, directory=directory, configuration=file
     )
-    ProbeConfig(watch_steps, host.device, stop_after, tuple(classes)).write(directory)
+    ProbeConfig(watch_steps, host.device, stop_after, tuple(classes), states).write(directory)
     added = {**variables, **(environment or {})}
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"
@@ -194,8 +188,9 @@ def launch(
     with host.pool.lease(cell.world_size, who=user) as lease:
         added |= rank_environment(lease, cell.world_size)
         complete = without_rank(on_device(os.environ, host.device)) | added
+        name = str(script) if launcher == "cli" else launcher
         ending = Hosted(
-            name=launcher if launcher != "cli" else str(script),
+            name=name,
             line=line,
             environment=with_probe(complete, directory),
             world_size=ranks,
@@ -204,13 +199,15 @@ def launch(
             cwd=working_directory,
             reproduce=_reproduce(line, with_probe(added, directory), host.device),
         ).run()
-    leaks = tuple(leak_message(leak) for leak in lease.own_leak)
+    leaks = tuple([leak_message(leak) for leak in lease.own_leak])
+    expected_cell = cell if strategy else None
+    output_path = Path(output) if output else None
     run = ScriptRun(
         replace(ending, leaks=leaks),
-        cell if strategy else None,
+        expected_cell,
         directory,
         host.device,
-        Path(output) if output else None,
+        output_path,
         saved_name or ScriptRun.saved_name,
     )
     if run.failed:
@@ -220,6 +217,77 @@ def launch(
     elif not allow_failure:
         run.raise_if_failed()
     return run
+
+
+def _states(given: object) -> dict[str, ExtraState]:
+    """Return what is expected of each state that ``extra_state`` names.
+
+    Raises UsageProblem unless it names variables.
+    """
+    names = (given,) if isinstance(given, str) else given
+    if isinstance(names, Mapping):
+        states = dict(names)
+    elif isinstance(names, (list, tuple)):
+        states = dict.fromkeys(names, ExtraState())
+    else:
+        states = {None: given}
+    for name, expected in states.items():
+        parts = name.split(".") if isinstance(name, str) else [""]
+        named = all(part.isidentifier() for part in parts)
+        check_argument(
+            "extra_state",
+            given,
+            named and isinstance(expected, ExtraState),
+            "expected names of variables, or a mapping of them to ExtraState",
+        )
+    return states
+
+
+def _check_arguments(
+    *,
+    script: object,
+    args: Sequence[object],
+    blocks: object,
+    saved_name: object,
+    timeout: object,
+    world_size: object,
+    watch_steps: object,
+    cwd: object,
+    directory: Path,
+    environment: Mapping[str, str],
+    fails: str,
+) -> None:
+    """Raise UsageProblem for the first argument of ``launch`` that is wrong.
+
+    ``directory`` is the working directory, which ``cwd`` may name.
+    """
+    is_path = isinstance(script, (str, Path))
+    check_argument(
+        "script", script, is_path, "expected a path, or '-m' before the name of a module"
+    )
+    check_argument("blocks", blocks, _are_texts(blocks), "expected class names")
+    callable_or_none = saved_name is None or callable(saved_name)
+    check_argument("saved_name", saved_name, callable_or_none, "expected a function of a saved key")
+    is_time = isinstance(timeout, (int, float)) and timeout > 0
+    check_argument("timeout", timeout, is_time, "expected a number of seconds above 0")
+    is_count = isinstance(world_size, int) and world_size > 0
+    check_argument("world_size", world_size, is_count, RANKS)
+    is_number = isinstance(watch_steps, int) and watch_steps >= 0
+    check_argument("watch_steps", watch_steps, is_number, _STEPS)
+    check_argument("cwd", str(cwd), directory.is_dir(), "there is no such directory")
+    is_mapping = isinstance(environment, Mapping)
+    check_argument("environment", environment, is_mapping, "expected a mapping of names to texts")
+    are_texts = _are_texts([*environment.values()])
+    check_argument("environment", environment, are_texts, "expected texts")
+    _check_pattern(fails)
+    _check_single_arguments(args)
+
+
+def _name_of_run(script: str | Path, arguments: Sequence[str]) -> str:
+    """Return a name for the directory of a run: that of the script or module."""
+    if script == "-m" and arguments:
+        return arguments[0]
+    return Path(script).stem
 
 
 def _check_pattern(fails: str) -> None:

@@ -81,9 +81,9 @@ class Distcompat:
         from pytest_distcompat.ext.scripts import parity
 
         host = self._host(settings.get("world_size"))
-        found = parity(script, **{"host": host, **settings})
-        self._add_labels(found.many)
-        return found
+        compared = parity(script, **{"host": host, **settings})
+        self._add_labels(compared.many)
+        return compared
 
     def _add_labels(self, run: ScriptRun) -> None:
         for label in run.labels:

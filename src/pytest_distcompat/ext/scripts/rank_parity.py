@@ -87,34 +87,38 @@ class Parity:
         """Return the findings of the first step that differs; later steps differ because of it."""
         for nth in range(self.steps):
             index = (nth + 1) * STRIDE
-            one = self.one.trace.at_index(index)
-            many = self.many.trace.at_index(index)
-            findings = list(self._differing_loss(one, many))
-            findings += self._differing_norms(one, many)
+            one_rank = self.one.trace.at_index(index)
+            several_ranks = self.many.trace.at_index(index)
+            findings = list(self._differing_loss(one_rank, several_ranks))
+            findings += self._differing_norms(one_rank, several_ranks)
             if findings:
                 return [f"step {nth + 1}: {text}" for text in findings]
         return []
 
-    def _differing_loss(self, one: Iterable[Snapshot], many: Iterable[Snapshot]) -> Iterator[str]:
+    def _differing_loss(
+        self, one_rank: Iterable[Snapshot], several_ranks: Iterable[Snapshot]
+    ) -> Iterator[str]:
         """Yield a finding if the mean of the ranks' losses differs from the loss on one rank."""
-        expected = _mean_loss(one)
-        loss = _mean_loss(many)
+        expected = _mean_loss(one_rank)
+        loss = _mean_loss(several_ranks)
         if expected is None or loss is None:
             return
         if not math.isclose(loss, expected, rel_tol=self.loss_tolerance):
             allowed = f"{self.loss_tolerance:.0e} allowed"
             yield f"the loss is {loss:.6g} on several ranks; {expected:.6g} on one ({allowed})"
 
-    def _differing_norms(self, one: Iterable[Snapshot], many: Sequence[Snapshot]) -> Iterator[str]:
+    def _differing_norms(
+        self, one_rank: Iterable[Snapshot], several_ranks: Sequence[Snapshot]
+    ) -> Iterator[str]:
         """Yield a finding for each replica whose gradients have another norm than on one rank."""
         squares: list[float] = []
-        for snapshot in one:
+        for snapshot in one_rank:
             squares += [step.square for step in snapshot.steps]
         expected = math.sqrt(sum(squares))
-        for ranks, norm in _norms_by_replica(many).items():
+        for ranks, norm in _norms_by_replica(several_ranks).items():
             if not math.isclose(norm, expected, rel_tol=self.norm_tolerance):
                 plural = "s" if len(ranks) > 1 else ""
-                listed = ", ".join(str(rank) for rank in ranks)
+                listed = ", ".join(map(str, ranks))
                 owners = f"rank{plural} {listed}"
                 allowed = f"{self.norm_tolerance:.0e} allowed"
                 yield (

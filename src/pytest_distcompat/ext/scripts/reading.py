@@ -104,6 +104,8 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         directory = directory.parent
         path = directory
     files = _files_of_model(read_files(directory, PREFIX), path, checkpoints)
+    has_configuration = (directory / "config.json").exists()
+    stored = not has_configuration or bool(module_directories(directory))
     answer: dict[str, Any] = {
         "problem": "",
         "missing": [],
@@ -111,27 +113,32 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         "mismatched": [],
         "unwrapped": None,
         "renamed_by_library": False,
-        "stored": not (directory / "config.json").exists() or bool(module_directories(directory)),
+        "stored": stored,
         "files": [dataclasses.asdict(info) for info in files],
     }
     if not any(info.holds == "model" for info in files):
-        names = sorted(
-            str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()
-        )
-        answer["problem"] = f"holds no weights (files: {', '.join(names) or 'none'})"
+        names = ", ".join(_names_of_files(directory)) or "none"
+        answer["problem"] = f"holds no weights (files: {names})"
         return answer
     composite_class = _composite_class(directory)
     if composite_class is not None:
         # The library renames keys when it saves and when it loads: its names are those of the model
         # that it makes of them.
-        return (
-            answer
-            | {"stored": False, "renamed_by_library": True}
-            | _load_composite(composite_class, directory)
-        )
-    if answer["stored"]:
-        return answer | {"unwrapped": dataclasses.asdict(_read_values(path, checkpoints))}
+        loaded = _load_composite(composite_class, directory)
+        return {**answer, "stored": False, "renamed_by_library": True, **loaded}
+    if stored:
+        unwrapped = _read_values(path, checkpoints)
+        return {**answer, "unwrapped": dataclasses.asdict(unwrapped)}
     return answer | _load_pretrained(directory)
+
+
+def _names_of_files(directory: Path) -> list[str]:
+    """Return the names of all files below the directory, relative to it, in order."""
+    names = []
+    for file in directory.rglob("*"):
+        if file.is_file():
+            names.append(str(file.relative_to(directory)))
+    return sorted(names)
 
 
 def _load_composite(model_class: Any, directory: Path) -> dict[str, Any]:
@@ -197,15 +204,15 @@ def _files_of_model(
     for info in infos:
         file = _file_of(info, path)
         # A distributed checkpoint is listed as its directory.
-        if file in model_directories or (file.parent in model_directories and file.is_file()):
+        is_direct = file.parent in model_directories and file.is_file()
+        if is_direct or file in model_directories:
             direct.append(info)
     if any(info.holds == "model" for info in direct):
         return direct
-    excluded = {
-        checkpoint
-        for checkpoint in checkpoints
-        if checkpoint != path and checkpoint not in path.parents
-    }
+    excluded = set()
+    for checkpoint in checkpoints:
+        if checkpoint != path and checkpoint not in path.parents:
+            excluded.add(checkpoint)
     outside_checkpoints: list[FileInfo] = []
     for info in infos:
         file = _file_of(info, path)

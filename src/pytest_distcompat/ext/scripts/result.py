@@ -111,9 +111,9 @@ class ScriptRun:
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
         """Return one line for each change that the CPU bridge has made to a library."""
-        return tuple(
-            dict.fromkeys(f"CPU bridge: {change.what}" for change in self._logged(Bridged))
-        )
+        lines = [f"CPU bridge: {change.what}" for change in self._logged(Bridged)]
+        # Each once: all ranks log them.
+        return tuple(dict.fromkeys(lines))
 
     def _logged(self, kind: type[_E]) -> list[_E]:
         """Return the events of that kind that any rank logged."""
@@ -317,7 +317,8 @@ class ScriptRun:
         It is read in the environment of the first rank that started.
         """
         starts = self._logged(Start)
-        return read_in_a_process(starts[0] if starts else None, self.directory, request)
+        start = starts[0] if starts else None
+        return read_in_a_process(start, self.directory, request)
 
     @functools.cached_property
     def trace_with_files(self) -> RunTrace:

@@ -20,6 +20,8 @@ from pytest_distcompat.plugin.marked.phase import (
     STRICT_XPASS,
     XFAILED,
     Phase,
+    Properties,
+    Sections,
     unfinished_phase,
 )
 from pytest_distcompat.plugin.reporting.representation import represent
@@ -81,8 +83,8 @@ class Outcome:
     text: str = ""
     hard: bool = False
     location: tuple[str, int, str] | None = None
-    sections: tuple[tuple[str, str], ...] = ()
-    properties: tuple[tuple[str, Any], ...] = ()
+    sections: Sections = ()
+    properties: Properties = ()
     assertion: bool = False
 
     def failure(self, text: str) -> RankFailure:
@@ -103,33 +105,33 @@ class _LoggedPhases:
     """What the ranks logged of a test, by rank.
 
     Attributes:
-        whole: The phases that the rank finished, in order.
+        finished: The phases that the rank finished, in order.
         unfinished: The phase in which a rank ended, as far as its subtests tell; only of ranks that
             ran some in it.
     """
 
-    whole: Mapping[int, list[Phase]]
+    finished: Mapping[int, list[Phase]]
     unfinished: Mapping[int, Phase]
 
     @classmethod
     def of(cls, ending: Ending) -> _LoggedPhases:
         """Read the logs of all ranks."""
-        whole: dict[int, list[Phase]] = {}
+        finished: dict[int, list[Phase]] = {}
         unfinished: dict[int, Phase] = {}
         for rank, events in ending.events.items():
             logged = of_kind(Phase, events)
-            whole[rank] = []
+            finished[rank] = []
             for phase in logged:
                 if not phase.subtest:
-                    whole[rank].append(phase)
+                    finished[rank].append(phase)
             last = unfinished_phase(logged)
             if last is not None:
                 unfinished[rank] = last
-        return cls(whole, unfinished)
+        return cls(finished, unfinished)
 
     def of_rank(self, rank: int) -> list[Phase]:
         """Return the phases of a rank, the unfinished one last."""
-        phases = list(self.whole[rank])
+        phases = list(self.finished[rank])
         if rank in self.unfinished:
             phases.append(self.unfinished[rank])
         return phases
@@ -137,7 +139,7 @@ class _LoggedPhases:
     def with_outcome(self, outcome: str) -> list[Phase]:
         """Return the whole phases of all ranks that ended so, rank by rank."""
         phases = []
-        for of_rank in self.whole.values():
+        for of_rank in self.finished.values():
             for phase in of_rank:
                 if phase.outcome == outcome:
                     phases.append(phase)
@@ -170,7 +172,7 @@ def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
         status = "excused" if end.kind in EXCUSED else end.status
         ranks.append(dataclasses.replace(end, status=status))
     ending = dataclasses.replace(ending, ranks=tuple(ranks))
-    properties: tuple[tuple[str, Any], ...] = ()
+    properties: Properties = ()
     location = None
     cause = ending.cause
     if cause is not None:
@@ -240,17 +242,16 @@ def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
     if expected_failures:
         return _unexpected_pass(phases) or Outcome("xfailed", expected_failures[0].message)
     incomplete = []
-    for rank, of_rank in phases.whole.items():
+    for rank, of_rank in phases.finished.items():
         if not any(phase.when == "teardown" for phase in of_rank):
             incomplete.append(str(rank))
     if incomplete:
-        return Outcome(
-            "failed",
-            f"rank {', '.join(incomplete)} ended without running the test to its end",
-            hard=True,
-        )
+        ranks = ", ".join(incomplete)
+        text = f"rank {ranks} ended without running the test to its end"
+        return Outcome("failed", text, hard=True)
     strict = _strict_passes(phases)
-    return Outcome("passed", strict[0] if strict else "")
+    text = strict[0] if strict else ""
+    return Outcome("passed", text)
 
 
 def _skipped(phases: _LoggedPhases) -> Outcome | None:
@@ -259,17 +260,17 @@ def _skipped(phases: _LoggedPhases) -> Outcome | None:
     None if no rank skipped it.
     """
     skips: dict[int, Phase] = {}
-    for rank, of_rank in phases.whole.items():
+    for rank, of_rank in phases.finished.items():
         for phase in of_rank:
             if phase.outcome == "skipped":
                 skips[rank] = phase
     if not skips:
         return None
-    if len(skips) == len(phases.whole):
+    if len(skips) == len(phases.finished):
         first = skips[min(skips)]
         return Outcome("skipped", first.message, location=first.location)
     outcomes = []
-    for rank in phases.whole:
+    for rank in phases.finished:
         if rank in skips:
             reason = skips[rank].message
             outcomes.append(f"rank {rank} skipped ({reason})")
@@ -287,7 +288,7 @@ def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
     expected.
     """
     strict = _strict_passes(phases)
-    if strict and len(strict) == len(phases.whole):
+    if strict and len(strict) == len(phases.finished):
         return Outcome("passed", strict[0])
     return None
 
@@ -295,17 +296,17 @@ def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
 def _strict_passes(phases: _LoggedPhases) -> list[str]:
     """Return pytest's texts of phases that passed in spite of a strict xfail mark."""
     texts = []
-    for of_rank in phases.whole.values():
+    for of_rank in phases.finished.values():
         for phase in of_rank:
             if phase.text.startswith(STRICT_XPASS):
                 texts.append(phase.text)
     return texts
 
 
-def _properties(phases: _LoggedPhases) -> tuple[tuple[str, Any], ...]:
+def _properties(phases: _LoggedPhases) -> Properties:
     """Return the properties that the ranks recorded, those of rank 0 first."""
     last_by_rank = {}
-    for rank, of_rank in phases.whole.items():
+    for rank, of_rank in phases.finished.items():
         if of_rank:
             last_by_rank[rank] = of_rank[-1].properties
     return of_all_ranks(last_by_rank)
@@ -313,7 +314,7 @@ def _properties(phases: _LoggedPhases) -> tuple[tuple[str, Any], ...]:
 
 def of_all_ranks(
     properties: Mapping[int, Sequence[tuple[str, Any]]],
-) -> tuple[tuple[str, Any], ...]:
+) -> Properties:
     """Return rank 0's properties, and those of other ranks that differ from them.
 
     The latter are named after their rank. ``properties`` are those of each rank's last report,
@@ -330,10 +331,10 @@ def of_all_ranks(
     return (*first, *others)
 
 
-def _sections(phases: _LoggedPhases, ending: Ending) -> tuple[tuple[str, str], ...]:
+def _sections(phases: _LoggedPhases, ending: Ending) -> Sections:
     """Return what all ranks wrote, as (title, content), each once."""
     sections = []
-    for rank in phases.whole:
+    for rank in phases.finished:
         for phase in phases.of_rank(rank):
             for title, content in phase.sections:
                 sections.append((f"{title} (rank {rank})", content))

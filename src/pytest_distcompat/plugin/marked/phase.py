@@ -23,6 +23,12 @@ from pytest_distcompat.missing_module import hint_of
 #: its xfail mark expects.
 SKIPPED_ELSEWHERE, XFAILED = "skip", "xfail"
 
+#: Output in a report: the title and the content of each section.
+Sections = tuple[tuple[str, str], ...]
+
+#: The user's properties of a test (``record_property``): the name and the value of each.
+Properties = tuple[tuple[str, Any], ...]
+
 #: Captured output is cut in the middle to this many characters; all of it is in the run's
 #: directory.
 SECTION_CHARACTERS = 65536
@@ -64,8 +70,8 @@ class Phase(Event, name="phase"):
     message: str = ""
     text: str = ""
     location: tuple[str, int, str] | None = None
-    sections: tuple[tuple[str, str], ...] = ()
-    properties: tuple[tuple[str, Any], ...] = ()
+    sections: Sections = ()
+    properties: Properties = ()
     subtest: str = ""
     lost: bool = False
     assertion: bool = False
@@ -178,8 +184,11 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
         return dataclasses.replace(
             phase, text=excerpt(phase.text, TEXT_CHARACTERS), sections=sections
         )
-    sections = _sections_of(report, "failed" if _failures(subtests) else phase.outcome)
-    properties = [(name, _serializable(value)) for name, value in report.user_properties]
+    outcome = "failed" if _failures(subtests) else phase.outcome
+    sections = _sections_of(report, outcome)
+    properties = []
+    for name, value in report.user_properties:
+        properties.append((name, _serializable(value)))
     phase = dataclasses.replace(phase, sections=sections, properties=tuple(properties))
     phase = with_subtests(phase, subtests)
     return dataclasses.replace(phase, text=excerpt(phase.text, TEXT_CHARACTERS))
@@ -254,7 +263,7 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
     return last
 
 
-def _sections_of(report: pytest.TestReport, outcome: str) -> tuple[tuple[str, str], ...]:
+def _sections_of(report: pytest.TestReport, outcome: str) -> Sections:
     """Return captured output as (title, content).
 
     It is that of a phase that did not pass, or at the end of a test of the whole test.

@@ -138,13 +138,15 @@ def _request(item: pytest.Function, mark: Mark, session: DistcompatSession) -> R
     timeout = min(limit_of_test, item.stash.get(TIME_LIMIT, math.inf))
     spread = spread_of(item, mark, session)
     directory = str(session.new_directory(item.originalname))
+    # Ranks of one machine share a directory below that of the request.
+    shared = "" if spread.on_one else directory
     payload = rank_session.ItemPayload(
         nodeid=session.nodeid_of(item),
         device=session.device,
         directory=directory,
         world_size=spread.world_size,
         session=str(session.description_file),
-        shared="" if spread.on_one else directory,
+        shared=shared,
     )
     return Request(
         target=rank_session.RUN,
@@ -202,9 +204,8 @@ def _shows_output_at_once(config: pytest.Config) -> bool:
 
     In a worker of xdist nobody does.
     """
-    return config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
-        config, "workerinput"
-    )
+    shows_output = config.getoption("capture", "no") in {"no", "tee-sys"}
+    return shows_output and not hasattr(config, "workerinput")
 
 
 def _print_uncaptured(outcome: Outcome) -> Outcome:

@@ -168,6 +168,35 @@ def own_files(config: pytest.Config) -> tuple[str, ...]:
     return tuple(modules)
 
 
+def _read_options(payload: Mapping[str, Any], *, by_hand: bool) -> dict[str, Any]:
+    """Return the values of options whose types are built-in, as a rank needs them."""
+    options: dict[str, Any] = pickle.loads(base64.b64decode(payload["options"]))
+    for name, value in _OPTIONS_ON_RANKS.items():
+        if name in options:
+            options[name] = value
+    if by_hand:
+        options["capture"] = "no"
+    # Positional arguments are passed separately; argparse warns of those that are set as values.
+    options.pop("file_or_dir", None)
+    return options
+
+
+def _set_objects(config: pytest.Config, payload: Mapping[str, Any]) -> None:
+    """Set the options whose types are not built-in.
+
+    Such a type may be from a conftest.py, which pytest must have imported in its own way before.
+    """
+    for name, value in payload["objects"].items():
+        try:
+            setattr(config.option, name, pickle.loads(base64.b64decode(value)))
+        except Exception as error:
+            raise pytest.UsageError(
+                f"the option {name!r} has a value that no rank can read "
+                f"({type(error).__name__}: {error}); "
+                "expected one that can be pickled and read again"
+            ) from error
+
+
 def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Session:
     """Collect the whole session, so that single items can run after a fork.
 
@@ -183,13 +212,7 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     """
     os.chdir(payload["cwd"])
     sys.argv[:] = payload["argv"]
-    options = pickle.loads(base64.b64decode(payload["options"]))
-    options |= {name: value for name, value in _OPTIONS_ON_RANKS.items() if name in options}
-    if by_hand:
-        options["capture"] = "no"
-    # Positional arguments are passed separately below; argparse warns of those that are set as
-    # values.
-    options.pop("file_or_dir", None)
+    options = _read_options(payload, by_hand=by_hand)
     # The fork server imports libraries on purpose before pytest can rewrite the plugins among them
     # (anyio).
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
@@ -212,17 +235,7 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     config.invocation_params = dataclasses.replace(
         config.invocation_params, args=tuple(payload["given"])
     )
-    for name, value in payload["objects"].items():
-        # Only now: its type may be from a conftest.py, which pytest has imported above in its own
-        # way.
-        try:
-            setattr(config.option, name, pickle.loads(base64.b64decode(value)))
-        except Exception as error:
-            raise pytest.UsageError(
-                f"the option {name!r} has a value that no rank can read "
-                f"({type(error).__name__}: {error}); "
-                "expected one that can be pickled and read again"
-            ) from error
+    _set_objects(config, payload)
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
@@ -411,9 +424,8 @@ def collected_session(payload: ItemPayload, log: RankLog) -> pytest.Session:
     from pytest_distcompat.launch import preload
 
     if preload.collected is None:
-        preload.collected = collect(
-            json.loads(Path(payload.session).read_text(encoding="utf-8")), by_hand=log.by_hand
-        )
+        description = json.loads(Path(payload.session).read_text(encoding="utf-8"))
+        preload.collected = collect(description, by_hand=log.by_hand)
     session: pytest.Session = preload.collected
     return session
 
@@ -439,8 +451,10 @@ def reporting(
 
         # Also for a test without the fixture process_group, whose trainer makes its group itself.
         world.divide_memory_once_used(torch)
-    # A run by hand repeats an earlier one, whose files may still be in the directory.
-    shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared"
+    shared = "shared"
+    if log.by_hand:
+        # It repeats an earlier run, whose files may still be in the directory.
+        shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}"
     config.stash[SHARED] = Path(payload.shared or directory, shared)
     _Reporter.of(config).begin(log, payload.world_size, directory)
     fault_handler(config)
@@ -462,10 +476,9 @@ def find_item(session: pytest.Session, nodeid: str) -> pytest.Item:
     if nodeid not in items:
         error = session.config.stash[_COLLECTION_ERRORS].text_about(nodeid)
         if error:
-            last = error.splitlines()[-1].removeprefix("E").strip()
-            raise LookupError(
-                f"{nodeid.partition('::')[0]} cannot be collected on this rank: {last}\n\n{error}"
-            )
+            path, _, _ = nodeid.partition("::")
+            last_line = error.splitlines()[-1].removeprefix("E").strip()
+            raise LookupError(f"{path} cannot be collected on this rank: {last_line}\n\n{error}")
         close = difflib.get_close_matches(nodeid, items, n=3)
         hint = f"; close to it: {', '.join(close)}" if close else ""
         raise LookupError(
@@ -553,10 +566,10 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         phase = self.phases.of(report)
         self.log.write(phase)
-        if phase.ending is not None and (
-            phase.outcome == "failed" or not self._wait_for_others(*phase.ending, phase)
-        ):
-            kind, message = phase.ending
+        if phase.ending is None:
+            return
+        kind, message = phase.ending
+        if phase.outcome == "failed" or not self._wait_for_others(kind, message, phase):
             self.log.write(Error(kind, message, phase.text, lost=phase.lost))
             self._rank.leave_failed(self.directory, self.world_size)
 
@@ -567,10 +580,13 @@ class _Reporter:
         time limit of the test. The parent ends the ranks when the others only wait for this one.
         """
         self.log.write(Excused(kind, message, phase.text))
-        # In a run by hand there is no parent that ends the ranks.
-        deadline = clock.now() + WAIT_BY_HAND_S if self.log.by_hand else math.inf
+        deadline = math.inf
+        if self.log.by_hand:
+            # There is no parent that ends the ranks.
+            deadline = clock.now() + WAIT_BY_HAND_S
         own_outcome = phase.outcome
-        others = [rank for rank in range(self.world_size) if rank != self.log.rank]
+        others = list(range(self.world_size))
+        others.remove(self.log.rank)
         logs = self._rank_log.LogReader(self.directory, others)
         while clock.now() < deadline:
             outcomes = set()
@@ -594,12 +610,13 @@ class _Reporter:
         A rank has passed once only its teardown is left, or nothing if this rank is in its
         teardown.
         """
-        phases = {
-            phase.when: phase.outcome for phase in of_kind(Phase, events) if not phase.subtest
-        }
-        excused = [outcome for outcome in phases.values() if outcome in {"skipped", "xfailed"}]
-        if excused:
-            return excused[0]
+        phases = {}
+        for phase in of_kind(Phase, events):
+            if not phase.subtest:
+                phases[phase.when] = phase.outcome
+        for outcome in phases.values():
+            if outcome in {"skipped", "xfailed"}:
+                return outcome
         if of_kind(Error, events):
             return "failed"
         last_phase = "teardown" if when == "teardown" else "call"

@@ -193,9 +193,9 @@ class Progress:
         passed = clock.now() - self._began
         ended, total = self._counts()
         text = f"{ended} of {total} checks, {passed:.0f} s"
-        left = self._left(passed)
-        if left is not None:
-            text += f", about {left:.0f} s left"
+        seconds_left = self._left(passed)
+        if seconds_left is not None:
+            text += f", about {seconds_left:.0f} s left"
         return f"{text}; "
 
     def _clear(self) -> None:

@@ -210,7 +210,8 @@ class Results:
         elif "distcompat" in report.keywords and _parse_suite_item(nodeid) is None:
             # A marked test: its cell, where it has one, is in its id.
             parameters = nodeid.rpartition("[")[2].rstrip("]")
-            values = {"cell": parameters if facets(parameters) else None}
+            cell = parameters if facets(parameters) else None
+            values = {"cell": cell}
         if not values:
             return []
         versions_text = []
@@ -262,15 +263,17 @@ class Results:
         if self._shard is None:
             return False
         plan = self._shard["plan"]
-        return any(plan) and not plan[self._shard["number"] - 1]
+        own_units = plan[self._shard["number"] - 1]
+        return any(plan) and not own_units
 
     def _needs_report(self, config: pytest.Config) -> bool:
         """Tell whether the session has suites, or should have had some."""
         if self.results or self.collected or self.without_cells:
             return True
         # A report or a baseline needs suites, unless a selection explains that none was collected.
-        asked_for = self.session.setting("report").value or self.session.setting("baseline").value
-        if not asked_for:
+        report_files = self.session.setting("report").value
+        baseline = self.session.setting("baseline").value
+        if not report_files and not baseline:
             return False
         return bool(self._shard) or not is_narrowed(config)
 
@@ -313,7 +316,10 @@ class Results:
             session_info["shard"] = {"number": number, "plan": self._shard["plan"]}
         session_info["remove"] = declared_of(self.session).stale()
         ordered = self.ordered()
-        rows = {_key(result): self.cells[_key(result)] for result in ordered}
+        rows = {}
+        for result in ordered:
+            key = _key(result)
+            rows[key] = self.cells[key]
         results = with_device_seconds(ordered, session_info["timeline"])
         report = Report(session_info, results, list(rows.values()), unreached=unreached)
         report.fill_drivers()
@@ -371,7 +377,8 @@ class Results:
         """
         if not (self.collected or self.without_cells):
             return
-        if self.session.setting("nothing_ran").value == "pass" or session.exitstatus not in _GOOD:
+        may_run_nothing = self.session.setting("nothing_ran").value == "pass"
+        if may_run_nothing or session.exitstatus not in _GOOD:
             return
         for result in self.results.values():
             if result.status != "skipped":
@@ -386,7 +393,8 @@ class Results:
         if not self._shard:
             return False
         can_run = self._shard["can_run"]
-        return any(can_run) and not can_run[self._shard["number"] - 1]
+        own_can_run = can_run[self._shard["number"] - 1]
+        return any(can_run) and not own_can_run
 
     def _places_by_reason(self) -> dict[str, list[str]]:
         """Return why cells and suites did not run.
@@ -489,9 +497,9 @@ def _verdict_without_check(nodeid: str, report: pytest.TestReport) -> Verdict:
     assert item is not None
     if report.skipped:
         status = Status.SKIPPED
-        text = (
-            str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
-        )
+        text = report.longreprtext
+        if isinstance(report.longrepr, tuple):
+            text = str(report.longrepr[2])
         message = reason = text.removeprefix("Skipped: ")
     else:
         status = Status.ERROR
@@ -530,7 +538,8 @@ def _nothing_ran_lines(places_by_reason: dict[str, list[str]]) -> list[str]:
     lines = ["no cell ran, so nothing was checked; expected at least one verdict"]
     missing: dict[str, None] = {}
     for reason, places in places_by_reason.items():
-        lines.append(f"  {', '.join(places)}: {reason}")
+        places_text = ", ".join(places)
+        lines.append(f"  {places_text}: {reason}")
         for package in _NOT_INSTALLED.findall(reason):
             missing[package] = None
     if "torch" in missing:

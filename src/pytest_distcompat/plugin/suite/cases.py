@@ -11,7 +11,7 @@ import pytest
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.compat_suite import CompatSuite
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
@@ -33,14 +33,14 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         return []
     driver = find_driver(suite.driver)
     profile = session.setting("profile").value
-    added_profile = profiles.find_added(profile) if session.substitute is None else None
-    check = None if added_profile is None else added_profile.check
+    check = _only_check(profile, session)
     cells = _selected_cells(suite, driver, session, any_precision=check is not None)
     if check is not None:
-        return [
-            Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session))
-            for cell in cells
-        ]
+        only_cases = []
+        for cell in cells:
+            reason = why_not_supported(driver, cell, session)
+            only_cases.append(Case(suite, cell, check, unsupported=reason))
+        return only_cases
     unsupported = {cell: why_not_supported(driver, cell, session) for cell in cells}
     not_applicable = {cell: _checks_without_verdict(cell, driver, session) for cell in cells}
     _leave_out(profile, not_applicable, unsupported)
@@ -53,6 +53,14 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
                     break
     selected += _added_cases(suite, driver, session)
     return selected
+
+
+def _only_check(profile: str, session: DistcompatSession) -> Check | None:
+    """Return the only check that an extension's profile runs; None if the profile runs all."""
+    if session.substitute is not None:
+        return None
+    added_profile = profiles.find_added(profile)
+    return None if added_profile is None else added_profile.check
 
 
 def _is_built_in(suite: type[CompatSuite]) -> bool:
@@ -89,7 +97,8 @@ def _selected_cells(
     if session.substitute is not None:
         cells = session.substitute.cells(cells)
     elif not _is_built_in(suite):
-        _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
+        own_cells = matrix.cells(*names, session.world_size)
+        _count_left_out(suite, driver, own_cells, cells, session)
     selected = []
     for cell in cells:
         if session.selects(cell, any_precision=any_precision):
@@ -120,9 +129,10 @@ def _count_left_out(
     left_out = len(set(able) - set(chosen))
     if left_out:
         name = session.setting("profile").value
-        words = f"of the {len(able)} cells of {suite.__name__}'s matrix that can run here"
+        cells_text = f"{len(able)} cells of {suite.__name__}'s matrix that can run here"
         line = (
-            f"profile {name} leaves out {left_out} {words} (--distcompat-profile default runs them)"
+            f"profile {name} leaves out {left_out} of the {cells_text} "
+            "(--distcompat-profile default runs them)"
         )
         session.left_out[suite.__module__, suite.__qualname__] = line
         session.share(LEFT_OUT, [*session.left_out.values()])
@@ -197,7 +207,8 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
     if not selected:
         reasons = "; ".join(_excluding_options(cells, session))
         return f"no cell of {suite.__name__} is selected: {reasons or 'its matrix is empty'}"
-    reasons = "; ".join(_commonest_reasons(selected, find_driver(suite.driver), session))
+    driver = find_driver(suite.driver)
+    reasons = "; ".join(_commonest_reasons(selected, driver, session))
     return f"no cell of {suite.__name__} can run here: {reasons or 'the profile has none for it'}"
 
 

@@ -173,9 +173,8 @@ class BoundCase:
         other item shows only the runs that it has started, because checks share runs.
         """
         config = self.item.config
-        if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
-            config, "workerinput"
-        ):
+        shows_output = config.getoption("capture", "no") in {"no", "tee-sys"}
+        if shows_output and not hasattr(config, "workerinput"):
             for title, content in sections(session.runner.started):
                 print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
         elif verdict.status.red:

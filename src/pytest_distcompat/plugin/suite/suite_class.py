@@ -18,7 +18,9 @@ from pytest_distcompat.strategies import STRATEGIES
 
 def is_base(suite: type[CompatSuite]) -> bool:
     """Tell whether a class is only a base of suites: it has no driver, and it has subclasses."""
-    return suite is CompatSuite or (not suite.driver and bool(suite.__subclasses__()))
+    if suite is CompatSuite:
+        return True
+    return not suite.driver and bool(suite.__subclasses__())
 
 
 def validate(suite: type[CompatSuite], world_size: int) -> None:

@@ -276,7 +276,8 @@ class Placements:
                 notified = True
             yield {"waits": notice}
         try:
-            yield {"given": self._gpus(names) if resource == "GPU" else {}}
+            given = self._gpus(names) if resource == "GPU" else {}
+            yield {"given": given}
         except ray.exceptions.RayError as error:
             self.give_back()
             yield {"refused": f"Ray did not say which GPUs it gave: {error}"}
@@ -374,9 +375,9 @@ def serve(
             # the devices until then.
             ray.wait(agents, num_returns=len(agents))
             break
-        asked = json.loads(line)
-        for answer in placements.place(asked):
-            reply = json.dumps({**answer, "number": asked["number"]})
+        request = json.loads(line)
+        for answer in placements.place(request):
+            reply = json.dumps({**answer, "number": request["number"]})
             # pytest's process may be gone.
             with contextlib.suppress(BrokenPipeError):
                 os.write(answers, f"{reply}\n".encode())

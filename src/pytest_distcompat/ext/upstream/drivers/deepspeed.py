@@ -254,22 +254,20 @@ class DeepSpeedDriver(TinyDriver):
     loading_config: Any = None
 
     @classmethod
-    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """Return why the cell cannot run; None if it can.
+    def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
+        """Yield for each condition why the cell cannot run, or None; the first reason counts.
 
         The strategy may be torch's, or DeepSpeed's JSON may have no word for an option.
         """
         if STRATEGIES.get(cell.strategy).deepspeed is None:
-            return f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
+            yield f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
-            return "Transformer Engine is driven through accelerate"
+            yield "Transformer Engine is driven through accelerate"
         if cell.option("optimizer") == "muon":
-            untried = _untried_muon_reason(cell)
-            if untried is not None:
-                return untried
+            yield _untried_muon_reason(cell)
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
-            return "the conflict is between float16 in the JSON and a precision in bfloat16"
-        return super().unsupported_reason(cell, device)
+            yield "the conflict is between float16 in the JSON and a precision in bfloat16"
+        yield from super()._reasons(cell, device)
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan, and find out first whether its checkpoint must be converted.
@@ -301,7 +299,8 @@ class DeepSpeedDriver(TinyDriver):
         self.model, self.optimizer, _, self.scheduler = deepspeed.initialize(**arguments)
         mode = self.cell.option("compile")
         if mode:
-            self.model.compile(backend="inductor" if mode is True else str(mode))
+            backend = "inductor" if mode is True else str(mode)
+            self.model.compile(backend=backend)
         self.seed_rank()
 
     def _config(self) -> dict[str, Any]:
@@ -397,7 +396,8 @@ class DeepSpeedDriver(TinyDriver):
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if parameter.dim() >= 2 and not re.search("embed|lm_head", name):
+            embeds = re.search("embed|lm_head", name)
+            if parameter.dim() >= 2 and not embeds:
                 matrices.append(parameter)
             else:
                 others.append(parameter)
