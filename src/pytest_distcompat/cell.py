@@ -244,6 +244,11 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("async_save", (False, True), "checkpoints are written while training goes on"),
         Option(
+            "ema",
+            (False, True),
+            "an average of the weights is kept beside the model: torch's `AveragedModel`, or an object that accelerate registers",
+        ),
+        Option(
             "checkpoints",
             ("shared", "node"),
             "where they are: in a directory that all nodes share, "

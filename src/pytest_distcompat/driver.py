@@ -257,6 +257,11 @@ class HasMetrics(LiveTrainer):
         """
         raise NotImplementedError
 
+    @classmethod
+    def evaluates_in(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
+        """Tell whether ``metrics`` evaluates as the cell's training would; by default it does in all cells."""
+        return True
+
 
 class RenamesKeys(LiveTrainer):
     """How names in saved files differ from those of the unwrapped model. By default they do not."""
@@ -287,6 +292,11 @@ class HasExtraState(LiveTrainer):
     #: attribute is a tensor, a module, a number, text, a collection of them, or an object with
     #: ``state_dict()``.
     extra_state: ClassVar[Mapping[str, ExtraState]] = {}
+
+    @classmethod
+    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:  # noqa: ARG003 - overridden
+        """Return the states that a driver of the cell has; by default all of ``extra_state``."""
+        return cls.extra_state
 
 
 class KeepsSaves(LiveTrainer):

@@ -12,6 +12,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.scenario import coverage
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Snapshot, Trace
@@ -272,9 +273,28 @@ class OnlyBfloat16(TorchDriver):
         ("fsdp2-fp16_mixed-w4-tp_2", TorchDriver, "where it is tested"),
         ("fsdp2-fp32-w4-activation_checkpointing-tp_2", TorchDriver, "as they are without activation_checkpointing"),
         ("zero2-fp32-w4-cp_2", AccelerateDriver, "not made for this mesh"),
+        ("fsdp2-fp32-w4-dp_replicate_2", TrainerDriver, ""),
+        ("fsdp2-fp32-w4-tp_2-save_only_model", TrainerDriver, ""),
+        ("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, ""),
+        ("fsdp2-fp32-w2-tp_2-save_only_model", TrainerDriver, "not made for this mesh"),
+        ("fsdp2-fp32-w4-model_mlp-dp_replicate_2", TrainerDriver, "not made for this mesh"),
     ],
 )
 def test_cells_to_which_it_does_not_apply(cell: str, driver: type[Driver], reason: str) -> None:
     found = CHECKS.get("coverage").not_applicable(Cell.parse(cell), driver)
     assert reason in (found or "")
     assert bool(reason) == bool(found)
+
+
+def test_trainer_evaluates_without_a_mesh_alone() -> None:
+    reason = CHECKS.get("evaluation").not_applicable
+    assert "not computed on this mesh" in (reason(Cell.parse("fsdp2-fp32-w4-dp_replicate_2"), TrainerDriver) or "")
+    assert reason(Cell.parse("ddp-fp32-w2"), TrainerDriver) is None
+
+
+def test_a_model_that_transformers_cuts_is_not_resumed() -> None:
+    cut = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w4-tp_2-save_only_model"))
+    copied = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w4-dp_replicate_2"))
+    assert cut.keys() == copied.keys() == TrainerDriver.loaders.keys()
+    assert not any(loader.resumes for loader in cut.values())
+    assert all(loader.resumes for loader in copied.values())

@@ -61,6 +61,7 @@ PARTS = {
         *(f"Accelerator.{name}" for name in ("prepare", "prepare_model", "backward", "save_state", "load_state")),
         *(f"Accelerator.{name}" for name in ("save_model", "get_state_dict", "end_training")),
         *("torch.save", "torch.distributed.destroy_process_group"),
+        *("Accelerator.register_for_checkpointing", "AveragedModel.__init__"),
     ),
     "trainer": {
         "TrainerCallback.on_step_begin",

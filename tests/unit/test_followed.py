@@ -190,6 +190,94 @@ def test_the_reference_of_trainer_smooths_labels() -> None:
     assert loss == pytest.approx(float(0.5 * right - 0.5 * logs.mean()))
 
 
+@pytest.mark.parametrize(("reduction", "factor"), [("mean", 1.0), ("sum", 2.0)])
+def test_the_reference_of_deepspeed_adds_up_the_ranks_where_the_json_says_so(reduction: str, factor: float) -> None:
+    plain = driver("deepspeed")
+    plain.reference(plain.build_model(), 0, 2)
+    following = driver("deepspeed", f"ds_config.gradient_allreduce_op={reduction}")
+    following.reference(following.build_model(), 0, 2)
+    assert following.grad_norm == pytest.approx(factor * plain.grad_norm)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("settings", "decays"),
+    [
+        # After an epoch of 15 micro-batches in 8 steps the first of two micro-batches decays.
+        ("Accelerator.step_scheduler_with_optimizer=false", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    ],
+)
+def test_the_reference_of_accelerate_steps_the_schedule_as_the_setting_says(settings: str, decays: list[int]) -> None:
+    options = {"set": settings} if settings else {}
+    cell = Cell.of("ddp", "fp32", 2, model="mlp", grad_accum=2, **options)
+    accelerate: Any = DRIVERS.get("accelerate")(cell, World(0, 1, 0, "cpu"))
+    model = accelerate.tiny.make()
+    rates: list[float] = []
+    accelerate.optimizer = accelerate.make_optimizer(model)
+    accelerate.scheduler = accelerate.make_scheduler(accelerate.optimizer)
+    accelerate.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    for number in range(10):
+        accelerate.reference(model, number, 2)
+    assert rates == pytest.approx([3e-3 * 0.95**count for count in decays])
+
+
+@pytest.mark.parametrize("settings", ["TrainingArguments.warmup_steps=0.5", "TrainingArguments.warmup_ratio=0.5"])
+def test_the_reference_of_trainer_warms_up_for_a_part_of_all_steps(settings: str) -> None:
+    pytest.importorskip("transformers")
+    schedule = "TrainingArguments.lr_scheduler_type=linear+TrainingArguments.lr_scheduler_kwargs=null"
+    trainer = driver("trainer", f"{schedule}+{settings}")
+    optimizer = trainer.make_optimizer(torch.nn.Linear(4, 4))
+    trainer.make_scheduler(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "checks"),
+    [
+        ("TrainingArguments.neftune_noise_alpha=0.0", []),
+        ("TrainingArguments.neftune_noise_alpha=1e~06", []),
+        ("TrainingArguments.neftune_noise_alpha=1.0", ["parity", "clipping", "gradients"]),
+        ("ds_config.gradient_allreduce_op=sum", []),
+        ("Accelerator.step_scheduler_with_optimizer=false", []),
+        ("GradientAccumulationPlugin.adjust_scheduler=false", []),
+        ("ds_config.torch_autocast.enabled=true", ["dtypes"]),
+        ("ds_config.zero_optimization.zero_quantized_weights=true", ["dtypes"]),
+    ],
+)
+def test_a_setting_is_meant_to_fail_only_what_no_reference_can_follow(setting: str, checks: list[str]) -> None:
+    from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail
+
+    assert meant_to_fail(setting) == checks
+
+
+@pytest.mark.parametrize(
+    ("setting", "check", "precision"),
+    [
+        ("ds_config.torch_autocast.enabled=true", "parity", "bf16_upcast"),
+        ("ds_config.torch_autocast.enabled=true", "export", "bf16_upcast"),
+        ("ds_config.torch_autocast.enabled=true", "resume", "fp32"),
+        ("ds_config.zero_optimization.zero_quantized_weights=true", "gradients", "fp8"),
+        ("ds_config.gradient_allreduce_op=sum", "parity", "fp32"),
+    ],
+)
+def test_a_setting_that_rounds_has_the_tolerances_of_a_precision(setting: str, check: str, precision: str) -> None:
+    from types import SimpleNamespace
+
+    from pytest_distcompat.ext.upstream.sweep.law import SWEEP
+
+    asked: list[str] = []
+
+    def findings(cell: Cell, trace: Any) -> list[str]:
+        asked.append(cell.precision)
+        return ["found"]
+
+    judging: Any = SimpleNamespace(name=check, findings=findings, claim=findings)
+    trace: Any = SimpleNamespace(runs={})
+    assert SWEEP.findings(judging, Cell.of("zero2", "fp32", set=setting), trace) == ["found"]
+    assert asked == [precision]
+
+
 @pytest.mark.parametrize("field", ["label_smoothing_factor", "average_tokens_across_devices"])
 def test_what_the_reference_follows_is_compared_with_it(field: str) -> None:
     from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail
@@ -197,3 +285,21 @@ def test_what_the_reference_follows_is_compared_with_it(field: str) -> None:
 
     assert f"TrainingArguments.{field}" in FOLLOWED
     assert meant_to_fail(f"TrainingArguments.{field}=0.5") == []
+
+
+@pytest.mark.parametrize(("stateful", "skipped"), [("true", []), ("false", [3])])
+def test_a_loader_that_goes_on_by_itself_skips_no_batches(stateful: str, skipped: list[int]) -> None:
+    from types import SimpleNamespace
+
+    accelerate: Any = driver("accelerate", f"DataLoaderConfiguration.use_stateful_dataloader={stateful}")
+    asked: list[int] = []
+
+    def skip_first_batches(loader: list[str], count: int) -> list[str]:
+        asked.append(count)
+        return loader[count:]
+
+    accelerate.accelerator = SimpleNamespace(skip_first_batches=skip_first_batches)
+    accelerate.loader = ["a", "b", "c", "d"]
+    assert accelerate.next_batch(3) == ("d" if skipped else "a")
+    assert asked == skipped
+    assert ("torchdata" in accelerate.needs(accelerate.cell)) == (stateful == "true")

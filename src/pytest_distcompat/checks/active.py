@@ -295,8 +295,10 @@ def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, model: ModelInfo) ->
     # A whole model names no ranks.
     pp_size = max(1, len(model.pp_ranks))
     if pp_size != cell.pp:
-        ranks = "rank" if pp_size == 1 else "ranks"
-        yield f"the model is on {pp_size} {ranks} of a pipeline; {expected}"
+        ranks = f"{pp_size} ranks"
+        if pp_size == 1:
+            ranks = "1 rank"
+        yield f"the model is on {ranks} of a pipeline; {expected}"
         return
     if cell.pp == 1 or unwrapped is None:
         return
@@ -586,14 +588,17 @@ def _reductions(
 
 def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
     """Yield a finding if a rank reduced much less in a step than its trainable elements."""
-    reductions = [info.calls * info.numel for info in gradient_reductions(cell, snapshot)]
-    if not reductions:
+    is_reducing = False
+    reduced = 0
+    for info in gradient_reductions(cell, snapshot):
+        is_reducing = True
+        reduced += info.calls * info.numel
+    if not is_reducing:
         ops = sorted({info.op for info in snapshot.collectives})
         listed_ops = ", ".join(ops) or "none"
         collectives = f"(collectives: {listed_ops})"
         yield f"no gradient was reduced in a step {collectives}; ranks train on their own"
         return
-    reduced = sum(reductions)
     if reduced < MIN_REDUCED_FRACTION * trainable:
         elements = f"only {reduced} elements were reduced in a step, of {trainable} trainable ones"
         yield f"{elements}; that is no gradient, ranks train on their own"

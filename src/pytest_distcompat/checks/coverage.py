@@ -187,12 +187,17 @@ def _epoch(info: RowsInfo, number: int) -> Batches:
     return ()
 
 
+def _epoch_of_each(infos: Iterable[RowsInfo], number: int) -> list[Batches]:
+    """Return the batches of an epoch of each rank, see ``_epoch``."""
+    return [_epoch(info, number) for info in infos]
+
+
 def _other_epochs(full_rows: RowsByRank) -> Iterator[str]:
     """Yield findings about the rows of the two epochs of the unbroken run, and their order."""
     infos = _only_records(full_rows)
     loader = infos[0].expected
-    first_epoch = [_epoch(info, 0) for info in infos]
-    second_epoch = [_epoch(info, 1) for info in infos]
+    first_epoch = _epoch_of_each(infos, 0)
+    second_epoch = _epoch_of_each(infos, 1)
     for text in _not_each_once(first_epoch, loader):
         yield f"epoch 1: {text}"
     for text in _not_each_once(second_epoch, loader):
@@ -223,10 +228,15 @@ def _not_each_once(
             number = list(batches).index(()) + 1
             batch = f"batch {number} of data parallel rank {place}"
             yield f"{batch} has no rows: a mean over it is no number"
-    lengths = [len(batches) for batches in batches_by_rank]
-    if len(set(lengths)) > 1 and (loader.filled or loader.dropped):
-        numbers = ", ".join(str(length) for length in lengths)
-        yield f"ranks are given {numbers} batches; expected equally many"
+    if loader.filled or loader.dropped:
+        yield from _unequal_batches(batches_by_rank)
+
+
+def _unequal_batches(batches_by_rank: Sequence[Batches]) -> Iterator[str]:
+    """Yield a finding if ranks are given more batches than others."""
+    lengths = [str(len(batches)) for batches in batches_by_rank]
+    if len(set(lengths)) > 1:
+        yield f"ranks are given {', '.join(lengths)} batches; expected equally many"
 
 
 def _missing_rows(times_given: Counter[int], loader: Loader, rows_of_step: int) -> Iterator[str]:
@@ -305,7 +315,7 @@ def _not_continued_resharded(full_rows: RowsByRank, resharded_rows: RowsByRank) 
     """Yield findings if twice as many ranks are not given what is left of the second epoch."""
     infos = _only_records(resharded_rows)
     full_infos = _only_records(full_rows)
-    batches = [_epoch(info, 0) for info in infos]
+    batches = _epoch_of_each(infos, 0)
     batches_before: list[Batches] = []
     for info, full in zip(infos, full_infos, strict=False):
         # A step of twice as many ranks has the rows of two steps.
@@ -334,6 +344,8 @@ TOLERANCE = 1e-5
 def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
     if not driver.can("metrics"):
         return "the driver has no metrics()"
+    if not driver.evaluates_in(cell):
+        return "the driver's metrics are not computed on this mesh"
     return tested_once(cell, driver)
 
 

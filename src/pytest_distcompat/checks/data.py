@@ -90,10 +90,15 @@ def _wrong_batches(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
         for batch in set(snapshot.inputs) - {""}:
             other = first_rank_of_batch.setdefault(batch, rank)
             if _place_of_rows(cell, other) != _place_of_rows(cell, rank):
-                finding = f"ranks {other} and {rank} are fed the same batch in {step}"
-                if cell.dp_rank(other) == cell.dp_rank(rank):
-                    finding += f"; expected another part of the sequence on each (cp {cell.cp})"
-                yield finding
+                shared = f"ranks {other} and {rank} are fed the same batch in {step}"
+                yield f"{shared}{_other_parts(cell, other, rank)}"
+
+
+def _other_parts(cell: Cell, rank: int, other: int) -> str:
+    """Return what should differ between two ranks that share sequences; empty for other ranks."""
+    if cell.dp_rank(rank) != cell.dp_rank(other):
+        return ""
+    return f"; expected another part of the sequence on each (cp {cell.cp})"
 
 
 def _place_of_rows(cell: Cell, rank: int) -> int:

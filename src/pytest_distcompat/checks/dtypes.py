@@ -51,21 +51,31 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshot in trained:
-        yield from with_rank(snapshot, _stored(row, snapshot))
-        if run.unwrapped and snapshot.model:
-            yield from with_rank(snapshot, _frozen(cell, run.unwrapped, snapshot.model))
-            yield from with_rank(snapshot, _buffers(row, cell, run.unwrapped, snapshot.model))
-        if _has_products(cell, run, snapshot):
-            yield from with_rank(snapshot, _computed(row, snapshot))
-        if cell.world_size > cell.tp * cell.pp:
-            yield from with_rank(snapshot, _reduced(row, cell, run.unwrapped, snapshot))
-        yield from with_rank(snapshot, _accumulated(row, cell, snapshot))
-        if row.compute == "float32" and run.tf32_since_build:
-            yield f"rank {snapshot.rank}: {TF32_SINCE_BUILD}"
+        yield from with_rank(snapshot, _tensors_of_model(row, cell, run, snapshot))
     for snapshot in trained:
-        yield from with_rank(snapshot, _stepped(row, cell, snapshot))
-        if cell.option("optimizer") == "adam8bit":
-            yield from with_rank(snapshot, _quantized(row, snapshot))
+        yield from with_rank(snapshot, _tensors_of_optimizer(row, cell, snapshot))
+
+
+def _tensors_of_model(row: Dtypes, cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings about a rank's parameters, buffers, products and sums of gradients."""
+    yield from _stored(row, snapshot)
+    if run.unwrapped and snapshot.model:
+        yield from _frozen(cell, run.unwrapped, snapshot.model)
+        yield from _buffers(row, cell, run.unwrapped, snapshot.model)
+    if _has_products(cell, run, snapshot):
+        yield from _computed(row, snapshot)
+    if cell.world_size > cell.tp * cell.pp:
+        yield from _reduced(row, cell, run.unwrapped, snapshot)
+    yield from _accumulated(row, cell, snapshot)
+    if row.compute == "float32" and run.tf32_since_build:
+        yield TF32_SINCE_BUILD
+
+
+def _tensors_of_optimizer(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings about what a rank's optimizer updates, is given and keeps."""
+    yield from _stepped(row, cell, snapshot)
+    if cell.option("optimizer") == "adam8bit":
+        yield from _quantized(row, snapshot)
 
 
 def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
@@ -110,9 +120,16 @@ def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _OtherDtype:
-    """A live parameter or buffer that is in another dtype than expected."""
+    """A live parameter or buffer that is in another dtype than expected.
 
-    info: ParameterInfo
+    Attributes:
+        name: Its live name.
+        dtype: Its dtype.
+        expected: The expected one.
+    """
+
+    name: str
+    dtype: str
     expected: str
 
 
@@ -136,12 +153,13 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
         name = strategy.canonical(info.name, cell, loaded_dtypes)
         loaded = loaded_dtypes.get(name)
         if loaded and _wider(info.dtype, loaded):
-            wider.append(_OtherDtype(info, loaded))
+            wider.append(_OtherDtype(info.name, info.dtype, loaded))
     if not wider:
         return
-    first = wider[0].info
-    stored = f"{len(wider)} of {frozen} frozen parameters are stored in {first.dtype}"
-    yield f"{stored}, first {first.name!r}; loaded in {wider[0].expected}"
+    count = len(wider)
+    first = wider[0]
+    stored = f"{count} of {frozen} frozen parameters are stored in {first.dtype}"
+    yield f"{stored}, first {first.name!r}; loaded in {first.expected}"
 
 
 def _trained_units(model: ModelInfo) -> set[str]:
@@ -189,11 +207,11 @@ def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo
         # Missing and new buffers are findings of the check ``names``.
         expected = expected_dtypes.get(name, info.dtype)
         if info.dtype != expected:
-            others.append(_OtherDtype(info, expected))
+            others.append(_OtherDtype(info.name, info.dtype, expected))
     if others:
-        first = others[0].info
-        buffers = f"{len(others)} buffers are in {first.dtype}, first {first.name!r}"
-        yield f"{buffers}; expected {others[0].expected}"
+        first = others[0]
+        buffers = f"{len(others)} buffers are in {first.dtype}"
+        yield f"{buffers}, first {first.name!r}; expected {first.expected}"
 
 
 def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:

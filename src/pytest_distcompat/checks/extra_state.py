@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
@@ -16,14 +16,14 @@ from pytest_distcompat.checks._base import (
 )
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED
-from pytest_distcompat.trace import ExtraStateInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import ExtraStateInfo, Snapshot, Trace
 
 #: The text or digest of a value at each place in a state.
 _TextByPlace = Mapping[str, str]
 
 
 def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
-    if not driver.extra_state:
+    if not driver.extra_state_in(cell):
         return "the driver names no state in extra_state"
     if cell.option("save_only_model"):
         return "checkpoints hold weights alone"
@@ -35,7 +35,7 @@ def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
     until=UNTIL_RESUMED,
     order=4,
     not_applicable=_names_none,
-    depends_on=RESUMED,
+    depends_on=RESUMED | {"ema"},
 )
 def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that extra state changes, comes back after a load, and is alike on ranks.
@@ -54,21 +54,24 @@ def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
     loaded = resumed.at("load")
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
-    yield from _unlike_on_ranks(train)
-    yield from _unchanged(train)
+    snapshots_after = {"build": train.at("build")}
+    for nth in range(SAVED + 2):
+        snapshots_after[f"step {nth + 1}"] = train.at("step", nth)
+    yield from unlike_on_ranks(snapshots_after)
+    yield from unchanged(train.at("build"), train.at("step", SAVED - 1), "three steps")
     for before, after in pairs(train.at("step", SAVED - 1), saved):
-        for difference in _other_states(before, after):
+        for difference in other_states(before, after):
             yield f"rank {after.rank}: {difference} is another after the save than before"
     lost: set[str] = set()
     for before, after in pairs(saved, loaded):
-        for difference in _other_states(before, after):
+        for difference in other_states(before, after):
             lost.add(difference.state)
             yield f"rank {after.rank}: {difference} is another after the load than was saved"
     for nth in range(2):
         when = f"in step {nth + 1} after the load"
         expected = train.at("step", SAVED + nth)
         for before, after in pairs(expected, resumed.at("step", nth)):
-            for difference in _other_states(before, after, exact=True):
+            for difference in other_states(before, after, exact=True):
                 # What was lost differs in every later step.
                 if difference.state in lost:
                     continue
@@ -77,7 +80,7 @@ def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class StateDifference:
     """The first difference between two values of a state.
 
     Attributes:
@@ -95,15 +98,15 @@ class _Difference:
         return f"{self.state}.{self.place}"
 
 
-def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
+def unlike_on_ranks(snapshots_after: Mapping[str, Sequence[Snapshot]]) -> Iterator[str]:
     """Yield a finding for each state whose values differ between ranks.
 
     It is about the first action after which they do.
+
+    Args:
+        snapshots_after: The snapshots of all ranks, by the name of the action before them.
     """
     unlike: set[str] = set()
-    snapshots_after = {"build": run.at("build")}
-    for nth in range(SAVED + 2):
-        snapshots_after[f"step {nth + 1}"] = run.at("step", nth)
     for action, snapshots in snapshots_after.items():
         for snapshot in snapshots[1:]:
             first = snapshots[0]
@@ -115,7 +118,7 @@ def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
                 yield f"rank {snapshot.rank}: {finding}"
 
 
-def _unlike_first(first: Snapshot, snapshot: Snapshot) -> Iterator[_Difference]:
+def _unlike_first(first: Snapshot, snapshot: Snapshot) -> Iterator[StateDifference]:
     """Yield the first difference of each state that is to be alike on two ranks, and is not."""
     first_states = _states(first)
     for info in snapshot.extra:
@@ -124,24 +127,25 @@ def _unlike_first(first: Snapshot, snapshot: Snapshot) -> Iterator[_Difference]:
             continue
         place = _first_difference(peer.values, info.values)
         if place is not None:
-            yield _Difference(info.name, place)
+            yield StateDifference(info.name, place)
 
 
-def _unchanged(run: RunTrace) -> Iterator[str]:
-    """Yield a finding for each state that three steps leave as it is on a rank."""
-    last = run.at("step", SAVED - 1)
-    for before, after in pairs(run.at("build"), last):
+def unchanged(
+    built: tuple[Snapshot, ...], stepped: tuple[Snapshot, ...], steps: str
+) -> Iterator[str]:
+    """Yield a finding for each state that the steps between snapshots leave as it is on a rank."""
+    for before, after in pairs(built, stepped):
         states_before = _states(before)
         for info in after.extra:
             if not info.expected.changes or info.name not in states_before:
                 continue
             if states_before[info.name].values == info.values:
-                yield f"rank {after.rank}: {info.name} has not changed in three steps"
+                yield f"rank {after.rank}: {info.name} has not changed in {steps}"
 
 
-def _other_states(
+def other_states(
     before: Snapshot, after: Snapshot, *, exact: bool = False
-) -> Iterator[_Difference]:
+) -> Iterator[StateDifference]:
     """Yield the first difference of each state that a checkpoint is to bring back.
 
     Args:
@@ -159,7 +163,7 @@ def _other_states(
         if place is None and not exact:
             place = _first_difference(other.rounded, info.rounded)
         if place is not None:
-            yield _Difference(info.name, place)
+            yield StateDifference(info.name, place)
 
 
 def _states(snapshot: Snapshot) -> dict[str, ExtraStateInfo]:

@@ -68,14 +68,16 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     for step in range(COMPARED):
         snapshots = reference.at("reference", step)
         expected_by_step.append(_norms_of_one_process(reference, snapshots))
-    rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
-    tolerance = ROUNDING_FACTOR * max([rounding_of(cell, train).norm_tolerance, *rounding])
+    rounding = [rounding_of(cell, train).norm_tolerance]
+    rounding += _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
+    tolerance = ROUNDING_FACTOR * max(rounding)
     factors = factors_of(cell, train)
     for step, expected in enumerate(expected_by_step):
+        step_name = f"step {step + 1}"
         snapshots = train.at("step", step)
-        yield from every_rank(snapshots, cell.world_size, f"step {step + 1}")
+        yield from every_rank(snapshots, cell.world_size, step_name)
         if not expected:
-            yield f"step {step + 1}: no gradients to compare with"
+            yield f"{step_name}: no gradients to compare with"
             return
         findings: list[str] = []
         for view in _views(train, snapshots):
@@ -84,7 +86,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
                 findings += _wrong_gradients(train, view, expected, tolerance, factors)
         for finding in findings:
             cause = tied_apart(cell, train)
-            yield f"step {step + 1}: {finding}{cause}"
+            yield f"{step_name}: {finding}{cause}"
         if findings:
             return  # later differences follow from these
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file, save_model
 from torch.distributed.checkpoint import state_dict, state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_distcompat import launch, probe
@@ -139,6 +140,7 @@ def of_accelerate(to: Path) -> list[float]:
     accelerator = Accelerator(cpu=True)
     wrapped = accelerator.prepare(net())
     wrapped, optimizer = accelerator.prepare(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(AveragedModel(net()))
     losses = steps(wrapped, optimizer, accelerator.backward)
     accelerator.save_state(str(to / "state"))
     accelerator.load_state(str(to / "state"))

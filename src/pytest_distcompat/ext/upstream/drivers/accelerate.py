@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD, OFFLOADS
 from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver, listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
@@ -22,7 +22,7 @@ from pytest_distcompat.parallel import context_parallel, tensor_parallel
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -258,6 +258,7 @@ class AccelerateDriver(TinyDriver):
         "fp8_backend",
         "grad_accum_dtype",
         "conflict",
+        "ema",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source(
@@ -321,12 +322,34 @@ class AccelerateDriver(TinyDriver):
     }
     order: ClassVar[int] = 1
     live_calls: ClassVar[type[Calls]] = AccelerateCalls
+    #: The number by which accelerate accumulates, and what the driver registers.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {
+        "accelerator.step": ExtraState(),
+        "progress": ExtraState(),
+    }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None
     #: The directory into which the run saves.
     save_to: Path | None = None
+    #: A registered object that counts micro-batches.
+    progress: Any = None
+    #: A registered average of the weights; None without one.
+    average: Any = None
     _stream: Iterator[Batch] | None = None
+
+    @classmethod
+    def needs(cls, cell: Cell) -> tuple[str, ...]:
+        """Return what every driver requires, and torchdata for its loader."""
+        needed = super().needs(cell)
+        return (*needed, "torchdata") if _is_stateful(cell) else needed
+
+    @classmethod
+    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
+        """Return what every cell has, and the average of the weights in a cell that has one."""
+        if not cell.option("ema"):
+            return cls.extra_state
+        return {**cls.extra_state, "average": ExtraState()}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -340,6 +363,8 @@ class AccelerateDriver(TinyDriver):
         if not autotp:
             yield _parallelism_reason(cell)
             yield _options.unsupported_by_accelerate(cell, device)
+        if cell.option("ema"):
+            yield _average.unsupported_by_accelerate(cell)
         yield from super()._reasons(cell, device)
         if autotp:
             yield _options.AUTOTP
@@ -357,6 +382,7 @@ class AccelerateDriver(TinyDriver):
         # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
         self._prepare(self._changed_in_place(self.own_model(model)))
         self.scaler = self.accelerator.scaler
+        self._register()
         set_seed(1, device_specific=True)
 
     def _make_accelerator(self) -> Any:
@@ -423,6 +449,14 @@ class AccelerateDriver(TinyDriver):
             self.scheduler = prepared[count:]
         else:
             self.optimizer, self.scheduler = prepared
+
+    def _register(self) -> None:
+        """Register what accelerate is to save and load beside what it prepares."""
+        self.progress = _average.Progress()
+        self.accelerator.register_for_checkpointing(self.progress)
+        if self.cell.option("ema"):
+            self.average = _average.AverageOfWeights(self.model)
+            self.accelerator.register_for_checkpointing(self.average)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of Accelerator with the objects whose fields the cell sets."""
@@ -523,7 +557,8 @@ class AccelerateDriver(TinyDriver):
         Args:
             done: How many batches of the first epoch are skipped.
         """
-        if done:
+        # torchdata's loader goes on by itself where it was saved.
+        if done and not _is_stateful(self.cell):
             yield from self.accelerator.skip_first_batches(self.loader, done)
         while True:
             yield from self.loader
@@ -549,7 +584,10 @@ class AccelerateDriver(TinyDriver):
                     scheduler.step()
                 for optimizer in listed(self.optimizer):
                     optimizer.zero_grad()
+            self.progress.batches += 1
             total += float(loss.detach()) / self.accumulate
+        if self.average is not None:
+            self.average.update(self.model)
         return total
 
     def _count(self, batch: Batch) -> int:
@@ -558,6 +596,27 @@ class AccelerateDriver(TinyDriver):
             # Ulysses has shifted the labels already.
             return int((batch["shift_labels"] != -100).sum())
         return self.tiny.count(batch)
+
+    def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
+        """Return the scheduler.
+
+        That of the reference decays as slowly as that of ranks if nothing links it to steps.
+        """
+        is_reference = self.accelerator is None
+        if is_reference and not self._steps_with_optimizer:
+            every = self.cell.world_size
+        return super().make_scheduler(optimizer, every)
+
+    def early_schedule_steps(self, number: int) -> int:
+        """Return 0, or the micro-batches before the last one, in which the scheduler steps too."""
+        if self._steps_with_optimizer:
+            return 0
+        return len(self.micros(number)) - 1
+
+    @property
+    def _steps_with_optimizer(self) -> bool:
+        """Tell whether the scheduler takes a step for each rank whenever the optimizer steps."""
+        return bool(self.setting_or_default(True, "Accelerator.step_scheduler_with_optimizer"))
 
     def save(self, directory: Path) -> None:
         """Save a checkpoint by ``save_state``, which may name it itself."""
@@ -681,6 +740,11 @@ def _named_checkpoints(directory: Path) -> list[Path]:
     # https://huggingface.co/docs/accelerate/usage_guides/checkpoint
     paths = (directory / "checkpoints").iterdir()
     return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def _is_stateful(cell: Cell) -> bool:
+    """Tell whether the cell has torchdata's ``StatefulDataLoader``."""
+    return bool(cell.settings("DataLoaderConfiguration").get("use_stateful_dataloader"))
 
 
 def json_of(plugin: Any) -> Mapping[str, Any]:

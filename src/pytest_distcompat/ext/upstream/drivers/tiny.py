@@ -562,7 +562,7 @@ class TinyDriver(Driver):
         total = 0.0
         for batch, weight in zip(batches, weights, strict=True):
             loss = self.reference_loss(model, batch)
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            (loss * weight * self.ranks_added_up(ranks)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
             total += losses[-1] * weight
         if not self.tiny.one_batch:
@@ -570,11 +570,23 @@ class TinyDriver(Driver):
         settings: dict[str, Any] = {"max_norm": self.max_norm or math.inf}
         settings = self.cell.with_settings("clip_grad_norm_", settings)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), **settings))
+        for scheduler in listed(self.scheduler):
+            for _ in range(self.early_schedule_steps(number)):
+                scheduler.step()
         for optimizer in listed(self.optimizer):
             optimizer.step()
         for scheduler in listed(self.scheduler):
             scheduler.step()
         return total
+
+    def ranks_added_up(self, ranks: int) -> int:
+        """Return how many ranks' means are added up: 1, or all where DeepSpeed's JSON says so."""
+        reduction = self.setting_or_default("mean", "ds_config.gradient_allreduce_op")
+        return ranks if reduction == "sum" else 1
+
+    def early_schedule_steps(self, number: int) -> int:  # noqa: ARG002 - for those who override it
+        """Return how often the reference steps its scheduler before the optimizer steps."""
+        return 0
 
     def reference_loss(self, model: Module, batch: Batch) -> torch.Tensor:
         """Return the loss of one micro-batch in the reference."""

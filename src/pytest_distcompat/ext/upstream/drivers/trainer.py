@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.driver import OnAction, Plan
-from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _releases, _rows
+from pytest_distcompat.ext.upstream.drivers import (
+    _loaded,
+    _mesh_rows,
+    _options,
+    _preload,
+    _releases,
+    _rows,
+)
 from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
 from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.ext.upstream.drivers.tiny import (
@@ -213,6 +220,8 @@ class TrainerDriver(TinyDriver):
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
     trainer: Any = None
+    #: The whole model's files, of which each rank loads its parts.
+    _model_files: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -296,7 +305,8 @@ class TrainerDriver(TinyDriver):
         from transformers import get_scheduler
 
         settings = SCHEDULE | self.cell.settings("TrainingArguments")
-        warmup = settings.get("warmup_steps", 0)
+        # Before transformers 5 a fraction is an argument of its own.
+        warmup = settings.get("warmup_steps", 0) or settings.get("warmup_ratio", 0)
         # Below one it is a fraction of all steps.
         warmup_steps = math.ceil(warmup * STEPS) if warmup < 1 else int(warmup)
         return get_scheduler(
@@ -460,11 +470,7 @@ class TrainerDriver(TinyDriver):
         os.environ.update(self.environment())
         self.compile_nothing()
         model_class: Any = type(model)
-        if self.in_parts:
-            full_model: Any = model
-            with tempfile.TemporaryDirectory() as directory:
-                full_model.save_pretrained(directory)
-                model = self.load_in_parts(model_class, directory)
+        model = self.model_on_mesh(model)
         self._create_trainer(model, plan)
         checkpoint = None
         if "load" in plan.actions:
@@ -538,6 +544,18 @@ class TrainerDriver(TinyDriver):
             # Trainer looks for labels among the arguments of the model's forward, and model mlp has
             # none.
             self.trainer.label_names = ["labels"]
+
+    def model_on_mesh(self, model: Module) -> Module:
+        """Return the model as transformers loads it in parts, on a mesh; else the model itself."""
+        if not self.in_parts:
+            return model
+        if self._model_files is None:
+            # Once there is a process group, rank 0 alone writes files.
+            self._model_files = tempfile.TemporaryDirectory()
+            whole_model: Any = model
+            whole_model.save_pretrained(self._model_files.name)
+        loaded: Module = self.load_in_parts(type(model), self._model_files.name)
+        return loaded
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of that class, of whose weights each rank has read its part."""
@@ -692,16 +710,31 @@ class TrainerDriver(TinyDriver):
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that Trainer trains on."""
+        if self._on_mesh(self.cell):
+            return _mesh_rows.rows_on_mesh(self, loader, count, start, directory)
         return _rows.trainer_rows(
             loader, count, start, directory, world=self.world.size, device=self.world.device
         )
 
     @classmethod
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
-        """Return all loaders; none on a mesh, which Trainer makes around the model it trains."""
-        if any(name in MESH for name, _ in cell.options):
+        """Return all loaders; on a mesh, those with data parallel ranks and a model of tokens."""
+        if not cls._on_mesh(cell):
+            return cls.loaders
+        reads_tokens = "transformers" in model_of(cell).preload
+        if cell.dp_size == 1 or cell.cp > 1 or not reads_tokens:
             return {}
-        return cls.loaders
+        return _mesh_rows.loaders(in_parts=cell.tp * cell.ep > 1)
+
+    @staticmethod
+    def _on_mesh(cell: Cell) -> bool:
+        """Tell whether the cell's ranks are on a mesh of several dimensions."""
+        return any(name in MESH for name, _ in cell.options)
+
+    @classmethod
+    def evaluates_in(cls, cell: Cell) -> bool:
+        """Return False on a mesh, which a training makes around its model."""
+        return not cls._on_mesh(cell)
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""
