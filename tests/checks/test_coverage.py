@@ -277,6 +277,7 @@ class OnlyBfloat16(TorchDriver):
         ("fsdp2-fp32-w4-tp_2-save_only_model", TrainerDriver, ""),
         ("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, ""),
         ("fsdp2-fp32-w2-tp_2-save_only_model", TrainerDriver, "not made for this mesh"),
+        ("fsdp2-fp32-w2-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, "not made for this mesh"),
         ("fsdp2-fp32-w4-model_mlp-dp_replicate_2", TrainerDriver, "not made for this mesh"),
     ],
 )

@@ -99,7 +99,7 @@ class TestAccelerate(CompatSuite):
                     {"lora": True},
                     {"param_groups": True},
                     {"ignored_modules": True, "model": "mlp"},
-                    {"ema": True},
+                    {"ema": True, "model": "mlp"},
                 ),
             ),
             Matrix(

@@ -722,7 +722,8 @@ class TrainerDriver(TinyDriver):
         if not cls._on_mesh(cell):
             return cls.loaders
         reads_tokens = "transformers" in model_of(cell).preload
-        if cell.dp_size == 1 or cell.cp > 1 or not reads_tokens:
+        alone = cell.tp * cell.cp * cell.ep == cell.world_size
+        if alone or cell.cp > 1 or not reads_tokens:
             return {}
         return _mesh_rows.loaders(in_parts=cell.tp * cell.ep > 1)
 
