@@ -62,13 +62,13 @@ def _wrapped_by_compile(cell: Cell) -> bool:
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
-    there, snapshots, done = run.cell(cell), [], run.first_step
+    run_cell, snapshots, done = run.cell(cell), [], run.first_step
     for index, action in enumerate(run.actions):
         done += action in {"step", "reference"}
         # The reference speaks for the ranks of the cell.
-        current = cell if run == REFERENCE_RUN else there
-        snapshots += [_snapshot(current, run, index, done, rank) for rank in range(there.world_size)]
-    return RunTrace(run.name, there.world_size, tuple(snapshots), cell=there.id)
+        current = cell if run == REFERENCE_RUN else run_cell
+        snapshots += [_snapshot(current, run, index, done, rank) for rank in range(run_cell.world_size)]
+    return RunTrace(run.name, run_cell.world_size, tuple(snapshots), cell=run_cell.id)
 
 
 def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapshot:
@@ -93,13 +93,19 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
     if action == "step":
         part = f", part {cell.cp_peers(rank).index(rank)}" if cell.cp > 1 else ""
-        fed = tuple(f"batch {done}.{micro} of rank {cell.dp_rank(rank)}{part}" for micro in range(_micros(cell, done)))
+        batches = tuple(
+            f"batch {done}.{micro} of rank {cell.dp_rank(rank)}{part}" for micro in range(_micros(cell, done))
+        )
         snapshot = replace(
-            snapshot, loss=1 / done + cell.dp_rank(rank), grad_norm=2.0, inputs=fed, **_watched(cell, len(fed), rank)
+            snapshot,
+            loss=1 / done + cell.dp_rank(rank),
+            grad_norm=2.0,
+            inputs=batches,
+            **_watched(cell, len(batches), rank),
         )
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
-        snapshot = replace(snapshot, tokens=8 * len(fed), float8=eight_bits * len(fed))
+        snapshot = replace(snapshot, tokens=8 * len(batches), float8=eight_bits * len(batches))
         if run.first_step or (done != OBSERVED_STEP and cell.option("grad_accum") == 1):
             # Of others the probe sees no single operators.
             snapshot = replace(snapshot, float8=0, collectives=())

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Snapshot
 
-ONCE = tuple(f"{one}-fp32-w2-grad_accum_2" for one in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
-EACH = tuple(f"{one}-fp32-w2-grad_accum_2" for one in ("zero2", "zero3"))
+ONCE = tuple(f"{strategy}-fp32-w2-grad_accum_2" for strategy in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
+EACH = tuple(f"{strategy}-fp32-w2-grad_accum_2" for strategy in ("zero2", "zero3"))
 
 
 def reduced(elements: int, calls: int = 1, dtype: str = "float32") -> dict[str, tuple[CollectiveInfo, ...]]:
@@ -59,7 +59,7 @@ def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fed", "nth", "finding"),
+    ("inputs", "nth", "finding"),
     [
         (("a",), 0, "step 1: rank 0: fed 1 micro-batches; expected 2"),
         (("a", "b", "c"), 1, "step 2: rank 0: fed 3 micro-batches; expected 2"),
@@ -69,8 +69,10 @@ def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
     ],
 )
 @pytest.mark.parametrize("cell", ONCE)
-def test_the_micro_batches_that_are_fed(sound: Sound, cell: str, fed: tuple[str, ...], nth: int, finding: str) -> None:
-    assert sound(cell).snapshot("step", {"inputs": fed}, nth=nth, rank=0).findings("accumulation") == [finding]
+def test_the_micro_batches_that_are_fed(
+    sound: Sound, cell: str, inputs: tuple[str, ...], nth: int, finding: str
+) -> None:
+    assert sound(cell).snapshot("step", {"inputs": inputs}, nth=nth, rank=0).findings("accumulation") == [finding]
 
 
 def test_an_epoch_may_end_anywhere_but_at_its_beginning(sound: Sound) -> None:

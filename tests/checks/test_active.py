@@ -161,7 +161,7 @@ def test_each_parameter_is_sharded(sound: Sound, cell: str, outlet: int, frozen:
     assert story.findings("active") == [
         f"all ranks together store {elements} of {what}; expected each one once"
         for elements, what in [
-            *((f"{2 * frozen} elements", one) for one in more),
+            *((f"{2 * frozen} elements", parameter) for parameter in more),
             (f"{stored} elements", "'outlet.weight', which has 8"),
         ]
     ]
@@ -283,11 +283,11 @@ def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
     story = sound(cell)
     shards = story.cell.world_size // 2
     for rank in range(story.cell.world_size):
-        found = story.parameters({"digest": "other"}, only="outlet.weight", action="step", nth=2, rank=rank)
+        changed = story.parameters({"digest": "other"}, only="outlet.weight", action="step", nth=2, rank=rank)
         # Told of the second copy: of two nobody knows which is right.
         of, peer = shards + rank % shards, rank % shards
         name = story.live("outlet.weight")
-        assert found.findings("active") == [
+        assert changed.findings("active") == [
             f"rank {of}: 1 parameters differ from rank {peer}'s after three steps, first {name!r}; replicas must stay equal"
         ]
 
@@ -416,9 +416,9 @@ def test_a_secondary_partition(sound: Sound) -> None:
     story = replace(story, cell=replace(story.cell, options=(("set", setting),)))
     assert story.stepped({"secondary": 2}).findings("active") == []
     expected = "expected one among 2 (zero_hpz_partition_size), when the optimizer steps"
-    for size, found in ((0, "nowhere"), (4, "among 4 ranks")):
+    for size, seen in ((0, "nowhere"), (4, "among 4 ranks")):
         assert story.stepped({"secondary": size}).findings("active") == [
-            f"rank {rank}: the secondary partition of weights is {found}; {expected}" for rank in range(4)
+            f"rank {rank}: the secondary partition of weights is {seen}; {expected}" for rank in range(4)
         ]
 
 

@@ -81,13 +81,13 @@ def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
 
 
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:
-    def found(cell: str, square: float) -> list[str]:
+    def findings_of(cell: str, square: float) -> list[str]:
         return sound(cell).stepped({"square": square}, action="step", nth=0).findings("clipping")
 
-    assert found("ddp-fp32-w2", 1.0001) == []
-    assert found("ddp-fp32-w2", 1.001) != []
-    assert found("ddp-bf16_upcast-w2", 1.001) == []
-    assert found("ddp-bf16_upcast-w2", 1.1) != []
+    assert findings_of("ddp-fp32-w2", 1.0001) == []
+    assert findings_of("ddp-fp32-w2", 1.001) != []
+    assert findings_of("ddp-bf16_upcast-w2", 1.001) == []
+    assert findings_of("ddp-bf16_upcast-w2", 1.1) != []
 
 
 def test_several_optimizers_are_one_gradient(sound: Sound) -> None:
@@ -98,9 +98,9 @@ def test_several_optimizers_are_one_gradient(sound: Sound) -> None:
 def test_optimizers_whose_gradients_other_ranks_hold(sound: Sound) -> None:
     """Muon has the shards of matrices, AdamW parameters that each rank holds whole."""
     sharded = StepInfo("Muon", ("float32",), ("float32",), ("float32",), square=0.25, holders=(0, 1))
-    whole = replace(sharded, optimizer="AdamW", square=0.5, holders=())
-    assert sound("fsdp2-fp32-w2").snapshot("step", {"steps": (sharded, whole)}).findings("clipping") == []
-    assert sound("fsdp2-fp32-w2").snapshot("step", {"steps": (whole, sharded)}).findings("clipping") == []
+    replicated = replace(sharded, optimizer="AdamW", square=0.5, holders=())
+    assert sound("fsdp2-fp32-w2").snapshot("step", {"steps": (sharded, replicated)}).findings("clipping") == []
+    assert sound("fsdp2-fp32-w2").snapshot("step", {"steps": (replicated, sharded)}).findings("clipping") == []
 
 
 def test_no_step_is_no_gradient(sound: Sound) -> None:

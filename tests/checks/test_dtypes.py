@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    ("cell", "found", "expected"),
+    ("cell", "actual", "expected"),
     [
         ("ddp-bf16_upcast-w2", "bfloat16", "float32"),
         ("fsdp2-bf16_upcast-w2", "bfloat16", "float32"),
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         ("zero3-bf16_pure-w2", "float32", "bfloat16"),
     ],
 )
-def test_storage(sound: Sound, cell: str, found: str, expected: str) -> None:
+def test_storage(sound: Sound, cell: str, actual: str, expected: str) -> None:
     story = sound(cell)
     name = story.live("outlet.weight")
-    wrong = story.parameters({"dtype": found}, only="outlet.weight", action="step", nth=2, rank=1)
+    wrong = story.parameters({"dtype": actual}, only="outlet.weight", action="step", nth=2, rank=1)
     assert wrong.findings("dtypes") == [
-        f"rank 1: 1 of 2 trainable parameters are stored in {found}, first {name!r}; expected {expected}"
+        f"rank 1: 1 of 2 trainable parameters are stored in {actual}, first {name!r}; expected {expected}"
     ]
 
 
@@ -66,22 +66,22 @@ def test_in_one_flat_parameter_all_have_the_dtype_of_what_is_trained(sound: Soun
 
 
 @pytest.mark.parametrize(
-    ("cell", "found", "expected"),
+    ("cell", "actual", "expected"),
     [
         ("zero1-bf16_upcast-w2-grad_accum_dtype_fp32", "bfloat16", "float32"),
         ("zero2-bf16_upcast-w2", "float32", "bfloat16"),
         ("zero3-fp32-w2", "bfloat16", "float32"),
     ],
 )
-def test_accumulation_of_gradients(sound: Sound, cell: str, found: str, expected: str) -> None:
+def test_accumulation_of_gradients(sound: Sound, cell: str, actual: str, expected: str) -> None:
     story = sound(cell)
-    wrong = story.optimizer({"accumulates": found}, action="step", nth=2, rank=1)
-    assert wrong.findings("dtypes") == [f"rank 1: gradients are added up in {found}; expected {expected}"]
+    wrong = story.optimizer({"accumulates": actual}, action="step", nth=2, rank=1)
+    assert wrong.findings("dtypes") == [f"rank 1: gradients are added up in {actual}; expected {expected}"]
     assert story.optimizer({"accumulates": expected}, action="step", nth=2).findings("dtypes") == []
 
 
 @pytest.mark.parametrize(
-    ("cell", "found", "expected"),
+    ("cell", "actual", "expected"),
     [
         ("ddp-bf16_upcast-w2", "bfloat16", "float32"),
         ("zero2-bf16_upcast-w2", "bfloat16", "float32"),
@@ -89,10 +89,10 @@ def test_accumulation_of_gradients(sound: Sound, cell: str, found: str, expected
         ("fsdp2-fp32-w2", "float64", "float32"),
     ],
 )
-def test_buffers(sound: Sound, cell: str, found: str, expected: str) -> None:
+def test_buffers(sound: Sound, cell: str, actual: str, expected: str) -> None:
     story = sound(cell)
-    wrong = story.buffers({"dtype": found}, action="step", nth=2, rank=0)
-    assert wrong.findings("dtypes") == [f"rank 0: 1 buffers are in {found}, first 'scale'; expected {expected}"]
+    wrong = story.buffers({"dtype": actual}, action="step", nth=2, rank=0)
+    assert wrong.findings("dtypes") == [f"rank 0: 1 buffers are in {actual}, first 'scale'; expected {expected}"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_compute(sound: Sound, cell: str, outputs: tuple[str, ...], text: str) -
 
 
 @pytest.mark.parametrize(
-    ("cell", "op", "found", "expected"),
+    ("cell", "op", "actual", "expected"),
     [
         ("ddp-bf16_upcast-w2", "allreduce", "bfloat16", "float32"),
         ("fsdp2-bf16_upcast-w2", "reduce_scatter_base", "float32", "bfloat16"),
@@ -123,17 +123,19 @@ def test_compute(sound: Sound, cell: str, outputs: tuple[str, ...], text: str) -
         ("zero2-bf16_upcast-w2-reduce_dtype_fp32", "allreduce", "bfloat16", "float32"),
     ],
 )
-def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, expected: str) -> None:
+def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, actual: str, expected: str) -> None:
     assert sound(cell).findings("dtypes") == []
-    story = sound(cell).snapshot("step", {"collectives": (CollectiveInfo(op, found, 1, 16),)}, nth=2, rank=1)
-    assert story.findings("dtypes") == [f"rank 1: gradients were reduced in {found}; expected {expected}"]
+    story = sound(cell).snapshot("step", {"collectives": (CollectiveInfo(op, actual, 1, 16),)}, nth=2, rank=1)
+    assert story.findings("dtypes") == [f"rank 1: gradients were reduced in {actual}; expected {expected}"]
 
 
-@pytest.mark.parametrize(("found", "sound_then"), [("float32", True), ("float16", False), ("float8_e4m3fn", False)])
-def test_without_reduce_dtype_gradients_may_travel_in_a_wider_dtype(sound: Sound, found: str, sound_then: bool) -> None:
+@pytest.mark.parametrize(("actual", "sound_then"), [("float32", True), ("float16", False), ("float8_e4m3fn", False)])
+def test_without_reduce_dtype_gradients_may_travel_in_a_wider_dtype(
+    sound: Sound, actual: str, sound_then: bool
+) -> None:
     """Lightning's Fabric puts autocast around FSDP2, whose parameters, and so gradients, are float32 then."""
     story = sound("fsdp2-bf16_upcast-w2")
-    story = story.snapshot("step", {"collectives": (CollectiveInfo("reduce_scatter_base", found, 1, 16),)}, nth=2)
+    story = story.snapshot("step", {"collectives": (CollectiveInfo("reduce_scatter_base", actual, 1, 16),)}, nth=2)
     assert story.findings("dtypes")
     story_ = story.alter(
         lambda snapshot: replace(

@@ -42,9 +42,9 @@ def test_rows_are_counted_twice() -> None:
     ]
 
 
-@pytest.mark.parametrize(("wrong", "found"), [({}, "missing"), ({"mean": math.nan}, "nan")])
-def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float], found: str) -> None:
-    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == [f"rank 1: mean is {found}; 11 in one process"]
+@pytest.mark.parametrize(("wrong", "shown"), [({}, "missing"), ({"mean": math.nan}, "nan")])
+def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float], shown: str) -> None:
+    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == [f"rank 1: mean is {shown}; 11 in one process"]
 
 
 def test_nothing_is_evaluated() -> None:

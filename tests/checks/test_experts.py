@@ -23,26 +23,30 @@ def spread(story: Story) -> Story:
 
     def change(snapshot: Snapshot) -> Snapshot:
         at = snapshot.rank % 2
-        gone, here = story.live(EXPERTS[1 - at]), story.live(EXPERTS[at])
+        other_expert, own_expert = story.live(EXPERTS[1 - at]), story.live(EXPERTS[at])
         holders = (snapshot.rank - at, snapshot.rank - at + 1)
         dims = MeshDim("dp_replicate", 2, snapshot.rank // 2, REPLICATE), MeshDim("ep", 2, at, STAGE)
-        own = {here: Layout(dims, holders)}
+        layouts = {own_expert: Layout(dims, holders)}
         if (model := snapshot.model) is not None:
             parameters = tuple(
-                replace(info, layout=own.get(info.name, info.layout)) for info in model.parameters if info.name != gone
+                replace(info, layout=layouts.get(info.name, info.layout))
+                for info in model.parameters
+                if info.name != other_expert
             )
             snapshot = replace(snapshot, model=replace(model, parameters=parameters))
         if (optimizer := snapshot.optimizer) is not None:
             states = tuple(
-                replace(state, layout=own.get(state.owner, state.layout)) if state.key != "step" else state
+                replace(state, layout=layouts.get(state.owner, state.layout)) if state.key != "step" else state
                 for state in optimizer.states
-                if state.owner != gone
+                if state.owner != other_expert
             )
             snapshot = replace(snapshot, optimizer=replace(optimizer, states=states))
         steps = []
         for step in snapshot.steps:
             gradients = tuple(
-                replace(info, layout=own.get(info.name, info.layout)) for info in step.gradients if info.name != gone
+                replace(info, layout=layouts.get(info.name, info.layout))
+                for info in step.gradients
+                if info.name != other_expert
             )
             ranks, square = together((info.layout.holders, info.square) for info in gradients)
             steps.append(replace(step, gradients=gradients, square=square, holders=ranks))

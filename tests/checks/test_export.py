@@ -120,19 +120,19 @@ def test_an_index_has_each_key_in_its_file(runs_of: RunsOf) -> None:
         file.keys for snapshot in story.trace.run("train").snapshots for file in snapshot.files if file.path == FILE
     )
 
-    def found(files: dict[str, str]) -> list[str]:
+    def findings_of(files: dict[str, str]) -> list[str]:
         index = FileInfo(path, "index", "index", tuple(files), files=files)
         return story.alter(
             lambda snapshot: replace(snapshot, files=(*snapshot.files, index)), action="files", rank=0
         ).findings("export")
 
     name = FILE.rpartition("/")[2]
-    assert found(dict.fromkeys(keys, name)) == []
-    assert found({**dict.fromkeys(keys, name), "scale": "lost.safetensors"}) == [
+    assert findings_of(dict.fromkeys(keys, name)) == []
+    assert findings_of({**dict.fromkeys(keys, name), "scale": "lost.safetensors"}) == [
         f"file {path!r}: it names 1 keys that are not in their files, first 'scale' in 'lost.safetensors'",
         f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}",
     ]
-    assert found({key: name for key in keys if key != "scale"}) == [
+    assert findings_of({key: name for key in keys if key != "scale"}) == [
         f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}"
     ]
 
@@ -141,7 +141,7 @@ def test_an_index_has_the_size_of_its_tensors_and_one_file_for_each(runs_of: Run
     shapes = {"inlet.weight": (2, 7), "frozen.weight": (3,), "outlet.weight": (2, 7), "scale": (2,)}
     sound = with_file(runs_of("ddp-fp32-w2", "export"), shapes={}, dtypes={})
 
-    def found(size: int | None, dtype: str = "bfloat16", second: tuple[str, ...] = ()) -> list[str]:
+    def findings_of(size: int | None, dtype: str = "bfloat16", second: tuple[str, ...] = ()) -> list[str]:
         files = dict.fromkeys(shapes, "a.safetensors")
         own = FileInfo(
             "export/a.safetensors", "safetensors", "model", tuple(shapes), shapes, dict.fromkeys(shapes, dtype)
@@ -153,10 +153,10 @@ def test_an_index_has_the_size_of_its_tensors_and_one_file_for_each(runs_of: Run
         changed = sound.snapshot("files", {"files": (own, other, index)}, rank=0)
         return [text for text in changed.findings("export") if "index" in text]
 
-    assert found(66) == found(None) == found(1, dtype="complex64") == []
+    assert findings_of(66) == findings_of(None) == findings_of(1, dtype="complex64") == []
     path = "file 'export/i.safetensors.index.json'"
-    assert found(132) == [f"{path}: total_size is 132; the tensors that it names have 66 bytes"]
-    assert found(66, second=("scale",)) == [
+    assert findings_of(132) == [f"{path}: total_size is 132; the tensors that it names have 66 bytes"]
+    assert findings_of(66, second=("scale",)) == [
         f"{path}: 1 keys are in a second file too, first 'scale' in 'b.safetensors'"
     ]
 

@@ -106,8 +106,8 @@ def test_ranks_hold_other_parts_of_a_tensor(sound: Sound) -> None:
             story = story.snapshot(action, {"extra": part(done, rank)}, run="resume", nth=nth, rank=rank)
     assert story.findings("extra_state") == []
     lost = story.snapshot("load", {"extra": part(0, 1)}, run="resume", rank=1)
-    found = "rank 1: ema.mean (('Shard(0)', 2, 1),) is another after the load than was saved"
-    assert lost.findings("extra_state") == [found]
+    finding = "rank 1: ema.mean (('Shard(0)', 2, 1),) is another after the load than was saved"
+    assert lost.findings("extra_state") == [finding]
 
 
 class Names(Driver):

@@ -93,8 +93,8 @@ def compared(story: Story, norms: dict[str, tuple[float, float]]) -> list[str]:
         def change(snapshot: Snapshot, which: int = which) -> Snapshot:
             if snapshot.unwrapped:
                 return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=infos))
-            found = tuple(GradientInfo(name, 1, both[which] ** 2) for name, both in norms.items())
-            return replace(snapshot, steps=tuple(replace(step, gradients=found) for step in snapshot.steps))
+            gradients = tuple(GradientInfo(name, 1, both[which] ** 2) for name, both in norms.items())
+            return replace(snapshot, steps=tuple(replace(step, gradients=gradients) for step in snapshot.steps))
 
         story = story.alter(change, run=run, action="build_model").alter(change, run=run, action=action)
     return [

@@ -41,7 +41,8 @@ def test_norms_count_once_what_several_ranks_hold(sound: Sound, cell: str) -> No
     twice = story.stepped({"square": 4.0 / (story.cell.world_size / copies)}, action="step").findings("clipping")
     assert len(twice) == copies
     assert all(
-        "together: the gradients that the optimizer gets have norm 2; 1 in the reference" in one for one in twice
+        "together: the gradients that the optimizer gets have norm 2; 1 in the reference" in finding
+        for finding in twice
     )
 
 
@@ -67,8 +68,10 @@ def test_memory_per_axis(sound: Sound, cell: str) -> None:
         f"all ranks together keep {kept} elements of 'exp_avg'; {context}, expected {16 * copies}"
     ]
     # Had tensor parallelism left it whole, there would be state for it on each of its ranks.
-    whole = story.parameters({"layout": Layout()}, only="outlet.weight", action="build").findings("memory")
-    assert whole[0].startswith(f"all ranks together keep {16 * copies} elements of 'exp_avg'; 24 elements are trained")
+    findings = story.parameters({"layout": Layout()}, only="outlet.weight", action="build").findings("memory")
+    assert findings[0].startswith(
+        f"all ranks together keep {16 * copies} elements of 'exp_avg'; 24 elements are trained"
+    )
 
 
 @pytest.mark.parametrize("cell", [WITH_SHARDS, WITH_REPLICAS])
@@ -134,11 +137,11 @@ def test_a_sound_mesh_of_context_parallelism(sound: Sound, cell: str, check: str
 
 def test_ranks_of_a_sequence_are_fed_different_parts_of_it(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w4-cp_2")
-    fed = story.trace.run().at("step", 0)[2].inputs
-    assert story.snapshot("step", {"inputs": fed}, nth=0, rank=3).findings("data") == [
+    inputs = story.trace.run().at("step", 0)[2].inputs
+    assert story.snapshot("step", {"inputs": inputs}, nth=0, rank=3).findings("data") == [
         "ranks 2 and 3 are fed the same batch in step 1; expected another part of the sequence on each (cp 2)"
     ]
-    assert story.snapshot("step", {"inputs": fed}, nth=0, rank=0).findings("data") == [
+    assert story.snapshot("step", {"inputs": inputs}, nth=0, rank=0).findings("data") == [
         "ranks 0 and 2 are fed the same batch in step 1"
     ]
 

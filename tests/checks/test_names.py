@@ -223,8 +223,8 @@ def test_a_key_in_an_optimizer_file(sound: Sound, key: str, finding: str) -> Non
 def test_ranks_make_unlike_models(runs_of: Callable[[str, str], Story], cell: str, broadcast: bool) -> None:
     def drawn(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
-        whole = values(story.trace.run(), story.trace.run().at("build")).of("parameter")
-        mine = {} if snapshot.rank or not broadcast else whole
+        values_by_name = values(story.trace.run(), story.trace.run().at("build")).of("parameter")
+        mine = {} if snapshot.rank or not broadcast else values_by_name
         parameters = tuple(
             replace(info, digest=mine.get(info.name, (f"8:{snapshot.rank + 1}",))[0])
             for info in snapshot.unwrapped.parameters

@@ -59,8 +59,8 @@ def test_a_save_leaves_the_model_in_evaluation_mode(sound: Sound) -> None:
     assert part.findings("observers") == [
         f"rank 1: 2 modules are in evaluation mode in the step after the save, first 'inlet'; {before}"
     ]
-    whole = story.snapshot("step", {"evaluating": ("", "inlet", "outlet")}, **where)
-    assert whole.findings("observers") == [
+    everything = story.snapshot("step", {"evaluating": ("", "inlet", "outlet")}, **where)
+    assert everything.findings("observers") == [
         f"rank 1: the whole model is in evaluation mode in the step after the save; {before}"
     ]
     frozen = story.snapshot("step", {"evaluating": ("frozen",)})

@@ -50,12 +50,12 @@ def test_a_frozen_parameter_may_be_in_the_optimizer(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero2-fp32-w2", "zero3-fp32-w2"])
-@pytest.mark.parametrize(("numel", "held"), [(0, 4), (8, 12)])
-def test_masters_hold_each_element_once(sound: Sound, cell: str, numel: int, held: int) -> None:
+@pytest.mark.parametrize(("numel", "elements"), [(0, 4), (8, 12)])
+def test_masters_hold_each_element_once(sound: Sound, cell: str, numel: int, elements: int) -> None:
     partitioned = {"module.inlet.weight": 4, "module.outlet.weight": numel}
     story = sound(cell).optimizer({"partitioned": partitioned}, action="build", rank=1)
-    found = f"{held} of 8 elements of trainable parameter 'module.outlet.weight' are in the optimizer"
-    assert story.findings("optimizer") == [f"all ranks together: {found}; expected each one once"]
+    message = f"{elements} of 8 elements of trainable parameter 'module.outlet.weight' are in the optimizer"
+    assert story.findings("optimizer") == [f"all ranks together: {message}; expected each one once"]
 
 
 def test_masters_may_be_split_unevenly(sound: Sound) -> None:
@@ -99,11 +99,11 @@ def test_moved_by_weight_decay_alone(sound: Sound, cell: str) -> None:
     zero = story.state("exp_avg", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
     assert zero.findings("optimizer") == []
     zero = zero.state("exp_avg_sq", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
-    found = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
-    assert zero.findings("optimizer") == [f"{found}: its state in the optimizer is all zero"]
+    message = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
+    assert zero.findings("optimizer") == [f"{message}: its state in the optimizer is all zero"]
     # A rank may hold none of it, or none but padding.
-    one = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2, rank=1)
-    assert one.findings("optimizer") == []
+    partly_zero = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2, rank=1)
+    assert partly_zero.findings("optimizer") == []
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])

@@ -296,8 +296,8 @@ def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
 )
 def test_a_norm_of_one_rank(sound: Sound, norm: float, finding: str) -> None:
     story = sound("fsdp1-fp32-w2").snapshot("step", {"grad_norm": norm}, nth=0, rank=1)
-    (found,) = story.findings("parity")
-    assert found.startswith(f"step 1: rank 1: the gradient norm is {finding}")
+    (message,) = story.findings("parity")
+    assert message.startswith(f"step 1: rank 1: the gradient norm is {finding}")
 
 
 def test_a_trainer_need_not_report_a_norm(sound: Sound) -> None:
@@ -380,8 +380,10 @@ def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
     assert story.snapshot("step", {"loss": number}).findings("parity") == [
         f"step 1: rank {rank}: the loss of this step is {number}; expected a finite number" for rank in (0, 1)
     ]
-    one = sound("fsdp2-fp32-w2").snapshot("step", {"loss": number}, nth=6, rank=1)
-    assert one.findings("parity") == [f"step 7: rank 1: the loss of this step is {number}; expected a finite number"]
+    on_one_rank = sound("fsdp2-fp32-w2").snapshot("step", {"loss": number}, nth=6, rank=1)
+    assert on_one_rank.findings("parity") == [
+        f"step 7: rank 1: the loss of this step is {number}; expected a finite number"
+    ]
     assert f"step 1: the loss is 1.5; {number} in the reference (" in story.findings("parity")[0]
 
 

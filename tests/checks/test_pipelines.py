@@ -67,7 +67,7 @@ def test_a_stage_that_has_no_snapshot_of_a_step(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, LAST)
     train = story.trace.run("train")
     second_step = train.at("step", 1)[0].index
-    kept = [one for one in train.snapshots if (one.rank, one.index) != (1, second_step)]
+    kept = [snapshot for snapshot in train.snapshots if (snapshot.rank, snapshot.index) != (1, second_step)]
     runs = {**story.trace.runs, "train": replace(train, snapshots=tuple(kept))}
     silent = replace(story, trace=replace(story.trace, runs=runs))
     assert "rank 1: no report after step 2" in silent.findings("randomness")
@@ -87,7 +87,8 @@ def test_a_stage_without_layers(sound: Sound, stages: tuple[tuple[str, ...], ...
     rank = stages.index(())
     expected = "expected the layers of some of the stages on each of 2 ranks (pp 2)"
     assert pipelined(sound(CELL), *stages).findings("active") == [
-        f"rank {one}: the model has {'no' if one == rank else 'all 3'} parameters; {expected}" for one in (0, 1)
+        f"rank {number}: the model has {'no' if number == rank else 'all 3'} parameters; {expected}"
+        for number in (0, 1)
     ]
 
 

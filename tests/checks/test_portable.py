@@ -126,11 +126,11 @@ def test_training_again_is_no_load(runs_of: RunsOf) -> None:
 def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
     def cut(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
-        held = tuple(
+        parameters = tuple(
             replace(info, local_numel=2, digest="2:7") if info.name == "inlet.weight" else info
             for info in snapshot.model.parameters
         )
-        return replace(snapshot, model=replace(snapshot.model, parameters=held))
+        return replace(snapshot, model=replace(snapshot.model, parameters=parameters))
 
     story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", action="build", rank=1)
     (finding,) = story.findings("portable")
@@ -147,9 +147,9 @@ def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
     ],
 )
 def test_where_accelerate_claims_it(cell: str, reason: str) -> None:
-    found = CHECKS.get("portable").not_applicable(Cell.parse(cell), AccelerateDriver)
-    assert reason in (found or "")
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("portable").not_applicable(Cell.parse(cell), AccelerateDriver)
+    assert reason in (actual_reason or "")
+    assert bool(actual_reason) == bool(reason)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,6 @@ def test_where_accelerate_claims_it(cell: str, reason: str) -> None:
     ],
 )
 def test_where_torch_claims_it(cell: str, reason: str) -> None:
-    found = CHECKS.get("portable").not_applicable(Cell.parse(cell), TorchDriver)
-    assert reason in (found or "")
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("portable").not_applicable(Cell.parse(cell), TorchDriver)
+    assert reason in (actual_reason or "")
+    assert bool(actual_reason) == bool(reason)

@@ -73,17 +73,17 @@ def test_peers_of_tensor_parallelism_draw_alike(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "held"),
+    ("cell", "shared"),
     [
         ("fsdp2-fp32-w4-cp_2", "parts of the same sequences (cp 2)"),
         ("fsdp2-fp32-w4-pp_4-pp_schedule_GPipe", "stages of the same pipeline (pp 4)"),
     ],
 )
-def test_ranks_that_are_fed_the_same_rows_draw_others(sound: Sound, cell: str, held: str) -> None:
+def test_ranks_that_are_fed_the_same_rows_draw_others(sound: Sound, cell: str, shared: str) -> None:
     story = own(sound(cell))
     assert story.findings("randomness") == []
     assert story.snapshot("step", {"rng": "2 of rank 0"}, nth=2, rank=1).findings("randomness") == [
-        f"ranks 0 and 1 draw the same random numbers in step 3; expected others, as they hold {held}"
+        f"ranks 0 and 1 draw the same random numbers in step 3; expected others, as they hold {shared}"
     ]
 
 

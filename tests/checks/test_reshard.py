@@ -90,10 +90,10 @@ def test_a_number_beside_the_elements(runs_of: RunsOf, cell: str) -> None:
     for run in story.trace.runs:
         story = story.state("exp_avg", number, run=run)
     assert story.findings("reshard") == []
-    one: dict[str, Any] = {"run": "up", "action": "load", "only": "outlet.weight"}
-    unlike = story.state("exp_avg", {"digest": "1:8"}, rank=1, **one).findings("reshard")
+    where: dict[str, Any] = {"run": "up", "action": "load", "only": "outlet.weight"}
+    unlike = story.state("exp_avg", {"digest": "1:8"}, rank=1, **where).findings("reshard")
     assert unlike == ["exp_avg 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
-    other = story.state("exp_avg", {"digest": "1:8"}, **one).findings("reshard")
+    other = story.state("exp_avg", {"digest": "1:8"}, **where).findings("reshard")
     assert other[0] == "exp_avg 'outlet.weight': other values after the load at 4 ranks"
     # Each rank had another for its shard: whose is whose after the load nobody can say.
     apart = story.state("exp_avg", {"digest": "1:9"}, run="train", rank=1).state(
@@ -210,6 +210,6 @@ def test_a_silent_rank(runs_of: RunsOf, run: str, action: str) -> None:
 )
 def test_cells_to_which_it_does_not_apply(cell: str, reason: str) -> None:
     driver = AccelerateDriver if cell.startswith("zero") else TorchDriver
-    found = CHECKS.get("reshard").not_applicable(Cell.parse(cell), driver)
-    assert reason in (found or "")
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("reshard").not_applicable(Cell.parse(cell), driver)
+    assert reason in (actual_reason or "")
+    assert bool(actual_reason) == bool(reason)

@@ -96,15 +96,17 @@ def test_state_that_appears_from_nowhere(sound: Sound) -> None:
     ]
 
 
-@pytest.mark.parametrize(("saved", "loaded", "found"), [("float32", "bfloat16", True), ("float", "float32", False)])
-def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, found: bool) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded", "is_finding"), [("float32", "bfloat16", True), ("float", "float32", False)]
+)
+def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, is_finding: bool) -> None:
     story = sound("ddp-fp32-w2")
     for action, nth in (("step", 2), ("save", 0)):
         story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", action=action, nth=nth)
     story = story.state("exp_avg", {"dtype": loaded}, only="inlet.weight", run="resume", action="load", rank=1)
     story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", run="resume", action="load", rank=0)
     finding = "rank 1: optimizer state 'exp_avg of module.inlet.weight': another dtype after the load"
-    assert story.findings("resume") == [finding] * found
+    assert story.findings("resume") == [finding] * is_finding
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -171,7 +173,7 @@ def test_a_loss_of_another_run(sound: Sound, cell: str, nth: int, expected: str)
 
 
 @pytest.mark.parametrize(
-    ("cell", "units", "told"),
+    ("cell", "units", "is_named"),
     [
         ("fsdp2-fp32-w2", ("", "inlet", "head"), True),
         ("fsdp2-fp32-w2", ("", "outlet"), False),
@@ -179,7 +181,7 @@ def test_a_loss_of_another_run(sound: Sound, cell: str, nth: int, expected: str)
     ],
 )
 def test_a_loss_of_another_run_where_tied_weights_have_two_units(
-    sound: Sound, cell: str, units: tuple[str, ...], told: bool
+    sound: Sound, cell: str, units: tuple[str, ...], is_named: bool
 ) -> None:
     def cut(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
@@ -189,10 +191,10 @@ def test_a_loss_of_another_run_where_tied_weights_have_two_units(
     assert story.findings("resume") == []
     (finding,) = story.snapshot("step", {"loss": 0.375}, run="resume", nth=0, rank=0).findings("resume")
     words = "'inlet.weight' and 'head.weight' are one tensor in units of their own: shard them"
-    assert (words in finding) == told
+    assert (words in finding) == is_named
     # Where there is a reference, the same is told of losses and norms that differ from its own.
     (finding,) = story.snapshot("step", {"loss": 0.375}, nth=0).findings("parity")[:1]
-    assert (words in finding) == told
+    assert (words in finding) == is_named
 
 
 def test_a_loss_that_is_no_number(sound: Sound) -> None:

@@ -130,6 +130,6 @@ def test_a_silent_rank(sound: Sound) -> None:
     ],
 )
 def test_cells_to_which_it_does_not_apply(sound: Sound, cell: str, driver: type[Driver], reason: str) -> None:
-    found = CHECKS.get("scaling").not_applicable(sound(cell).cell, driver)
-    assert (found or "").startswith(reason)
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("scaling").not_applicable(sound(cell).cell, driver)
+    assert (actual_reason or "").startswith(reason)
+    assert bool(actual_reason) == bool(reason)

@@ -103,8 +103,8 @@ def buffers(digests: tuple[str, str]) -> Callable[[Snapshot], Snapshot]:
 
     def altered(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
-        held = tuple(replace(info, digest=digests[snapshot.rank]) for info in snapshot.model.buffers)
-        return replace(snapshot, model=replace(snapshot.model, buffers=held))
+        buffers = tuple(replace(info, digest=digests[snapshot.rank]) for info in snapshot.model.buffers)
+        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
 
     return altered
 
@@ -151,8 +151,8 @@ def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[
 
     def altered(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
-        held = tuple(replace(info, **changed) for info in snapshot.model.buffers) if changed else ()
-        return replace(snapshot, model=replace(snapshot.model, buffers=held))
+        buffers = tuple(replace(info, **changed) for info in snapshot.model.buffers) if changed else ()
+        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
 
     story = sound("fsdp2-fp32-w2").alter(loose, action="build_model").alter(altered, run="resume", action="load")
     assert story.findings("resume") == []
@@ -180,11 +180,11 @@ def test_one_narrow_buffer_does_not_excuse_another(sound: Sound) -> None:
     def rounded(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
         scale = snapshot.model.buffers[0]
-        held = (
+        buffers = (
             replace(scale, dtype="bfloat16"),
             replace(scale, name=f"{scale.name}".replace("scale", "narrow"), dtype="bfloat16"),
         )
-        return replace(snapshot, model=replace(snapshot.model, buffers=held))
+        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
 
     story = sound("fsdp2-fp32-w2").alter(both, action="build_model").alter(rounded, action="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: 1 buffers are in bfloat16, first 'scale'; expected float32"]

@@ -159,7 +159,7 @@ def listed(docstring: Docstring, indent: str = "") -> Iterator[str]:
         yield f"{indent}- Raises `{name}`: {text}\n"
 
 
-def whole(docstring: Docstring) -> Iterator[str]:
+def full_text(docstring: Docstring) -> Iterator[str]:
     """Yield the paragraphs, the lists and the example of a docstring."""
     code_follows = False
     for paragraph in docstring.paragraphs.split("\n\n"):
@@ -225,7 +225,7 @@ def item(documented: Any) -> Iterator[str]:
     # Nobody makes an exception or a suite.
     if not raised and documented is not pytest_distcompat.CompatSuite:
         yield f"{fenced(documented)}\n"
-    yield from whole(Docstring.of(documented))
+    yield from full_text(Docstring.of(documented))
     if not inspect.isclass(documented) or raised:
         return
     yield from ended(members(documented))
@@ -233,7 +233,7 @@ def item(documented: Any) -> Iterator[str]:
     for inherited in documented.__mro__[1:]:
         if inherited.__module__ == documented.__module__:
             yield f"#### {inherited.__name__}\n\n"
-            yield from whole(Docstring.of(inherited))
+            yield from full_text(Docstring.of(inherited))
             yield from ended(members(inherited))
 
 

@@ -149,14 +149,14 @@ def test_diff_as_json_is_what_the_schema_calls_a_baseline(write: Any, capsys: py
     old, now = made(ddp_2="passed", fsdp1_2="failed"), made(ddp_2="failed", fsdp1_2="passed")
     main(["diff", "--json", write("old.json", old), write("now.json", now)])
     data = json.loads(capsys.readouterr().out)
-    whole = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/session/properties/baseline"}
-    jsonschema.Draft202012Validator(whole).validate(data)
+    schema = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/session/properties/baseline"}
+    jsonschema.Draft202012Validator(schema).validate(data)
     assert [change["after"] for change in data["broken"]] == ["failed"]
 
 
 def test_two_suites_of_one_name_are_kept_apart() -> None:
-    one, other = made("a.py::S", ddp_2="passed"), made("b.py::S", ddp_2="failed")
-    both = merge([one, other])
+    first, second = made("a.py::S", ddp_2="passed"), made("b.py::S", ddp_2="failed")
+    both = merge([first, second])
     assert [result.status for result in both.results] == ["passed", "failed"]
     moved = merge([made("c/a.py::S", ddp_2="passed"), made("c/b.py::S", ddp_2="failed")])
     comparison = compare(both, moved)
@@ -232,12 +232,12 @@ def shard(number: int, *plan: list[str]) -> Report:
 
 def test_merge_says_which_shard_is_missing(write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan: list[list[str]] = [["t.py::S[a]"], ["t.py::S[b]", "test_c.py"], []]
-    one, two, out = write("1.json", shard(1, *plan)), write("2.json", shard(2, *plan)), str(tmp_path / "out.json")
+    first, second, out = write("1.json", shard(1, *plan)), write("2.json", shard(2, *plan)), str(tmp_path / "out.json")
     # The third has no tests, so that nothing is missing without its report.
-    assert main(["merge", two, one, "-o", out]) == 0
+    assert main(["merge", second, first, "-o", out]) == 0
     assert Report.read(Path(out)).session["ending"] == "finished"
     capsys.readouterr()
-    assert main(["merge", one, "-o", out, "-o", str(tmp_path / "out.md"), "-o", str(tmp_path / "out.html")]) == 1
+    assert main(["merge", first, "-o", out, "-o", str(tmp_path / "out.md"), "-o", str(tmp_path / "out.html")]) == 1
     line = "shard 2/3 is missing: t.py::S[b], test_c.py"
     assert capsys.readouterr().out == f"1 selected, 1 ran, 0 skipped: 1 passed; {line}\n"
     merged = Report.read(Path(out))
@@ -247,19 +247,19 @@ def test_merge_says_which_shard_is_missing(write: Any, capsys: pytest.CaptureFix
     assert line in (tmp_path / "out.html").read_text(encoding="utf-8")
     # Only merge fails for it; and it is still missing when that report is merged with others.
     assert main(["report", out, "-o", str(tmp_path / "again.md")]) == 0
-    assert main(["merge", out, two, "-o", str(tmp_path / "more.json")]) == 1
+    assert main(["merge", out, second, "-o", str(tmp_path / "more.json")]) == 1
 
 
 def test_merge_says_that_shards_divided_the_tests_otherwise(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = write("1.json", shard(1, ["a.py"], ["b.py"])), write("2.json", shard(2, ["b.py"], ["a.py"]))
-    assert main(["merge", one, two, "-o", one.replace("1.json", "out.json")]) == 1
+    first, second = write("1.json", shard(1, ["a.py"], ["b.py"])), write("2.json", shard(2, ["b.py"], ["a.py"]))
+    assert main(["merge", first, second, "-o", first.replace("1.json", "out.json")]) == 1
     assert capsys.readouterr().out.strip().split("; ", 1)[1] == (
         "shard 2/2 is missing: b.py; shard 1/2 is missing: b.py; "
         "the shards divided the tests in different ways; expected the same tests and baseline for all"
     )
     # Two complete sessions, of other versions perhaps, may differ.
     others = [write("3.json", shard(2, ["a.py"], ["b.py"])), write("4.json", shard(1, ["b.py"], ["a.py"]))]
-    assert main(["merge", one, two, *others, "-o", one.replace("1.json", "out.json")]) == 0
+    assert main(["merge", first, second, *others, "-o", first.replace("1.json", "out.json")]) == 0
 
 
 def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,8 +211,10 @@ def test_the_action_shows_what_differs_from_the_last_good_run(run_step: Any, tmp
 
 def cached(name: str, step: str) -> dict[str, str]:
     """The inputs of a step with ``actions/cache``, as they are for that name."""
-    found = next(one for one in steps(ACTION) if f"actions/cache/{step}@" in one.get("uses", ""))["with"]
-    return {key: str(text).replace("${{ inputs.name }}", name) for key, text in found.items()}
+    inputs = next(candidate for candidate in steps(ACTION) if f"actions/cache/{step}@" in candidate.get("uses", ""))[
+        "with"
+    ]
+    return {key: str(text).replace("${{ inputs.name }}", name) for key, text in inputs.items()}
 
 
 def test_a_cache_belongs_to_its_name_alone() -> None:

@@ -63,14 +63,14 @@ def test_several_optimizers_are_read_as_one() -> None:
     for optimizer in two:
         optimizer.step()
     for given in (two, tuple(two), dict.fromkeys(two)):
-        found = read_optimizer(model, given)
-        assert (found.chain, found.entries, found.foreign) == (("SGD + AdamW",), 3, 1)
-        assert [group["lr"] for group in found.param_groups] == [0.5, 0.25]
-        assert {state.owner for state in found.states} == {"bias"}
-    held = {info.name: info.held for info in read_model(model, two, None).parameters}
-    assert held == {"weight": 1, "bias": 1}
-    held = {info.name: info.held for info in read_model(model, [*two, two[0]], None).parameters}
-    assert held == {"weight": 2, "bias": 1}
+        info = read_optimizer(model, given)
+        assert (info.chain, info.entries, info.foreign) == (("SGD + AdamW",), 3, 1)
+        assert [group["lr"] for group in info.param_groups] == [0.5, 0.25]
+        assert {state.owner for state in info.states} == {"bias"}
+    times_by_name = {info.name: info.held for info in read_model(model, two, None).parameters}
+    assert times_by_name == {"weight": 1, "bias": 1}
+    times_by_name = {info.name: info.held for info in read_model(model, [*two, two[0]], None).parameters}
+    assert times_by_name == {"weight": 2, "bias": 1}
 
 
 def test_several_schedulers_are_read_in_turn() -> None:
@@ -112,12 +112,12 @@ def test_state_in_eight_bits() -> None:
     parts = [of_8_bits.zeros((32, 64), signed=True, block_size=256) for _ in range(2)]
     for part, values in zip(parts, torch.randn(2, 32, 64), strict=True):
         part.copy_(values)
-    whole = of_8_bits(
+    joined = of_8_bits(
         *(torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale")), parts[0].qmap, True
     )
-    assert combine([digest(parts[0]), digest(parts[1], torch.tensor([2048]))]) == digest(whole)
+    assert combine([digest(parts[0]), digest(parts[1], torch.tensor([2048]))]) == digest(joined)
     # A code for each element, a scale for each block, and the 256 numbers that the codes stand for.
-    assert (stored_dtype(whole), sum(part.nbytes for part in stored_parts(whole))) == (
+    assert (stored_dtype(joined), sum(part.nbytes for part in stored_parts(joined))) == (
         "uint8",
         4096 + 16 * 4 + 256 * 4,
     )
@@ -136,7 +136,7 @@ def test_a_quantized_parameter() -> None:
 
 @pytest.mark.parametrize(
     "step",
-    [lambda one, closure: one.step(closure), lambda one, closure: one.step(closure=closure)],
+    [lambda optimizer, closure: optimizer.step(closure), lambda optimizer, closure: optimizer.step(closure=closure)],
     ids=["by place", "by name"],
 )
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
@@ -186,11 +186,11 @@ class Delegates(torch.optim.Optimizer):
 
 def test_a_step_within_a_step_is_one_step() -> None:
     model = torch.nn.Linear(2, 1)
-    one, observer = Delegates(list(model.parameters())), Observer()
+    optimizer, observer = Delegates(list(model.parameters())), Observer()
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
     with observer.watching():
-        one.step()
-        one.step()
+        optimizer.step()
+        optimizer.step()
     assert [(info.optimizer, info.square, info.state) for info in observer.steps] == [
         ("Delegates", 25.0, ("float32",))
     ] * 2
@@ -215,22 +215,22 @@ def test_parameters_without_a_gradient_are_named() -> None:
     model = torch.nn.ModuleDict(
         {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "other")}
     )
-    held: list[Any] = [model[name].weight for name in ("used", "zero", "unused")]
+    weights: list[Any] = [model[name].weight for name in ("used", "zero", "unused")]
     stale = torch.nn.Parameter(torch.zeros(1, 1))
-    optimizer, observer = torch.optim.AdamW([*held, stale]), Observer()
+    optimizer, observer = torch.optim.AdamW([*weights, stale]), Observer()
 
     def names() -> tuple[str, ...]:
         return read_optimizer(model, optimizer, without_gradient=observer.without_gradient()).without_gradient
 
-    held[1].grad = torch.zeros(1, 1)
+    weights[1].grad = torch.zeros(1, 1)
     optimizer.step()
     assert names() == ()
     with observer.watching():
         optimizer.step()
         assert names() == ("unused.weight", "used.weight")
-        held[0].grad = torch.ones(1, 1)
+        weights[0].grad = torch.ones(1, 1)
         optimizer.step()
-        held[0].grad = None
+        weights[0].grad = None
         optimizer.step()
         assert names() == ("unused.weight",)
         observer.restart()

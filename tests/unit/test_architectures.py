@@ -186,10 +186,10 @@ def _drift(name: str) -> float:
         if not all(norm for _, norm in first):
             return math.inf
         moved += [
-            abs(one - other) / abs(one) / tolerance
+            abs(value - other_value) / abs(value) / tolerance
             for numbers in others
-            for here, there in zip(first, numbers, strict=True)
-            for one, other, tolerance in zip(here, there, tolerances, strict=True)
+            for step, other_step in zip(first, numbers, strict=True)
+            for value, other_value, tolerance in zip(step, other_step, tolerances, strict=True)
         ]
     return max(moved)
 

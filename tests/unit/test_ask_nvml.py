@@ -200,7 +200,7 @@ def test_nvml_is_opened_when_a_device_is_asked_for(nvml: ClosedNvml, monkeypatch
 
 @pytest.mark.parametrize(("device", "found"), [("cuda", [(9, 0), True, 2, True]), ("cpu", [])])
 def test_a_fork_server_opens_no_nvml(
-    device: str, found: list[Any], tmp_path: Any, nvml: ClosedNvml, monkeypatch: pytest.MonkeyPatch
+    device: str, expected: list[Any], tmp_path: Any, nvml: ClosedNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "asks_at_import.py").write_text(
         "import pynvml, torch\nfrom torch.utils._triton import has_triton\npynvml.nvmlInit()\n"
@@ -214,9 +214,9 @@ def test_a_fork_server_opens_no_nvml(
     warmth |= {"gpus": {"count": 2, "capability": [9, 0]}, "nccl": []}
     try:
         preload.import_libraries(warmth, dump_at=clock.now() + 600)
-        assert ("asks_at_import" in sys.modules) is bool(found)
-        if found:
-            assert sys.modules["asks_at_import"].found == found
+        assert ("asks_at_import" in sys.modules) is bool(expected)
+        if expected:
+            assert sys.modules["asks_at_import"].found == expected
             assert not nvml.opened
     finally:
         sys.modules.pop("asks_at_import", None)

@@ -29,26 +29,26 @@ def values(numel: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_any_cut_gives_the_digest_of_the_whole(numel: int, parts: int) -> None:
-    whole, chance = values(numel), random.Random(numel * parts)
+    complete, chance = values(numel), random.Random(numel * parts)
     cuts = [0, *sorted(chance.randrange(numel + 1) for _ in range(parts - 1)), numel]
-    shards = [whole[start:end] for start, end in itertools.pairwise(cuts)]
-    assert concatenate(digest(shard) for shard in shards) == digest(whole)
-    assert concatenate([digest(whole), EMPTY]) == concatenate([EMPTY, digest(whole)]) == digest(whole)
+    shards = [complete[start:end] for start, end in itertools.pairwise(cuts)]
+    assert concatenate(digest(shard) for shard in shards) == digest(complete)
+    assert concatenate([digest(complete), EMPTY]) == concatenate([EMPTY, digest(complete)]) == digest(complete)
 
 
 def test_a_cut_by_rows_is_one_of_the_flat_tensor() -> None:
-    whole = values(13 * 7).reshape(13, 7)
+    complete = values(13 * 7).reshape(13, 7)
     # As Shard(0) cuts it over four ranks: 4, 4, 4 and 1 rows.
-    assert concatenate(digest(rows) for rows in torch.split(whole, 4)) == digest(whole)
-    assert digest(whole) == digest(whole.flatten()) == digest(whole.t().contiguous().t())
+    assert concatenate(digest(rows) for rows in torch.split(complete, 4)) == digest(complete)
+    assert digest(complete) == digest(complete.flatten()) == digest(complete.t().contiguous().t())
 
 
 def test_order_and_values_count() -> None:
-    one, other = values(8), values(8, seed=1)
-    assert concatenate([digest(one), digest(other)]) != concatenate([digest(other), digest(one)])
-    changed = one.clone()
+    first, second = values(8), values(8, seed=1)
+    assert concatenate([digest(first), digest(second)]) != concatenate([digest(second), digest(first)])
+    changed = first.clone()
     changed[3] = torch.nextafter(changed[3], torch.tensor(9.0))
-    assert digest(changed) != digest(one)
+    assert digest(changed) != digest(first)
     assert digest(torch.zeros(3)) != digest(torch.zeros(4))
 
 
@@ -80,9 +80,9 @@ def test_a_digest_is_of_values_whatever_they_are_kept_in(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int8, torch.bool])
 def test_other_dtypes_compose_too(dtype: torch.dtype) -> None:
-    whole = (values(101) * 3).to(dtype)
-    assert concatenate([digest(whole[:30]), digest(whole[30:])]) == digest(whole)
-    assert digest(whole) != digest(~whole if dtype == torch.bool else whole + 1)
+    complete = (values(101) * 3).to(dtype)
+    assert concatenate([digest(complete[:30]), digest(complete[30:])]) == digest(complete)
+    assert digest(complete) != digest(~complete if dtype == torch.bool else complete + 1)
 
 
 def test_a_number_is_a_tensor_of_one() -> None:
@@ -100,14 +100,14 @@ def test_a_digest_reads_back() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_parts_of_a_grid_add_up_in_any_order(dtype: torch.dtype) -> None:
-    whole = (values(6 * 10) * 9).to(dtype).reshape(6, 10)
+    complete = (values(6 * 10) * 9).to(dtype).reshape(6, 10)
     place = torch.arange(60).reshape(6, 10)
     parts = [(rows, columns) for rows in (slice(0, 5), slice(5, 6)) for columns in (slice(4, 10), slice(0, 4))]
-    digests = [digest(whole[part], place[part][:, 0]) for part in parts]
-    assert combine(digests) == combine(digests[::-1]) == digest(whole)
+    digests = [digest(complete[part], place[part][:, 0]) for part in parts]
+    assert combine(digests) == combine(digests[::-1]) == digest(complete)
     # Each value twice, once each at another's place.
-    assert combine([digests[0], *digests[:3]]) != digest(whole)
-    assert combine(digest(whole[part], place[part][:, 0] * 0) for part in parts) != digest(whole)
+    assert combine([digests[0], *digests[:3]]) != digest(complete)
+    assert combine(digest(complete[part], place[part][:, 0] * 0) for part in parts) != digest(complete)
 
 
 def test_runs_far_into_a_large_tensor() -> None:

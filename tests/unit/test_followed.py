@@ -57,8 +57,8 @@ def test_an_optimizer_gets_its_settings(optimizer: str, settings: str, argument:
     ],
 )
 def test_the_reference_of_trainer_follows_its_numbers(settings: str, expected: dict[str, object]) -> None:
-    usual, found = made("trainer").param_groups[0], made("trainer", settings).param_groups[0]
-    assert {key: value for key, value in found.items() if key != "params" and value != usual[key]} == expected
+    usual, group = made("trainer").param_groups[0], made("trainer", settings).param_groups[0]
+    assert {key: value for key, value in group.items() if key != "params" and value != usual[key]} == expected
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_the_reference_of_trainer_has_the_optimizer_and_its_own_arguments(
     option: str, settings: str, kind: str, expected: dict[str, object]
 ) -> None:
     pytest.importorskip("transformers")
-    found = made("trainer", settings, optimizer=option)
-    assert type(found).__name__ == kind
-    assert {key: found.param_groups[0][key] for key in expected} == expected
-    assert [group["weight_decay"] for group in found.param_groups] == [0.01, 0.0]
+    optimizer = made("trainer", settings, optimizer=option)
+    assert type(optimizer).__name__ == kind
+    assert {key: optimizer.param_groups[0][key] for key in expected} == expected
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adamw_torch_fused", "AdamW")])

@@ -202,8 +202,8 @@ def test_a_check_of_the_unwrapped_model_needs_no_more() -> None:
 @pytest.mark.parametrize("until", [("build_model", 0), ("step", 2), ("files", 0)])
 def test_an_end_outside_of_any_action_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
     # All snapshots are there: it happened at exit.
-    whole = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
-    result = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
+    train = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
+    result = judge(toy(until=until), CELL, Trace.of("hand-made", [train]))
     assert (result.status, result.message) == (status, "the whole story of boom")
 
 

@@ -90,11 +90,11 @@ class _Functions(TorchFunctionMode):
     def _move(self, tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
         # What ``Module.to`` reads its arguments with.
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        here = self._place(tensor)
-        wanted = here if device is None else device
+        current = self._place(tensor)
+        wanted = current if device is None else device
         if args and isinstance(args[0], torch.Tensor):
             wanted = self._place(args[0])
-        moved = tensor.to(dtype or tensor.dtype, copy=copy or wanted.type != here.type)
+        moved = tensor.to(dtype or tensor.dtype, copy=copy or wanted.type != current.type)
         return self.gpu.put(moved) if wanted.type == "cuda" else self.gpu.take(moved)
 
 

@@ -143,8 +143,8 @@ def test_inductor_without_a_compiler_does_not_run_the_cell(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     reasons = [
-        TorchDriver.unsupported_reason(Cell.parse(f"fsdp2-fp32-w2-model_mlp-{one}"))
-        for one in ("compile", "compile_aot_eager")
+        TorchDriver.unsupported_reason(Cell.parse(f"fsdp2-fp32-w2-model_mlp-{option}"))
+        for option in ("compile", "compile_aot_eager")
     ]
     assert reasons == ["inductor needs a C++ compiler, and there is none", None]
 

@@ -46,10 +46,10 @@ def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
     snapshot = SnapshotTaken("step", 1, {"text": '{"event": "error"'})
     events = (Start(7, oom_kills=2), snapshot, Note("seen", {"names": ["a"]}), Error("ValueError", "x", "odd \udcff"))
     write(tmp_path, 1, *events)
-    found = read_events(tmp_path, 1)
-    assert [dataclasses.replace(event, rank=-1, time=0.0, memory=0) for event in found] == list(events)
-    assert {event.rank for event in found} == {1}
-    assert all(event.memory and event.time for event in found)
+    events_read = read_events(tmp_path, 1)
+    assert [dataclasses.replace(event, rank=-1, time=0.0, memory=0) for event in events_read] == list(events)
+    assert {event.rank for event in events_read} == {1}
+    assert all(event.memory and event.time for event in events_read)
     assert read_events(tmp_path, 0) == []
 
 

@@ -95,13 +95,13 @@ def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks
 
 def test_files_of_an_earlier_session_are_removed(runner: Runner, ranks: Ranks) -> None:
     cell, other = cells("fsdp2-fp32-w2", "ddp-fp32-w2")
-    for one in (cell, other):
-        runner.trace("d", one, RESUME)
+    for chosen in (cell, other):
+        runner.trace("d", chosen, RESUME)
     later = Runner(runner.store, ranks, device="cpu", timeout=1)
     for scenario in (RESUME, PARITY):
         later.forget("d", cell, scenario)
-    for one in (cell, other):
-        later.trace("d", one, RESUME)
+    for chosen in (cell, other):
+        later.trace("d", chosen, RESUME)
     ran = [("train", "fsdp2-fp32-w2"), ("resume", "fsdp2-fp32-w2")]
     assert ranks.ran == [*ran, ("train", "ddp-fp32-w2"), ("resume", "ddp-fp32-w2"), *ran]
 
@@ -244,7 +244,7 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
 
 def test_runs_of_one_node_have_one_directory(runner: Runner, ranks: Ranks) -> None:
     runner.trace("trainer", Cell.parse("ddp-fp32-w2-checkpoints_node"), RESUME)
-    assert [one.payload["own_disks"] for one in ranks.requests] == [False, False]
+    assert [request.payload["own_disks"] for request in ranks.requests] == [False, False]
 
 
 @pytest.mark.parametrize("removed", ["store", "files"])

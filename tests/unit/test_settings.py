@@ -137,8 +137,8 @@ def read_files(path: str, *, strict: bool = True, **kwargs: Any) -> None:
 
 
 def test_keywords_that_a_function_takes_out_are_fields(fields: Any) -> None:
-    found = {name: one.values for name, one in fields("read_files").items()}
-    assert found == {
+    values = {name: field.values for name, field in fields("read_files").items()}
+    assert values == {
         "read_files.path": (),
         "read_files.strict": ("false",),
         "read_files.workers": ("0", "1", "7", "1000003"),
@@ -219,10 +219,10 @@ CLIPPING = {"fields": ["*.clipping", "A.max_norm"], "twice": ["1.0", "0.5"], "re
     ],
 )
 def test_settings_that_say_the_same_contradict_each_other(
-    settings: tuple[str, ...], found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    settings: tuple[str, ...], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "rules", lambda: [CLIPPING, CLIPPING | {"fields": ["A.decay"]}])
-    assert rules.contradiction(settings) == found
+    assert rules.contradiction(settings) == expected
 
 
 def test_a_contradiction_has_a_reference_for_each_of_the_two_settings() -> None:
@@ -388,9 +388,9 @@ def test_a_driver_says_which_objects_it_does_not_make() -> None:
         ("ds_config.gradient_clipping=1.0", "ddp", False),
     ],
 )
-def test_accelerates_objects_are_made_under_some_strategies(setting: str, strategy: str, *, there: bool) -> None:
+def test_accelerates_objects_are_made_under_some_strategies(setting: str, strategy: str, *, is_made: bool) -> None:
     reason = DRIVERS.get("accelerate").unsupported_reason(Cell.of(strategy, "fp32", model="mlp", set=setting))
-    assert (reason is None) == there, reason
+    assert (reason is None) == is_made, reason
 
 
 @pytest.mark.parametrize(
@@ -554,14 +554,23 @@ def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_sett
     assert len({json.dumps(dataclasses.asdict(field)) for field in all_fields}) > 400
 
 
+def has_exactly(row: tuple[str, ...], set_to: dict[str, str]) -> bool:
+    """Tell whether a row has these values, and nothing for a name whose value is empty."""
+    for name, value in set_to.items():
+        if value and f"{name}={value}" not in row:
+            return False
+        if not value and any(setting.startswith(f"{name}=") for setting in row):
+            return False
+    return True
+
+
 def test_rows_have_every_pair_of_values() -> None:
     values = {"A.x": ["1"], "A.y": ["1", "2"], "B.z": ["1"]}
     rows = covering_rows(values)
-    for (name, ones), (other, twos) in itertools.combinations(values.items(), 2):
-        for one, two in itertools.product((*ones, ""), (*twos, "")):
-            pair = {f"{name}={one}"} - {f"{name}="} | {f"{other}={two}"} - {f"{other}="}
-            absent = [f"{key}=" for key, value in ((name, one), (other, two)) if not value]
-            assert any(pair <= set(row) and not any(r.startswith(a) for r in row for a in absent) for row in rows)
+    for (name, name_values), (other, other_values) in itertools.combinations(values.items(), 2):
+        for value, other_value in itertools.product((*name_values, ""), (*other_values, "")):
+            set_to = {name: value, other: other_value}
+            assert any(has_exactly(row, set_to) for row in rows)
 
 
 @given(st.sets(st.integers(0, 20), min_size=1, max_size=4))
