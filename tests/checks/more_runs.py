@@ -103,7 +103,10 @@ class Place:
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
-    run_cell, snapshots, done, end = run.cell(cell), [], 0, None
+    run_cell = run.cell(cell)
+    snapshots = []
+    done = 0
+    end = None
     for index, action in enumerate(run.actions):
         if action == "load" and run.damage:
             message = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
@@ -186,12 +189,14 @@ def _model(place: Place) -> ModelInfo:
 
 
 def _optimizer(place: Place) -> OptimizerInfo:
-    strategy, groups = STRATEGIES.get(place.cell.strategy), ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
+    strategy = STRATEGIES.get(place.cell.strategy)
+    groups = ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
     steps = {"digest": digest_of([place.done]), "numel": 1, "layout": Layout()}
     states: list[StateInfo] = []
     masters: list[StateInfo] = []
     for name in TRAINABLE:
-        numel, owner = math.prod(SHAPES[name]), place.live(name)
+        numel = math.prod(SHAPES[name])
+        owner = place.live(name)
         for key in ("exp_avg", "exp_avg_sq"):
             part = place.part(name, key, numel, split=strategy.shards or strategy.flat_masters)
             (masters if strategy.flat_masters else states).append(StateInfo(owner, key, "float32", **_as_state(part)))

@@ -38,7 +38,8 @@ SAVED = (*SHAPES, "head.weight", "scale")
 #: What tensor parallelism cuts, and how.
 CUT = {"inlet.weight": "Shard(0)", "outlet.weight": "Shard(1)"}
 #: What FSDP cuts out, and what option ``ignored`` leaves out.
-BLOCKS, IGNORED = ("inlet", "outlet"), ("frozen",)
+BLOCKS = ("inlet", "outlet")
+IGNORED = ("frozen",)
 RUNS = (TRAIN_RUN, RESUME_RUN, REFERENCE_RUN)
 
 
@@ -62,7 +63,9 @@ def _wrapped_by_compile(cell: Cell) -> bool:
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
-    run_cell, snapshots, done = run.cell(cell), [], run.first_step
+    run_cell = run.cell(cell)
+    snapshots = []
+    done = run.first_step
     for index, action in enumerate(run.actions):
         done += action in {"step", "reference"}
         # The reference speaks for the ranks of the cell.
@@ -195,7 +198,8 @@ def holders_of(cell: Cell, name: str) -> int:
 
 def layout(cell: Cell, rank: int, name: str = "") -> Layout:
     """The shard of a rank: neighbours hold a copy, as a mesh of copies, shards and parts of tensor parallelism has them."""
-    size, at = shared_by(cell), rank // cell.tp % shared_by(cell)
+    size = shared_by(cell)
+    at = rank // cell.tp % shared_by(cell)
     placement = "Shard(0)" if cell.strategy == "fsdp2" else FLAT
     first = rank - rank % cell.tp - at * cell.tp
     columns = range(cell.tp) if name in CUT else (rank % cell.tp,)
@@ -211,7 +215,8 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
     names = [live_name(cell, name) for name in TRAINABLE]
     owners = {"partition 0": ""} if strategy.flat_masters else dict(zip(names, TRAINABLE, strict=True))
-    numel, split = 16 if strategy.flat_masters else 8, strategy.flat_masters or strategy.shards
+    numel = 16 if strategy.flat_masters else 8
+    split = strategy.flat_masters or strategy.shards
     states = []
     for owner, name in owners.items() if done else ():
         part, holders = (layout(cell, rank, name), holders_of(cell, name)) if split else (Layout(), 1)

@@ -54,11 +54,12 @@ def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
         for rank in (0, 1):
             changes = {"inputs": (f"batch {nth + 1}.0 of rank {rank}",)}
             story = story.snapshot("step", changes, run="resume", nth=nth, rank=rank)
-    assert story.findings("data") == [
+    expected = [
         f"rank {rank}: step {nth} after the load is fed other data than in the run that never stopped"
         for nth in (1, 2)
         for rank in (0, 1)
     ]
+    assert story.findings("data") == expected
 
 
 def test_micro_batches_in_another_order(sound: Sound) -> None:

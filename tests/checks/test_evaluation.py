@@ -37,9 +37,8 @@ def test_the_metric_of_one_process() -> None:
 
 
 def test_rows_are_counted_twice() -> None:
-    assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == [
-        f"rank {rank}: mean is 10.5; 11 in one process" for rank in (0, 1)
-    ]
+    expected = [f"rank {rank}: mean is 10.5; 11 in one process" for rank in (0, 1)]
+    assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == expected
 
 
 @pytest.mark.parametrize(("wrong", "shown"), [({}, "missing"), ({"mean": math.nan}, "nan")])

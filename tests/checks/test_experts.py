@@ -23,7 +23,8 @@ def spread(story: Story) -> Story:
 
     def change(snapshot: Snapshot) -> Snapshot:
         at = snapshot.rank % 2
-        other_expert, own_expert = story.live(EXPERTS[1 - at]), story.live(EXPERTS[at])
+        other_expert = story.live(EXPERTS[1 - at])
+        own_expert = story.live(EXPERTS[at])
         holders = (snapshot.rank - at, snapshot.rank - at + 1)
         dims = MeshDim("dp_replicate", 2, snapshot.rank // 2, REPLICATE), MeshDim("ep", 2, at, STAGE)
         layouts = {own_expert: Layout(dims, holders)}

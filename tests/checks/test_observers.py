@@ -49,11 +49,13 @@ def test_a_parameter_is_trainable_no_more(sound: Sound, action: str, after: str)
 
 @WHERE
 def test_a_silent_rank(sound: Sound, action: str, after: str) -> None:
-    assert sound("ddp-fp32-w2").without(after, rank=1).findings("observers") == [f"rank 1: no report after {action}"]
+    story = sound("ddp-fp32-w2").without(after, rank=1)
+    assert story.findings("observers") == [f"rank 1: no report after {action}"]
 
 
 def test_a_save_leaves_the_model_in_evaluation_mode(sound: Sound) -> None:
-    story, where = sound("ddp-fp32-w2"), {"nth": 3, "rank": 1}
+    story = sound("ddp-fp32-w2")
+    where = {"nth": 3, "rank": 1}
     part = story.snapshot("step", {"evaluating": ("outlet", "inlet")}, **where)
     before = "in training mode before it"
     assert part.findings("observers") == [

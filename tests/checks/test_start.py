@@ -47,7 +47,8 @@ def test_a_parameter_has_other_values(runs_of: RunsOf, cell: str) -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_of_the_meta_device_no_values_are_known(runs_of: RunsOf, cell: str) -> None:
-    assert loaded(runs_of(cell, "start"), digest=EMPTY).findings("start") == []
+    story = loaded(runs_of(cell, "start"), digest=EMPTY)
+    assert story.findings("start") == []
 
 
 def test_a_rank_has_other_values_than_the_others(runs_of: RunsOf) -> None:
@@ -129,11 +130,13 @@ def test_a_model_that_was_loaded_in_evaluation_mode(sound: Sound) -> None:
         assert snapshot.unwrapped is not None
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, evaluating=("", "outlet", "frozen")))
 
-    assert story.alter(evaluating, action="build_model").findings("start") == []
+    changed = story.alter(evaluating, action="build_model")
+    assert changed.findings("start") == []
 
 
 def test_no_model_was_seen(sound: Sound) -> None:
-    findings = sound("ddp-fp32-w2").without("build_model").without("build").findings("start")
+    story = sound("ddp-fp32-w2").without("build_model").without("build")
+    findings = story.findings("start")
     assert findings == ["rank 0, 1: no report after build", "the unwrapped model was not recorded"]
 
 
@@ -145,4 +148,5 @@ def test_flat_pieces_of_a_transposed_parameter(runs_of: RunsOf, cell: str, is_fi
         assert snapshot.unwrapped is not None
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, noncontiguous=("outlet.weight",)))
 
-    assert bool(story.alter(transposed, action="build_model").findings("start")) == is_finding
+    changed = story.alter(transposed, action="build_model")
+    assert bool(changed.findings("start")) == is_finding

@@ -91,7 +91,8 @@ class Docstring:
     def of(cls, documented: Any) -> Docstring:
         """Read the docstring of an object."""
         first, *rest = TITLE.split(inspect.getdoc(documented) or "")
-        titles, texts = rest[::2], map(textwrap.dedent, rest[1::2])
+        titles = rest[::2]
+        texts = map(textwrap.dedent, rest[1::2])
         return cls(first.strip(), dict(zip(titles, texts, strict=True)))
 
     @property
@@ -140,7 +141,8 @@ def returned(function: Callable[..., Any]) -> str:
 
 def fenced(function: Callable[..., Any]) -> str:
     """Return the call of a function or a class as a block of code."""
-    name, result = function.__name__, returned(function)
+    name = function.__name__
+    result = returned(function)
     call = f"{name}({', '.join(arguments(function))}){result}"
     if len(call) > LONGEST_CALL:
         lines = "".join(f"    {argument},\n" for argument in arguments(function))

@@ -71,7 +71,8 @@ def test_several_packages_at_once(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0")
     wheel("other", "2.0")
     target = side_by_side.install("madeup==1.0,other==2.0", tmp_path)
-    assert (version_of("madeup", target), version_of("other", target)) == ("1.0", "2.0")
+    assert version_of("madeup", target) == "1.0"
+    assert version_of("other", target) == "2.0"
 
 
 def test_a_release_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +199,9 @@ def test_the_table_has_red_releases_and_causes(
 ) -> None:
     for version in ("1.0", "1.1", "2.0"):
         wheel("madeup", version)
-    suite, page, kept = tmp_path / "test_mine.py", tmp_path / "page.md", tmp_path / "kept"
+    suite = tmp_path / "test_mine.py"
+    page = tmp_path / "page.md"
+    kept = tmp_path / "kept"
     suite.write_text(DRIVER)
     # What is installed: one that is on the path already.
     monkeypatch.setenv("PYTHONPATH", str(side_by_side.install("madeup==2.0", tmp_path / "there")))
@@ -279,7 +282,8 @@ def test_a_session_with_an_incomplete_report_is_no_pass(
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_lets_pytest_end_what_it_began(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0")
-    module, log = tmp_path / "test_long.py", tmp_path / "madeup==1.0.log"
+    module = tmp_path / "test_long.py"
+    log = tmp_path / "madeup==1.0.log"
     module.write_text("""
 import time, pytest
 

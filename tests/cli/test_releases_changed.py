@@ -57,7 +57,8 @@ def test_two_directories(tmp_path: Path, package: Path) -> None:
         f"madeup@installed..{new}",
     ):
         change = read_change(text, tmp_path)
-        assert (change.text, change.target) == (f"madeup@{package}..{new}", new)
+        assert change.text == f"madeup@{package}..{new}"
+        assert change.target == new
 
 
 def test_a_relative_directory(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,8 @@ def test_releases_and_wheels(tmp_path: Path, wheel: Wheel, package: Path) -> Non
     wheel("madeup", "1.1")
     kept = tmp_path / "kept"
     change = read_change("madeup@1.0..1.1", kept)
-    assert (change.name, change.text) == ("madeup@1.1", f"madeup@{package}..{kept / 'madeup==1.1'}")
+    assert change.name == "madeup@1.1"
+    assert change.text == f"madeup@{package}..{kept / 'madeup==1.1'}"
     wheels = [tmp_path / "wheels" / f"madeup-{version}-py3-none-any.whl" for version in ("1.0", "1.1")]
     change = read_change(f"madeup@{wheels[0]}..{wheels[1]}", kept)
     assert change.name == f"madeup@{wheels[1].name}"
@@ -205,7 +207,8 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     spec = importlib.util.find_spec("accelerate")
     assert spec is not None
     assert spec.origin is not None
-    path, file_id = Path(spec.origin).parent / "accelerator.py", FileId("accelerate", "accelerator.py")
+    path = Path(spec.origin).parent / "accelerator.py"
+    file_id = FileId("accelerate", "accelerator.py")
     file = AnalysedFile(path, file_id).file
     backward = next(function for function in file.functions if function.name == "Accelerator.backward")
     # The body may begin with a docstring.
@@ -228,5 +231,6 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     assert "selected cells: 1" in out
     assert "accelerate@broken.diff: 1 selected, 1 ran, 0 skipped: 1 failed" in out
     (result,) = Report.read(tmp_path / "kept" / "accelerate-broken.diff.json").results
-    assert (result.cell, result.check) == ("ddp-fp32-w2", "active")
+    assert result.cell == "ddp-fp32-w2"
+    assert result.check == "active"
     assert "this release has no backward pass" in result.message

@@ -126,7 +126,8 @@ def test_a_file_whose_keys_are_mapped_back(tmp_path: Path) -> None:
     torch.save({"net.weight": torch.ones(2, 3)}, tmp_path / "model.pt")
     (info,) = read_files(tmp_path)
     plain = info.renamed(lambda key: key.removeprefix("net."))
-    assert (plain.keys, plain.shapes) == (("weight",), {"weight": (2, 3)})
+    assert plain.keys == ("weight",)
+    assert plain.shapes == {"weight": (2, 3)}
 
 
 def test_an_index(tmp_path: Path) -> None:
@@ -135,7 +136,9 @@ def test_an_index(tmp_path: Path) -> None:
     # Another library's file of that name.
     (tmp_path / "other.bin.index.json").write_text("[]", encoding="utf-8")
     (info,) = read_files(tmp_path)
-    assert (info.holds, info.files, info.total_size) == ("index", index["weight_map"], 24)
+    assert info.holds == "index"
+    assert info.files == index["weight_map"]
+    assert info.total_size == 24
 
 
 def test_dtypes_of_safetensors_have_torchs_names(tmp_path: Path) -> None:
@@ -213,12 +216,14 @@ def test_keys_of_a_composite_model_have_its_modules_names(modules: Path) -> None
 
 @pytest.mark.parametrize("last", ["", "2_Dense/pytorch_model.bin", "2_Dense"])
 def test_the_final_model_is_that_of_all_module_directories(modules: Path, last: str) -> None:
-    request, answer = modules / "request.json", modules / "answer.json"
+    request = modules / "request.json"
+    answer = modules / "answer.json"
     question = {"kind": "final", "path": str(modules / last), "checkpoints": [str(modules / "checkpoint-3")]}
     request.write_text(json.dumps(question), encoding="utf-8")
     reading.main(str(request), str(answer))
     content = json.loads(answer.read_text(encoding="utf-8"))
-    assert (content["problem"], content["stored"]) == ("", True)
+    assert content["problem"] == ""
+    assert content["stored"] is True
     names = {info["name"] for info in content["unwrapped"]["parameters"]}
     assert names == {"0.encoder.weight", "2.linear.weight", "2.linear.bias"}
     assert {key for file in content["files"] for key in file["keys"]} == names

@@ -85,9 +85,11 @@ def test_where_parts_of_autotp_start_in_the_whole(dim: int) -> None:
     """Parts of unlike sizes, whole and in the pieces that ZeRO's flat partitions make of them."""
     tensor = torch.arange(4 * 5 * 6).view(4, 5, 6)
     for coordinate, (first, size) in enumerate(((0, 3), (3, tensor.shape[dim] - 3))):
-        cut, part = Cut((4, 5, 6), dim, first, size, (2, 3), coordinate), tensor.narrow(dim, first, size).flatten()
+        cut = Cut((4, 5, 6), dim, first, size, (2, 3), coordinate)
+        part = tensor.narrow(dim, first, size).flatten()
         for start, numel in ((0, None), (0, 7), (7, len(part) - 7), (len(part) - 1, 1)):
-            starts, piece = cut.starts(start, numel), part[start:][:numel]
+            starts = cut.starts(start, numel)
+            piece = part[start:][:numel]
             assert starts is not None
             run = len(piece) // len(starts)
             assert (starts[:, None] + torch.arange(run)).flatten().tolist() == piece.tolist()
@@ -105,7 +107,8 @@ def test_a_partial_sum_is_no_shard() -> None:
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         layout = layout_of(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
-        assert (str(layout), layout.holders) == ("tp=Partial", ())
+        assert str(layout) == "tp=Partial"
+        assert layout.holders == ()
         # Each rank has another summand.
         assert layout.region
 
@@ -208,7 +211,8 @@ def test_masters_of_an_optimizer_of_its_own_are_held_as_the_model_is() -> None:
 
 def test_the_gradient_of_the_whole_of_a_parameter_in_parts() -> None:
     """As that of an embedding that transformers cuts: each rank has all of it, which counts once."""
-    shares, tensor = 0.0, torch.randn(4, 6)
+    shares = 0.0
+    tensor = torch.randn(4, 6)
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = torch.nn.Linear(6, 4, bias=False)
@@ -216,7 +220,9 @@ def test_the_gradient_of_the_whole_of_a_parameter_in_parts() -> None:
         model.weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()], src_data_rank=None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         square, holders, (gradient,) = read_gradients(model, optimizer, {model.weight: 0}, single=True)
-        assert (holders, gradient.numel, gradient.layout.holders) == ((), 24, ())
+        assert holders == ()
+        assert gradient.numel == 24
+        assert gradient.layout.holders == ()
         shares += square
     assert shares == 2 * 24.0
 

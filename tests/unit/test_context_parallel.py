@@ -17,7 +17,8 @@ def test_context_parallelism_is_that_of_ulysses(driver: str) -> None:
 
 
 def test_trainer_gathers_losses_of_all_ranks_alone_on_the_cpu() -> None:
-    cell, reason = Cell.parse("zero2-fp32-w4-cp_2"), DRIVERS.get("trainer").unsupported_reason
+    cell = Cell.parse("zero2-fp32-w4-cp_2")
+    reason = DRIVERS.get("trainer").unsupported_reason
     assert "'Global rank 0 is not part of group'" in str(reason(cell))
     assert reason(cell, "cuda") is None
     assert DRIVERS.get("accelerate").unsupported_reason(cell) is None
@@ -33,7 +34,8 @@ def test_torch_has_no_kernel_for_it_on_the_cpu() -> None:
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        heads, weight = torch.ones(1, 2, 8, 4), torch.ones(1, requires_grad=True)
+        heads = torch.ones(1, 2, 8, 4)
+        weight = torch.ones(1, requires_grad=True)
         parts = context_parallel(init_device_mesh("cpu", (2,)), buffers=[heads], buffer_seq_dims=[2])
         with parts:
             part = heads * weight

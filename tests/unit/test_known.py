@@ -130,7 +130,8 @@ def test_an_entry_applies_if_versions_and_device_fit(write: Write, more: str, ap
 @pytest.mark.parametrize("until", ["'2020-01-31'", "2020-01-31"])
 def test_an_entry_may_end(write: Write, until: str) -> None:
     (expectation,) = applying(read_file(write(f"{ENTRY}until = {until}\n")), ("mine",), "cpu")
-    assert (expectation.until, expectation.ended) == ("2020-01-31", True)
+    assert expectation.until == "2020-01-31"
+    assert expectation.ended is True
 
 
 def test_an_entry_applies_only_to_drivers_of_the_library(write: Write) -> None:
@@ -304,7 +305,8 @@ def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
     ],
 )
 def test_what_was_seen_on_a_gpu_is_known_there(driver: str, cell: str, check: str, seen: str) -> None:
-    libraries, asked = concerned(DRIVERS.get(driver)), Cell.parse(cell)
+    libraries = concerned(DRIVERS.get(driver))
+    asked = Cell.parse(cell)
     for device, known in (("cpu", False), ("cuda", True)):
         expectations = [
             expectation for expectation in applying(shipped(), libraries, device) if expectation.covers(asked, check)

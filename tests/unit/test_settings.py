@@ -208,7 +208,7 @@ CLIPPING = {"fields": ["*.clipping", "A.max_norm"], "twice": ["1.0", "0.5"], "re
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    ("settings", "expected"),
     [
         (("A.clipping=1.0", "A.max_norm=0.5"), ("A.clipping=1.0", "A.max_norm=0.5")),
         (("A.clipping=auto", "A.clipping=1.0", "A.max_norm=0.5"), ("A.clipping=1.0", "A.max_norm=0.5")),
@@ -248,7 +248,9 @@ def test_what_is_excluded_keeps_the_reason_for_it(monkeypatch: pytest.MonkeyPatc
 )
 def test_settings_of_float16_are_swept_in_float16(name: str) -> None:
     setting = rules.ruled(Field(f"ds_config.fp16.{name}", "int", "1", ("0", "7"), ("zero2",), "fp32"))
-    assert (setting.state, setting.precision, setting.checks) == ("swept", "fp16_mixed", ("scaling",))
+    assert setting.state == "swept"
+    assert setting.precision == "fp16_mixed"
+    assert setting.checks == ("scaling",)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,8 @@ def test_a_number_in_a_third_place_is_said_twice() -> None:
     setting = rules.ruled(
         Field("GradientAccumulationPlugin.num_steps", "int", "null", ("1",), ("ddp", "zero2"), "fp32"), names
     )
-    assert (setting.state, setting.strategies) == ("excluded", ("zero2",))
+    assert setting.state == "excluded"
+    assert setting.strategies == ("zero2",)
     for place in names:
         assert f"{place}=2+GradientAccumulationPlugin.num_steps=1" in setting.twice
     two = ("ds_config.gradient_accumulation_steps=2", "GradientAccumulationPlugin.num_steps=1")
@@ -329,7 +332,8 @@ def test_schedules_and_torchs_optimizers_of_the_json_are_swept() -> None:
         rules.ruled(Field(f"ds_config.{part}.type", "str", "null", (), ("zero2",), "fp32")) for part in PARTS
     ]
     assert [field.state for field in fields_of_part] == ["hinted", "hinted"]
-    assert all(any(value.startswith(name) for value in fields_of_part[0].values) for name in ("WarmupLR", "OneCycle"))
+    for name in ("WarmupLR", "OneCycle"):
+        assert any(value.startswith(name) for value in fields_of_part[0].values)
     assert any("torch_adam=true" in value for value in fields_of_part[1].values)
 
 
@@ -376,7 +380,7 @@ def test_a_driver_says_which_objects_it_does_not_make() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "strategy", "there"),
+    ("setting", "strategy", "is_made"),
     [
         ("DeepSpeedPlugin.zero_stage=2", "zero2", True),
         ("DeepSpeedPlugin.zero_stage=2", "ddp", False),
@@ -467,11 +471,13 @@ def test_a_field_without_values_and_rule_is_unknown() -> None:
 )
 def test_rules_know_fields_of_older_releases(name: str, state: str) -> None:
     setting = rules.ruled(Field(name, "int", "0", ("1", "1000003"), ("ddp",), "fp32"))
-    assert (setting.state, "1000003" in setting.values) == (state, False)
+    assert setting.state == state
+    assert ("1000003" in setting.values) is False
 
 
 def test_each_rule_is_whole() -> None:
-    assert all(isinstance(rule["reason"], str) for rule in rules.rules())
+    for rule in rules.rules():
+        assert isinstance(rule["reason"], str)
     names = {check for rule in rules.rules() for check in (*rule.get("without", ()), *rule.get("checks", ()))}
     assert names <= set(CHECKS.names())
     assert {strategy for rule in rules.rules() for strategy in rule.get("strategies", ())} <= set(STRATEGIES.names())
@@ -506,7 +512,8 @@ def test_a_library_that_is_not_installed_has_no_settings(monkeypatch: pytest.Mon
         raise ModuleNotFoundError("No module named 'deepspeed'")
 
     monkeypatch.setitem(globals(), "json_of", json_of_without_deepspeed)
-    assert all(field.places == () for field in fields("Launched", becomes="json_of").values())
+    for field in fields("Launched", becomes="json_of").values():
+        assert field.places == ()
 
 
 @pytest.mark.spawn
