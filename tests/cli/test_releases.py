@@ -199,9 +199,7 @@ def test_the_table_has_red_releases_and_causes(
 ) -> None:
     for version in ("1.0", "1.1", "2.0"):
         wheel("madeup", version)
-    suite = tmp_path / "test_mine.py"
-    page = tmp_path / "page.md"
-    kept = tmp_path / "kept"
+    suite, page, kept = tmp_path / "test_mine.py", tmp_path / "page.md", tmp_path / "kept"
     suite.write_text(DRIVER)
     # What is installed: one that is on the path already.
     monkeypatch.setenv("PYTHONPATH", str(side_by_side.install("madeup==2.0", tmp_path / "there")))
@@ -282,8 +280,7 @@ def test_a_session_with_an_incomplete_report_is_no_pass(
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_lets_pytest_end_what_it_began(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0")
-    module = tmp_path / "test_long.py"
-    log = tmp_path / "madeup==1.0.log"
+    module, log = tmp_path / "test_long.py", tmp_path / "madeup==1.0.log"
     module.write_text("""
 import time, pytest
 

@@ -207,8 +207,7 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     spec = importlib.util.find_spec("accelerate")
     assert spec is not None
     assert spec.origin is not None
-    path = Path(spec.origin).parent / "accelerator.py"
-    file_id = FileId("accelerate", "accelerator.py")
+    path, file_id = Path(spec.origin).parent / "accelerator.py", FileId("accelerate", "accelerator.py")
     file = AnalysedFile(path, file_id).file
     backward = next(function for function in file.functions if function.name == "Accelerator.backward")
     # The body may begin with a docstring.
@@ -231,6 +230,5 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     assert "selected cells: 1" in out
     assert "accelerate@broken.diff: 1 selected, 1 ran, 0 skipped: 1 failed" in out
     (result,) = Report.read(tmp_path / "kept" / "accelerate-broken.diff.json").results
-    assert result.cell == "ddp-fp32-w2"
-    assert result.check == "active"
+    assert (result.cell, result.check) == ("ddp-fp32-w2", "active")
     assert "this release has no backward pass" in result.message

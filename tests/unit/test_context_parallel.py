@@ -34,8 +34,7 @@ def test_torch_has_no_kernel_for_it_on_the_cpu() -> None:
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        heads = torch.ones(1, 2, 8, 4)
-        weight = torch.ones(1, requires_grad=True)
+        heads, weight = torch.ones(1, 2, 8, 4), torch.ones(1, requires_grad=True)
         parts = context_parallel(init_device_mesh("cpu", (2,)), buffers=[heads], buffer_seq_dims=[2])
         with parts:
             part = heads * weight
