@@ -107,6 +107,6 @@ class Accumulates(Driver):
     ],
 )
 def test_where_it_applies(driver: type[Driver], cell: str, reason: str) -> None:
-    found = CHECKS.get("restarts").not_applicable(Cell.parse(cell), driver) or ""
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("restarts").not_applicable(Cell.parse(cell), driver) or ""
+    assert actual_reason.startswith(reason)
+    assert bool(actual_reason) == bool(reason)

@@ -50,9 +50,9 @@ def test_the_arguments(cell: str, arguments: dict[str, Any]) -> None:
     ],
 )
 def test_the_cells(driver: str, cell: str, reason: str | None) -> None:
-    found = unsupported_reason(find_driver(driver), Cell.parse(cell), "cpu")
+    actual_reason = unsupported_reason(find_driver(driver), Cell.parse(cell), "cpu")
     if reason is None:
-        assert found is None
+        assert actual_reason is None
     else:
-        assert found is not None
-        assert reason in found
+        assert actual_reason is not None
+        assert reason in actual_reason
