@@ -38,8 +38,8 @@ def spans(directory: Path) -> list[Span]:
     return read_timeline(directory / "base" / "distcompat")
 
 
-def names(found: list[Span]) -> list[str]:
-    return [span.who.rpartition("::")[2] for span in found]
+def names(run_spans: list[Span]) -> list[str]:
+    return [span.who.rpartition("::")[2] for span in run_spans]
 
 
 def make(pytester: pytest.Pytester, sizes: list[int], ordinary: int = 0) -> list[str]:

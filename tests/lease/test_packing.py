@@ -127,6 +127,6 @@ def test_a_group_larger_than_the_machine_takes_all_of_it() -> None:
 
 
 def test_earlier_requests_for_the_same_device_are_ahead_nearest_first() -> None:
-    one, two, three = (Ticket(n, ids, 1, "") for n, ids in ((1, ("a", "b")), (2, ("c",)), (3, ("b", "c"))))
-    assert ahead(three, [one, two, three]) == [two, one]
-    assert ahead(two, [one, two, three]) == []
+    first, second, third = (Ticket(n, ids, 1, "") for n, ids in ((1, ("a", "b")), (2, ("c",)), (3, ("b", "c"))))
+    assert ahead(third, [first, second, third]) == [second, first]
+    assert ahead(second, [first, second, third]) == []

@@ -142,8 +142,8 @@ def test_properties_are_those_of_all_ranks_each_once(ranks: FakeRanks) -> None:
         properties = (("same", 1), ("who", who), *((("alone", 2),) if who else ()))
         return tuple(Phase(when, "passed", properties=properties) for when in ("setup", "call", "teardown"))
 
-    found = merge(ranks.ending((rank(0), phases(0)), (rank(1), phases(1)))).properties
-    assert found == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
+    properties = merge(ranks.ending((rank(0), phases(0)), (rank(1), phases(1)))).properties
+    assert properties == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
 
 
 @pytest.mark.parametrize(

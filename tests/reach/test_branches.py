@@ -22,8 +22,8 @@ def of(file: AnalysedFile, function: str) -> list[Branch]:
 
 def line_of(text: str) -> int:
     lines = LIBRARY.read_text(encoding="utf-8").splitlines()
-    (found,) = [number for number, line in enumerate(lines, 1) if line.strip() == text]
-    return found
+    (matching_line,) = [number for number, line in enumerate(lines, 1) if line.strip() == text]
+    return matching_line
 
 
 def test_all_functions_and_branches_are_found() -> None:

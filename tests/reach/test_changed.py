@@ -73,7 +73,7 @@ def copies(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def found(copies: tuple[Path, Path]) -> ReachMap:
+def reach_map(copies: tuple[Path, Path]) -> ReachMap:
     """FSDP2 executes the wrap; DDP prepares without it and saves."""
     file = AnalysedFile(copies[0] / "accelerate" / "accelerator.py", FILE).file
     reach_map = ReachMap({"accelerate": "1.0"}, {FILE: file})
@@ -115,8 +115,8 @@ def test_a_diff_says_the_same_whatever_it_shows_around(context_lines: int, tmp_p
 def test_files_of_another_package_are_passed_over() -> None:
     diff = "--- a/tests/test_x.py\n+++ b/tests/test_x.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"
     assert list(places_of_diff(ACCELERATE, diff)) == []
-    there = diff.replace("tests/test_x.py", "src/accelerate/state.py")
-    assert [place.file.path for place in places_of_diff(ACCELERATE, there)] == ["state.py"]
+    library_diff = diff.replace("tests/test_x.py", "src/accelerate/state.py")
+    assert [place.file.path for place in places_of_diff(ACCELERATE, library_diff)] == ["state.py"]
 
 
 def test_a_new_and_a_removed_file(copies: tuple[Path, Path]) -> None:
@@ -129,35 +129,37 @@ def test_a_new_and_a_removed_file(copies: tuple[Path, Path]) -> None:
     ]
 
 
-def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     """A line within a statement counts as the statement."""
     _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    inner, added, new = reached_places(found, places)
+    inner, added, new = reached_places(reach_map, places)
     assert (inner.function, inner.contexts) == ("Accelerator.prepare", (BUILD,))
     assert (added.function, added.contexts) == ("Accelerator.save", (SAVE,))
     # No line of the old release says who will call it.
     assert new.contexts == ()
 
 
-def test_a_changed_signature_concerns_all_that_call_the_function(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_a_changed_signature_concerns_all_that_call_the_function(
+    copies: tuple[Path, Path], reach_map: ReachMap
+) -> None:
     path = copies[1] / "accelerate" / "accelerator.py"
     path.write_text(OLD.replace("shard=False", "shard=True"), encoding="utf-8")
     _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    (one,) = reached_places(found, places)
-    assert set(one.cells) == {BUILD.place, DDP.place}
+    (place,) = reached_places(reach_map, places)
+    assert set(place.cells) == {BUILD.place, DDP.place}
 
 
-def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     everywhere = ChangedPlace(FILE, 1, (line_of("if shard:"),), 0, "x", defines=False)
     _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    reached = reached_places(found, [everywhere, places[0]])
+    reached = reached_places(reach_map, [everywhere, places[0]])
     cells = [(cell.cell, cell.places, cell.alone) for cell in cells_by_specificity(reached)]
     assert cells == [(BUILD.place, 2, 1), (DDP.place, 1, 0)]
 
 
-def test_text(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_text(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    lines = list(changed(reached_places(found, places)))
+    lines = list(changed(reached_places(reach_map, places)))
     assert lines[0] == "3 changed places in 1 file; cells execute 2"
     assert "  accelerate/ddp-fp32-w2: 1 place, 1 of them alone" in lines
     assert "places that no cell executes: 0" in lines
@@ -166,11 +168,11 @@ def test_text(copies: tuple[Path, Path], found: ReachMap) -> None:
     assert max(map(len, lines)) <= WIDTH
 
 
-def test_what_runs_on_import_is_counted_apart(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_what_runs_on_import_is_counted_apart(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     path = copies[1] / "accelerate" / "accelerator.py"
     path.write_text(OLD.replace('"""Module."""', '"""Module."""\nimport os'), encoding="utf-8")
     _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    lines = list(changed(reached_places(found, places)))
+    lines = list(changed(reached_places(reach_map, places)))
     assert "places that no cell executes: 0" in lines
     assert lines[-1] == "places outside functions, which run on import: 1"
 

@@ -39,7 +39,7 @@ def a_map(version: str = "1.0", branches: tuple[Branch, ...] = BRANCHES) -> Reac
 
 
 @pytest.fixture
-def found() -> ReachMap:
+def reach_map() -> ReachMap:
     """One branch of ``prepare`` is executed by two cells, one of ``_inner`` by one."""
     reach_map = a_map()
     reach_map.add(FILE, SAVE, Executed(bits_of([20, 40, 41]), bits_of([0, 2])))
@@ -47,31 +47,31 @@ def found() -> ReachMap:
     return reach_map
 
 
-def contexts(found: ReachMap) -> dict[str, tuple[Context, ...]]:
-    return {branch.branch.arrow: branch.contexts for branch in found.coverage_of(FILE).branches()}
+def contexts(reach_map: ReachMap) -> dict[str, tuple[Context, ...]]:
+    return {branch.branch.arrow: branch.contexts for branch in reach_map.coverage_of(FILE).branches()}
 
 
-def test_branches_have_the_contexts_that_reach_them(found: ReachMap) -> None:
-    assert contexts(found) == {"20 -> 21": (SAVE,), "20 -> 30": (), "40 -> 41": (STEP, SAVE), "40 -> exit": ()}
-    counts = found.coverage_of(FILE).counts()
+def test_branches_have_the_contexts_that_reach_them(reach_map: ReachMap) -> None:
+    assert contexts(reach_map) == {"20 -> 21": (SAVE,), "20 -> 30": (), "40 -> 41": (STEP, SAVE), "40 -> exit": ()}
+    counts = reach_map.coverage_of(FILE).counts()
     assert (counts.branches, counts.reached_branches, counts.reached_functions, counts.percent) == (4, 2, 2, 50.0)
 
 
-def test_a_file_holds_all_of_a_map(found: ReachMap, tmp_path: Path) -> None:
+def test_a_file_holds_all_of_a_map(reach_map: ReachMap, tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     path.write_text("a report of another program", encoding="utf-8")
-    write_map(path, found)
-    assert read_map(path) == found
+    write_map(path, reach_map)
+    assert read_map(path) == reach_map
     assert [path.name for path in tmp_path.iterdir()] == ["r.sqlite"]
 
 
-def test_equal_cells_share_a_row(found: ReachMap, tmp_path: Path) -> None:
+def test_equal_cells_share_a_row(reach_map: ReachMap, tmp_path: Path) -> None:
     """Hundreds of cells execute the same lines of a file."""
     import sqlite3
 
     for number in range(50):
-        found.add(FILE, Context("torch", f"ddp-fp32-w{number + 2}", "step"), Executed(bits_of([40]), 0))
-    write_map(tmp_path / "r.sqlite", found)
+        reach_map.add(FILE, Context("torch", f"ddp-fp32-w{number + 2}", "step"), Executed(bits_of([40]), 0))
+    write_map(tmp_path / "r.sqlite", reach_map)
     with sqlite3.connect(tmp_path / "r.sqlite") as database:
         ((rows,),) = database.execute("select count(*) from executed")
     assert rows == 3
@@ -86,26 +86,26 @@ def test_another_file_is_refused_by_name(content: bytes | None, tmp_path: Path) 
         read_map(path)
 
 
-def test_shards_are_one_map(found: ReachMap) -> None:
+def test_shards_are_one_map(reach_map: ReachMap) -> None:
     other = a_map()
     other.add(FILE, STEP, Executed(bits_of([20]), bits_of([1])))
-    found.merge(other)
-    assert contexts(found)["20 -> 30"] == (STEP,)
-    assert contexts(found)["40 -> 41"] == (STEP, SAVE)
+    reach_map.merge(other)
+    assert contexts(reach_map)["20 -> 30"] == (STEP,)
+    assert contexts(reach_map)["40 -> 41"] == (STEP, SAVE)
 
 
-def test_maps_of_different_releases_are_not_merged(found: ReachMap) -> None:
+def test_maps_of_different_releases_are_not_merged(reach_map: ReachMap) -> None:
     with pytest.raises(ValueError, match=r"different releases: lib 1\.0 and 2\.0"):
-        found.merge(a_map("2.0"))
+        reach_map.merge(a_map("2.0"))
 
 
 @pytest.mark.parametrize("pattern", ["ddp-*", "accelerate/*", "ddp-fp32-w2", "accelerate/ddp-fp32-w2"])
-def test_cells_are_selected_by_id_and_pattern(pattern: str, found: ReachMap) -> None:
-    assert contexts(found.only(pattern)) == {"20 -> 21": (), "20 -> 30": (), "40 -> 41": (STEP,), "40 -> exit": ()}
+def test_cells_are_selected_by_id_and_pattern(pattern: str, reach_map: ReachMap) -> None:
+    assert contexts(reach_map.only(pattern)) == {"20 -> 21": (), "20 -> 30": (), "40 -> 41": (STEP,), "40 -> exit": ()}
 
 
-def test_what_no_cell_reaches_is_sorted_by_what_users_run_into(found: ReachMap) -> None:
-    lines = list(missing(unreached(found, ["lib"]), "branches that no cell reaches"))
+def test_what_no_cell_reaches_is_sorted_by_what_users_run_into(reach_map: ReachMap) -> None:
+    lines = list(missing(unreached(reach_map, ["lib"]), "branches that no cell reaches"))
     assert lines == [
         "branches that no cell reaches: 2",
         "public functions first, then those that read an argument or a setting",
@@ -116,8 +116,8 @@ def test_what_no_cell_reaches_is_sorted_by_what_users_run_into(found: ReachMap) 
     ]
 
 
-def test_text_of_a_library(found: ReachMap) -> None:
-    assert list(functions(found, "lib")) == [
+def test_text_of_a_library(reach_map: ReachMap) -> None:
+    assert list(functions(reach_map, "lib")) == [
         "lib 1.0",
         "",
         "lib/trainer.py: 2 of 4 branches",
@@ -149,19 +149,19 @@ def test_text_fits_a_terminal() -> None:
         assert len(line) <= WIDTH, line
 
 
-def test_the_headline_counts(found: ReachMap) -> None:
-    assert headline(found) == "2 of 4 branches (50.0 %) are executed by 2 cells of 2 drivers"
+def test_the_headline_counts(reach_map: ReachMap) -> None:
+    assert headline(reach_map) == "2 of 4 branches (50.0 %) are executed by 2 cells of 2 drivers"
 
 
-def test_the_page_has_branches_and_escapes_source(found: ReachMap) -> None:
-    text = page(found)
+def test_the_page_has_branches_and_escapes_source(reach_map: ReachMap) -> None:
+    text = page(reach_map)
     assert "if x &lt; y:" in text
     assert "<script" not in text
     assert "2 of 4 branches (50.0 %)" in text
     assert "torch/fsdp2-fp32-w2" in text
 
 
-def test_new_code_of_a_release_that_no_cell_reaches(found: ReachMap) -> None:
+def test_new_code_of_a_release_that_no_cell_reaches(reach_map: ReachMap) -> None:
     new = (
         Branch("prepare", 90, 91, "if new:", "four()", Rank.PUBLIC),
         Branch("prepare", 90, 95, "if new:", "five()", Rank.PUBLIC),
@@ -173,15 +173,15 @@ def test_new_code_of_a_release_that_no_cell_reaches(found: ReachMap) -> None:
     )
     later = a_map("2.0", (*moved, *new))
     later.add(FILE, SAVE, Executed(bits_of([30, 90]), bits_of([0, 4])))
-    news = compare(found, later)
+    news = compare(reach_map, later)
     assert [branch.branch for branch in news.unreached] == [new[1]]
     assert [branch.branch for branch in news.reached] == [new[0]]
     assert [branch.branch.text for branch in news.lost] == ["if shard:"]
 
 
-def test_a_library_that_is_only_in_one_map_is_no_news(found: ReachMap) -> None:
+def test_a_library_that_is_only_in_one_map_is_no_news(reach_map: ReachMap) -> None:
     """An environment that lacks a library does not make all of it new."""
-    assert compare(ReachMap({}, {}), found).unreached == ()
+    assert compare(ReachMap({}, {}), reach_map).unreached == ()
 
 
 def test_files_of_ranks_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,9 +174,9 @@ VALUES: tuple[Any, ...] = (None, True, -1, 2.5, float("inf"), "", "\ud800\x1b[31
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all values inside."""
-    for name, one in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+    for name, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
         yield (*path, name)
-        yield from places(one, (*path, name))
+        yield from places(value, (*path, name))
 
 
 @functools.cache
@@ -214,7 +214,7 @@ def test_a_report_that_somebody_changed_is_read_or_the_field_is_named(changes: l
                 del parent[last]
             else:
                 parent[last] = value
-    whole = Report.from_json(json.loads(small()))
+    complete = Report.from_json(json.loads(small()))
     try:
         changed = Report.from_json(json.loads(json.dumps(data)))
     except UsageProblem as problem:
@@ -224,9 +224,9 @@ def test_a_report_that_somebody_changed_is_read_or_the_field_is_named(changes: l
     if error:
         assert len(error.splitlines()) == 1
         return
-    for one, other in ((whole, changed), (changed, whole), (changed, changed)):
-        list(compare(one, other).lines())
-        merge([one, other]).to_text()
+    for earlier, later in ((complete, changed), (changed, complete), (changed, changed)):
+        list(compare(earlier, later).lines())
+        merge([earlier, later]).to_text()
     for make in FORMATS.values():
         make(changed).encode("utf-8", "replace")
 

@@ -188,15 +188,15 @@ def test_the_table_of_names() -> None:
     assert (names["_orig_mod.a.bias"]["unwrapped"], names["_orig_mod.a.bias"]["files"]) == ("", ["model.safetensors"])
 
 
-def mesh_of(cell: str, *held: dict[str, Layout], shape: tuple[int, ...] = (8, 4)) -> Any:
+def mesh_of(cell: str, *layouts_by_rank: dict[str, Layout], shape: tuple[int, ...] = (8, 4)) -> Any:
     """Return the mesh of a training in which each rank has built these parameters."""
-    names = dict.fromkeys(name for holding in held for name in holding)
+    names = dict.fromkeys(name for holding in layouts_by_rank for name in holding)
     unwrapped = UnwrappedInfo(tuple(ParameterInfo(name, shape, "float32") for name in names))
     built = [snapshot(0, "build_model", 0, unwrapped=unwrapped)]
-    for rank, layouts in enumerate(held):
+    for rank, layouts in enumerate(layouts_by_rank):
         infos = tuple(ParameterInfo(name, shape, "float32", layout=layout) for name, layout in layouts.items())
         built.append(snapshot(rank, "build", 1, model=ModelInfo("M", {}, infos)))
-    return training(Cell.parse(cell), RunTrace("train", len(held), tuple(built))).mesh
+    return training(Cell.parse(cell), RunTrace("train", len(layouts_by_rank), tuple(built))).mesh
 
 
 def on_mesh(rank: int, shard: str, tp: str) -> Layout:
@@ -205,7 +205,7 @@ def on_mesh(rank: int, shard: str, tp: str) -> Layout:
 
 
 def test_the_mesh_has_each_distinct_layout_once() -> None:
-    held: list[dict[str, Layout]] = [
+    layouts_by_rank: list[dict[str, Layout]] = [
         {
             "layers.0.up.weight": on_mesh(rank, "StridedShard(0, 2)", "Shard(0)"),
             "layers.1.up.weight": on_mesh(rank, "StridedShard(0, 2)", "Shard(0)"),
@@ -214,7 +214,7 @@ def test_the_mesh_has_each_distinct_layout_once() -> None:
         }
         for rank in range(4)
     ]
-    assert mesh_of("fsdp2-fp32-w4-tp_2", *held) == {
+    assert mesh_of("fsdp2-fp32-w4-tp_2", *layouts_by_rank) == {
         "dims": [{"name": "dp_shard", "size": 2}, {"name": "tp", "size": 2}],
         "ranks": [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)],
         "layouts": [
@@ -243,9 +243,12 @@ def test_the_mesh_has_each_distinct_layout_once() -> None:
 
 def test_parts_that_are_uneven_or_flat_or_empty() -> None:
     placed = (("StridedShard(0, 2)", "Replicate"), ("Shard(0)", "Replicate"), ("Flat", "Shard(1)"))
-    held = [{str(nth): on_mesh(rank, *both) for nth, both in enumerate(placed) if nth or rank < 2} for rank in range(4)]
+    layouts_by_rank = [
+        {str(nth): on_mesh(rank, *both) for nth, both in enumerate(placed) if nth or rank < 2} for rank in range(4)
+    ]
     parts_by_name = {
-        layout["names"][0]: layout["parts"] for layout in mesh_of("fsdp2-fp32-w4-tp_2", *held, shape=(3, 2))["layouts"]
+        layout["names"][0]: layout["parts"]
+        for layout in mesh_of("fsdp2-fp32-w4-tp_2", *layouts_by_rank, shape=(3, 2))["layouts"]
     }
     assert parts_by_name == {
         # Rank 2 and 3 do not have the first at all.
@@ -253,10 +256,10 @@ def test_parts_that_are_uneven_or_flat_or_empty() -> None:
         "1": ["0:2, :"] * 2 + ["2:3, :"] * 2,
         "2": [f":, {part}; flat piece {piece} of 2" for piece in (1, 2) for part in ("0:1", "1:2")],
     }
-    (one,) = mesh_of(
+    (layout,) = mesh_of(
         "fsdp2-fp32-w4-tp_2", *({"a": on_mesh(rank, "Shard(0)", "Replicate")} for rank in range(4)), shape=(1,)
     )["layouts"]
-    assert one["parts"] == ["all", "all", "none", "none"]
+    assert layout["parts"] == ["all", "all", "none", "none"]
 
 
 def test_ranks_that_the_parameters_do_not_tell_apart() -> None:
@@ -271,17 +274,17 @@ def test_ranks_that_the_parameters_do_not_tell_apart() -> None:
 
 def test_the_mesh_has_the_stages_of_a_pipeline() -> None:
     """A tensor is on the ranks of its stage alone, and a tied one on those of two."""
-    held: list[dict[str, Layout]] = []
+    layouts_by_rank: list[dict[str, Layout]] = []
     for rank in range(4):
         dims = MeshDim("pp", 2, rank // 2, "Stage"), MeshDim("dp_shard", 2, rank % 2, "Shard(0)")
-        held.append({"tied": Layout(dims), f"layers.{rank // 2}.up": Layout(dims)})
+        layouts_by_rank.append({"tied": Layout(dims), f"layers.{rank // 2}.up": Layout(dims)})
     both, first, last = (
         ["0:4, :", "4:8, :"] * 2,
         ["0:4, :", "4:8, :", "none", "none"],
         ["none", "none", "0:4, :", "4:8, :"],
     )
     expected = [(["tied"], both), (["layers.1.up"], last), (["layers.0.up"], first)]
-    mesh = mesh_of("fsdp2-fp32-w4-pp_2", *held)
+    mesh = mesh_of("fsdp2-fp32-w4-pp_2", *layouts_by_rank)
     assert mesh["dims"] == [{"name": "pp", "size": 2}, {"name": "dp_shard", "size": 2}]
     assert mesh["ranks"] == [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)]
     assert [(layout["names"], layout["parts"]) for layout in mesh["layouts"]] == expected
@@ -350,9 +353,11 @@ def test_the_bytes_that_each_rank_holds() -> None:
 
 @pytest.mark.parametrize("actions", [(), ("build_model",), ("build_model", "build"), ("build_model", "build", "step")])
 def test_a_training_that_broke_off_shows_what_there_is(actions: tuple[str, ...]) -> None:
-    whole = run()
+    full_run = run()
     part = RunTrace(
-        "train", 2, tuple(snapshot for snapshot in whole.snapshots if snapshot.action in actions and snapshot.index < 3)
+        "train",
+        2,
+        tuple(snapshot for snapshot in full_run.snapshots if snapshot.action in actions and snapshot.index < 3),
     )
     shown = training(CELL, part)
     assert bool(shown.names) == ("build_model" in actions)

@@ -101,18 +101,21 @@ def test_the_kind_of_a_history(letters: str, torch: str, kind: str) -> None:
 def test_a_gap_is_neither_red_nor_a_fix(letters: str, kind: str, nights_of: tuple[int | None, ...]) -> None:
     check_history = history(letters)
     assert (check_history.kind, (check_history.before, check_history.since, check_history.until)) == (kind, nights_of)
-    whole = trend(nights(names=letters))
-    assert sum(night.fixed for night in whole.nights) == letters.count("o", letters.index("F"))
-    assert sum(night.found for night in whole.nights) == (letters[0] == "o")
+    history_of_nights = trend(nights(names=letters))
+    assert sum(night.fixed for night in history_of_nights.nights) == letters.count("o", letters.index("F"))
+    assert sum(night.found for night in history_of_nights.nights) == (letters[0] == "o")
 
 
 def test_the_versions_that_changed_are_named_over_a_gap() -> None:
-    whole = trend(nights("12345", names="oo..F", units="ooFFF"))
-    assert [history.changed for history in whole.histories] == [{"torch": ("2.2", "2.5")}, {"torch": ("2.2", "2.3")}]
-    assert whole.story(whole.histories[0]) == (
+    history_of_nights = trend(nights("12345", names="oo..F", units="ooFFF"))
+    assert [history.changed for history in history_of_nights.histories] == [
+        {"torch": ("2.2", "2.5")},
+        {"torch": ("2.2", "2.3")},
+    ]
+    assert history_of_nights.story(history_of_nights.histories[0]) == (
         "broken: red since 2026-11-05 01:30, not on 2026-11-02 01:30: torch 2.2 -> 2.5"
     )
-    assert [night.changed for night in whole.nights][:2] == [{}, {"torch": ("2.1", "2.2")}]
+    assert [night.changed for night in history_of_nights.nights][:2] == [{}, {"torch": ("2.1", "2.2")}]
 
 
 def test_another_gpu_is_another_version() -> None:
@@ -123,19 +126,19 @@ def test_another_gpu_is_another_version() -> None:
 
 def test_nights_are_in_the_order_in_which_they_began_with_their_counts() -> None:
     reports = nights("1112", names="oFFo", units="ooF-", data="FFoo")
-    whole = trend(random.Random(0).sample(reports, k=4))
-    assert [str(night) for night in whole.nights] == [f"2026-11-0{at} 01:30" for at in (1, 2, 3, 4)]
-    counted = [(night.ran, night.red, night.found, night.fixed) for night in whole.nights]
+    history_of_nights = trend(random.Random(0).sample(reports, k=4))
+    assert [str(night) for night in history_of_nights.nights] == [f"2026-11-0{at} 01:30" for at in (1, 2, 3, 4)]
+    counted = [(night.ran, night.red, night.found, night.fixed) for night in history_of_nights.nights]
     assert counted == [(3, 1, 0, 0), (3, 2, 1, 0), (3, 2, 1, 1), (2, 0, 0, 1)]
-    assert whole.headline == "4 nights: 1 broken, 2 fixed; 1 not run in the last"
+    assert history_of_nights.headline == "4 nights: 1 broken, 2 fixed; 1 not run in the last"
 
 
 def test_of_several_verdicts_of_a_night_the_worst_counts() -> None:
-    one = night(0, {"names": "o"})
-    one.results += night(1, {"names": "F"}).results
-    whole = trend([one])
-    assert whole.histories[0].statuses == (Status.FAILED,)
-    assert whole.headline == "1 night: 1 broken"
+    night_report = night(0, {"names": "o"})
+    night_report.results += night(1, {"names": "F"}).results
+    history_of_nights = trend([night_report])
+    assert history_of_nights.histories[0].statuses == (Status.FAILED,)
+    assert history_of_nights.headline == "1 night: 1 broken"
 
 
 def test_seconds_and_memory_of_a_cell() -> None:
@@ -147,8 +150,8 @@ def test_seconds_and_memory_of_a_cell() -> None:
 
 
 def test_the_text_has_one_line_for_each_change() -> None:
-    whole = trend(nights("1122", names="ooFF", units="ooFF", data="oFoo", paths="oooo", memory="oFFo"))
-    first, *lines = whole.lines()
+    history_of_nights = trend(nights("1122", names="ooFF", units="ooFF", data="oFoo", paths="oooo", memory="oFFo"))
+    first, *lines = history_of_nights.lines()
     assert first == "4 nights: 2 broken, 2 fixed, 1 never red"
     broken = "broken: red since 2026-11-03 01:30, not on 2026-11-02 01:30: torch 2.1 -> 2.2: "
     assert lines[0] == f"{broken}ddp-fp32-w2:names (d), ddp-fp32-w2:units (d): FAIL: rank 3: is wrong"
@@ -188,8 +191,8 @@ def test_other_values_are_shown_apart_with_the_versions_that_changed() -> None:
 
 
 def test_the_page_has_what_the_data_has() -> None:
-    whole = trend(nights("11122", names="oooFF", units="oF.Fo", paths="ooooo", memory="ok-oo"))
-    page = trend_html(whole)
+    history_of_nights = trend(nights("11122", names="oooFF", units="oF.Fo", paths="ooooo", memory="ok-oo"))
+    page = trend_html(history_of_nights)
     table_rows = rows(page)
     assert list(table_rows) == ["names", "units"], "what was never red has no row"
     assert "<summary>2 never red</summary>" in page
@@ -199,14 +202,15 @@ def test_the_page_has_what_the_data_has() -> None:
     ]
     styles = [(count, style) for count, style, _ in strip(table_rows["units"])]
     assert styles == [(1, "good"), (1, "bad"), (1, "none"), (1, "bad"), (1, "good")]
-    for history in whole.histories[:2]:
-        assert whole.story(history).replace(">", "&gt;") in table_rows[history.last.check]
-    for there in whole.nights:
+    for history in history_of_nights.histories[:2]:
+        assert history_of_nights.story(history).replace(">", "&gt;") in table_rows[history.last.check]
+    for night_shown in history_of_nights.nights:
         cells = "".join(
-            f"<td>{value}</td>" for value in (there.seconds, there.ran, there.red, there.found, there.fixed)
+            f"<td>{value}</td>"
+            for value in (night_shown.seconds, night_shown.ran, night_shown.red, night_shown.found, night_shown.fixed)
         )
-        assert f'<tr><th scope="row">{there}</th>{cells}' in page
-    ((seconds, memory),) = whole.costs.values()
+        assert f'<tr><th scope="row">{night_shown}</th>{cells}' in page
+    ((seconds, memory),) = history_of_nights.costs.values()
     assert f'<path d="{sparkline(seconds)}"/></svg></td><td>{seconds[-1]} s, largest {seconds[-1]} s</td>' in page
     assert f'<path d="{sparkline(memory)}"/></svg></td><td>3.9 KiB, largest 3.9 KiB</td>' in page
 
@@ -301,10 +305,10 @@ def test_a_hundred_thousand_verdicts_take_seconds() -> None:
         reports.append(night(at, letters, began=f"2026-{at // 28 + 1:02}-{at % 28 + 1:02}T01:00:00Z"))
     # Processor time: other sessions may share the machine.
     began = time.process_time()
-    whole = trend(reports)
-    page = trend_html(whole)
+    history_of_nights = trend(reports)
+    page = trend_html(history_of_nights)
     assert time.process_time() - began < 10
-    assert (len(whole.histories), sum(night.ran for night in whole.nights)) == (1000, 100_000)
-    red = sum(history.kind in {"broken", "flaky", "fixed"} for history in whole.histories)
+    assert (len(history_of_nights.histories), sum(night.ran for night in history_of_nights.nights)) == (1000, 100_000)
+    red = sum(history.kind in {"broken", "flaky", "fixed"} for history in history_of_nights.histories)
     assert (len(rows(page.replace("ddp-fp32-w2:check_", "ddp-fp32-w2:c"))), page.count("<tr data-kind")) == (red, red)
     assert len(page) < 500_000
