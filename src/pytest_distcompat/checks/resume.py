@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -76,14 +77,15 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _texts(_state_changes(before, after, "save"))
     saved = _without_nonpersistent_buffers(cell, train, saved)
     loaded = _without_nonpersistent_buffers(cell, train, loaded)
+    allowed_buffers = _buffers_of_ranks(saved)
     for before, after in pairs(saved, loaded):
         yield from _texts(_optimized_changes(before, after))
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
-            yield from _texts(_model_changes(before, after, "load", _buffers_of_ranks(saved)))
+            yield from _texts(_model_changes(before, after, "load", allowed_buffers))
         return
     for before, after in pairs(saved, loaded):
-        yield from _texts(_state_changes(before, after, "load", _buffers_of_ranks(saved)))
+        yield from _texts(_state_changes(before, after, "load", allowed_buffers))
         if before.scaler != after.scaler:
             yield (
                 f"rank {after.rank}: the gradient scaler is at {after.scaler}; "
@@ -99,7 +101,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     )
 
 
-def _texts(findings: Iterable[object]) -> Iterator[str]:
+def _texts(findings: Iterable[_Finding]) -> Iterator[str]:
     """Yield the text of each finding."""
     for finding in findings:
         yield str(finding)
@@ -113,7 +115,8 @@ def _first_infinite_losses(train: RunTrace) -> list[str]:
             # ``_loss_changes`` reports ranks without a loss.
             if snapshot.loss is not None:
                 with_loss.append(snapshot)
-        infinite = [*finite_losses(with_loss, f"step {nth + 1}")]
+        step = f"step {nth + 1}"
+        infinite = list(finite_losses(with_loss, step))
         if infinite:
             # Losses of later steps are infinite because of it.
             return infinite
@@ -214,91 +217,99 @@ def _buffers_of_ranks(snapshots: Snapshots) -> _Buffers:
     return values
 
 
-# Findings: each is what a rank has otherwise after an action than before, and as text a message
-# about it.
+@dataclass(frozen=True)
+class _Finding(abc.ABC):
+    """What a rank has otherwise after an action than before; as text a message about it."""
+
+    rank: int
+
+    @property
+    @abc.abstractmethod
+    def text(self) -> str:
+        """Return the message without the rank."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.text}"
 
 
 @dataclass(frozen=True)
-class _TensorsChange:
+class _TensorsChange(_Finding):
     """Tensors of one kind that changed in the same way.
 
     Attributes:
-        rank: The rank that has them.
         kind: ``parameter``, ``buffer`` or ``optimizer state``.
         names: Their names.
         change: How they changed.
         action: The action that must not change them.
     """
 
-    rank: int
     kind: str
     names: Collection[str]
     change: str
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         tensors = f"{self.kind} {and_others(self.names)}"
-        return f"rank {self.rank}: {tensors}: {self.change} after the {self.action}"
+        return f"{tensors}: {self.change} after the {self.action}"
 
 
 @dataclass(frozen=True)
-class _EmptyState:
+class _EmptyState(_Finding):
     """The optimizer has no state any more; before the action it had so many ``tensors``."""
 
-    rank: int
     tensors: int
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         expected = f"it held {self.tensors} tensors before"
         if self.action == "load":
             expected = f"{self.tensors} tensors were saved"
-        return (
-            f"rank {self.rank}: the optimizer's state is empty after the {self.action}; {expected}"
-        )
+        return f"the optimizer's state is empty after the {self.action}; {expected}"
 
 
 @dataclass(frozen=True)
-class _GroupCountChange:
+class _GroupCountChange(_Finding):
     """The optimizer has another number of param groups."""
 
-    rank: int
     before: int
     after: int
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         groups = f"the optimizer has {self.after} param groups after the {self.action}"
-        return f"rank {self.rank}: {groups}; {self.before} before"
+        return f"{groups}; {self.before} before"
 
 
 @dataclass(frozen=True)
-class _GroupNumberChange:
+class _GroupNumberChange(_Finding):
     """A number of a param group, such as its learning rate, is another one."""
 
-    rank: int
     number: GroupNumber
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         number = self.number
         values = f"{number.after} after the {self.action}; {number.before} before"
-        return f"rank {self.rank}: {_setting(number)} is {values}"
+        return f"{_setting(number)} is {values}"
 
 
 @dataclass(frozen=True)
-class _LaterGroupNumber:
+class _LaterGroupNumber(_Finding):
     """A number of a param group is another one after step ``nth`` (from 0) of the resumed run."""
 
-    rank: int
     number: GroupNumber
     nth: int
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         number = self.number
         expected = f"{number.before:.6g} in the run that never stopped"
         actual = f"{number.after:.6g} after step {self.nth + 1} of the resumed run"
-        return f"rank {self.rank}: {_setting(number)} is {actual}; {expected}"
+        return f"{_setting(number)} is {actual}; {expected}"
 
 
 def _setting(number: GroupNumber) -> str:
@@ -307,65 +318,62 @@ def _setting(number: GroupNumber) -> str:
 
 
 @dataclass(frozen=True)
-class _StaleOptimizer:
+class _StaleOptimizer(_Finding):
     """The optimizer updates tensors that are not in the model; ``problem`` is the text about it."""
 
-    rank: int
     problem: str
 
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.problem}"
+    @property
+    def text(self) -> str:
+        return self.problem
 
 
 @dataclass(frozen=True)
-class _TrainableChange:
+class _TrainableChange(_Finding):
     """Parameters were trainable before the load and are frozen; with ``trainable`` vice versa."""
 
-    rank: int
     names: Collection[str]
     trainable: bool
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         change = "frozen after the load, and trained before"
         if self.trainable:
             change = "trainable after the load, and frozen before"
         names = and_others(self.names)
-        return f"rank {self.rank}: parameter {names}: {change}"
+        return f"parameter {names}: {change}"
 
 
 @dataclass(frozen=True)
-class _MissingLoss:
+class _MissingLoss(_Finding):
     """A rank has no loss to compare."""
 
-    rank: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: no loss to compare; expected step() to return it"
+    @property
+    def text(self) -> str:
+        return "no loss to compare; expected step() to return it"
 
 
 @dataclass(frozen=True)
-class _LossChange:
+class _LossChange(_Finding):
     """The loss of a step after the load is another one; ``nth`` counts steps from 0."""
 
-    rank: int
     nth: int
     before: float
     after: float
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         loss = f"loss {self.nth + 1} after the load is {self.after:.6g}"
         expected = f"{self.before:.6g} in the run that never stopped"
-        return f"rank {self.rank}: {loss}; {expected}"
+        return f"{loss}; {expected}"
 
-
-_StateChange = _TensorsChange | _EmptyState | _GroupCountChange | _GroupNumberChange
 
 # Comparisons: each yields the findings about one rank.
 
 
 def _state_changes(
     before: Snapshot, after: Snapshot, action: str, buffers: _Buffers | None = None
-) -> Iterator[_StateChange]:
+) -> Iterator[_Finding]:
     """Yield findings for state that an action changed although it must not.
 
     Args:
@@ -405,7 +413,8 @@ def _model_changes(
     buffers = _tensors(before.buffers)
     buffers_after = _tensors(after.buffers)
     for name, value in buffers_after.items():
-        if name in buffers and value in allowed_buffers.get(name, ()):
+        allowed = allowed_buffers.get(name, ())
+        if name in buffers and value in allowed:
             buffers_after[name] = buffers[name]
     for change, names in _tensor_changes(buffers, buffers_after).items():
         yield _TensorsChange(after.rank, "buffer", names, change, action)
@@ -439,9 +448,7 @@ def _tensor_changes(before: _Tensors, after: _Tensors) -> dict[str, Collection[s
     return {change: names for change, names in names_by_change.items() if names}
 
 
-def _optimized_changes(
-    before: Snapshot, after: Snapshot
-) -> Iterator[_StaleOptimizer | _TrainableChange]:
+def _optimized_changes(before: Snapshot, after: Snapshot) -> Iterator[_Finding]:
     """Yield findings unless the optimizer updates the same parameters after the load.
 
     At a small learning rate the two losses after the load would not show it.
@@ -465,9 +472,7 @@ def _optimized_changes(
         yield _TrainableChange(after.rank, thawed, trainable=True)
 
 
-def _group_changes(
-    before: Snapshot, after: Snapshot, action: str
-) -> Iterator[_GroupCountChange | _GroupNumberChange]:
+def _group_changes(before: Snapshot, after: Snapshot, action: str) -> Iterator[_Finding]:
     """Yield findings for another number of param groups, and for other numbers in them."""
     groups = before.param_groups
     groups_after = after.param_groups
@@ -481,7 +486,7 @@ def _group_changes(
 
 def _loss_changes(
     nth: int, expected: Snapshots, resumed: Snapshots, tolerance: float
-) -> Iterator[_MissingLoss | _LossChange]:
+) -> Iterator[_Finding]:
     """Yield findings for losses of a step after the load that differ by more than the tolerance."""
     for before, after in pairs(expected, resumed):
         if before.loss is None or after.loss is None:
@@ -516,10 +521,12 @@ def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train = trace.run("train")
     trained = train.at("step", SAVED - 1)
-    for before, after in pairs(trained, train.at("step", SAVED)):
+    trained_further = train.at("step", SAVED)
+    for before, after in pairs(trained, trained_further):
         yield from other_mode(before, after, "the step after the save", "before it")
     yield from _observed(cell, trained, train.at("save"), "save")
-    yield from _observed(cell, train.at("export"), train.at("exported"), "export")
+    before_export = train.at("export")
+    yield from _observed(cell, before_export, train.at("exported"), "export")
 
 
 def _observed(
