@@ -246,7 +246,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "ema",
             (False, True),
-            "an average of the weights is kept beside the model: torch's `AveragedModel`, or an object that accelerate registers",
+            "an average of the weights is kept beside the model: torch's `AveragedModel`, "
+            "or an object that accelerate registers",
         ),
         Option(
             "checkpoints",

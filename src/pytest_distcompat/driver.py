@@ -259,7 +259,7 @@ class HasMetrics(LiveTrainer):
 
     @classmethod
     def evaluates_in(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
-        """Tell whether ``metrics`` evaluates as the cell's training would; by default it does in all cells."""
+        """Tell whether ``metrics`` evaluates as the cell's training would; by default always."""
         return True
 
 

@@ -45,7 +45,7 @@ ALWAYS = {
 DDP = calls("DistributedDataParallel.__init__")
 #: What a training comes by, besides ``ALWAYS``.
 PARTS = {
-    "loop": {"the closure of an optimizer's step", *calls("torch.save", "LRScheduler.__init__"), *DDP},
+    "loop": {"the closure of an optimizer's step", *calls("torch.save", "torch.load", "LRScheduler.__init__"), *DDP},
     "checkpoints": calls(
         *(f"torch.distributed.checkpoint.{name}" for name in ("save", "async_save", "load")),
         *(f"torch.distributed.checkpoint.state_dict_saver.{name}" for name in ("save", "async_save")),

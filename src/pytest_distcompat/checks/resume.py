@@ -550,8 +550,8 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     bit. The step after it has the same modules in training mode as that before it, and the loss of
     the run that never evaluated. A resumed run evaluates, by the driver's call ``evaluate()``; if
     its steps before are wrong, which ``resume`` reports, no loss is compared. A buffer that each
-    rank fills from its own data may become that of another rank, as DDP sends those of rank 0 before
-    each forward pass.
+    rank fills from its own data may become that of another rank, as DDP sends those of rank 0
+    before each forward pass.
 
     If it fails: call ``model.train()`` after it; look for what draws random numbers, such as the
     seed of a new iterator of a loader; for parameters that stay gathered or cast; for a count of

@@ -100,6 +100,7 @@ def of_loop(to: Path) -> list[float]:
     losses.append(float(optimizer.step(closure)))
     losses += steps(wrapped, optimizer, lambda loss: loss.backward(), 4)
     torch.save(wrapped.module.state_dict(), to / "model.pt")
+    torch.load(to / "model.pt")
     return losses
 
 
