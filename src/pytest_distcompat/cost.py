@@ -110,8 +110,9 @@ def is_quantized(state: StateInfo) -> bool:
 
     ``state`` is what one rank has of one tensor.
     """
-    large = state.numel >= QUANTIZED_FROM and state.numel % _QUANTIZED_BLOCK == 0
-    return large and state.key not in {"step", "master"}
+    if state.key in {"step", "master"}:
+        return False
+    return state.numel >= QUANTIZED_FROM and state.numel % _QUANTIZED_BLOCK == 0
 
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
@@ -162,20 +163,25 @@ def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
     The kinds are ``parameters``, ``gradients`` and ``optimizer`` (its state). Gradients are those
     that the optimizer gets; flat masters count as optimizer state.
     """
-    bytes_by_rank: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
+    sizes_by_rank: dict[int, dict[str, int]] = {}
     for snapshot in run.trained:
-        parameters = sum(nbytes(info.local_numel, info.dtype) for info in snapshot.parameters)
-        gradients = _gradient_bytes(snapshot)
-        optimizer = _optimizer_bytes(snapshot)
+        sizes = {
+            "parameters": _parameter_bytes(snapshot),
+            "gradients": _gradient_bytes(snapshot),
+            "optimizer": _optimizer_bytes(snapshot),
+        }
         for rank in snapshot.ranks:
-            bytes_by_rank["parameters"][rank] = parameters
-            bytes_by_rank["gradients"][rank] = gradients
-            bytes_by_rank["optimizer"][rank] = optimizer
+            sizes_by_rank[rank] = sizes
     listed: dict[str, list[int]] = {}
-    for name, sizes in bytes_by_rank.items():
-        if sizes:
-            listed[name] = [sizes[rank] for rank in sorted(sizes)]
+    for rank in sorted(sizes_by_rank):
+        for name, size in sizes_by_rank[rank].items():
+            listed.setdefault(name, []).append(size)
     return listed
+
+
+def _parameter_bytes(snapshot: Snapshot) -> int:
+    """Return the bytes of what this rank stores of the live parameters."""
+    return sum(nbytes(info.local_numel, info.dtype) for info in snapshot.parameters)
 
 
 def _has_flat_masters(snapshot: Snapshot) -> bool:

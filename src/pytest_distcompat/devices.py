@@ -76,8 +76,9 @@ def visible_ids(wanted: str | None = None) -> list[str]:
 
     ``wanted`` is a value of ``CUDA_VISIBLE_DEVICES`` to use in place of the environment's.
     """
-    value = os.environ.get("CUDA_VISIBLE_DEVICES") if wanted is None else wanted
-    return names_visible(value, gpu_uuids(), mig_instances())
+    if wanted is None:
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names_visible(wanted, gpu_uuids(), mig_instances())
 
 
 def gpu_uuids() -> list[str]:
@@ -94,10 +95,14 @@ def gpu_numbers(ids: Sequence[str]) -> list[int] | None:
     None if one of them has no number, as a MIG instance: torch counts no list that mixes numbers
     and UUIDs (``_parse_visible_devices`` in torch/cuda/__init__.py).
     """
-    numbers = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
-    if not all(uuid in numbers for uuid in ids):
-        return None
-    return [numbers[uuid] for uuid in ids]
+    # A lost GPU has none.
+    number_by_uuid = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
+    numbers: list[int] = []
+    for uuid in ids:
+        if uuid not in number_by_uuid:
+            return None
+        numbers.append(number_by_uuid[uuid])
+    return numbers
 
 
 def gpu_name() -> str:
@@ -192,7 +197,8 @@ def _is_ours(pid: int) -> bool:
 
     try:
         process = psutil.Process(pid)
-        return os.getpid() in {pid, *(parent.pid for parent in process.parents())}
+        parents = [parent.pid for parent in process.parents()]
+        return os.getpid() in {pid, *parents}
     except psutil.Error:
         # It is in another container, or ends just now.
         return False
@@ -228,7 +234,8 @@ def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
             return {}
         for uuid in ids:
             with contextlib.suppress(nvml.NVMLError):
-                answers[uuid] = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByUUID(uuid))
+                device = nvml.nvmlDeviceGetHandleByUUID(uuid)
+                answers[uuid] = getattr(nvml, function)(device)
     return answers
 
 
@@ -243,9 +250,8 @@ def _query_each_gpu(function: str) -> list[str]:
         answers = [""] * nvml.nvmlDeviceGetCount()
         for number in range(len(answers)):
             with contextlib.suppress(nvml.NVMLError):
-                answers[number] = _text(
-                    getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(number))
-                )
+                gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+                answers[number] = _text(getattr(nvml, function)(gpu))
     return answers
 
 

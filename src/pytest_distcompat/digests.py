@@ -21,14 +21,16 @@ EMPTY = "0:0"
 
 def form(words: int, hashes: tuple[int, ...]) -> str:
     """Return a digest as text, from the number of words and the two sums."""
-    return f"{words}:{hashes[0] << 32 | hashes[1]:x}"
+    combined = hashes[0] << 32 | hashes[1]
+    return f"{words}:{combined:x}"
 
 
 def read(digest: str) -> tuple[int, tuple[int, int]]:
     """Return the number of words and the two sums. Raises ValueError for another text."""
     words, _, text = digest.partition(":")
-    number = int(text, 16)
-    return int(words), (number >> 32, number & 0xFFFFFFFF)
+    combined = int(text, 16)
+    sums = (combined >> 32, combined & 0xFFFFFFFF)
+    return int(words), sums
 
 
 def combine(digests: Iterable[str]) -> str:

@@ -15,7 +15,9 @@ def excerpt(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     tail = most // 3
-    return f"{text[: most - tail]}\n... {len(text) - most} characters cut ...\n{text[-tail:]}"
+    head = most - tail
+    cut = len(text) - most
+    return f"{text[:head]}\n... {cut} characters cut ...\n{text[-tail:]}"
 
 
 def name_patterns(names: Sequence[str]) -> list[str]:
@@ -62,7 +64,12 @@ def visible(text: str) -> str:
 
     Control characters stand as Python writes them.
     """
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+    def escaped(match: re.Match[str]) -> str:
+        quoted = ascii(match[0])
+        return quoted[1:-1]
+
+    return _CONTROL.sub(escaped, text)
 
 
 def explained(message: str) -> str:

@@ -13,6 +13,7 @@ from pytest_distcompat.expect import Expectation, fails, refuses
 from pytest_distcompat.law import law_of
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, Snapshot, Trace
+from pytest_distcompat.wording import listed_ranks
 
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
@@ -79,7 +80,8 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     if declared:
         return _known(check, cell, declared, findings, complete=broken_off is None)
     if not findings:
-        return Verdict(check.name, cell.id, Status.PASSED, reason=check.remark(cell, trace))
+        remark = check.remark(cell, trace)
+        return Verdict(check.name, cell.id, Status.PASSED, reason=remark)
     return Verdict(check.name, cell.id, Status.FAILED, message(findings))
 
 
@@ -141,10 +143,10 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     if broken_off is not None and broken_off.action in BUILDS:
         expectation = refuses(match=_constant_part(findings[0]) or ".", **facets)
     else:
+        # A dictionary, to have each only once.
         patterns = dict.fromkeys(_constant_part(finding) for finding in findings)
-        expectation = fails(
-            check.name, reason="a link to the issue", match="|".join(patterns), **facets
-        )
+        match = "|".join(patterns)
+        expectation = fails(check.name, reason="a link to the issue", match=match, **facets)
     verdict = judge(check, cell, trace, [expectation])
     excuses = verdict.status in {Status.KNOWN, Status.REFUSED}
     if excuses and len(expectation.match) <= _LONGEST_MATCH:
@@ -158,7 +160,8 @@ def _constant_part(finding: str) -> str:
     It has no numbers, and nothing that a regular expression must escape.
     """
     first_line, _, _ = finding.strip().partition("\n")
-    return max(_VARIABLE.split(first_line), key=len).strip(" ,;:")
+    longest = max(_VARIABLE.split(first_line), key=len)
+    return longest.strip(" ,;:")
 
 
 def premature_end(check: Check, trace: Trace) -> RunFailure | None:
@@ -201,9 +204,9 @@ def _expected_refusal(
 
 def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
     """Tell whether the run ended with the exception that the refusal declares."""
-    return (
-        end is not None and end.kind == "raised" and refusal.matches(f"{end.message}\n{end.text}")
-    )
+    if end is None or end.kind != "raised":
+        return False
+    return refusal.matches(f"{end.message}\n{end.text}")
 
 
 def _refusal(
@@ -214,32 +217,27 @@ def _refusal(
     ``end`` is None if it ran to the end.
     """
     declared = f"declared: {refusal}"
-    status = Status.FAILED
-    reason = refusal.reason
-    built = [] if end is None else _ranks_that_built(trace, end)
+
+    def verdict(status: Status, text: str, reason: str = refusal.reason) -> Verdict:
+        return Verdict(check.name, cell.id, status, text, reason)
+
     if end is None:
         expected = f"expected to be refused at build with a message like {refusal.match!r}"
-        text = f"{expected}, but it ran to the end\n{declared}"
-    elif end.kind != "raised":
-        status = Status.from_name(end.kind)
-        text = end.text
-    elif not _refused(refusal, end):
-        text = f"{end.text}\n\nrefused with another message than {refusal.match!r}\n{declared}"
-    elif end.action not in BUILDS:
-        status = Status.LATE
-        text = (
-            f"refused only at {end.action!r}, after build; expected at build\n"
-            f"{declared}\n\n{end.text}"
-        )
-    elif built:
-        plural = "s" if len(built) > 1 else ""
-        ranks = f"rank{plural} {', '.join(str(rank) for rank in built)}"
-        text = f"refused on some ranks only; built on {ranks}\n{declared}\n\n{end.text}"
-    else:
-        status = Status.REFUSED
-        text = end.message
-        reason = refusal.reason or _without_rank(end) or end.message
-    return Verdict(check.name, cell.id, status, text, reason)
+        return verdict(Status.FAILED, f"{expected}, but it ran to the end\n{declared}")
+    if end.kind != "raised":
+        return verdict(Status.from_name(end.kind), end.text)
+    if not _refused(refusal, end):
+        problem = f"refused with another message than {refusal.match!r}"
+        return verdict(Status.FAILED, f"{end.text}\n\n{problem}\n{declared}")
+    if end.action not in BUILDS:
+        problem = f"refused only at {end.action!r}, after build; expected at build"
+        return verdict(Status.LATE, f"{problem}\n{declared}\n\n{end.text}")
+    built = _ranks_that_built(trace, end)
+    if built:
+        problem = f"refused on some ranks only; built on {listed_ranks(built)}"
+        return verdict(Status.FAILED, f"{problem}\n{declared}\n\n{end.text}")
+    reason = refusal.reason or _without_rank(end) or end.message
+    return verdict(Status.REFUSED, end.message, reason)
 
 
 def _ranks_that_built(trace: Trace, end: RunFailure) -> list[int]:
@@ -264,36 +262,36 @@ def _known(
     ``complete``: the run ended well, so ``findings`` are all there are.
     """
     occurred = _occurred(declared, findings)
-    missing = [
-        expectation
-        for expectation in declared
-        if expectation.strict and expectation not in occurred
-    ]
-    fixed = f"fixed? Then remove {' and '.join(str(expectation) for expectation in missing)}"
+    missing: list[Expectation] = []
+    for expectation in declared:
+        if expectation.strict and expectation not in occurred:
+            missing.append(expectation)
+    to_remove = " and ".join(map(str, missing))
+    fixed = f"fixed? Then remove {to_remove}"
+
+    def verdict(status: Status, text: str, about: Expectation) -> Verdict:
+        return Verdict(check.name, cell.id, status, text, about.reason)
+
     if not findings and not missing:
         return Verdict(check.name, cell.id, Status.PASSED)
     if not findings:
-        text = f"declared to fail, but it passes: {fixed}"
-        return Verdict(check.name, cell.id, Status.FIXED, text, missing[0].reason)
+        return verdict(Status.FIXED, f"declared to fail, but it passes: {fixed}", missing[0])
     if not occurred:
-        text = f"{message(findings)}\n\nfails otherwise than declared: {declared[0]}"
-        return Verdict(check.name, cell.id, Status.FAILED, text, declared[0].reason)
+        problem = f"fails otherwise than declared: {declared[0]}"
+        return verdict(Status.FAILED, f"{message(findings)}\n\n{problem}", declared[0])
     known = occurred[0]
-    # Each finding must be declared: a known bug must not hide another one.
-    others = _unexplained(findings, declared) if complete else []
-    if others:
-        text = f"{message(others)}\n\nfails as declared too: {known}"
-        return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
-    if missing and complete:
-        text = (
-            f"fails as declared ({known}), and not as declared besides: {fixed}\n\n"
-            f"{message(findings)}"
-        )
-        return Verdict(check.name, cell.id, Status.FIXED, text, missing[0].reason)
+    if complete:
+        # Each finding must be declared: a known bug must not hide another one.
+        others = _unexplained(findings, declared)
+        if others:
+            problem = f"fails as declared too: {known}"
+            return verdict(Status.FAILED, f"{message(others)}\n\n{problem}", known)
+        if missing:
+            problem = f"fails as declared ({known}), and not as declared besides: {fixed}"
+            return verdict(Status.FIXED, f"{problem}\n\n{message(findings)}", missing[0])
     reasons = tuple(dict.fromkeys(expectation.reason for expectation in occurred))
-    return Verdict(
-        check.name, cell.id, Status.KNOWN, message(findings), "; and ".join(reasons), reasons
-    )
+    reason = "; and ".join(reasons)
+    return Verdict(check.name, cell.id, Status.KNOWN, message(findings), reason, reasons)
 
 
 def _occurred(declared: Iterable[Expectation], findings: list[str]) -> list[Expectation]:

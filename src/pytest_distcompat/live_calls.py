@@ -193,7 +193,8 @@ class Calls:
     @training
     def new_epoch(self) -> None:
         """Begin the next epoch before this one is at its end."""
-        self.position += self.trainer.epoch - self.position % self.trainer.epoch
+        done = self.position % self.trainer.epoch
+        self.position += self.trainer.epoch - done
 
     @training
     def resume(self) -> None:
@@ -204,7 +205,8 @@ class Calls:
     @observer
     def save(self) -> None:
         """Save a checkpoint."""
-        states = [stateful.state_dict() for stateful in (self.model, *self._stateful())]
+        stateful_objects = (self.model, *self._stateful())
+        states = [stateful.state_dict() for stateful in stateful_objects]
         self.saved = copy.deepcopy(states)
 
     @training
@@ -306,16 +308,24 @@ class Calls:
         self.model.eval()
         with getattr(torch, context)():
             outputs = self.trainer.outputs(self.model)
-        if hasattr(self.model, "reshard"):
-            # FSDP2 expects a backward pass, for which it keeps the root's parameters whole.
-            self.model.reshard()
+        self.reshard()
         self.model.train(was_training)
         return outputs
+
+    def reshard(self) -> None:
+        """Have FSDP2 free what a forward pass gathered.
+
+        It expects a backward pass, for which it keeps the parameters of its last units whole.
+        """
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
 
 def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a method has, all of them if it passes further ones on."""
     parameters = inspect.signature(method).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}

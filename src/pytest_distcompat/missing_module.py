@@ -28,18 +28,19 @@ def hint_of(error: BaseException | None, root: Path) -> str:
     on_path = {Path(entry or ".").resolve() for entry in sys.path}
     for layout in _LAYOUTS:
         directory = (root / layout).resolve()
-        found = next(
-            (path for path in (directory / f"{name}.py", directory / name) if _is_module(path)),
-            None,
-        )
-        if found is not None and directory not in on_path:
-            return (
-                f"{found} is there, and pytest does not look in its directory: "
-                f"add pythonpath = {layout} to pytest's settings"
-            )
+        if directory in on_path:
+            continue
+        for path in (directory / f"{name}.py", directory / name):
+            if _is_module(path):
+                return (
+                    f"{path} is there, and pytest does not look in its directory: "
+                    f"add pythonpath = {layout} to pytest's settings"
+                )
     return ""
 
 
 def _is_module(path: Path) -> bool:
     """Tell whether the path is a file of Python, or a directory that has some."""
-    return path.is_file() if path.suffix == ".py" else path.is_dir() and any(path.glob("*.py"))
+    if path.suffix == ".py":
+        return path.is_file()
+    return path.is_dir() and any(path.glob("*.py"))

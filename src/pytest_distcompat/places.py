@@ -12,7 +12,10 @@ _OF = "-of-"
 
 def place_names(device: str, count: int) -> list[str]:
     """Return the names of the places of a GPU that is divided into so many."""
-    return [f"{device}{_PLACE}{number}{_OF}{count}" for number in range(1, count + 1)]
+    names: list[str] = []
+    for number in range(1, count + 1):
+        names.append(f"{device}{_PLACE}{number}{_OF}{count}")
+    return names
 
 
 def device_of(name: str) -> str:

@@ -95,7 +95,11 @@ class Registry(Generic[T]):
 
     def _items_of(self, module: ModuleType) -> list[T]:
         """Return the items that a module defines."""
-        return [value for value in vars(module).values() if self._belongs(value, module.__name__)]
+        items: list[T] = []
+        for value in vars(module).values():
+            if self._belongs(value, module.__name__):
+                items.append(value)
+        return items
 
     def _added_items(self) -> Iterator[tuple[str, T]]:
         """Yield each item that another package adds, after its origin."""
@@ -104,7 +108,8 @@ class Registry(Generic[T]):
             try:
                 item = entry.load()
             except Exception as error:
-                raise UsageProblem(f"{where}: {type(error).__name__}: {error}") from error
+                kind = type(error).__name__
+                raise UsageProblem(f"{where}: {kind}: {error}") from error
             if isinstance(item, ModuleType) and self._items_of(item):
                 for item_of_module in self._items_of(item):
                     yield where, item_of_module
@@ -122,15 +127,19 @@ class Registry(Generic[T]):
         """
         items: dict[str, T] = {}
         for module, item in self._own_items():
-            if items.setdefault(_name(item), item) is not item:
-                raise TypeError(f"{module} holds a second {self._item_name} named {_name(item)!r}")
+            name = _name(item)
+            if items.setdefault(name, item) is not item:
+                raise TypeError(f"{module} holds a second {self._item_name} named {name!r}")
         for where, item in self._added_items():
-            if items.setdefault(_name(item), item) is not item:
-                raise UsageProblem(
-                    f"{where} holds a second {self._item_name} named {_name(item)!r}"
-                )
-        ordered = sorted(items, key=lambda name: (getattr(items[name], "order", 0), name))
-        return {name: items[name] for name in ordered}
+            name = _name(item)
+            if items.setdefault(name, item) is not item:
+                raise UsageProblem(f"{where} holds a second {self._item_name} named {name!r}")
+
+        def position(name: str) -> tuple[int, str]:
+            order: int = getattr(items[name], "order", 0)
+            return order, name
+
+        return {name: items[name] for name in sorted(items, key=position)}
 
     def _belongs(self, value: object, module: str) -> bool:
         """Tell whether the value is an item: an instance of the kind, or a subclass of it.

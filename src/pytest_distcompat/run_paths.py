@@ -50,7 +50,12 @@ class SuitePayload:
     @property
     def paths(self) -> RunPaths:
         """The directories of the run."""
-        return RunPaths(Path(self.save_to), Path(self.load_from), Path(self.export), self.ranks)
+        return RunPaths(
+            save_to=Path(self.save_to),
+            load_from=Path(self.load_from),
+            export=Path(self.export),
+            ranks=self.ranks,
+        )
 
     @property
     def driver_cell(self) -> Cell:

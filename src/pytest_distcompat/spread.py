@@ -61,7 +61,11 @@ class Spread:
 
         They are ``w4``, and ``n2`` if it has two machines.
         """
-        return [f"{name[0]}{number}" for name, number in self.numbers.items()]
+        tokens: list[str] = []
+        for name, number in self.numbers.items():
+            initial = name[0]
+            tokens.append(f"{initial}{number}")
+        return tokens
 
     @property
     def uneven(self) -> str | None:

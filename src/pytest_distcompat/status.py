@@ -215,7 +215,10 @@ class Verdict:
     @property
     def headline(self) -> str:
         """Return the first line of the message that is not empty."""
-        return next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+        for line in self.message.splitlines():
+            if line.strip():
+                return line.strip()
+        return ""
 
     @property
     def why(self) -> str:

@@ -665,8 +665,12 @@ class RunTrace:
 
     def at_index(self, index: int) -> tuple[Snapshot, ...]:
         """Return the snapshots after the action with that index in the run."""
-        snapshots = [snapshot for snapshot in self.snapshots if snapshot.index == index]
-        return tuple(sorted(snapshots, key=lambda snapshot: snapshot.rank))
+        snapshots: list[Snapshot] = []
+        for snapshot in self.snapshots:
+            if snapshot.index == index:
+                snapshots.append(snapshot)
+        snapshots.sort(key=lambda snapshot: snapshot.rank)
+        return tuple(snapshots)
 
     @property
     def trained(self) -> tuple[Snapshot, ...]:
@@ -690,7 +694,9 @@ class RunTrace:
     def tf32_since_build(self) -> bool:
         """Tell whether a GPU changed from full float32 to TF32 once the trainer was built."""
         before = self.first("build_model")
-        return self.tf32 and before is not None and before.products.get("matmul", TF32) != TF32
+        if not self.tf32 or before is None:
+            return False
+        return before.products.get("matmul", TF32) != TF32
 
     @property
     def stand_in(self) -> StandIn | None:
@@ -741,7 +747,10 @@ def shard_groups(
     for group in reported:
         if len(group) > 1:
             ranks_with_peers.update(group)
-    groups = [group for group in reported if len(group) > 1 or group[0] not in ranks_with_peers]
+    groups: list[tuple[int, ...]] = []
+    for group in reported:
+        if len(group) > 1 or group[0] not in ranks_with_peers:
+            groups.append(group)
     if not groups and world_size:
         groups = [tuple(range(world_size))]
     return tuple(sorted(groups))
@@ -775,8 +784,10 @@ def held_indices(
 def _chunk(indices: Sequence[int], count: int, nth: int) -> Sequence[int]:
     """Return a chunk as torch makes them, a missing one empty."""
     # https://docs.pytorch.org/docs/stable/generated/torch.chunk.html
+    # Rounded up.
     size = -(-len(indices) // count)
-    return indices[nth * size : (nth + 1) * size]
+    start = nth * size
+    return indices[start : start + size]
 
 
 def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int, ...], float]:
@@ -790,8 +801,11 @@ def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int,
     for holders_of_part, _square in parts:
         ranks.update(holders_of_part)
     share = 0.0
+    # What has no holders is held by this rank alone.
+    holder_count = max(1, len(ranks))
     for holders_of_part, square in parts:
-        share += square * max(1, len(holders_of_part)) / max(1, len(ranks))
+        part_holder_count = max(1, len(holders_of_part))
+        share += square * part_holder_count / holder_count
     return tuple(sorted(ranks)), share
 
 
@@ -830,7 +844,10 @@ class Trace:
         Runs of several world sizes spread their ranks otherwise, and a finding may be about either:
         then a line says how.
         """
-        failed_runs = [run for run in self if run.end is not None and run.end.message in text]
+        failed_runs: list[RunTrace] = []
+        for run in self:
+            if run.end is not None and run.end.message in text:
+                failed_runs.append(run)
         # A dictionary, to have each only once.
         all_hosts: dict[Hosts, None] = {}
         for run in failed_runs or self:
@@ -843,7 +860,8 @@ class Trace:
             return only_hosts.name_in(text)
         places: list[str] = []
         for hosts in all_hosts:
-            ranks = ", ".join(str(rank) for rank in range(len(hosts.names)))
+            numbers = range(len(hosts.names))
+            ranks = ", ".join(map(str, numbers))
             places.append(hosts.name_in(f"ranks {ranks}"))
         return f"{text}\n\nwhere ranks are: {'; '.join(places)}"
 

@@ -229,7 +229,13 @@ class Rank:
         unwrapped = self.unwrapped
         self.unwrapped = None
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
-        plan = Plan(tuple(actions), self.number, self.run_paths.save_to, load_from)
+        plan = Plan(
+            tuple(actions),
+            self.number,
+            self.run_paths.save_to,
+            load_from,
+            loads_first=self.run.loads_first,
+        )
         if self.driver.live_calls is not None:
             rank = self.driver.world.rank
             self.driver.caller = self.driver.live_calls(
@@ -567,7 +573,7 @@ class Rank:
         return RowsInfo(name, epoch, batch, loader, epochs)
 
     def _metrics(self) -> dict[str, Any]:
-        if not self.driver.can("metrics"):
+        if not self.driver.can("metrics") or not self.driver.evaluates_in(self.driver.cell):
             return {}
         metrics: dict[str, float] = {}
         for name, value in self.driver.metrics(ROWS).items():
@@ -581,10 +587,11 @@ class Rank:
         extra: dict[str, Any] = {}
         # The reference of calls has a model, and no trainer.
         has_trainer = type(driver.caller) is not Calls
-        if whole and has_trainer and driver.extra_state:
+        states = driver.extra_state_in(driver.cell)
+        if whole and has_trainer and states:
             from pytest_distcompat.probe.extra import read_extra_state
 
-            extra["extra"] = read_extra_state(driver, driver.extra_state)
+            extra["extra"] = read_extra_state(driver, states)
         return extra | read_snapshot_fields(
             driver.model,
             driver.optimizer,

@@ -184,13 +184,13 @@ def test_the_core_imports_nothing_of_an_extension() -> None:
 
 def identifiers_of(path: Path) -> set[str]:
     """Every name, attribute, argument and whole text in a module; what docstrings and comments say is not among them."""
-    found: set[str] = set()
+    identifiers: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         for field in ("id", "attr", "arg", "name", "value"):
             value = getattr(node, field, None)
             if isinstance(value, str):
-                found.add(value)
-    return found
+                identifiers.add(value)
+    return identifiers
 
 
 def test_the_core_has_no_flag_of_an_extension() -> None:
@@ -214,7 +214,6 @@ def test_the_core_has_machines_as_plain_data_only() -> None:
     # The mark, the first placement and what says that it is not enough, and the name of a setting in reports.
     of_data |= {f"plugin/{name}" for name in ("marked/declare.py", "marked/run.py", "placement.py", "__init__.py")}
     of_data |= {"plugin/debugging.py", "engine.py", "report/compare.py"}
-    lines: list[str] = []
     for path in SOURCE.rglob("*.py"):
         name = str(path.relative_to(SOURCE))
         if name.startswith("ext/"):
@@ -222,8 +221,6 @@ def test_the_core_has_machines_as_plain_data_only() -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             if re.search(r"\b(nodes|per_node)\b", line):
                 assert name in of_data, f"{name}: {line}"
-                lines.append(line)
-    assert len(lines) < 40
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)

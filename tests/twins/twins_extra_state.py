@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.trace import ExtraState
 
 from .declare import Torch, name_of, twin
@@ -130,3 +132,44 @@ class EngineCountsAnew(DeepSpeedDriver):
     def load(self, directory: Path) -> None:
         super().load(directory)
         self.model.global_steps = 0
+
+
+@twin(
+    "extra_state",
+    "fsdp2-fp32-w2-model_mlp-ema",
+    match=r"^rank 0: average\.n_averaged is another after the load than was saved\nrank 1: ",
+    daily=True,
+)
+class AverageBuiltAnew(TorchDriver):
+    """After a load the average is that of the built model."""
+
+    def load(self, directory: Path) -> None:
+        average, self.average = self.average, None
+        super().load(directory)
+        self.average = average
+
+
+@twin(
+    "extra_state",
+    "ddp-fp32-w2-model_mlp-ema",
+    match=r"^rank 0: average\..* is another after the load than was saved\nrank 1: ",
+)
+class AverageNotRegistered(AccelerateDriver):
+    """The average is kept, and accelerate not told of it."""
+
+    def _register(self) -> None:
+        super()._register()
+        self.accelerator._custom_objects.remove(self.average)
+
+
+@twin(
+    "extra_state",
+    "zero2-fp32-w2-model_mlp",
+    match=r"^rank 0: progress\.state_dict\.batches is another after the load than was saved\nrank 1: ",
+)
+class ProgressNotLoaded(AccelerateDriver):
+    """What is registered is saved, and forgotten after a load."""
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        self.progress.batches = 0

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.trace import Loader
 
-from .declare import twin
+from .declare import name_of, twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from pytest_distcompat.cell import Cell
 
     Start = tuple[int, int]
 
@@ -182,9 +185,9 @@ class LeavesEarlyAndWaits(LeavesEarly):
     """It waits for the others, in another collective than theirs."""
 
     def metrics(self, count: int) -> Mapping[str, float]:
-        found = super().metrics(count)
+        metrics = super().metrics(count)
         torch.distributed.barrier()
-        return found
+        return metrics
 
 
 ALIKE = r"^ranks 0 and 1 draw the same random numbers in step 2\nranks 0 and 1 draw the same random numbers in step 3$"
@@ -258,3 +261,34 @@ class RoundsInExport(AccelerateDriver):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.copy_(parameter.to(torch.bfloat16))
+
+
+class TrainerOnMesh(TrainerDriver):
+    """Sound: two loaders of Trainer, of those that nothing is known against."""
+
+    @classmethod
+    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
+        loaders = super().loaders_in(cell)
+        return {name: loaders[name] for name in ("shuffle", "split_batches")}
+
+
+@twin(
+    "coverage",
+    "fsdp2-fp32-w4-tp_2-save_only_model",
+    match=r"^shuffle: ranks 1 and 0 are given different rows",
+    sound=name_of(TrainerOnMesh),
+)
+class FeedsPeersApart(TrainerOnMesh):
+    """Accelerate is not told of the mesh when it makes loaders: each rank has rows of its own."""
+
+    reads_rows = False
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        self.reads_rows = True
+        return super().rows(loader, count, start, directory)
+
+    def make_trainer(self, **settings: Any) -> Any:
+        trainer = super().make_trainer(**settings)
+        if self.reads_rows:
+            trainer.accelerator.state.device_mesh = None
+        return trainer

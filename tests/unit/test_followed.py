@@ -57,8 +57,9 @@ def test_an_optimizer_gets_its_settings(optimizer: str, settings: str, argument:
     ],
 )
 def test_the_reference_of_trainer_follows_its_numbers(settings: str, expected: dict[str, object]) -> None:
-    usual, found = made("trainer").param_groups[0], made("trainer", settings).param_groups[0]
-    assert {key: value for key, value in found.items() if key != "params" and value != usual[key]} == expected
+    usual = made("trainer").param_groups[0]
+    group = made("trainer", settings).param_groups[0]
+    assert {key: value for key, value in group.items() if key != "params" and value != usual[key]} == expected
 
 
 @pytest.mark.parametrize(
@@ -78,10 +79,10 @@ def test_the_reference_of_trainer_has_the_optimizer_and_its_own_arguments(
     option: str, settings: str, kind: str, expected: dict[str, object]
 ) -> None:
     pytest.importorskip("transformers")
-    found = made("trainer", settings, optimizer=option)
-    assert type(found).__name__ == kind
-    assert {key: found.param_groups[0][key] for key in expected} == expected
-    assert [group["weight_decay"] for group in found.param_groups] == [0.01, 0.0]
+    optimizer = made("trainer", settings, optimizer=option)
+    assert type(optimizer).__name__ == kind
+    assert {key: optimizer.param_groups[0][key] for key in expected} == expected
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adamw_torch_fused", "AdamW")])
@@ -94,7 +95,8 @@ def test_the_reference_of_trainer_follows_the_schedule() -> None:
     settings = "TrainingArguments.lr_scheduler_type=linear+TrainingArguments.lr_scheduler_kwargs=null"
     trainer = driver("trainer", f"{settings}+TrainingArguments.warmup_steps=0.5")
     optimizer = trainer.make_optimizer(torch.nn.Linear(4, 4))
-    scheduler, rates = trainer.make_scheduler(optimizer), []
+    scheduler = trainer.make_scheduler(optimizer)
+    rates = []
     for _ in range(20):
         rates.append(optimizer.param_groups[0]["lr"] / 3e-3)
         optimizer.step()
@@ -143,7 +145,8 @@ def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json()
     momentum = "ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.5+ds_config.optimizer.params.momentum=0.9"
     engine = driver("deepspeed", f"{momentum}+ds_config.scheduler.type=OneCycle+{ONE_CYCLE}")
     optimizer = engine.make_optimizer(torch.nn.Linear(4, 4))
-    assert (type(optimizer), optimizer.defaults["momentum"]) == (torch.optim.SGD, 0.9)
+    assert type(optimizer) is torch.optim.SGD
+    assert optimizer.defaults["momentum"] == 0.9
     assert isinstance(engine.make_scheduler(optimizer), schedules.OneCycle)
 
 
@@ -158,7 +161,9 @@ def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and
     groups = {group["use_muon"]: group for group in deepspeed_driver.param_groups}
     assert [group is model["inner"].weight for group in groups[True]["params"]] == [True]
     assert len(groups[False]["params"]) == 5
-    assert (groups[True]["momentum"], groups[True]["lr"], groups[False]["weight_decay"]) == (0.5, 3e-3, 0.01)
+    assert groups[True]["momentum"] == 0.5
+    assert groups[True]["lr"] == 3e-3
+    assert groups[False]["weight_decay"] == 0.01
 
 
 ONE_CYCLE = "ds_config.scheduler.params.cycle_min_lr=0.001+ds_config.scheduler.params.cycle_max_lr=0.003"
@@ -190,6 +195,94 @@ def test_the_reference_of_trainer_smooths_labels() -> None:
     assert loss == pytest.approx(float(0.5 * right - 0.5 * logs.mean()))
 
 
+@pytest.mark.parametrize(("reduction", "factor"), [("mean", 1.0), ("sum", 2.0)])
+def test_the_reference_of_deepspeed_adds_up_the_ranks_where_the_json_says_so(reduction: str, factor: float) -> None:
+    plain = driver("deepspeed")
+    plain.reference(plain.build_model(), 0, 2)
+    following = driver("deepspeed", f"ds_config.gradient_allreduce_op={reduction}")
+    following.reference(following.build_model(), 0, 2)
+    assert following.grad_norm == pytest.approx(factor * plain.grad_norm)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("settings", "decays"),
+    [
+        # After an epoch of 15 micro-batches in 8 steps the first of two micro-batches decays.
+        ("Accelerator.step_scheduler_with_optimizer=false", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    ],
+)
+def test_the_reference_of_accelerate_steps_the_schedule_as_the_setting_says(settings: str, decays: list[int]) -> None:
+    options = {"set": settings} if settings else {}
+    cell = Cell.of("ddp", "fp32", 2, model="mlp", grad_accum=2, **options)
+    accelerate: Any = DRIVERS.get("accelerate")(cell, World(0, 1, 0, "cpu"))
+    model = accelerate.tiny.make()
+    rates: list[float] = []
+    accelerate.optimizer = accelerate.make_optimizer(model)
+    accelerate.scheduler = accelerate.make_scheduler(accelerate.optimizer)
+    accelerate.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    for number in range(10):
+        accelerate.reference(model, number, 2)
+    assert rates == pytest.approx([3e-3 * 0.95**count for count in decays])
+
+
+@pytest.mark.parametrize("settings", ["TrainingArguments.warmup_steps=0.5", "TrainingArguments.warmup_ratio=0.5"])
+def test_the_reference_of_trainer_warms_up_for_a_part_of_all_steps(settings: str) -> None:
+    pytest.importorskip("transformers")
+    schedule = "TrainingArguments.lr_scheduler_type=linear+TrainingArguments.lr_scheduler_kwargs=null"
+    trainer = driver("trainer", f"{schedule}+{settings}")
+    optimizer = trainer.make_optimizer(torch.nn.Linear(4, 4))
+    trainer.make_scheduler(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "checks"),
+    [
+        ("TrainingArguments.neftune_noise_alpha=0.0", []),
+        ("TrainingArguments.neftune_noise_alpha=1e~06", []),
+        ("TrainingArguments.neftune_noise_alpha=1.0", ["parity", "clipping", "gradients"]),
+        ("ds_config.gradient_allreduce_op=sum", []),
+        ("Accelerator.step_scheduler_with_optimizer=false", []),
+        ("GradientAccumulationPlugin.adjust_scheduler=false", []),
+        ("ds_config.torch_autocast.enabled=true", ["dtypes"]),
+        ("ds_config.zero_optimization.zero_quantized_weights=true", ["dtypes"]),
+    ],
+)
+def test_a_setting_is_meant_to_fail_only_what_no_reference_can_follow(setting: str, checks: list[str]) -> None:
+    from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail
+
+    assert meant_to_fail(setting) == checks
+
+
+@pytest.mark.parametrize(
+    ("setting", "check", "precision"),
+    [
+        ("ds_config.torch_autocast.enabled=true", "parity", "bf16_upcast"),
+        ("ds_config.torch_autocast.enabled=true", "export", "bf16_upcast"),
+        ("ds_config.torch_autocast.enabled=true", "resume", "fp32"),
+        ("ds_config.zero_optimization.zero_quantized_weights=true", "gradients", "fp8"),
+        ("ds_config.gradient_allreduce_op=sum", "parity", "fp32"),
+    ],
+)
+def test_a_setting_that_rounds_has_the_tolerances_of_a_precision(setting: str, check: str, precision: str) -> None:
+    from types import SimpleNamespace
+
+    from pytest_distcompat.ext.upstream.sweep.law import SWEEP
+
+    asked: list[str] = []
+
+    def findings(cell: Cell, trace: Any) -> list[str]:
+        asked.append(cell.precision)
+        return ["found"]
+
+    judging: Any = SimpleNamespace(name=check, findings=findings, claim=findings)
+    trace: Any = SimpleNamespace(runs={})
+    assert SWEEP.findings(judging, Cell.of("zero2", "fp32", set=setting), trace) == ["found"]
+    assert asked == [precision]
+
+
 @pytest.mark.parametrize("field", ["label_smoothing_factor", "average_tokens_across_devices"])
 def test_what_the_reference_follows_is_compared_with_it(field: str) -> None:
     from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail
@@ -197,3 +290,21 @@ def test_what_the_reference_follows_is_compared_with_it(field: str) -> None:
 
     assert f"TrainingArguments.{field}" in FOLLOWED
     assert meant_to_fail(f"TrainingArguments.{field}=0.5") == []
+
+
+@pytest.mark.parametrize(("stateful", "skipped"), [("true", []), ("false", [3])])
+def test_a_loader_that_goes_on_by_itself_skips_no_batches(stateful: str, skipped: list[int]) -> None:
+    from types import SimpleNamespace
+
+    accelerate: Any = driver("accelerate", f"DataLoaderConfiguration.use_stateful_dataloader={stateful}")
+    asked: list[int] = []
+
+    def skip_first_batches(loader: list[str], count: int) -> list[str]:
+        asked.append(count)
+        return loader[count:]
+
+    accelerate.accelerator = SimpleNamespace(skip_first_batches=skip_first_batches)
+    accelerate.loader = ["a", "b", "c", "d"]
+    assert accelerate.next_batch(3) == ("d" if skipped else "a")
+    assert asked == skipped
+    assert ("torchdata" in accelerate.needs(accelerate.cell)) == (stateful == "true")

@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, pairs
+from pytest_distcompat.checks._base import (
+    check,
+    every_rank,
+    gradient_reductions,
+    pairs,
+    with_rank,
+)
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
@@ -23,7 +29,10 @@ FULL_STEPS = 3
 
 def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.cp > 1:
-        return "context parallelism sums the gradients of keys and values in every micro-batch, beside which others do not show"
+        return (
+            "context parallelism sums the gradients of keys and values in every micro-batch, "
+            "beside which others do not show"
+        )
     if cell.option("grad_accum") == 1:
         return "there is one micro-batch a step"
     return None
@@ -41,8 +50,9 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     Each micro-batch is fed once. ZeRO-2 and ZeRO-3 partition gradients and reduce N times
     (https://github.com/deepspeedai/DeepSpeed/pull/338).
 
-    If it fails: gradients are reduced too often if ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing or
-    wraps another backward pass, and never if the last micro-batch of a short step is not recognized.
+    If it fails: gradients are reduced too often if ``no_sync`` or
+    ``set_requires_gradient_sync(False)`` is missing or wraps another backward pass, and never if
+    the last micro-batch of a short step is not recognized.
     """
     micro_batches = int(cell.option("grad_accum"))
     trained = trace.run("train")
@@ -61,8 +71,8 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
             # micro-batches are known.
             if snapshot.inputs or is_full:
                 findings += _other_reductions(cell, snapshot, once, micro_batches)
-            for finding in findings:
-                yield f"step {nth + 1}: rank {snapshot.rank}: {finding}"
+            for finding in with_rank(snapshot, findings):
+                yield f"step {nth + 1}: {finding}"
 
 
 def _other_inputs(
@@ -91,14 +101,20 @@ def _other_inputs(
 
 def _other_optimizer_steps(snapshot: Snapshot, once: Snapshot) -> Iterator[str]:
     """Yield a finding if the optimizer did not step as often as with one micro-batch."""
-    if len(snapshot.steps) != len(once.steps):
-        yield f"the optimizer stepped {len(snapshot.steps)} times; {len(once.steps)} with one micro-batch"
+    steps = len(snapshot.steps)
+    expected = len(once.steps)
+    if steps != expected:
+        yield f"the optimizer stepped {steps} times; {expected} with one micro-batch"
 
 
 def _other_reductions(
     cell: Cell, snapshot: Snapshot, once: Snapshot, micro_batches: int
 ) -> Iterator[str]:
-    """Yield a finding if not as many elements of gradients were reduced as with one micro-batch, or so many for each."""
+    """Yield a finding if a step reduced more or fewer elements of gradients than expected.
+
+    As many are expected as in a step of one micro-batch; where the strategy reduces the gradients
+    of each micro-batch, as many for each.
+    """
     expected = _reduced_elements(cell, once)
     reduced = _reduced_elements(cell, snapshot)
     times = 1
@@ -106,7 +122,10 @@ def _other_reductions(
         times = micro_batches
         if snapshot.inputs:
             times = len(snapshot.inputs) // max(1, len(once.inputs))
-    if not expected or abs(reduced / expected - times) <= 1 / 4:
+    if not expected:
+        return
+    ratio = reduced / expected
+    if abs(ratio - times) <= 1 / 4:
         return
     expectation = f"{expected} with one micro-batch"
     if times != 1:

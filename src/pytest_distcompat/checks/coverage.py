@@ -1,4 +1,7 @@
-"""Is each row of the data given to one rank, once an epoch, and is a metric over several ranks that of one process?"""
+"""Is each row of the data given to one rank, once an epoch?
+
+And is a metric over several ranks that of one process?
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,29 @@ DATA_PLACE = frozenset({"world_size", *MESH}) - {"pp_schedule"}
 
 
 def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why another cell tests what depends on neither strategy nor precision; None if this one does."""
+    """Return why another cell tests what depends on neither strategy nor precision.
+
+    There is no reason, so None, if this cell tests it.
+    """
     if any(name in MESH for name, _ in cell.options):
         return _not_on_mesh(cell, driver)
     first = _first_cell(cell, driver)
     if cell == first:
         return None
-    return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
+    tested_in = f"{first.strategy}-{first.precision}"
+    return f"data are loaded alike in all cells, and that is tested in {tested_in}"
 
 
 def _not_on_mesh(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why a cell on a mesh does not test its loaders: others on that mesh do; None if it does."""
+    """Return why a cell on a mesh leaves its loaders to others on that mesh.
+
+    There is no reason, so None, if the cell tests them.
+    """
     if cell.precision not in {"fp32", "bf16_upcast"}:
-        return f"data are loaded on a mesh in {cell.precision} as in fp32 and bf16_upcast, where it is tested"
+        return (
+            f"data are loaded on a mesh in {cell.precision} as in fp32 and bf16_upcast, "
+            "where it is tested"
+        )
     allowed = {"model", *MESH}
     for key, needed in driver.needs_options.items():
         # Of several options together, as ``tp+ep``, and of an option with its value, as
@@ -55,7 +68,10 @@ def _not_on_mesh(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
-    """Return the first cell of that world size, without options, that the driver supports; the cell itself if there is none."""
+    """Return the first cell of that world size, without options, that the driver supports.
+
+    It is the cell itself if there is none.
+    """
     for precision in PRECISIONS.names():
         for strategy in STRATEGIES.names():
             plain = Cell(strategy, precision, cell.world_size).spread_as(cell)
@@ -83,16 +99,17 @@ def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
     depends_on=DATA_PLACE,
 )
 def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that each loader gives every row to one rank in each epoch, resumed and at another world size too.
+    """Check that each loader gives every row to one rank in each epoch, also when resumed.
 
-    The rows do not divide by the ranks, so some may be given twice to fill the last batches. A shuffled loader has
-    another order in each epoch. Resumed between epochs, or in the middle of the second, it goes on with the next rows;
-    twice as many ranks share those left. On a mesh ranks that hold parts of the same layers (``tp``), the same sequences
-    (``cp``) or stages of one pipeline (``pp``) are given the same rows, and count once.
+    The rows do not divide by the ranks, so some may be given twice to fill the last batches. A
+    shuffled loader has another order in each epoch. Resumed between epochs, or in the middle of the
+    second, it goes on with the next rows; at another world size, twice as many ranks share those
+    left. On a mesh ranks that hold parts of the same layers (``tp``), the same sequences (``cp``)
+    or stages of one pipeline (``pp``) are given the same rows, and count once.
 
-    If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers do (``DistributedSampler``
-    and the trainer's). With the same order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and
-    the number of batches done.
+    If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers
+    do (``DistributedSampler`` and the trainer's). With the same order in each epoch ``set_epoch``
+    is not called. A resumed run needs the epoch's seed and the number of batches done.
     """
     yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
     full_run = _rows_by_loader(trace.runs.get("rows"))
@@ -122,14 +139,20 @@ def _rows_by_loader(run: RunTrace | None) -> Mapping[str, RowsByRank]:
 
 
 def _unlike_peers(cell: Cell, rows_by_rank: RowsByRank) -> Iterator[str]:
-    """Yield a finding for each rank that is given other rows than the first of those with which it shares them."""
+    """Yield a finding for each rank that is given other rows than its peers.
+
+    Peers share rows; each is compared with the first of them.
+    """
     first_by_place = _first_ranks(cell, rows_by_rank)
     for rank, infos in sorted(rows_by_rank.items()):
         first = first_by_place[cell.dp_rank(rank)]
-        if infos[0].epochs == rows_by_rank[first][0].epochs:
+        info = infos[0]
+        first_info = rows_by_rank[first][0]
+        if info.epochs == first_info.epochs:
             continue
-        rows = f"{_listed(_epoch(infos[0], 0))} and {_listed(_epoch(rows_by_rank[first][0], 0))}"
-        given = f"ranks {rank} and {first} are given different rows: {rows}"
+        rows = _listed(_epoch(info, 0))
+        first_rows = _listed(_epoch(first_info, 0))
+        given = f"ranks {rank} and {first} are given different rows: {rows} and {first_rows}"
         yield f"{given}; expected the same, as they hold {shared_by(cell, rank, first)}"
 
 
@@ -140,7 +163,7 @@ def _once_for_peers(cell: Cell, rows_by_rank: RowsByRank) -> RowsByRank:
 
 
 def _first_ranks(cell: Cell, ranks: Iterable[int]) -> dict[int, int]:
-    """Return the first of the ranks that share rows, by their place among the data parallel ranks."""
+    """Return the first of the ranks that share rows, by their data parallel rank."""
     first_by_place: dict[int, int] = {}
     for rank in sorted(ranks):
         first_by_place.setdefault(cell.dp_rank(rank), rank)
@@ -153,18 +176,28 @@ def _only_records(rows_by_rank: RowsByRank) -> list[RowsInfo]:
 
 
 def _epoch(info: RowsInfo, number: int) -> Batches:
-    """Return the batches of an epoch, counted from the first that was read; none of one that was not."""
+    """Return the batches of an epoch; none if it was not read.
+
+    Args:
+        info: What a loader gave a rank.
+        number: The number of the epoch, counted from 0, the first that was read.
+    """
     if number < len(info.epochs):
         return info.epochs[number]
     return ()
 
 
+def _epoch_of_each(infos: Iterable[RowsInfo], number: int) -> list[Batches]:
+    """Return the batches of an epoch of each rank, see ``_epoch``."""
+    return [_epoch(info, number) for info in infos]
+
+
 def _other_epochs(full_rows: RowsByRank) -> Iterator[str]:
-    """Yield findings about the two epochs of the run that never stopped: their rows, and their order."""
+    """Yield findings about the rows of the two epochs of the unbroken run, and their order."""
     infos = _only_records(full_rows)
     loader = infos[0].expected
-    first_epoch = [_epoch(info, 0) for info in infos]
-    second_epoch = [_epoch(info, 1) for info in infos]
+    first_epoch = _epoch_of_each(infos, 0)
+    second_epoch = _epoch_of_each(infos, 1)
     for text in _not_each_once(first_epoch, loader):
         yield f"epoch 1: {text}"
     for text in _not_each_once(second_epoch, loader):
@@ -188,30 +221,56 @@ def _not_each_once(
     times_given = _times_given([*batches_by_rank, *before])
     # After the last batch, none is left to tell how many rows a step has but those before.
     rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
-    count = loader.rows or ROWS
-    missing = sorted(set(range(count)) - times_given.keys())
-    if missing and not (loader.dropped and len(missing) < rows_of_step):
-        yield f"{len(missing)} of {count} rows are given to no rank, first {missing[0]}"
-    surplus = sum(times_given.values()) - len(times_given)
-    if surplus and not (loader.filled and surplus < rows_of_step):
-        repeated: list[int] = []
-        for row in sorted(times_given):
-            if times_given[row] > 1:
-                repeated.append(row)
-        most = max(times_given.values())
-        times = "twice" if most == 2 else f"up to {most} times"
-        allowed = "none"
-        if loader.filled:
-            allowed = f"less than {rows_of_step}, which fill the last batches"
-        yield f"{len(repeated)} rows are given {times}, first {repeated[0]}; expected {allowed}"
+    yield from _missing_rows(times_given, loader, rows_of_step)
+    yield from _repeated_rows(times_given, loader, rows_of_step)
     for place, batches in enumerate(batches_by_rank):
         if () in batches:
             number = list(batches).index(()) + 1
-            yield f"batch {number} of data parallel rank {place} has no rows: a mean over it is no number"
-    lengths = [len(batches) for batches in batches_by_rank]
-    if len(set(lengths)) > 1 and (loader.filled or loader.dropped):
-        numbers = ", ".join(str(length) for length in lengths)
-        yield f"ranks are given {numbers} batches; expected equally many"
+            batch = f"batch {number} of data parallel rank {place}"
+            yield f"{batch} has no rows: a mean over it is no number"
+    if loader.filled or loader.dropped:
+        yield from _unequal_batches(batches_by_rank)
+
+
+def _unequal_batches(batches_by_rank: Sequence[Batches]) -> Iterator[str]:
+    """Yield a finding if ranks are given more batches than others."""
+    lengths = [str(len(batches)) for batches in batches_by_rank]
+    if len(set(lengths)) > 1:
+        yield f"ranks are given {', '.join(lengths)} batches; expected equally many"
+
+
+def _missing_rows(times_given: Counter[int], loader: Loader, rows_of_step: int) -> Iterator[str]:
+    """Yield a finding if more rows than the last, incomplete step has are given to no rank."""
+    count = loader.rows or ROWS
+    missing = sorted(set(range(count)) - times_given.keys())
+    if not missing:
+        return
+    if loader.dropped and len(missing) < rows_of_step:
+        return
+    first = missing[0]
+    yield f"{len(missing)} of {count} rows are given to no rank, first {first}"
+
+
+def _repeated_rows(times_given: Counter[int], loader: Loader, rows_of_step: int) -> Iterator[str]:
+    """Yield a finding if more rows are given again than fill the last step."""
+    surplus = sum(times_given.values()) - len(times_given)
+    if not surplus:
+        return
+    if loader.filled and surplus < rows_of_step:
+        return
+    repeated: list[int] = []
+    for row in sorted(times_given):
+        if times_given[row] > 1:
+            repeated.append(row)
+    most = max(times_given.values())
+    times = f"up to {most} times"
+    if most == 2:
+        times = "twice"
+    allowed = "none"
+    if loader.filled:
+        allowed = f"less than {rows_of_step}, which fill the last batches"
+    given = f"{len(repeated)} rows are given {times}"
+    yield f"{given}, first {repeated[0]}; expected {allowed}"
 
 
 def _times_given(batches_by_rank: Sequence[Batches]) -> Counter[int]:
@@ -233,7 +292,10 @@ def _rows_of_first_step(batches_by_rank: Sequence[Batches]) -> int:
 
 
 def _not_continued(full_rows: RowsByRank, resumed_rows: RowsByRank) -> Iterator[str]:
-    """Yield a finding for each rank that goes on with other rows than those that the run that never stopped had next."""
+    """Yield a finding for each rank that is resumed with other rows than come next.
+
+    The next rows are those of the run that never stopped.
+    """
     for rank, infos in resumed_rows.items():
         full = full_rows[rank][0]
         for info in infos:
@@ -241,16 +303,19 @@ def _not_continued(full_rows: RowsByRank, resumed_rows: RowsByRank) -> Iterator[
             resumed = _epoch(info, 0)
             if resumed == expected:
                 continue
-            place = "in the middle" if info.done else "at the beginning"
+            place = "at the beginning"
+            if info.done:
+                place = "in the middle"
+            where = f"resumed {place} of epoch {info.epoch + 1}"
             rows = f"{_listed(resumed)}; {_listed(expected)} in the run that never stopped"
-            yield f"resumed {place} of epoch {info.epoch + 1} rank {rank} is given rows {rows}"
+            yield f"{where} rank {rank} is given rows {rows}"
 
 
 def _not_continued_resharded(full_rows: RowsByRank, resharded_rows: RowsByRank) -> Iterator[str]:
     """Yield findings if twice as many ranks are not given what is left of the second epoch."""
     infos = _only_records(resharded_rows)
     full_infos = _only_records(full_rows)
-    batches = [_epoch(info, 0) for info in infos]
+    batches = _epoch_of_each(infos, 0)
     batches_before: list[Batches] = []
     for info, full in zip(infos, full_infos, strict=False):
         # A step of twice as many ranks has the rows of two steps.
@@ -279,6 +344,8 @@ TOLERANCE = 1e-5
 def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
     if not driver.can("metrics"):
         return "the driver has no metrics()"
+    if not driver.evaluates_in(cell):
+        return "the driver's metrics are not computed on this mesh"
     return tested_once(cell, driver)
 
 
@@ -291,10 +358,12 @@ def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
     depends_on=DATA_PLACE,
 )
 def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that each metric over rows that do not divide by the ranks equals the metric of one process, on every rank.
+    """Check that each metric equals, on every rank, the metric of one process.
 
-    If it fails: rows that fill the last batches are counted twice, or a mean of the ranks' means is taken. Gather with
-    ``gather_for_metrics``, which leaves such rows out.
+    The rows that it is taken over do not divide by the ranks.
+
+    If it fails: rows that fill the last batches are counted twice, or a mean of the ranks' means is
+    taken. Gather with ``gather_for_metrics``, which leaves such rows out.
     """
     snapshots = trace.run("rows").at("metrics")
     yield from every_rank(snapshots, cell.world_size, "metrics")
@@ -306,13 +375,16 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
         for name in sorted(reference.metrics.keys() | snapshot.metrics.keys()):
             metric = snapshot.metrics.get(name)
             expected = reference.metrics.get(name)
-            if (
-                metric is None
-                or expected is None
-                or not math.isclose(metric, expected, rel_tol=TOLERANCE)
-            ):
+            if not _are_close(metric, expected):
                 values = f"{_metric_text(metric)}; {_metric_text(expected)} in one process"
                 yield f"rank {snapshot.rank}: {name} is {values}"
+
+
+def _are_close(metric: float | None, expected: float | None) -> bool:
+    """Tell whether two metrics are there and equal but for rounding."""
+    if metric is None or expected is None:
+        return False
+    return math.isclose(metric, expected, rel_tol=TOLERANCE)
 
 
 def _metric_text(metric: float | None) -> str:

@@ -1,4 +1,7 @@
-"""Is a corrupted checkpoint an error that names the file, and does one work in a directory with any name?"""
+"""Is a corrupted checkpoint an error that names the file?
+
+And does a checkpoint work in a directory with any name?
+"""
 
 from __future__ import annotations
 
@@ -39,18 +42,20 @@ _LOADING = frozenset({"load", "build"})
     raises=("truncated", "removed"),
 )
 def damage(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that loading a checkpoint whose largest file is truncated or missing raises an error that names the file.
+    """Check that loading a damaged checkpoint raises an error that names the damaged file.
 
-    Training neither goes on with fresh or partial weights nor hangs.
+    The largest file is truncated, or missing. Training neither goes on with fresh or partial
+    weights nor hangs.
 
-    If it fails: missing weights were initialized anew, or a rank waits for another that failed to read its shard.
+    If it fails: missing weights were initialized anew, or a rank waits for another that failed to
+    read its shard.
     """
     for name in ("truncated", "removed"):
         yield from _loaded_without_error(trace.run(name))
 
 
 def _loaded_without_error(run: RunTrace) -> Iterator[str]:
-    """Yield a finding unless the run ends, while it loads, in an error that names the corrupted file."""
+    """Yield a finding unless the load ends in an error that names the corrupted file."""
     snapshot = run.first("damage")
     if snapshot is None or not snapshot.files:
         yield f"{run.name}: no file was corrupted"
@@ -64,7 +69,7 @@ def _loaded_without_error(run: RunTrace) -> Iterator[str]:
 
 
 def _later(end: RunFailure | None) -> str:
-    """Return what training did after an action that should have raised, for the end of a finding."""
+    """Return, for the end of a finding, what training did where it should have raised."""
     if end is None:
         return "went on"
     return f"failed in {end.action!r} only: {short(end.message)}"
@@ -76,7 +81,10 @@ def without_frames(text: str) -> str:
 
 
 def short(message: str) -> str:
-    """Return the first and the last line: an exception of several ranks lists the ranks' own between them."""
+    """Return the first and the last line of an exception's message.
+
+    An exception of several ranks lists the ranks' own between them.
+    """
     lines = []
     for line in message.splitlines():
         if line.strip():
@@ -89,7 +97,10 @@ def short(message: str) -> str:
 
 
 def _paths_runs(_cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return the runs ``named``, ``reopened`` and ``blocked``; the last ends with the build of a trainer that looks then."""
+    """Return the runs ``named``, ``reopened`` and ``blocked``.
+
+    The last ends with the build of the trainer if the trainer knows the directory then.
+    """
     if driver.knows_directory:
         return PATHS_AT_BUILD
     return PATHS
@@ -105,13 +116,15 @@ def _paths_runs(_cell: Cell, driver: type[Driver]) -> Scenario:
     raises=("blocked",),
 )
 def paths(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.
+    """Check that a save to and a load from a directory with an unusual name restore everything.
 
-    The name has spaces, parent directories, non-ASCII letters, ``pytorch_model_fsdp`` and ``optimizer``. Where a file is in
-    the directory's place, an error names it: in the save, and before the first step if the trainer knows it when built.
+    They do bit by bit. The name has spaces, parent directories, non-ASCII letters,
+    ``pytorch_model_fsdp`` and ``optimizer``. Where a file is in the directory's place, an error
+    names it: in the save, and before the first step if the trainer knows it when built.
 
     If it fails: a file is probably found by a word anywhere in its path
-    (https://github.com/huggingface/accelerate/pull/4119), or nobody looks at the directory before hours of training.
+    (https://github.com/huggingface/accelerate/pull/4119), or nobody looks at the directory before
+    hours of training.
     """
     named = trace.run("named")
     reopened = trace.run("reopened")
@@ -129,9 +142,11 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
 def _blocked(run: RunTrace) -> Iterator[str]:
     """Yield a finding unless the run ends in an error in time that names the directory."""
     problem = f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
-    if run.end is None and not run.at("step"):
-        yield f"{problem}: the trainer was built without an error, although it knows then where to save"
-    elif run.end is None or (run.at("save") and run.end.action != "save"):
-        yield f"{problem}: nothing was raised in the save, and training {_later(run.end)}"
-    elif BLOCKED_RUN.directory not in without_frames(run.end.text):
-        yield f"{problem}: the error does not name it: {short(run.end.message)}"
+    end = run.end
+    if end is None and not run.at("step"):
+        built = "the trainer was built without an error"
+        yield f"{problem}: {built}, although it knows then where to save"
+    elif end is None or (run.at("save") and end.action != "save"):
+        yield f"{problem}: nothing was raised in the save, and training {_later(end)}"
+    elif BLOCKED_RUN.directory not in without_frames(end.text):
+        yield f"{problem}: the error does not name it: {short(end.message)}"

@@ -1,4 +1,4 @@
-"""Does each rank train on its own data and random numbers, and does a resumed run continue where it stopped?"""
+"""Does each rank train on its own data and random numbers, and does a resumed run continue both?"""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import (
     RESUMED,
     UNTIL_RESUMED,
+    Snapshots,
     check,
     every_rank,
     other_mode,
     pairs,
+    resume_runs,
 )
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import by_stage
 from pytest_distcompat.models import known_model, model_of
-from pytest_distcompat.scenario import RESUME, SAVED
+from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 from pytest_distcompat.wording import named_ranks
 
@@ -32,20 +34,21 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME,
+    scenario=resume_runs,
     until=UNTIL_RESUMED,
     order=9,
     not_applicable=_inputs_not_observed,
     depends_on=RESUMED,
 )
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
+    """Check that ranks are fed different batches, and that a resumed run continues its epoch.
 
-    torch's random state continues too. Ranks of one tensor-parallel group or of one pipeline are fed the same batches;
-    those of one context-parallel group a part each of the same sequences.
+    It does so in the middle of the epoch, and torch's random state continues too. Ranks of one
+    tensor-parallel group or of one pipeline are fed the same batches; those of one context-parallel
+    group a part each of the same sequences.
 
-    If it fails: for equal batches check which world size the trainer assumes. If a load leads to other batches, the
-    sampler probably restarts the epoch.
+    If it fails: for equal batches check which world size the trainer assumes. If a load leads to
+    other batches, the sampler probably restarts the epoch.
     """
     train = trace.run("train")
     resume = trace.run("resume")
@@ -54,20 +57,22 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(resume.at("load"), cell.world_size, "load")
     for before, after in pairs(train.at("save"), resume.at("load")):
         if before.rng != after.rng:
-            yield f"rank {after.rank}: torch's random state after the load is another than at the save"
+            finding = "torch's random state after the load is another than at the save"
+            yield f"rank {after.rank}: {finding}"
     for nth in (0, 1):
+        step = f"step {nth + 1}"
         expected = train.at("step", SAVED + nth)
         resumed = resume.at("step", nth)
-        yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
-        yield from every_rank(resumed, cell.world_size, f"step {nth + 1} after the load")
+        yield from every_rank(expected, cell.world_size, f"{step} after the save")
+        yield from every_rank(resumed, cell.world_size, f"{step} after the load")
         for before, after in pairs(expected, resumed):
             if before.inputs != after.inputs:
-                finding = f"step {nth + 1} after the load is fed other data than in the run that never stopped"
-                yield f"rank {after.rank}: {finding}"
+                fed = f"{step} after the load is fed other data"
+                yield f"rank {after.rank}: {fed} than in the run that never stopped"
 
 
 def _wrong_batches(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
-    """Yield findings about ranks that should be fed the same batches in a step and are not, or that should not be and are."""
+    """Yield findings about ranks that are wrongly fed the same batches in a step, or others."""
     step = f"step {nth + 1}"
     first_at_place: dict[int, Snapshot] = {}
     first_rank_of_batch: dict[str, int] = {}
@@ -76,7 +81,8 @@ def _wrong_batches(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
         if not snapshot.inputs:
             yield f"rank {rank}: the model was fed nothing in {step}"
         elif "" in snapshot.inputs:
-            yield f"rank {rank}: no tensor was found in the inputs of {step}, so ranks cannot be compared"
+            finding = f"no tensor was found in the inputs of {step}, so ranks cannot be compared"
+            yield f"rank {rank}: {finding}"
         peer = first_at_place.setdefault(_place_of_rows(cell, rank), snapshot)
         if peer.inputs != snapshot.inputs:
             finding = f"ranks {peer.rank} and {rank} are fed different batches in {step}"
@@ -84,14 +90,22 @@ def _wrong_batches(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
         for batch in set(snapshot.inputs) - {""}:
             other = first_rank_of_batch.setdefault(batch, rank)
             if _place_of_rows(cell, other) != _place_of_rows(cell, rank):
-                finding = f"ranks {other} and {rank} are fed the same batch in {step}"
-                if cell.dp_rank(other) == cell.dp_rank(rank):
-                    finding += f"; expected another part of the sequence on each (cp {cell.cp})"
-                yield finding
+                shared = f"ranks {other} and {rank} are fed the same batch in {step}"
+                yield f"{shared}{_other_parts(cell, other, rank)}"
+
+
+def _other_parts(cell: Cell, rank: int, other: int) -> str:
+    """Return what should differ between two ranks that share sequences; empty for other ranks."""
+    if cell.dp_rank(rank) != cell.dp_rank(other):
+        return ""
+    return f"; expected another part of the sequence on each (cp {cell.cp})"
 
 
 def _place_of_rows(cell: Cell, rank: int) -> int:
-    """Return the place of a rank's rows, or parts of rows, among those of all ranks; ranks with the same one share them."""
+    """Return the place of a rank's rows, or parts of rows, among those of all ranks.
+
+    Ranks with the same place share them.
+    """
     ranks_of_stage = cell.world_size // cell.pp
     return rank % ranks_of_stage // cell.tp
 
@@ -114,19 +128,24 @@ def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_draws_nothing, depends_on=RESUMED
+    scenario=resume_runs,
+    until=UNTIL_RESUMED,
+    order=9,
+    not_applicable=_draws_nothing,
+    depends_on=RESUMED,
 )
 def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that ranks drop different activations, and that a resumed run draws what the run that never stopped drew.
+    """Check that ranks drop different activations, and that a resumed run draws on as before.
 
-    The check compares torch's random states after each step, on ranks that draw in every step: no two may be alike, but of
-    ranks of one tensor-parallel group. These drop the same of the same activations and, as under sequence parallelism, not
-    the same of different ones; no rank drops the same of two micro-batches. That is read from modules ``torch.nn.Dropout``.
-    All ranks have the same modules in training mode.
+    It draws what the run that never stopped drew. The check compares torch's random states after
+    each step, on ranks that draw in every step: no two may be alike, but of ranks of one
+    tensor-parallel group. These drop the same of the same activations and, as under sequence
+    parallelism, not the same of different ones; no rank drops the same of two micro-batches. That
+    is read from modules ``torch.nn.Dropout``. All ranks have the same modules in training mode.
 
     If it fails: seed each rank differently once the model is made, as by accelerate's
-    ``set_seed(seed, device_specific=True)``, and ranks of one tensor-parallel group alike, unless each has a part of the
-    sequence. Save the random state of each rank, not that of rank 0 alone.
+    ``set_seed(seed, device_specific=True)``, and ranks of one tensor-parallel group alike, unless
+    each has a part of the sequence. Save the random state of each rank, not that of rank 0 alone.
     """
     train = trace.run("train")
     resume = trace.run("resume")
@@ -138,10 +157,11 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     model = known_model(cell)
     if model is not None and model.random and idle_ranks:
         ranks = named_ranks(sorted(idle_ranks), cell.world_size)
-        yield f"{ranks}: a step draws no random numbers; the model {model.name} draws some in each forward"
+        expected = f"the model {model.name} draws some in each forward"
+        yield f"{ranks}: a step draws no random numbers; {expected}"
     yield from _unlike_modes(train, steps)
     for nth in range(1, SAVED):
-        drawing = []
+        drawing: list[Snapshot] = []
         for snapshot in steps[nth]:
             if snapshot.rank in drawing_ranks:
                 drawing.append(snapshot)
@@ -150,7 +170,7 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _other_random_states(cell, train, resume, drawing_ranks)
 
 
-def _ranks_that_draw(cell: Cell, steps: Sequence[tuple[Snapshot, ...]]) -> set[int]:
+def _ranks_that_draw(cell: Cell, steps: Sequence[Snapshots]) -> set[int]:
     """Return the ranks whose random state changes in every step but the first."""
     # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in
     # every step drops activations.
@@ -164,21 +184,25 @@ def _ranks_that_draw(cell: Cell, steps: Sequence[tuple[Snapshot, ...]]) -> set[i
     return ranks
 
 
-def _unlike_modes(run: RunTrace, steps: Sequence[tuple[Snapshot, ...]]) -> Iterator[str]:
-    """Yield findings of the first step in which ranks with the same modules do not train the same ones."""
+def _unlike_modes(run: RunTrace, steps: Sequence[Snapshots]) -> Iterator[str]:
+    """Yield findings if ranks of a stage have other modules in training mode than the first.
+
+    They are those of the first step in which this is so.
+    """
     for nth in range(1, SAVED):
+        step = f"step {nth + 1}"
         findings: list[str] = []
         for snapshots, _ in by_stage(run, steps[nth]):
             for snapshot in snapshots[1:]:
                 first = snapshots[0]
-                findings += other_mode(first, snapshot, f"step {nth + 1}", f"on rank {first.rank}")
+                findings += other_mode(first, snapshot, step, f"on rank {first.rank}")
         yield from findings
         if findings:
             return
 
 
 def _same_random_states(cell: Cell, snapshots: Sequence[Snapshot], nth: int) -> Iterator[str]:
-    """Yield a finding for ranks that draw the same random numbers and are no peers of tensor parallelism."""
+    """Yield findings for ranks that draw the same random numbers, but for tensor-parallel peers."""
     first_rank: dict[str, int] = {}
     for snapshot in snapshots:
         rank = snapshot.rank
@@ -199,7 +223,10 @@ def _same_rows_apart(cell: Cell, rank: int, other: int) -> str:
 
 
 def _wrong_dropouts(cell: Cell, snapshots: Sequence[Snapshot], nth: int) -> Iterator[str]:
-    """Yield a finding for what peers of tensor parallelism must not drop, and for micro-batches of which the same is dropped."""
+    """Yield findings about what ranks drop that they must not.
+
+    Tensor-parallel peers are compared with each other, and each rank's micro-batches.
+    """
     first_of_peers: dict[int, Snapshot] = {}
     for snapshot in snapshots:
         first = first_of_peers.setdefault(cell.tp_peers(snapshot.rank)[0], snapshot)
@@ -210,21 +237,29 @@ def _wrong_dropouts(cell: Cell, snapshots: Sequence[Snapshot], nth: int) -> Iter
 def _unlike_peer_dropouts(
     cell: Cell, first: Snapshot, snapshot: Snapshot, nth: int
 ) -> Iterator[str]:
-    """Yield a finding for the first module in which two peers drop unlike parts of equal activations, or equal ones of others."""
+    """Yield a finding for the first dropout whose masks on two tensor-parallel peers are wrong.
+
+    Masks must be the same for the same activations, and differ for different ones.
+    """
+    ranks = f"ranks {first.rank} and {snapshot.rank}"
     for dropout, peer_dropout in zip(snapshot.dropouts, first.dropouts, strict=False):
         is_same_input = dropout.input == peer_dropout.input
         drops_same = dropout.zeros == peer_dropout.zeros
         if is_same_input == drops_same:
             continue
-        finding = f"drop the same of different activations in step {nth + 1} ({peer_dropout.name}); expected others"
+        dropped = "the same of different activations"
+        expected = "expected others"
         if is_same_input:
-            finding = f"drop others of the same activations in step {nth + 1} ({peer_dropout.name}); expected the same"
-        yield f"ranks {first.rank} and {snapshot.rank} {finding} (tp {cell.tp})"
+            dropped = "others of the same activations"
+            expected = "expected the same"
+        where = f"in step {nth + 1} ({peer_dropout.name})"
+        finding = f"{dropped} {where}; {expected}"
+        yield f"{ranks} drop {finding} (tp {cell.tp})"
         return  # what follows was made of other activations
 
 
 def _repeated_dropouts(snapshot: Snapshot, nth: int) -> Iterator[str]:
-    """Yield a finding for the first module that drops the same of other activations than an earlier one."""
+    """Yield a finding for the first dropout with the mask of an earlier one, of other inputs."""
     input_of_zeros: dict[str, str] = {}
     for dropout in snapshot.dropouts:
         if input_of_zeros.setdefault(dropout.zeros, dropout.input) != dropout.input:
@@ -235,31 +270,36 @@ def _repeated_dropouts(snapshot: Snapshot, nth: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Moment:
-    """A moment of the resumed run, with the snapshots of the same moment in the run that never stopped."""
+    """A moment of the resumed run, and the same moment of the run that never stopped.
+
+    Attributes:
+        name: What has happened, in words.
+        expected: The snapshots of the run that never stopped.
+        resumed: Those of the resumed run.
+    """
 
     name: str
-    expected: tuple[Snapshot, ...]
-    resumed: tuple[Snapshot, ...]
+    expected: Snapshots
+    resumed: Snapshots
 
 
 def _other_random_states(
     cell: Cell, train: RunTrace, resume: RunTrace, drawing_ranks: set[int]
 ) -> Iterator[str]:
-    """Yield findings for ranks that draw and have another random state than in the run that never stopped."""
-    moments = [
-        _Moment("the load", train.at("save"), resume.at("load")),
-        _Moment("step 1 after the load", train.at("step", SAVED), resume.at("step", 0)),
-        _Moment("step 2 after the load", train.at("step", SAVED + 1), resume.at("step", 1)),
-    ]
+    """Yield findings for ranks that draw, and whose resumed run has another random state."""
+    moments = [_Moment("the load", train.at("save"), resume.at("load"))]
+    for nth in range(2):
+        name = f"step {nth + 1} after the load"
+        expected = train.at("step", SAVED + nth)
+        resumed = resume.at("step", nth)
+        moments.append(_Moment(name, expected, resumed))
     for moment in moments:
         yield from every_rank(moment.resumed, cell.world_size, moment.name)
         is_wrong = False
         for before, after in pairs(moment.expected, moment.resumed):
             if before.rng != after.rng and after.rank in drawing_ranks:
                 is_wrong = True
-                finding = (
-                    f"other random numbers follow {moment.name} than in the run that never stopped"
-                )
-                yield f"rank {after.rank}: {finding}"
+                follow = f"other random numbers follow {moment.name}"
+                yield f"rank {after.rank}: {follow} than in the run that never stopped"
         if is_wrong:
             return  # later ones follow from these

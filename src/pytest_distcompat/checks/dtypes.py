@@ -1,4 +1,4 @@
-"""Are parameters, products, gradients, reductions, masters and optimizer state in the precision's dtypes?"""
+"""Are parameters, products, gradients, masters and optimizer state in the precision's dtypes?"""
 
 from __future__ import annotations
 
@@ -34,37 +34,54 @@ from pytest_distcompat.trace import (
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=3)
 def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that every tensor has the dtype that the strategy's row of the dtype table gives for the precision.
+    """Check that every tensor has the dtype that the strategy gives it for the precision.
 
-    Tensors are stored parameters, products, gradients (as reduced, and as the optimizer sees them), masters and state.
-    A frozen parameter is no wider than loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may
-    travel in a wider dtype. ``adam8bit`` keeps the state of large parts in 8 bits, at least one tensor on each rank.
+    The strategy's row of the dtype table says which: of stored parameters, products, gradients (as
+    reduced, and as the optimizer sees them), masters and state. A frozen parameter is no wider than
+    loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may travel in a wider
+    dtype. ``adam8bit`` keeps the state of large parts in 8 bits, at least one tensor on each rank.
     Building the trainer does not turn TF32 on for products in float32; you may do so before.
 
     If it fails: masters in bfloat16 make the same learning rate train another model
-    (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before sharding.
+    (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before
+    sharding.
     """
     run = trace.run()
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshot in trained:
-        yield from with_rank(snapshot, _stored(row, snapshot))
-        if run.unwrapped and snapshot.model:
-            yield from with_rank(snapshot, _frozen(cell, run.unwrapped, snapshot.model))
-            yield from with_rank(snapshot, _buffers(row, cell, run.unwrapped, snapshot.model))
-        if _has_products(cell, run, snapshot) and set(snapshot.compute) != {row.compute}:
-            products = f"matrix products ran in {_list(snapshot.compute)}"
-            yield f"rank {snapshot.rank}: {products}; expected {row.compute}"
-        if cell.world_size > cell.tp * cell.pp:
-            yield from with_rank(snapshot, _reduced(row, cell, run.unwrapped, snapshot))
-        yield from with_rank(snapshot, _accumulated(row, cell, snapshot))
-        if row.compute == "float32" and run.tf32_since_build:
-            yield f"rank {snapshot.rank}: {TF32_SINCE_BUILD}"
+        yield from with_rank(snapshot, _tensors_of_model(row, cell, run, snapshot))
     for snapshot in trained:
-        yield from with_rank(snapshot, _stepped(row, cell, snapshot))
-        if cell.option("optimizer") == "adam8bit":
-            yield from with_rank(snapshot, _quantized(row, snapshot))
+        yield from with_rank(snapshot, _tensors_of_optimizer(row, cell, snapshot))
+
+
+def _tensors_of_model(row: Dtypes, cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings about a rank's parameters, buffers, products and sums of gradients."""
+    yield from _stored(row, snapshot)
+    if run.unwrapped and snapshot.model:
+        yield from _frozen(cell, run.unwrapped, snapshot.model)
+        yield from _buffers(row, cell, run.unwrapped, snapshot.model)
+    if _has_products(cell, run, snapshot):
+        yield from _computed(row, snapshot)
+    if cell.world_size > cell.tp * cell.pp:
+        yield from _reduced(row, cell, run.unwrapped, snapshot)
+    yield from _accumulated(row, cell, snapshot)
+    if row.compute == "float32" and run.tf32_since_build:
+        yield TF32_SINCE_BUILD
+
+
+def _tensors_of_optimizer(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings about what a rank's optimizer updates, is given and keeps."""
+    yield from _stepped(row, cell, snapshot)
+    if cell.option("optimizer") == "adam8bit":
+        yield from _quantized(row, snapshot)
+
+
+def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding if matrix products ran in another dtype, or in none."""
+    if set(snapshot.compute) != {row.compute}:
+        yield f"matrix products ran in {_list(snapshot.compute)}; expected {row.compute}"
 
 
 def _has_products(cell: Cell, run: RunTrace, snapshot: Snapshot) -> bool:
@@ -95,26 +112,35 @@ def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
             dtypes.add(info.dtype)
     if not others:
         return
-    stored = f"{len(others)} of {trainable} trainable parameters are stored in {_list(dtypes)}"
-    yield f"{stored}, first {others[0].name!r}; expected {row.storage}"
+    count = len(others)
+    first = others[0].name
+    stored = f"{count} of {trainable} trainable parameters are stored in {_list(dtypes)}"
+    yield f"{stored}, first {first!r}; expected {row.storage}"
 
 
 @dataclass(frozen=True)
 class _OtherDtype:
-    """A live parameter or buffer that is in another dtype than expected."""
+    """A live parameter or buffer that is in another dtype than expected.
 
-    info: ParameterInfo
+    Attributes:
+        name: Its live name.
+        dtype: Its dtype.
+        expected: The expected one.
+    """
+
+    name: str
+    dtype: str
     expected: str
 
 
 def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding for frozen parameters wider than loaded: float32 copies of a frozen model only waste memory."""
+    """Yield a finding for frozen parameters that are wider than loaded.
+
+    Copies of a frozen model in float32 only waste memory.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     loaded_dtypes = {info.name: info.dtype for info in unwrapped.parameters}
-    trained_units = set()
-    for info in model.parameters:
-        if info.trainable:
-            trained_units.add(_unit(model, info))
+    trained_units = _trained_units(model)
     frozen = 0
     wider: list[_OtherDtype] = []
     for info in model.parameters:
@@ -127,16 +153,29 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
         name = strategy.canonical(info.name, cell, loaded_dtypes)
         loaded = loaded_dtypes.get(name)
         if loaded and _wider(info.dtype, loaded):
-            wider.append(_OtherDtype(info, loaded))
+            wider.append(_OtherDtype(info.name, info.dtype, loaded))
     if not wider:
         return
+    count = len(wider)
     first = wider[0]
-    stored = f"{len(wider)} of {frozen} frozen parameters are stored in {first.info.dtype}"
-    yield f"{stored}, first {first.info.name!r}; loaded in {first.expected}"
+    stored = f"{count} of {frozen} frozen parameters are stored in {first.dtype}"
+    yield f"{stored}, first {first.name!r}; loaded in {first.expected}"
+
+
+def _trained_units(model: ModelInfo) -> set[str]:
+    """Return the FSDP units that hold a trainable parameter."""
+    units: set[str] = set()
+    for info in model.parameters:
+        if info.trainable:
+            units.add(_unit(model, info))
+    return units
 
 
 def _wider(dtype: str, than: str) -> bool:
-    """Tell whether a dtype has more bytes than another; False for dtypes that ``BYTES`` does not list."""
+    """Tell whether a dtype has more bytes than another.
+
+    Dtypes that ``BYTES`` does not list are no wider than others, and others no wider than they.
+    """
     return BYTES.get(dtype, 0) > BYTES.get(than, 8)
 
 
@@ -144,13 +183,18 @@ def _unit(model: ModelInfo, info: ParameterInfo) -> str:
     """Return the innermost FSDP unit that holds the parameter; the root's name is empty."""
     innermost = ""
     for unit in model.units:
-        if info.name.startswith(f"{unit}.") and len(unit) > len(innermost):
+        is_in_unit = info.name.startswith(f"{unit}.")
+        if is_in_unit and len(unit) > len(innermost):
             innermost = unit
     return innermost
 
 
 def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding if a buffer has another dtype than its own counterpart; buffers may differ in dtype."""
+    """Yield a finding if buffers have another dtype than in the unwrapped model.
+
+    Each is compared with its own counterpart, because buffers may differ in dtype. The row may give
+    another dtype for those of floating-point numbers.
+    """
     strategy = STRATEGIES.get(cell.strategy)
     expected_dtypes: dict[str, str] = {}
     for info in unwrapped.buffers:
@@ -163,18 +207,20 @@ def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo
         # Missing and new buffers are findings of the check ``names``.
         expected = expected_dtypes.get(name, info.dtype)
         if info.dtype != expected:
-            others.append(_OtherDtype(info, expected))
+            others.append(_OtherDtype(info.name, info.dtype, expected))
     if others:
         first = others[0]
-        buffers = f"{len(others)} buffers are in {first.info.dtype}, first {first.info.name!r}"
-        yield f"{buffers}; expected {first.expected}"
+        buffers = f"{len(others)} buffers are in {first.dtype}"
+        yield f"{buffers}, first {first.name!r}; expected {first.expected}"
 
 
 def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
-    """Return the size, in elements, from which on a reduction is one of gradients, not of a norm, a metric or a flag."""
+    """Return the number of elements from which on a reduction is taken for one of gradients.
+
+    Smaller ones are of norms, metrics and flags.
+    """
     sizes: list[int] = []
     if unwrapped:
-        sizes = []
         for info in unwrapped.parameters:
             if info.trainable:
                 sizes.append(math.prod(info.shape))
@@ -197,13 +243,17 @@ def _reduced(
     wrong = dtypes - {expected}
     if not requested(cell, unwrapped, "reduce_dtype"):
         # Then a wider one is allowed: torch's autocast around FSDP2 reduces so.
-        wrong = {dtype for dtype in wrong if not _wider(dtype, expected)}
+        wider = {dtype for dtype in wrong if _wider(dtype, expected)}
+        wrong -= wider
     if wrong or not dtypes:
         yield f"gradients were reduced in {_list(dtypes)}; expected {expected}"
 
 
 def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding if ZeRO sums micro-batches in a wrong dtype; others sum in the optimizer's gradients."""
+    """Yield a finding if ZeRO sums the gradients of micro-batches in a wrong dtype.
+
+    Other strategies sum them in the gradients that the optimizer sees.
+    """
     if snapshot.optimizer is None:
         return
     expected = row.storage
@@ -215,7 +265,10 @@ def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding for each kind of state that is not quantized where it is large enough, and only there."""
+    """Yield a finding for each kind of state that is not in 8 bits where its tensors are large.
+
+    And for each that is, or is in another wrong dtype, where they are small.
+    """
     keys: list[str] = []
     large_dtypes: dict[str, set[str]] = defaultdict(set)
     small_dtypes: dict[str, set[str]] = defaultdict(set)
@@ -231,19 +284,24 @@ def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     if not large_dtypes:
         yield "no state is large enough to be quantized"
     for key in keys:
-        if large_dtypes[key] - {"uint8"}:
-            yield f"{key} is kept in {_list(large_dtypes[key])}; expected uint8"
-        if small_dtypes[key] - {row.state}:
-            yield f"small {key} is kept in {_list(small_dtypes[key])}; expected {row.state}"
+        large = large_dtypes[key]
+        if large - {"uint8"}:
+            yield f"{key} is kept in {_list(large)}; expected uint8"
+        small = small_dtypes[key]
+        if small - {row.state}:
+            yield f"small {key} is kept in {_list(small)}; expected {row.state}"
 
 
 def _is_moment(state: StateInfo) -> bool:
-    """Tell whether it is state of the optimizer that has the dtype of moments: no step count, and no master weight."""
+    """Tell whether a state of the optimizer has the dtype of moments.
+
+    Step counts and master weights do not.
+    """
     return state.key not in {"step", "master"}
 
 
 def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding for each wrong dtype that the optimizer had in its steps: of masters, gradients and state."""
+    """Yield findings for wrong dtypes of masters, gradients and state in the optimizer's steps."""
     if not snapshot.steps:
         yield "no optimizer stepped"
     # Of a small model the last of many ranks may hold no trainable element.
@@ -254,12 +312,14 @@ def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     for step in snapshot.steps:
         yield from _masters(row, step)
         if _real_dtypes(step.gradient) != {row.gradient}:
-            yield f"{step.optimizer} is given gradients in {_list(step.gradient)}; expected {row.gradient}"
+            gradients = f"gradients in {_list(step.gradient)}"
+            yield f"{step.optimizer} is given {gradients}; expected {row.gradient}"
         # What is quantized has two dtypes: ``_quantized``.
         if cell.option("optimizer") == "adam8bit" or (stateless and not step.state):
             continue
         if _real_dtypes(step.state) != {row.state}:
-            yield f"{step.optimizer} keeps state in {_list(step.state)}; expected {row.state}"
+            state = f"state in {_list(step.state)}"
+            yield f"{step.optimizer} keeps {state}; expected {row.state}"
 
 
 def _masters(row: Dtypes, step: StepInfo) -> Iterator[str]:
@@ -267,7 +327,8 @@ def _masters(row: Dtypes, step: StepInfo) -> Iterator[str]:
     if not step.master:
         yield f"{step.optimizer} updates nothing; expected {row.master}"
     elif _real_dtypes(step.master) != {row.master}:
-        yield f"{step.optimizer} updates {_list(step.master)} masters; expected {row.master}"
+        masters = f"{_list(step.master)} masters"
+        yield f"{step.optimizer} updates {masters}; expected {row.master}"
 
 
 #: Complex dtypes by the real dtype of their parts: an optimizer treats one as two real numbers

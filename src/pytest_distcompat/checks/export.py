@@ -1,14 +1,17 @@
-"""Do the exported weights load with the model's own library, and does a checkpoint of the model alone hold the whole?"""
+"""Do the exported weights load with the model's own library?
+
+And does a checkpoint of the model alone hold all of it?
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import EXPORTED, check, every_rank, first_three
+from pytest_distcompat.checks._base import EXPORTED, Snapshots, check, every_rank, first_three
 from pytest_distcompat.checks._renamed import renamed
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.driver import Driver
@@ -31,6 +34,9 @@ from pytest_distcompat.wording import and_others
 #: Where an export stands among the files of a run, relative to the checkpoint.
 PREFIX = "export/"
 
+#: By the name of a weight the digests that files have of it.
+_SavedWeights = Mapping[str, set[str]]
+
 
 def _why_not_exported(cell: Cell, driver: type[Driver]) -> str | None:
     for action in ("export", "reload", "evaluate"):
@@ -49,12 +55,13 @@ def _why_not_exported(cell: Cell, driver: type[Driver]) -> str | None:
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the exported weights are the trained ones, under the unwrapped model's names.
 
-    The files hold whole tensors and no optimizer state; an index names one file for each and the size of all; an adapter
-    has PEFT's names. Loaded in one process, every value equals the trained one (the master, or the copy that the model
-    computed with), and so do outputs on one batch, within the precision's tolerance.
+    The files hold whole tensors and no optimizer state; an index names one file for each and the
+    size of all; an adapter has PEFT's names. Loaded in one process, every value equals the trained
+    one (the master, or the copy that the model computed with), and so do outputs on one batch,
+    within the precision's tolerance.
 
-    If it fails: ``module.`` or ``_orig_mod.`` come from the wrapped model's own ``state_dict()``. ``from_pretrained``
-    takes such names for missing weights, which it initializes at random.
+    If it fails: ``module.`` or ``_orig_mod.`` come from the wrapped model's own ``state_dict()``.
+    ``from_pretrained`` takes such names for missing weights, which it initializes at random.
     """
     train = trace.run("train")
     reload = trace.run("reload")
@@ -81,8 +88,8 @@ def _exported_files(train: RunTrace) -> list[FileInfo]:
 
 
 def _with_exported_buffers(
-    cell: Cell, train: RunTrace, reloaded: UnwrappedInfo, evaluated: tuple[Snapshot, ...]
-) -> tuple[Snapshot, ...]:
+    cell: Cell, train: RunTrace, reloaded: UnwrappedInfo, evaluated: Snapshots
+) -> Snapshots:
     """Return the snapshots of the ranks that had the exported buffers, all if none had."""
     # A rank with statistics of its own (BatchNorm), which are not those in the file, computes
     # something else.
@@ -159,9 +166,10 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
     """Yield findings about the names and shapes in exported files."""
     for file in files:
         if file.holds not in {"model", "index"}:
-            yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
+            keys = f"{len(file.keys)} keys of an {file.holds}"
+            yield f"file {file.path!r} holds {keys}; expected the model alone"
     expected = _ExpectedKeys.of(cell, unwrapped)
-    models = []
+    models: list[FileInfo] = []
     for file in files:
         if file.holds == "model":
             models.append(file)
@@ -175,34 +183,43 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
 
 
 def _other_shapes(expected: _ExpectedKeys, file: FileInfo) -> Iterator[str]:
-    """Yield a finding for each tensor of a file that has another shape than in the unwrapped model."""
+    """Yield a finding for each tensor of a file that has another shape than in the model."""
     if expected.written_by_library(file.keys):
         return  # a name that the library writes may be the model's own of another tensor
     for key in file.keys:
         if key not in file.shapes or key not in expected.shapes:
             continue
         shape = tuple(file.shapes[key])
-        if shape != expected.shapes[key]:
-            yield f"file {file.path!r}: {key!r} has shape {shape}; {expected.shapes[key]} in the unwrapped model"
+        expected_shape = expected.shapes[key]
+        if shape != expected_shape:
+            finding = f"{key!r} has shape {shape}; {expected_shape} in the unwrapped model"
+            yield f"file {file.path!r}: {finding}"
 
 
 def _unknown_keys(expected: _ExpectedKeys, file: FileInfo) -> Iterator[str]:
-    """Yield a finding for the keys of a file that are no names of the model, with what they have in common."""
+    """Yield a finding for the keys of a file that are no names of the model.
+
+    The finding says what they have in common, and which name the first one may stand for.
+    """
     unknown = set(file.keys) - expected.names - expected.written
     if not unknown:
         return
+    strategy = STRATEGIES.get(expected.cell.strategy)
     first = min(unknown)
-    closest = STRATEGIES.get(expected.cell.strategy).canonical(first, expected.cell, expected.known)
+    closest = strategy.canonical(first, expected.cell, expected.known)
     hint = ""
     if closest in expected.names and closest != first:
         hint = f"; expected {closest!r}"
     groups = renamed(unknown, expected.names | expected.written)
+    cause = "".join(f"{group}: " for group in groups)
     way_out = ""
     if groups:
         way_out = groups[0].way_out
-    cause = "".join(f"{group}: " for group in groups)
-    verb = "is" if len(unknown) == 1 else "are"
-    yield f"file {file.path!r}: {cause}key {and_others(unknown)} {verb} none of the model's own{hint}{way_out}"
+    keys = f"key {and_others(unknown)} are"
+    if len(unknown) == 1:
+        keys = f"key {and_others(unknown)} is"
+    finding = f"{cause}{keys} none of the model's own"
+    yield f"file {file.path!r}: {finding}{hint}{way_out}"
 
 
 def _missing_names(expected: _ExpectedKeys, models: list[FileInfo]) -> Iterator[str]:
@@ -219,7 +236,8 @@ def _missing_names(expected: _ExpectedKeys, models: list[FileInfo]) -> Iterator[
         if tied.isdisjoint(keys):
             missing.append(name)
     if missing:
-        yield f"{len(missing)} of {len(names)} names are in no exported file, first {first_three(missing)}"
+        absent = f"{len(missing)} of {len(names)} names are in no exported file"
+        yield f"{absent}, first {first_three(missing)}"
 
 
 def _directory(path: str) -> str:
@@ -239,19 +257,31 @@ class _StoredKey:
 
 
 def _index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
-    """Yield findings for an index that names other files for its keys than they are in, or another size."""
+    """Yield findings for an index that names other files for its keys than they are in.
+
+    And for one that gives another size than its tensors have.
+    """
     directory = _directory(index.path)
     file_by_name: dict[str, FileInfo] = {}
     for file in models:
         if _directory(file.path) == directory:
             file_by_name[_file_name(file.path)] = file
+    yield from _wrong_places(index, file_by_name)
+    yield from _total_size(index, file_by_name)
+
+
+def _wrong_places(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iterator[str]:
+    """Yield findings for keys that are not in the file that the index names, or in others too."""
     # A dict, because the order is that of the findings.
     stored: dict[_StoredKey, None] = {}
     for file_name, file in file_by_name.items():
         for key in file.keys:
             stored[_StoredKey(key, file_name)] = None
-    indexed = [_StoredKey(key, file_name) for key, file_name in index.files.items()]
-    lost = [pair for pair in indexed if pair not in stored]
+    lost: list[_StoredKey] = []
+    for key, file_name in index.files.items():
+        pair = _StoredKey(key, file_name)
+        if pair not in stored:
+            lost.append(pair)
     in_second_file: list[_StoredKey] = []
     not_in_index: list[_StoredKey] = []
     for pair in stored:
@@ -270,12 +300,16 @@ def _index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
         (f"{len(not_in_index)} keys beside it are not in it", not_in_index),
     ):
         if pairs:
-            yield f"file {index.path!r}: {problem}, first {pairs[0].key!r} in {pairs[0].file_name!r}"
-    yield from _total_size(index, file_by_name)
+            first = pairs[0]
+            example = f"first {first.key!r} in {first.file_name!r}"
+            yield f"file {index.path!r}: {problem}, {example}"
 
 
 def _total_size(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iterator[str]:
-    """Yield a finding if the size in an index is not that of the tensors that it names, without the headers of their files."""
+    """Yield a finding if the size in an index is not that of the tensors that it names.
+
+    The size is in bytes, without the headers of the files.
+    """
     # In torch's files tied tensors share memory.
     if not all(file.format == "safetensors" for file in file_by_name.values()):
         return
@@ -297,7 +331,13 @@ def _total_size(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iterat
 def same_values(
     train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None
 ) -> Iterator[str]:
-    """Yield findings for the reloaded parameters and buffers that are not the trained ones; ``only`` of these names, if given."""
+    """Yield findings for the reloaded parameters and buffers that are not the trained ones.
+
+    Args:
+        train: The run that exported the model.
+        reload: The run of one process that loaded the export.
+        only: The names to compare; all if there are none.
+    """
     loaded = reload.unwrapped
     exported = train.at("export")
     if loaded is None or flat_parameters(exported):
@@ -305,7 +345,10 @@ def same_values(
     parameters = exported_weights(train, reload)
     buffers = values(train, exported).of("buffer")
     loaded_parameters = {info.name: (info.digest,) for info in loaded.parameters}
-    loaded_buffers = {info.name: (info.digest,) for info in loaded.buffers if info.persistent}
+    loaded_buffers: dict[str, tuple[str, ...]] = {}
+    for info in loaded.buffers:
+        if info.persistent:
+            loaded_buffers[info.name] = (info.digest,)
     yield from compare("parameter", _only(only, parameters), loaded_parameters, "after the reload")
     yield from compare("buffer", _only(only, buffers), loaded_buffers, "after the reload")
 
@@ -322,9 +365,12 @@ def _only(names: Collection[str] | None, digests: Digests) -> Digests:
 
 
 def _outputs(
-    cell: Cell, train: RunTrace, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]
+    cell: Cell, train: RunTrace, trained: Sequence[Snapshot], reloaded: Sequence[Snapshot]
 ) -> Iterator[str]:
-    """Yield findings for outputs that differ by more than the tolerance of gradient norms, relative to the largest one."""
+    """Yield findings for outputs of the reloaded model that are too far from the trained one's.
+
+    They may differ by the precision's tolerance of gradient norms, relative to the largest output.
+    """
     if not reloaded or not reloaded[0].outputs:
         yield "the reloaded model computed nothing"
         return
@@ -334,21 +380,33 @@ def _outputs(
         if not math.isfinite(value):
             infinite += 1
     if infinite:
-        yield f"{infinite} of {len(expected)} outputs of the reloaded model are infinite; expected finite numbers"
+        outputs = f"{infinite} of {len(expected)} outputs of the reloaded model"
+        yield f"{outputs} are infinite; expected finite numbers"
         return
     largest = max(abs(value) for value in expected)
     allowed = largest * precision_of_products(cell, train).norm_tolerance
     for snapshot in trained:
         where = f"rank {snapshot.rank}"
-        if len(snapshot.outputs) != len(expected):
-            yield f"{where}: {len(snapshot.outputs)} outputs of the trained model; {len(expected)} of the reloaded one"
+        count = len(snapshot.outputs)
+        if count != len(expected):
+            counts = f"{count} outputs of the trained model; {len(expected)} of the reloaded one"
+            yield f"{where}: {counts}"
             continue
-        outputs = zip(snapshot.outputs, expected, strict=True)
-        distances = [abs(trained_output - output) for trained_output, output in outputs]
+        distances = _distances(snapshot.outputs, expected)
         # Not ``any(distance > allowed)``, which is false for NaN.
         if not all(distance <= allowed for distance in distances):
-            apart = f"up to {max(distances):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
-            yield f"{where}: outputs of the trained and of the reloaded model are {apart}{in_tf32(train)}"
+            limit = f"({allowed:.1e} allowed, of {largest:.3g})"
+            most = max(distances)
+            apart = f"up to {most:.3g} apart {limit}{in_tf32(train)}"
+            yield f"{where}: outputs of the trained and of the reloaded model are {apart}"
+
+
+def _distances(outputs: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Return how far each output is from the expected one."""
+    distances: list[float] = []
+    for output, expected_output in zip(outputs, expected, strict=True):
+        distances.append(abs(output - expected_output))
+    return distances
 
 
 def _why_optimizer_is_saved(cell: Cell, driver: type[Driver]) -> str | None:
@@ -361,10 +419,11 @@ def _why_optimizer_is_saved(cell: Cell, driver: type[Driver]) -> str | None:
     scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_why_optimizer_is_saved
 )
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that a checkpoint saved with save_only_model holds all weights, and no optimizer or scheduler state.
+    """Check that save_only_model saves all weights, and no optimizer or scheduler state.
 
-    The weights are bit by bit those trained at the save. A trainer that cannot do that must raise when it is built, as
-    ``refuses(..., save_only_model=True, match=...)`` declares. transformers raised at the first checkpoint, after hours
+    The weights in the checkpoint are bit by bit those trained at the save. A trainer that cannot do
+    that must raise when it is built, as ``refuses(..., save_only_model=True, match=...)`` declares.
+    transformers raised at the first checkpoint, after hours
     (https://github.com/huggingface/transformers/issues/36626).
 
     If it fails: weights were not gathered, or were filtered by a name that wrapping had changed.
@@ -397,21 +456,23 @@ def _state_in(files: list[FileInfo], owner: str, holds: str) -> Iterator[str]:
         if file.holds == holds:
             paths.append(repr(file.path))
     if paths:
-        yield f"state of {owner} is in {', '.join(paths[:3])}; the checkpoint is of the model alone"
+        places = ", ".join(paths[:3])
+        yield f"state of {owner} is in {places}; the checkpoint is of the model alone"
 
 
-def _unsaved_weights(names: list[str], weights: Mapping[str, set[str]]) -> Iterator[str]:
+def _unsaved_weights(names: list[str], weights: _SavedWeights) -> Iterator[str]:
     """Yield a finding for the names that have no weight in any file."""
     missing: list[str] = []
     for name in names:
         if name not in weights:
             missing.append(name)
     if missing:
-        yield f"{len(missing)} of {len(names)} weights are not saved, first {first_three(missing)}"
+        unsaved = f"{len(missing)} of {len(names)} weights are not saved"
+        yield f"{unsaved}, first {first_three(missing)}"
 
 
 def _other_saved_weights(
-    names: list[str], weights: Mapping[str, set[str]], trained: Values
+    names: list[str], weights: _SavedWeights, trained: Values
 ) -> Iterator[str]:
     """Yield a finding for the weights that have another value in files than the trained one."""
     wrong: list[str] = []
@@ -419,12 +480,15 @@ def _other_saved_weights(
         if not digests <= _trained_digests(trained, name):
             wrong.append(name)
     if wrong:
-        others = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
-        yield f"{others}, first {first_three(wrong)}"
+        others = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint"
+        yield f"{others} than at the save, first {first_three(wrong)}"
 
 
 def _trained_digests(trained: Values, name: str) -> set[str]:
-    """Return the digests that a file may have of a weight: of its master, of a copy in a lower dtype, of any rank's buffer."""
+    """Return the digests that a file may have of a weight.
+
+    They are of its master, of a copy in a lower dtype, or of any rank's buffer.
+    """
     digests: set[str] = set()
     for kind in ("parameter", "buffer", "master"):
         digests.update(trained.of(kind).get(name, ()))
@@ -432,26 +496,36 @@ def _trained_digests(trained: Values, name: str) -> set[str]:
 
 
 def _weights(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
-    """Return the names of what a checkpoint of the model must hold; of a model with an adapter only the adapter's."""
-    if cell.option("lora"):
-        return [info.name for info in unwrapped.parameters if info.trainable]
-    parameters = [info.name for info in unwrapped.parameters]
-    buffers = []
+    """Return the names of what a checkpoint of the model must hold.
+
+    Of a model with an adapter these are only the adapter's.
+    """
+    names: list[str] = []
+    only_trainable = bool(cell.option("lora"))
+    for info in unwrapped.parameters:
+        if info.trainable or not only_trainable:
+            names.append(info.name)
+    if only_trainable:
+        return names
     for info in unwrapped.buffers:
         if info.persistent:
-            buffers.append(info.name)
-    return parameters + buffers
+            names.append(info.name)
+    return names
 
 
 def _saved_weights(
     unwrapped: UnwrappedInfo, names: list[str], files: list[FileInfo]
-) -> dict[str, set[str]]:
-    """Return the digests in files by the weight's name, under whichever of its keys; without the weights that no file has."""
+) -> _SavedWeights:
+    """Return the digests that files have of each weight, under whichever of its keys.
+
+    Weights that no file has are left out.
+    """
     digests_by_key: dict[str, set[str]] = defaultdict(set)
     for file in files:
         for key, digest in file.digests.items():
             digests_by_key[key].add(digest)
     weights: dict[str, set[str]] = {}
+    # Later keys win: a weight's own name comes last.
     for key, name in _keys(unwrapped, names):
         if key in digests_by_key:
             weights[name] = digests_by_key[key]
@@ -459,7 +533,10 @@ def _saved_weights(
 
 
 def _keys(unwrapped: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each key that a weight may have in a file, with the weight's name: PEFT's, a tied one, its own."""
+    """Yield each key that a weight may have in a file, and the weight's name.
+
+    Keys are the names of PEFT, then those of tied parameters, then the weight's own.
+    """
     for name in names:
         yield adapter_name(name), name
     for group in unwrapped.tied:

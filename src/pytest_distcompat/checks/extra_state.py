@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, pairs
+from pytest_distcompat.checks._base import (
+    RESUMED,
+    UNTIL_RESUMED,
+    check,
+    every_rank,
+    pairs,
+    resume_runs,
+)
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import RESUME, SAVED
-from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.scenario import SAVED
+from pytest_distcompat.trace import ExtraStateInfo, Snapshot, Trace
+
+#: The text or digest of a value at each place in a state.
+_TextByPlace = Mapping[str, str]
 
 
 def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
-    if not driver.extra_state:
+    if not driver.extra_state_in(cell):
         return "the driver names no state in extra_state"
     if cell.option("save_only_model"):
         return "checkpoints hold weights alone"
@@ -21,17 +31,22 @@ def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME, until=UNTIL_RESUMED, order=4, not_applicable=_names_none, depends_on=RESUMED
+    scenario=resume_runs,
+    until=UNTIL_RESUMED,
+    order=4,
+    not_applicable=_names_none,
+    depends_on=RESUMED | {"ema"},
 )
 def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that state which the driver names in ``extra_state`` changes, comes back after a load, and is alike on ranks.
+    """Check that extra state changes, comes back after a load, and is alike on ranks.
 
-    That is of each state what its ``ExtraState`` expects. It changes within the first three steps, and not by a save. After
-    a load, bit by bit what was saved is there. In the two steps after that whole numbers and texts are those of the run
-    that never stopped.
+    Extra state is what the driver names in ``extra_state``; of each the check asks what its
+    ``ExtraState`` expects. It changes within the first three steps, and not by a save. After a load
+    it is bit by bit what was saved. In the two steps after that whole numbers and texts are those
+    of the run that never stopped.
 
-    If it fails: add the state to what is saved; load it on every rank, after what creates it; update it on every rank, from
-    values that all ranks have.
+    If it fails: add the state to what is saved; load it on every rank, after what creates it;
+    update it on every rank, from values that all ranks have.
     """
     train = trace.run("train")
     resumed = trace.run("resume")
@@ -39,27 +54,33 @@ def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
     loaded = resumed.at("load")
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
-    yield from _unlike_on_ranks(train)
-    yield from _unchanged(train)
+    snapshots_after = {"build": train.at("build")}
+    for nth in range(SAVED + 2):
+        snapshots_after[f"step {nth + 1}"] = train.at("step", nth)
+    yield from unlike_on_ranks(snapshots_after)
+    yield from unchanged(train.at("build"), train.at("step", SAVED - 1), "three steps")
     for before, after in pairs(train.at("step", SAVED - 1), saved):
-        for difference in _other_states(before, after):
+        for difference in other_states(before, after):
             yield f"rank {after.rank}: {difference} is another after the save than before"
     lost: set[str] = set()
     for before, after in pairs(saved, loaded):
-        for difference in _other_states(before, after):
+        for difference in other_states(before, after):
             lost.add(difference.state)
             yield f"rank {after.rank}: {difference} is another after the load than was saved"
     for nth in range(2):
-        for before, after in pairs(train.at("step", SAVED + nth), resumed.at("step", nth)):
-            for difference in _other_states(before, after, exact=True):
+        when = f"in step {nth + 1} after the load"
+        expected = train.at("step", SAVED + nth)
+        for before, after in pairs(expected, resumed.at("step", nth)):
+            for difference in other_states(before, after, exact=True):
                 # What was lost differs in every later step.
-                if difference.state not in lost:
-                    when = f"in step {nth + 1} after the load"
-                    yield f"rank {after.rank}: {difference} is another {when} than in the run that never stopped"
+                if difference.state in lost:
+                    continue
+                finding = f"{difference} is another {when} than in the run that never stopped"
+                yield f"rank {after.rank}: {finding}"
 
 
 @dataclass(frozen=True)
-class _Difference:
+class StateDifference:
     """The first difference between two values of a state.
 
     Attributes:
@@ -77,40 +98,54 @@ class _Difference:
         return f"{self.state}.{self.place}"
 
 
-def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
-    """Yield a finding for each state whose values differ between ranks, for the first action after which they do."""
+def unlike_on_ranks(snapshots_after: Mapping[str, Sequence[Snapshot]]) -> Iterator[str]:
+    """Yield a finding for each state whose values differ between ranks.
+
+    It is about the first action after which they do.
+
+    Args:
+        snapshots_after: The snapshots of all ranks, by the name of the action before them.
+    """
     unlike: set[str] = set()
-    snapshots_after = {"build": run.at("build")}
-    for nth in range(SAVED + 2):
-        snapshots_after[f"step {nth + 1}"] = run.at("step", nth)
     for action, snapshots in snapshots_after.items():
         for snapshot in snapshots[1:]:
-            first = {info.name: info for info in snapshots[0].extra}
-            for info in snapshot.extra:
-                peer = first.get(info.name)
-                if peer is None or not info.expected.alike or info.name in unlike:
+            first = snapshots[0]
+            for difference in _unlike_first(first, snapshot):
+                if difference.state in unlike:
                     continue
-                place = _first_difference(peer.values, info.values)
-                if place is not None:
-                    unlike.add(info.name)
-                    difference = _Difference(info.name, place)
-                    yield f"rank {snapshot.rank}: {difference} is another than on rank {snapshots[0].rank} after {action}"
+                unlike.add(difference.state)
+                finding = f"{difference} is another than on rank {first.rank} after {action}"
+                yield f"rank {snapshot.rank}: {finding}"
 
 
-def _unchanged(run: RunTrace) -> Iterator[str]:
-    """Yield a finding for each state that three steps leave as it is on a rank."""
-    for before, after in pairs(run.at("build"), run.at("step", SAVED - 1)):
-        states_before = {info.name: info for info in before.extra}
+def _unlike_first(first: Snapshot, snapshot: Snapshot) -> Iterator[StateDifference]:
+    """Yield the first difference of each state that is to be alike on two ranks, and is not."""
+    first_states = _states(first)
+    for info in snapshot.extra:
+        peer = first_states.get(info.name)
+        if peer is None or not info.expected.alike:
+            continue
+        place = _first_difference(peer.values, info.values)
+        if place is not None:
+            yield StateDifference(info.name, place)
+
+
+def unchanged(
+    built: tuple[Snapshot, ...], stepped: tuple[Snapshot, ...], steps: str
+) -> Iterator[str]:
+    """Yield a finding for each state that the steps between snapshots leave as it is on a rank."""
+    for before, after in pairs(built, stepped):
+        states_before = _states(before)
         for info in after.extra:
             if not info.expected.changes or info.name not in states_before:
                 continue
             if states_before[info.name].values == info.values:
-                yield f"rank {after.rank}: {info.name} has not changed in three steps"
+                yield f"rank {after.rank}: {info.name} has not changed in {steps}"
 
 
-def _other_states(
+def other_states(
     before: Snapshot, after: Snapshot, *, exact: bool = False
-) -> Iterator[_Difference]:
+) -> Iterator[StateDifference]:
     """Yield the first difference of each state that a checkpoint is to bring back.
 
     Args:
@@ -119,7 +154,7 @@ def _other_states(
         exact: Whether only whole numbers, texts and the like are compared: numbers with a fraction
             may differ in their last digits where the same is computed in another order.
     """
-    states_before = {info.name: info for info in before.extra}
+    states_before = _states(before)
     for info in after.extra:
         other = states_before.get(info.name)
         if other is None or not info.expected.comes_back:
@@ -128,10 +163,15 @@ def _other_states(
         if place is None and not exact:
             place = _first_difference(other.rounded, info.rounded)
         if place is not None:
-            yield _Difference(info.name, place)
+            yield StateDifference(info.name, place)
 
 
-def _first_difference(values: Mapping[str, str], others: Mapping[str, str]) -> str | None:
+def _states(snapshot: Snapshot) -> dict[str, ExtraStateInfo]:
+    """Return the extra state of a rank by name."""
+    return {info.name: info for info in snapshot.extra}
+
+
+def _first_difference(values: _TextByPlace, others: _TextByPlace) -> str | None:
     """Return the first place at which two values of a state differ, None if there is none.
 
     Args:
@@ -141,10 +181,14 @@ def _first_difference(values: Mapping[str, str], others: Mapping[str, str]) -> s
         others: Those of the other value.
     """
     for place in sorted(values.keys() | others.keys()):
-        mine = values.get(place)
-        theirs = others.get(place)
-        if mine != theirs and not (_is_part(place) and None in {mine, theirs}):
-            return place
+        text = values.get(place)
+        other_text = others.get(place)
+        if text == other_text:
+            continue
+        is_missing = text is None or other_text is None
+        if is_missing and _is_part(place):
+            continue
+        return place
     return None
 
 

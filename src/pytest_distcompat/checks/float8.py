@@ -1,4 +1,7 @@
-"""Do linear layers really compute in 8 bits under precision fp8, and which of 8 bits, DeepSpeed and both together breaks?"""
+"""Do linear layers really compute in 8 bits under precision fp8?
+
+And which breaks: 8 bits, DeepSpeed, or only both together?
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,19 @@ def _no_float8(cell: Cell, driver: type[Driver]) -> str | None:
 def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that linear layers are converted to 8 bits and compute in them.
 
-    Every rank converts all linear layers whose sizes 16 divides, except perhaps the first and the last. The loss is
-    finite.
+    Every rank converts all linear layers whose sizes 16 divides, except perhaps the first and the
+    last. The loss is finite.
 
     If it fails: a conversion that finds no layer is silent, and the run is plain bfloat16
-    (https://github.com/huggingface/accelerate/issues/3360). Try 8 bits alone, DeepSpeed alone, then both.
+    (https://github.com/huggingface/accelerate/issues/3360). Try 8 bits alone, DeepSpeed alone, then
+    both.
     """
     run = trace.run()
     if run.unwrapped is None or not run.unwrapped.linears:
-        yield "the unwrapped model has no linear layer whose sizes 16 divides: there is nothing to convert"
+        yield (
+            "the unwrapped model has no linear layer whose sizes 16 divides: "
+            "there is nothing to convert"
+        )
         return
     built = run.at("build")
     trained = run.at("step", 2)
@@ -93,6 +100,10 @@ def _one_stage(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
+#: The checks of the run in 8 bits alone, of that of DeepSpeed alone, and of that of both.
+CHECKS_OF_STAGES: Sequence[Sequence[Check]] = [[float8], [active], [float8, active]]
+
+
 @check(
     scenario=STAGES,
     until=(),
@@ -105,11 +116,11 @@ def stages(cell: Cell, trace: Trace) -> Iterator[str]:
 
     The verdict names the first stage that breaks, and what ``float8`` or ``active`` finds in it.
 
-    If it fails: see ``float8`` for the first stage, ``active`` for the second. Where only both together break, the trainer
-    decides about 8 bits by a precision that DeepSpeed has changed (https://github.com/huggingface/accelerate/issues/3360).
+    If it fails: see ``float8`` for the first stage, ``active`` for the second. Where only both
+    together break, the trainer decides about 8 bits by a precision that DeepSpeed has changed
+    (https://github.com/huggingface/accelerate/issues/3360).
     """
-    checks_by_run: tuple[tuple[Check, ...], ...] = ((float8,), (active,), (float8, active))
-    for stage, checks in zip(STAGES.runs, checks_by_run, strict=True):
+    for stage, checks in zip(STAGES.runs, CHECKS_OF_STAGES, strict=True):
         findings = _findings_of_stage(cell, trace, stage, checks)
         name = "both"
         if stage.name != "train":

@@ -63,16 +63,19 @@ def find_driver(name: str) -> type[Driver]:
     if name and not colon:
         return DRIVERS.get(name)
     # An absolute name: a relative one would be of this package.
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+    parts = [*module_name.split("."), attribute]
+    if not all(part.isidentifier() for part in parts):
         raise UsageProblem(
             f"driver {name!r}: expected module:attribute, or one of {', '.join(DRIVERS.names())}"
         )
     try:
         driver = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
+        problem = f"driver {name!r}: {error}"
         hint = _hint(error, module_name)
-        suffix = f"; {hint}" if hint else ""
-        raise UsageProblem(f"driver {name!r}: {error}{suffix}") from error
+        if hint:
+            problem = f"{problem}; {hint}"
+        raise UsageProblem(problem) from error
     except (ImportError, AttributeError) as error:
         raise UsageProblem(f"driver {name!r}: {error}") from error
     except KeyboardInterrupt:
@@ -99,7 +102,8 @@ def _hint(error: ModuleNotFoundError, module_name: str) -> str:
     An empty text if nothing is known.
     """
     hint = hint_of(error, Path.cwd())
-    if not hint and error.name == module_name.partition(".")[0]:
+    package = module_name.partition(".")[0]
+    if not hint and error.name == package:
         return "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"
     return hint
 

@@ -49,7 +49,8 @@ def check_declared(driver: type[Driver], name: str) -> None:
                 f"driver {name!r}: options: no option named {option!r}. Known: {', '.join(OPTIONS)}"
             )
     _check_strategies(name, "reshards", driver.reshards)
-    _check_strategies(name, "portable", (*driver.portable, *driver.portable.values()))
+    _check_strategies(name, "portable", driver.portable.keys())
+    _check_strategies(name, "portable", driver.portable.values())
 
 
 def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
@@ -57,7 +58,10 @@ def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
     value: Any = getattr(driver, attribute)
     if isinstance(value, property):
         return
-    if not isinstance(value, (tuple, list)) or not all(isinstance(item, str) for item in value):
+    has_names = False
+    if isinstance(value, (tuple, list)):
+        has_names = all(isinstance(item, str) for item in value)
+    if not has_names:
         raise UsageProblem(
             f"driver {name!r}: {attribute} is {value!r:.200}; expected a tuple of names"
         )
@@ -78,15 +82,14 @@ def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | N
     Raises:
         UsageProblem: If the driver's method raises or returns something else.
     """
-    call = (
-        f"driver '{driver.__module__}:{driver.__qualname__}': "
-        f"unsupported_reason({cell.id}, {device!r})"
-    )
+    name = f"{driver.__module__}:{driver.__qualname__}"
+    call = f"driver '{name}': unsupported_reason({cell.id}, {device!r})"
     method: Callable[[Cell, str], Any] = driver.unsupported_reason
     try:
         reason = method(cell, device)
     except Exception as error:
-        raise UsageProblem(f"{call} raised {type(error).__name__}: {error}") from error
+        kind = type(error).__name__
+        raise UsageProblem(f"{call} raised {kind}: {error}") from error
     if reason is not None and not isinstance(reason, str):
         raise UsageProblem(
             f"{call} returned {reason!r:.200}; "

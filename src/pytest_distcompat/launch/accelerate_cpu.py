@@ -48,8 +48,10 @@ def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     check_version(accelerate.__version__)
     if "fsdp_plugin" in settings:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        PartialState(cpu=True)
-        PartialState().distributed_type = DistributedType.MULTI_GPU
+        state = PartialState(cpu=True)
+        # A second Accelerator of this process finds what the first has made of it.
+        if state.distributed_type != DistributedType.FSDP:
+            state.distributed_type = DistributedType.MULTI_GPU
         return {}
     if "deepspeed_plugin" in settings:
         return {

@@ -159,7 +159,12 @@ class Watch:
 
         They are in order.
         """
-        return [name for name in self._libraries if name.partition(".")[0] not in self._ranked]
+        libraries: list[str] = []
+        for name in self._libraries:
+            package = name.partition(".")[0]
+            if package not in self._ranked:
+                libraries.append(name)
+        return libraries
 
     def watch_loader(self, kind: type[Any], own: Sequence[str] = ()) -> None:
         """Watch the modules that loaders of this class execute.
@@ -175,9 +180,8 @@ class Watch:
             file = str(getattr(module, "__file__", None) or "")
             if any(fnmatch.fnmatch(Path(file).name, pattern) for pattern in own):
                 self._own.add(os.path.realpath(file))
-            with self._running(
-                _Importing(module.__name__, os.path.realpath(file), self.is_own(file))
-            ):
+            importing = _Importing(module.__name__, os.path.realpath(file), self.is_own(file))
+            with self._running(importing):
                 execute(loader, module)
 
         kind.exec_module = exec_module
@@ -339,9 +343,12 @@ class Watch:
             self._seeded.discard(id(generator))
             return _MAKES_RANDOM
         # The default generator has another seed in each process; any other has the same in all.
-        if generator is not sys.modules["torch"].default_generator or id(generator) in self._seeded:
+        is_default = generator is sys.modules["torch"].default_generator
+        if not is_default or id(generator) in self._seeded:
             return ""
-        return _MAKES_RANDOM if name in {"initial_seed", "get_state"} else ""
+        if name in {"initial_seed", "get_state"}:
+            return _MAKES_RANDOM
+        return ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
         """Add that the user's own code read a variable, or a library read which rank it is on."""
@@ -379,10 +386,12 @@ class Watch:
 
     def _is_named_elsewhere(self, file: str) -> bool:
         """Tell whether the text of another loaded module of the user's has the name of this one."""
-        name = re.compile(rf"\b{re.escape(Path(file).stem)}\b")
-        loaded_files = {
-            str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())
-        }
+        stem = re.escape(Path(file).stem)
+        name = re.compile(rf"\b{stem}\b")
+        loaded_files: set[str] = set()
+        for module in list(sys.modules.values()):
+            loaded_file = getattr(module, "__file__", None)
+            loaded_files.add(str(loaded_file or ""))
         for other in loaded_files:
             if not self.is_own(other) or os.path.realpath(other) == file:
                 continue
@@ -538,10 +547,14 @@ _PROCESS_FILES = ("/proc/self/", "/dev/random", "/dev/urandom")
 
 def _writes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether these arguments of ``open`` or ``os.open`` ask for more than to read."""
-    mode = args[0] if args else kwargs.get("mode", kwargs.get("flags", "r"))
+    if args:
+        mode = args[0]
+    else:
+        mode = kwargs.get("mode", kwargs.get("flags", "r"))
     if isinstance(mode, int):
-        return bool(mode & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-    return bool(set(str(mode)) & set("wax+"))
+        flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        return mode & flags != 0
+    return not set("wax+").isdisjoint(str(mode))
 
 
 def _open_files() -> frozenset[tuple[int, str]]:
@@ -614,7 +627,8 @@ def _listed(description: Path) -> Iterator[str]:
         return
     tops = set()
     for line in lines:
-        name, separator, _ = line.split(",")[0].strip('"').partition("/")
+        path = line.split(",")[0].strip('"')
+        name, separator, _ = path.partition("/")
         tops.add((name, separator))
     for name, separator in tops:
         if name and name != "..":

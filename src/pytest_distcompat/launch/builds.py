@@ -38,15 +38,18 @@ class BuildLock:
     def __str__(self) -> str:
         if self.holder is None:
             return f"no process holds {self.path}, which a build that was killed left: remove it"
-        return f"{self.path} is held by process {self.holder.pid} ({self.holder.name()})"
+        pid = self.holder.pid
+        name = self.holder.name()
+        return f"{self.path} is held by process {pid} ({name})"
 
 
 def is_waiting(frames: Iterable[Frame]) -> bool:
     """Tell whether a thread with these frames waits for another build, in a function of torch."""
-    return any(
-        frame.file.endswith("/torch/utils/file_baton.py") and frame.function == "wait"
-        for frame in frames
-    )
+    for frame in frames:
+        in_lock = frame.file.endswith("/torch/utils/file_baton.py")
+        if in_lock and frame.function == "wait":
+            return True
+    return False
 
 
 def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
@@ -74,7 +77,10 @@ def _locks(environment: Mapping[str, str]) -> list[BuildLock]:
     if not made_at:
         return []
     holders = _processes_by_open_file()
-    return [BuildLock(path, time, holders.get(path)) for path, time in made_at.items()]
+    locks: list[BuildLock] = []
+    for path, time in made_at.items():
+        locks.append(BuildLock(path, time, holders.get(path)))
+    return locks
 
 
 def _lock_files(environment: Mapping[str, str]) -> list[Path]:
@@ -82,9 +88,11 @@ def _lock_files(environment: Mapping[str, str]) -> list[Path]:
     directory = environment.get("TORCH_EXTENSIONS_DIR")
     if directory:
         return sorted(Path(directory).resolve().glob("*/lock"))
-    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/"), ".cache")
+    home = environment.get("HOME", "/")
+    cache = environment.get("XDG_CACHE_HOME") or Path(home, ".cache")
+    builds = Path(cache, "torch_extensions").resolve()
     # The default has a directory for each Python and CUDA.
-    return sorted(Path(cache, "torch_extensions").resolve().glob("*/*/lock"))
+    return sorted(builds.glob("*/*/lock"))
 
 
 def _processes_by_open_file() -> dict[Path, psutil.Process]:

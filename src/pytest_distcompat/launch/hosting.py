@@ -170,7 +170,8 @@ class Hosted:
         That is its exit ``code`` and a ``problem``.
         """
         if self._status.exists():
-            return cast("dict[str, Any]", json.loads(self._status.read_text(encoding="utf-8")))
+            status = json.loads(self._status.read_text(encoding="utf-8"))
+            return cast("dict[str, Any]", status)
         if self._supervisor.poll() is not None:
             output = read_end(self._output.with_name("supervisor.log"), OUTPUT_BYTES_READ)
             reason = f"the process that ran it died ({exit_name(self._supervisor.returncode)})"
@@ -182,12 +183,18 @@ class Hosted:
 
         They are the launcher, its ranks, and the processes that they started.
         """
-        return [process for process in descendants(self._supervisor.pid) if alive(process.pid)]
+        processes: list[psutil.Process] = []
+        for process in descendants(self._supervisor.pid):
+            if alive(process.pid):
+                processes.append(process)
+        return processes
 
     def _note_exits(self) -> None:
         """Read the process numbers of new ranks, and note the time for ranks that are gone."""
         if len(self._pids) < self.world_size:
-            self._pids = pids_of(self._watchdog.logs.read()) | self._pids
+            started = pids_of(self._watchdog.logs.read())
+            # The number that a rank had first stays.
+            self._pids = {**started, **self._pids}
         for rank, pid in self._pids.items():
             if rank not in self._exited_at and not alive(pid):
                 self._exited_at[rank] = clock.now()
@@ -205,7 +212,9 @@ class Hosted:
 
         It is read from torchrun's report, the rank's log or its crash file.
         """
-        reported = {int(failed): int(code) for failed, code in _FAILURE.findall(output)}
+        reported: dict[int, int] = {}
+        for failed_rank, code in _FAILURE.findall(output):
+            reported[int(failed_rank)] = int(code)
         if rank in reported:
             return reported[rank]
         if str(self._pids.get(rank)) in _ENDED.findall(output):
@@ -214,9 +223,9 @@ class Hosted:
         if exits:
             return exits[0].code
         crash = read_end(self.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
-        for name, code in _FATAL.items():
+        for name, signal_code in _FATAL.items():
             if f"{CRASH}{name}" in crash:
-                return code
+                return signal_code
         if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ):
             return -signal.SIGTERM
         return self.unreported
@@ -241,8 +250,11 @@ class Hosted:
         if not headline:
             return ""
         # The last line is the headline of the report.
-        shown = "\n".join(output.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
-        return f"last output of {self.name}:\n{shown}\n\n{headline}" if shown else headline
+        last_lines = output.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:]
+        shown = "\n".join(last_lines)
+        if not shown:
+            return headline
+        return f"last output of {self.name}:\n{shown}\n\n{headline}"
 
     def _launch_problem(
         self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int]
@@ -278,11 +290,9 @@ class Hosted:
             return f"rank {ranks} announced itself too; expected {self.world_size} ranks"
         if announced:
             return ""
-        end = (
-            f"time limit of {self.timeout:g} s"
-            if ending.timed_out
-            else f"{self.name} ended ({exit_name(code)})"
-        )
+        end = f"{self.name} ended ({exit_name(code)})"
+        if ending.timed_out:
+            end = f"time limit of {self.timeout:g} s"
         return (
             f"{end}, and no process announced itself as a rank: "
             "none had RANK in its environment or made a process group "
@@ -305,8 +315,11 @@ def _root_cause(output: str) -> int | None:
     None if there is no report.
     """
     # Without that title the first rank that the report names.
-    match = _FAILURE.search(output, max(0, output.find("Root Cause")))
-    return int(match.group(1)) if match else None
+    title = max(0, output.find("Root Cause"))
+    match = _FAILURE.search(output, title)
+    if match is None:
+        return None
+    return int(match.group(1))
 
 
 class TorchrunLauncher(Launcher):

@@ -57,9 +57,10 @@ class LauncherProcess:
         if device != "cpu":
             # NVML starts a thread in a process that opens it, and the fork servers must have none.
             fields["gpus"] = dataclasses.asdict(devices.gpu_facts())
-            fields["nccl"] = []
+            libraries: list[dict[str, Any]] = []
             for library in nccl.answers():
-                fields["nccl"].append({"path": str(library.path), "version": library.version})
+                libraries.append({"path": str(library.path), "version": library.version})
+            fields["nccl"] = libraries
         warmth_file.write_text(json.dumps(fields), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         self._buffer = b""
@@ -96,7 +97,7 @@ class LauncherProcess:
         """
         if self.dead or not all(path.exists() for path in self._paths):
             return False
-        return bool(self.unfit) or all(alive(pid) for pid in self._own_pids)
+        return self.unfit != "" or all(map(alive, self._own_pids))
 
     @property
     def unfit(self) -> str:
@@ -164,9 +165,8 @@ class LauncherProcess:
         the process is gone.
         """
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select(
-                [self._channel, *others], [], [], max(0.0, deadline - clock.now())
-            )
+            seconds_left = max(0.0, deadline - clock.now())
+            ready, _, _ = select.select([self._channel, *others], [], [], seconds_left)
             if self._channel not in ready:
                 return None
             try:
@@ -197,7 +197,8 @@ class LauncherProcess:
             )
         if "ModuleNotFoundError: No module named 'torch'" in log:
             return f"{log}\ntorch is not installed: {GET_TORCH}"
-        return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
+        code = exit_name(self._process.poll())
+        return f"{log}\nthe launcher process died {when} ({code})"
 
     def _last_output(self) -> str:
         """Return the last output of this process and of the fork servers.
@@ -221,7 +222,9 @@ class LauncherProcess:
         """
         strays = []
         for process in self._below():
-            if process.pid not in self._own_pids and alive(process.pid) and not tidies_up(process):
+            if process.pid in self._own_pids or not alive(process.pid):
+                continue
+            if not tidies_up(process):
                 strays.append(process)
         return strays
 

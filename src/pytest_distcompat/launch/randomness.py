@@ -51,7 +51,9 @@ def drawn(name: str, before: Any, after: Any) -> bool:
     if name == "torch":
         same = sys.modules["torch"].equal(before, after)
     elif name == "numpy":
-        same = before[2] == after[2] and bool((before[1] == after[1]).all())
+        same_words = bool((before[1] == after[1]).all())
+        same_position = before[2] == after[2]
+        same = same_words and same_position
     else:
         same = before == after
     return not same and not _SEEDS[name](before, after)
@@ -85,9 +87,11 @@ def renew() -> None:
             torch.cuda.seed_all()
 
 
-#: The words that a Mersenne Twister makes at a time, and how often it is drawn from to see whether
-#: that leads from one state to another. No module draws forty thousand numbers at import.
-_WORDS, _MOST_DRAWS = 624, 64
+#: The words that a Mersenne Twister makes at a time.
+_WORDS = 624
+#: How often a generator is drawn from to see whether that leads from one state to another. No
+#: module draws forty thousand numbers at import.
+_MOST_DRAWS = 64
 
 
 def _seeds_of_python(before: Any, after: Any) -> bool:
@@ -116,8 +120,10 @@ def _reached(
 
     It may use up any number of words of its state.
     """
+    goal_words = list(goal[:_WORDS])
     for _ in range(_MOST_DRAWS):
-        if list(state()[:_WORDS]) == list(goal[:_WORDS]):
+        words = state()[:_WORDS]
+        if list(words) == goal_words:
             return True
         draw()
     return False

@@ -60,10 +60,8 @@ class RankLog:
             written = pristine_builtins.write_to(self._file, raw)
             raw = raw[written:]
         if isinstance(event, Error) and self._terminal is not None:
-            shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n".encode(
-                "utf-8", "replace"
-            )
-            pristine_builtins.write_to(self._terminal, shown)
+            shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n"
+            pristine_builtins.write_to(self._terminal, shown.encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Close the log."""
@@ -79,8 +77,11 @@ class LogReader:
     """
 
     def __init__(self, directory: str | Path, ranks: Iterable[int]) -> None:
-        self._paths = {rank: f"{directory}/rank-{rank}.jsonl" for rank in ranks}
-        self._events: dict[int, list[Event]] = {rank: [] for rank in self._paths}
+        self._paths: dict[int, str] = {}
+        self._events: dict[int, list[Event]] = {}
+        for rank in ranks:
+            self._paths[rank] = f"{directory}/rank-{rank}.jsonl"
+            self._events[rank] = []
         #: How much of each file has been read, by rank: its inode, and a number of bytes.
         self._positions: dict[int, tuple[int, int]] = {}
 
@@ -109,7 +110,8 @@ class LogReader:
         self._positions[rank] = inode, offset + len(finished)
         for line in finished.splitlines():
             with contextlib.suppress(ValueError):
-                event = decode_event(pristine_builtins.decode(line.decode("utf-8", "replace")))
+                data = pristine_builtins.decode(line.decode("utf-8", "replace"))
+                event = decode_event(data)
                 if event is not None and not self._of_forked_child(rank, event):
                     self._events[rank].append(event)
 

@@ -99,7 +99,8 @@ class Request:
     @classmethod
     def read(cls, path: str | Path) -> Request:
         """Return the request in that file."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(**fields)
 
     @functools.cached_property
     def line(self) -> str:
@@ -112,10 +113,13 @@ class Request:
         Args:
             meeting: The options of torchrun that say how the agents of several machines meet.
         """
-        rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
-        # torchrun starts its ranks without the flags of its own Python.
-        python = f"--no-python {shlex.join(unbuffered())} " if len(interpreter()) > 1 else ""
-        return f"torchrun {meeting} --nproc-per-node {self.spread.local_size} {python}{rank}"
+        words = ["torchrun", meeting, f"--nproc-per-node {self.spread.local_size}"]
+        if len(interpreter()) > 1:
+            # torchrun starts its ranks without the flags of its own Python.
+            words.append(f"--no-python {shlex.join(unbuffered())}")
+        path = shlex.quote(str(self.path))
+        words.append(f"-m pytest_distcompat.launch.rank {path} --by-hand")
+        return " ".join(words)
 
 
 #: The value of ``Request.collected`` if ranks run tests of several modules.
@@ -206,7 +210,9 @@ def extend_import_path(entries: Sequence[str]) -> None:
     ``-c``. Then torch would import a ``cmd.py`` or ``profile.py`` of the user's instead of the
     standard library's.
     """
-    sys.path[:] = filter(None, dict.fromkeys((*sys.path, *entries)))
+    # A dictionary, to have each only once.
+    distinct = dict.fromkeys((*sys.path, *entries))
+    sys.path[:] = [entry for entry in distinct if entry]
 
 
 def set_import_path(entries: Sequence[str]) -> None:
@@ -219,5 +225,8 @@ def set_import_path(entries: Sequence[str]) -> None:
     if entries:
         # Directories that ``entries`` has twice stay twice, as PYTHONPATH and a .pth file may
         # cause.
-        own = [entry for entry in dict.fromkeys(sys.path) if entry and entry not in entries]
+        own: list[str] = []
+        for entry in dict.fromkeys(sys.path):
+            if entry and entry not in entries:
+                own.append(entry)
         sys.path[:] = [*entries, *own]

@@ -108,9 +108,9 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     servers = ForkServers((LIBRARIES, SESSION) if warmth_fields["call"] else (LIBRARIES,))
     # It imports everything itself, while this process imports torch for itself and for the servers
     # of the first side.
-    servers.spawn(
-        1, in_new_process("serve_alone", warmth, str(dump_at)), Path(warmth).with_name(LOGS[1])
-    )
+    command = in_new_process("serve_alone", warmth, str(dump_at))
+    log = Path(warmth).with_name(LOGS[1])
+    servers.spawn(1, command, log)
     # A warning that the user made an error is an error in ranks only.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,8 +130,11 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
 
 def serve_alone(warmth: str, dump_at: str, ends: str) -> NoReturn:
     """Be the fork servers of a side, in an interpreter of their own."""
-    ends_by_kind = {kind: Ends(*descriptors) for kind, descriptors in json.loads(ends).items()}
-    _serve(ends_by_kind, json.loads(Path(warmth).read_text(encoding="utf-8")), float(dump_at))
+    ends_by_kind: dict[str, Ends] = {}
+    for kind, descriptors in json.loads(ends).items():
+        ends_by_kind[kind] = Ends(*descriptors)
+    warmth_fields = json.loads(Path(warmth).read_text(encoding="utf-8"))
+    _serve(ends_by_kind, warmth_fields, float(dump_at))
 
 
 def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: float) -> NoReturn:
@@ -194,10 +197,14 @@ def _merged(sides: list[dict[str, dict[str, Any] | None]]) -> dict[str, Any]:
         libraries.append(side[LIBRARIES] or {"unfit": _DIED})
         if side[LIBRARIES] and SESSION in side:
             sessions.append(side[SESSION] or {"unfit": _DIED})
+    findings = []
+    for status in sessions:
+        if "findings" in status:
+            findings.append(status["findings"])
     return {
         "unfit": _first_problem(libraries),
         "not_shared": _first_problem(sessions),
-        "findings": [status["findings"] for status in sessions if "findings" in status],
+        "findings": findings,
         "leaves": any(status.get("leaves") for status in sessions),
     }
 

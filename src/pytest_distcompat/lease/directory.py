@@ -173,8 +173,11 @@ class LeaseDirectory:
 
     def _claimed(self, name: str) -> str:
         # An address has 107 bytes at most; a path may have more.
-        digest = hashlib.sha256(os.fsencode(f"{self._address}/{device_of(name)}")).hexdigest()
-        return f"\0distcompat-{os.getuid()}-{digest[:32]}{place_of(name)}"
+        device = device_of(name)
+        path = os.fsencode(f"{self._address}/{device}")
+        digest = hashlib.sha256(path).hexdigest()
+        place = place_of(name)
+        return f"\0distcompat-{os.getuid()}-{digest[:32]}{place}"
 
 
 def own_directory(path: Path) -> Path:

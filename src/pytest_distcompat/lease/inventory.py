@@ -68,8 +68,9 @@ class Inventory:
             raise UsageProblem(f"a lease is of at least 1, not {ranks}")
         least = -(-ranks // self.ranks_each)
         if self.kind == "gpu" and least > len(self.ids):
+            known = ", ".join(self.ids)
             raise UsageProblem(
-                f"{ranks} ranks need {least} GPUs; there are {len(self.ids)}: {', '.join(self.ids)}"
+                f"{ranks} ranks need {least} GPUs; there are {len(self.ids)}: {known}"
             )
         return min(ranks, len(self.ids))
 
@@ -84,7 +85,8 @@ class Inventory:
         numbers = gpu_numbers(ids)
         if numbers is None:
             return dict.fromkeys(VISIBLE, ",".join(ids))
-        return {**dict.fromkeys(VISIBLE, ",".join(map(str, numbers))), **NVML_ORDER}
+        listed = ",".join(map(str, numbers))
+        return {**dict.fromkeys(VISIBLE, listed), **NVML_ORDER}
 
 
 def gpus(
@@ -100,7 +102,8 @@ def gpus(
     if there are none.
     """
     visible = visible_ids(",".join(wanted) or None)
-    return Inventory("gpu", tuple(visible[:most]), ranks_each, runs_share)
+    ids = tuple(visible[:most])
+    return Inventory("gpu", ids, ranks_each, runs_share)
 
 
 #: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep

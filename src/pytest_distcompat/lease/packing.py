@@ -47,7 +47,9 @@ def pack(demands: Iterable[Demand], devices: int, workers: int) -> list[Demand]:
     long = ideal(known, devices, workers) / 2
 
     def priority(demand: Demand) -> tuple[bool, int, float]:
-        return demand.expected() > long, demand.world_size, demand.expected()
+        seconds = demand.expected()
+        is_long = seconds > long
+        return is_long, demand.world_size, seconds
 
     return sorted(known, key=priority, reverse=True)
 

@@ -57,6 +57,9 @@ _POLL, _POLL_MEMORY = 0.02, 0.05
 #: out.
 Memory = Callable[[Sequence[str]], Mapping[str, int]]
 
+#: Of devices that are locked: the names that are held, its own or those of its places.
+NamesByDevice = dict[str, tuple[str, ...]]
+
 
 class LeaseTimeout(DistcompatError, TimeoutError):
     """The devices did not become free in time.
@@ -205,19 +208,17 @@ class Pool:
         if shares:
             # Rounded up.
             places = -(-ranks // count)
-        mine = tuple(
-            device
-            for device in self.inventory.ids
-            if self._path(device, "lock") in _ranks_by_lock()
-        )
+        mine: list[str] = []
+        for device in self.inventory.ids:
+            if self._path(device, "lock") in _ranks_by_lock():
+                mine.append(device)
         if mine:
-            yield self._lend_again(mine, count, places, who)
+            yield self._lend_again(tuple(mine), count, places, who)
             return
         requested_at = clock.now()
         with contextlib.ExitStack() as locks:
-            names_by_device, waited_for = self._take(
-                count, places, who, requested_at + timeout, locks
-            )
+            deadline = requested_at + timeout
+            names_by_device, waited_for = self._take(count, places, who, deadline, locks)
             ids = tuple(names_by_device)
             names = tuple(itertools.chain(*names_by_device.values()))
             leaks_of_dead = self._await_dead_holders(names)
@@ -229,13 +230,11 @@ class Pool:
             before = measure(ids) if self.inventory.kind == "gpu" else {}
             self._write_records(names, who, since, {} if shares else before)
             grant = _Grant(names, who, requested_at, granted_at, waited_for, before, measure)
-            lease = Lease(
-                ids, self.inventory.environment(ids), self.inventory.places, leaks_of_dead
-            )
+            environment = self.inventory.environment(ids)
+            lease = Lease(ids, environment, self.inventory.places, leaks_of_dead)
             owner = os.getpid()
-            ranks_by_lock = {
-                self._path(device, "lock"): places or self.inventory.ranks_each for device in ids
-            }
+            ranks_each = places or self.inventory.ranks_each
+            ranks_by_lock = {self._path(device, "lock"): ranks_each for device in ids}
             try:
                 with _held_by_this_thread(ranks_by_lock):
                     yield lease
@@ -268,13 +267,13 @@ class Pool:
         """
         for name in names:
             holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
-            self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
+            file_name = self._path(name, "json").name
+            self._directory.write(file_name, json.dumps(asdict(holder)))
 
     def _end(self, lease: Lease, grant: _Grant) -> None:
         """Wait until the lease's memory is free, note what stays in use, and remove its records."""
-        lease.own_leak = self._await_free(
-            grant.before, dict.fromkeys(lease.ids, grant.who), grant.measure
-        )
+        who = dict.fromkeys(lease.ids, grant.who)
+        lease.own_leak = self._await_free(grant.before, who, grant.measure)
         lease.leak += lease.own_leak
         for name in grant.names:
             self._path(name, "json").unlink(missing_ok=True)
@@ -305,7 +304,8 @@ class Pool:
                 f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}"
             )
         ids = mine[:count]
-        ranks = min(_ranks_by_lock()[self._path(device, "lock")] for device in ids)
+        ranks_by_lock = _ranks_by_lock()
+        ranks = min(ranks_by_lock[self._path(device, "lock")] for device in ids)
         if places > ranks:
             raise UsageProblem(
                 f"{who}: {places} ranks need a GPU, and what starts them has it for {ranks}"
@@ -350,7 +350,7 @@ class Pool:
 
     def _take(
         self, count: int, places: int, who: str, deadline: float, locks: contextlib.ExitStack
-    ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    ) -> tuple[NamesByDevice, tuple[str, ...]]:
         """Wait until the request has its devices or places, and lock them.
 
         Devices stay locked while the request waits for more, so that a later request cannot take
@@ -370,7 +370,7 @@ class Pool:
         Raises:
             LeaseTimeout: At the deadline.
         """
-        taken: dict[str, tuple[str, ...]] = {}
+        taken: NamesByDevice = {}
 
         def blockers() -> Iterator[Blocker]:
             for device in self.inventory.ids:
@@ -417,7 +417,7 @@ class Pool:
         self,
         count: int,
         places: int,
-        taken: dict[str, tuple[str, ...]],
+        taken: NamesByDevice,
         locks: contextlib.ExitStack,
     ) -> None:
         """Lock what is free now, until ``count`` devices are taken.
@@ -446,15 +446,16 @@ class Pool:
         with contextlib.ExitStack() as own:
             if not self._lock(device, own):
                 return ()
-            # Their holders have locked the device's file, but a cleaner may have removed it. CPU
-            # slots have no places.
-            if self.inventory.kind == "gpu" and self._directory.claimed(device) not in (
-                [],
-                [device],
-            ):
+            # Holders of its places have locked the device's file, but a cleaner may have removed
+            # it. CPU slots have no places.
+            if self.inventory.kind == "gpu" and self._has_claimed_places(device):
                 return ()
             locks.push(own.pop_all())
         return (device,)
+
+    def _has_claimed_places(self, device: str) -> bool:
+        """Tell whether a process has claimed anything of a device but the whole."""
+        return self._directory.claimed(device) not in ([], [device])
 
     def _lock_places(self, device: str, count: int, locks: contextlib.ExitStack) -> tuple[str, ...]:
         """Lock so many places of a device until ``locks`` is closed.
@@ -462,13 +463,13 @@ class Pool:
         Return their names, or nothing if fewer were free.
         """
         names: list[str] = []
+        file_name = self._path(device, "lock").name
         with contextlib.ExitStack() as own:
             try:
-                own.callback(
-                    self._directory.lock(self._path(device, "lock").name, shared=True).close
-                )
+                shared = self._directory.lock(file_name, shared=True)
             except TakenError:
                 return ()
+            own.callback(shared.close)
             for name in place_names(device, self.inventory.places):
                 if len(names) < count and self._lock(name, own):
                     names.append(name)
@@ -495,9 +496,10 @@ class Pool:
 
     def _lock(self, name: str, locks: contextlib.ExitStack) -> bool:
         """Lock a device or place until ``locks`` is closed; return whether it was free."""
+        file_name = self._path(name, "lock").name
         with contextlib.ExitStack() as both:
             try:
-                both.callback(self._directory.lock(self._path(name, "lock").name).close)
+                both.callback(self._directory.lock(file_name).close)
                 both.callback(self._directory.claim(name).close)
             except TakenError:
                 return False
@@ -550,10 +552,8 @@ class Pool:
                 continue
             for holder in self._holders(device):
                 since = time.strftime("%H:%M:%S", time.localtime(holder.since))
-                lines.append(
-                    f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) "
-                    f"since {since}"
-                )
+                pid = holder.pid or "unknown"
+                lines.append(f"  {holder.id} is held by {holder.who} (pid {pid}) since {since}")
         for ticket in self._queue.waiting():
             if set(ticket.ids) & set(self.inventory.ids):
                 lines.append(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}")
@@ -564,13 +564,16 @@ class Pool:
 
         The holder may be dead.
         """
+        path = self._path(name, "json")
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return decode(Holder, json.loads(self._path(name, "json").read_text(encoding="utf-8")))
+            record = json.loads(path.read_text(encoding="utf-8"))
+            return decode(Holder, record)
         return None
 
     def _path(self, name: str, kind: str) -> Path:
         # Older names of MIG devices contain slashes.
-        return self._directory.path / f"{quote(name, safe='')}.{kind}"
+        quoted = quote(name, safe="")
+        return self._directory.path / f"{quoted}.{kind}"
 
 
 def boot_id() -> str:
@@ -590,4 +593,5 @@ def default_directory() -> Path:
     slots and clocks. The host name would not do: containers of one machine have different ones.
     """
     machine = boot_id() or quote(socket.gethostname(), safe="")
-    return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}-{machine}"
+    name = f"distcompat-leases-{os.getuid()}-{machine}"
+    return Path(tempfile.gettempdir()) / name

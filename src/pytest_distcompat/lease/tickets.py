@@ -39,9 +39,10 @@ def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
 
     They are those that may take one of its devices.
     """
+    wanted = set(mine.ids)
     before = []
     for other in others:
-        if other.number < mine.number and set(other.ids) & set(mine.ids):
+        if other.number < mine.number and not wanted.isdisjoint(other.ids):
             before.append(other)
     return sorted(before, key=lambda ticket: ticket.number, reverse=True)
 
@@ -67,13 +68,13 @@ class Queue:
             # two apart that come in the same nanosecond.
             number = clock.now_ns() << 22 | os.getpid()
             mine = Ticket(number, ids, count, who, os.getpid())
-            self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
+            self._own[mine.number] = self._lock(mine)
             own.callback(lambda: self._own.pop(mine.number).close())
             own.callback(self._ahead.pop, mine.number, None)
             # Before the lock is released.
             own.callback(self._remove, mine)
             # After the lock, because a visible ticket without a lock belongs to a dead process.
-            self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
+            self._write(mine)
             yield mine
 
     def overtaken(self, mine: Ticket) -> bool:
@@ -95,7 +96,10 @@ class Queue:
 
     def waiting(self) -> list[Ticket]:
         """Return the tickets whose owners wait, in order; those of the dead are removed."""
-        tickets = [ticket for ticket in self._tickets() if not self._ended(ticket)]
+        tickets: list[Ticket] = []
+        for ticket in self._tickets():
+            if not self._ended(ticket):
+                tickets.append(ticket)
         return sorted(tickets, key=lambda ticket: ticket.number)
 
     def _tickets(self) -> list[Ticket]:
@@ -115,25 +119,30 @@ class Queue:
             # Another process that found the ticket unlocked is about to remove it: try again at the
             # next call.
             with contextlib.suppress(TakenError):
-                self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
+                self._own[mine.number] = self._lock(mine)
                 lock.close()
         record = self._directory.path / self._name(mine, "json")
         if self._own[mine.number].in_place() and not record.exists():
-            self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
+            self._write(mine)
 
     def _ended(self, other: Ticket) -> bool:
         """Tell whether the ticket's owner was served, gave up or died: then its lock is free."""
-        with (
-            contextlib.suppress(TakenError),
-            contextlib.closing(self._directory.lock(self._name(other, "lock"))),
-        ):
+        with contextlib.suppress(TakenError), contextlib.closing(self._lock(other)):
             self._remove(other)
             return True
         return False
 
+    def _lock(self, ticket: Ticket) -> FileLock:
+        """Lock a ticket. Raises TakenError if its owner waits."""
+        return self._directory.lock(self._name(ticket, "lock"))
+
+    def _write(self, ticket: Ticket) -> None:
+        self._directory.write(self._name(ticket, "json"), json.dumps(asdict(ticket)))
+
     def _remove(self, ticket: Ticket) -> None:
         for kind in ("json", "lock"):
-            (self._directory.path / self._name(ticket, kind)).unlink(missing_ok=True)
+            path = self._directory.path / self._name(ticket, kind)
+            path.unlink(missing_ok=True)
 
     def _name(self, ticket: Ticket, kind: str) -> str:
         return f"{QUEUE}/{ticket.number}.{kind}"

@@ -72,10 +72,13 @@ class Span:
             ahead: By how many seconds the node's clock is ahead of this machine's.
             worker: The name of the xdist worker.
         """
+        leaks: list[Leak] = []
+        for leak in self.leak:
+            leaks.append(replace(leak, id=f"{node} {leak.id}"))
         return replace(
             self,
             ids=tuple(f"{node} {device}" for device in self.ids),
-            leak=tuple(replace(leak, id=f"{node} {leak.id}") for leak in self.leak),
+            leak=tuple(leaks),
             asked=self.asked - ahead,
             got=self.got - ahead,
             released=self.released - ahead,
@@ -88,7 +91,8 @@ def append(directory: Path, span: Span) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # A single write to a file in append mode, so that lines of several processes do not mix.
     with (directory / FILE).open("ab", buffering=0) as file:
-        file.write(f"{json.dumps(asdict(span))}\n".encode())
+        line = json.dumps(asdict(span))
+        file.write(f"{line}\n".encode())
 
 
 def read_timeline(directory: Path) -> list[Span]:
@@ -138,8 +142,12 @@ def _leaked(span: Span, name: str) -> int:
     places = [place for place in span.ids if device_of(place) == device]
     if name != places[0]:
         return 0
-    # Leaks of an earlier holder do not count for this lease.
-    return sum(leak.bytes for leak in span.leak if leak.id == device and leak.who == span.who)
+    total = 0
+    for leak in span.leak:
+        # Leaks of an earlier holder do not count for this lease.
+        if leak.id == device and leak.who == span.who:
+            total += leak.bytes
+    return total
 
 
 #: The shortest gap between leases, and the shortest wait of a request, that count, in seconds.
@@ -162,7 +170,9 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
         return []
     rows: list[dict[str, Any]] = []
     reasons = _Reasons(spans)
-    devices = {device for span in spans for device in span.ids}
+    devices: set[str] = set()
+    for span in spans:
+        devices.update(span.ids)
     for device in sorted(devices):
         for free in _free_intervals(device, spans, since, until):
             for gap in reasons.pieces(free):
@@ -188,10 +198,13 @@ class _Gap:
 
 def _free_intervals(device: str, spans: Sequence[Span], since: float, until: float) -> list[_Gap]:
     """Return the intervals before, between and after the leases of a device; some may be empty."""
-    leases = sorted((span.got, span.released) for span in spans if device in span.ids)
+    leases: list[tuple[float, float]] = []
+    for span in spans:
+        if device in span.ids:
+            leases.append((span.got, span.released))
     intervals = []
     begin = since
-    for got, released in leases:
+    for got, released in sorted(leases):
         intervals.append(_Gap(begin, got))
         begin = released
     intervals.append(_Gap(begin, until))
@@ -204,7 +217,11 @@ class _Reasons:
     def __init__(self, spans: Sequence[Span]) -> None:
         self.first_request = min(span.asked for span in spans)
         self.last_release = max(span.released for span in spans)
-        self.waits = [span for span in spans if span.got - span.asked >= SHORTEST_GAP_S]
+        self.waits: list[Span] = []
+        for span in spans:
+            waited = span.got - span.asked
+            if waited >= SHORTEST_GAP_S:
+                self.waits.append(span)
         # The reason can change only at these times.
         times = {self.first_request, self.last_release}
         for span in self.waits:
@@ -214,7 +231,9 @@ class _Reasons:
     def pieces(self, free: _Gap) -> list[_Gap]:
         """Return the parts of an interval that have one reason each."""
         cuts = [free.begin]
-        cuts += [time for time in self.times if free.begin < time < free.end]
+        for time in self.times:
+            if free.begin < time < free.end:
+                cuts.append(time)
         cuts.append(free.end)
         pieces: list[_Gap] = []
         for begin, end in itertools.pairwise(cuts):
@@ -238,5 +257,6 @@ class _Reasons:
         for span in waiting:
             holders.update(dict.fromkeys(span.waited_for))
         if holders:
-            return f"a run waits for {', '.join(holders)}"
+            names = ", ".join(holders)
+            return f"a run waits for {names}"
         return "a run waits for more devices"

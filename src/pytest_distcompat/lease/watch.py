@@ -120,7 +120,8 @@ class Watch:
         if len(stuck_devices) < len(stuck):
             # A stuck ticket blocks it however many devices are free.
             return True
-        return len(self.inventory.ids) - len(stuck_devices) < self.count
+        usable = len(self.inventory.ids) - len(stuck_devices)
+        return usable < self.count
 
     def _give_up_in_time(self, stuck: set[Blocker], waited: float) -> None:
         """Raise GivenUpError if the request has waited long enough for these blockers.
@@ -141,17 +142,19 @@ class Watch:
         That is done later if all are workers of the same session.
         """
         assert self.notify is not None
-        of_others = [
-            blocker for blocker in blockers if blocker in stuck or self._of_other_run(blocker)
-        ]
+        of_others: list[Blocker] = []
+        for blocker in blockers:
+            if blocker in stuck or self._of_other_run(blocker):
+                of_others.append(blocker)
         notify_after = NOTIFY_AFTER_S if of_others else NOTIFY_OF_WORKERS_AFTER_S
         if waited < notify_after:
             return
-        news = [
-            blocker for blocker in of_others or blockers if _session(blocker) not in self.notified
-        ]
+        news: list[Blocker] = []
+        for blocker in of_others or blockers:
+            if _session(blocker) not in self.notified:
+                news.append(blocker)
         if news:
-            self.notified.update(_session(blocker) for blocker in news)
+            self.notified.update(map(_session, news))
             self.notify(self._notice("waits for", news))
 
     def _stuck(self, blocker: Blocker) -> bool:
@@ -160,13 +163,16 @@ class Watch:
             return True
         if not isinstance(blocker, Holder):
             return False
-        return clock.wall() - blocker.since >= LONG_LEASE_S and not self._of_this_run(blocker)
+        seconds = clock.wall() - blocker.since
+        return seconds >= LONG_LEASE_S and not self._of_this_run(blocker)
 
     def _of_other_run(self, blocker: Blocker) -> bool:
         return isinstance(blocker, Holder) and not self._of_this_run(blocker)
 
     def _of_this_run(self, holder: Holder) -> bool:
-        return holder.pid == os.getpid() or (bool(holder.run) and holder.run == self.run)
+        if holder.pid == os.getpid():
+            return True
+        return holder.run != "" and holder.run == self.run
 
     def _text(self, blockers: list[Blocker], waited: float) -> str:
         """Return what the request has waited for, with all its blockers."""
@@ -177,25 +183,31 @@ class Watch:
                 lease = (blocker.who, blocker.pid, blocker.since)
                 ids_by_lease.setdefault(lease, []).append(blocker.id)
             else:
-                tickets.append(f"{blocker.who} ({_process(blocker.pid)}) waits before it")
+                process = _process(blocker.pid)
+                tickets.append(f"{blocker.who} ({process}) waits before it")
         holders = []
         for (who, pid, since), ids in ids_by_lease.items():
+            devices = ", ".join(ids)
             seconds = max(0.0, clock.wall() - since)
-            holders.append(f"{who} ({_process(pid)}) has had {', '.join(ids)} for {seconds:.0f} s")
+            holders.append(f"{who} ({_process(pid)}) has had {devices} for {seconds:.0f} s")
         waits_for = "; ".join(holders + tickets)
         return f"{self.who} has waited {waited:.0f} s for {self._devices}: {waits_for}"
 
     @property
     def _devices(self) -> str:
-        return f"{self.count} of {len(self.inventory.ids)} {self.inventory.words}"
+        total = len(self.inventory.ids)
+        return f"{self.count} of {total} {self.inventory.words}"
 
     def _notice(self, verb: str, blockers: list[Blocker]) -> str:
         """Return one line about what the request waits for.
 
         ``text`` and the error at the end of the wait have the rest.
         """
-        stuck = [blocker for blocker in blockers if self._stuck(blocker)]
-        first = stuck[0] if stuck else blockers[0]
+        first = blockers[0]
+        for blocker in blockers:
+            if self._stuck(blocker):
+                first = blocker
+                break
         other_pids = {blocker.pid for blocker in blockers} - {first.pid}
         others = ""
         if other_pids:
@@ -203,7 +215,8 @@ class Watch:
             others = f" and {len(other_pids)} other{plural}"
         head = f"{verb} {self._devices} of {_process(first.pid)} ("
         tail = f"){others}"
-        name = _shortened(visible(first.who), NOTICE_COLUMNS - len(head) - len(tail))
+        columns_left = NOTICE_COLUMNS - len(head) - len(tail)
+        name = _shortened(visible(first.who), columns_left)
         return f"{head}{name}{tail}"
 
 

@@ -25,7 +25,8 @@ def prompt_length(step: int, rank: int) -> int:
         step: The number of the step.
         rank: The rank whose batch for that step it is.
     """
-    return PROMPT_LENGTHS[(step + 2 * rank) % len(PROMPT_LENGTHS)]
+    index = (step + 2 * rank) % len(PROMPT_LENGTHS)
+    return PROMPT_LENGTHS[index]
 
 
 @dataclass(frozen=True)

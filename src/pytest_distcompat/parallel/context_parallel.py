@@ -50,9 +50,13 @@ BESIDE_ULYSSES = frozenset({"model", "cp", "set"})
 
 def unsupported_reason(cell: Cell) -> str | None:
     """Return why no sequence is sharded as the cell asks; None if one is."""
-    by_ulysses = cell.strategy != "fsdp2"
-    # Ulysses reduces gradients in float32, whatever they are in.
-    precisions = {"fp32"} if by_ulysses else {"fp32", "bf16_upcast"}
+    if cell.strategy == "fsdp2":
+        precisions = {"fp32", "bf16_upcast"}
+        tried = BESIDE
+    else:
+        # Ulysses reduces gradients in float32, whatever they are in.
+        precisions = {"fp32"}
+        tried = BESIDE_ULYSSES
     reason = first_reason(
         (
             cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"},
@@ -72,7 +76,6 @@ def unsupported_reason(cell: Cell) -> str | None:
     )
     if reason is not None:
         return reason
-    tried = BESIDE_ULYSSES if by_ulysses else BESIDE
     return untried_option_reason("context parallelism", cell, tried)
 
 
@@ -166,15 +169,18 @@ def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
     from torch.nn.functional import pad
 
     # Shifted before they are split: the label of a part's last token is the first of the next part.
-    labels = pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    padded = pad(batch["labels"], (0, 1), value=-100)
+    labels = padded[:, 1:]
+    row_positions = torch.arange(labels.shape[1], device=labels.device)
+    positions = row_positions.expand_as(labels)
     full = {"input_ids": batch["input_ids"], "position_ids": positions, "labels": labels}
     part = {}
     for name, tensor in full.items():
         parts = tensor.chunk(mesh.size(), dim=1)
         part[name] = parts[mesh.get_local_rank()].contiguous()
     count = (labels != -100).sum()
-    loss: torch.Tensor = model(**part, shift_labels=part["labels"], num_items_in_batch=count).loss
+    output = model(**part, shift_labels=part["labels"], num_items_in_batch=count)
+    loss: torch.Tensor = output.loss
     return loss * mesh.size()
 
 
@@ -182,7 +188,8 @@ def positions_of(tokens: torch.Tensor) -> torch.Tensor:
     """Return the position of each token in its row, which Ulysses needs."""
     import torch
 
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+    row_positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return row_positions.expand_as(tokens).contiguous()
 
 
 def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
@@ -203,7 +210,9 @@ def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
         peers.get_sequence_parallel_world_size(),
         device,
     )
-    part = {name: tensor.to(device) for name, tensor in next(loader).items()}
+    part = {}
+    for name, tensor in next(loader).items():
+        part[name] = tensor.to(device)
     return ulysses_part_loss(engine, part)
 
 
@@ -222,7 +231,8 @@ def ulysses_part_loss(engine: Any, batch: Batch) -> torch.Tensor:
     labels = part.pop("shift_labels")
     count = (labels != -100).sum()
     distributed.all_reduce(count, group=group)
-    logits = engine(**part).logits.flatten(0, 1).float()
+    output = engine(**part)
+    logits = output.logits.flatten(0, 1).float()
     part_sum = cross_entropy(logits, labels.flatten(), reduction="sum")
     loss: torch.Tensor = all_reduce(part_sum / count, group=group)  # type: ignore[no-untyped-call]
     return loss

@@ -41,10 +41,15 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
     None if they can: spread over ranks, or sharded by tensor parallelism.
     """
     by_deepspeed = cell.strategy != "fsdp2"
-    layer = "of a DeepSpeed layer" if by_deepspeed else "in one tensor"
-    driver = "deepspeed" if by_deepspeed else ""
-    expert_parallel = cell.ep > 1 or bool(tiny.driver)
-    feature = "expert parallelism" if expert_parallel else "tensor parallelism of experts"
+    if by_deepspeed:
+        driver = "deepspeed"
+        layer = "of a DeepSpeed layer"
+    else:
+        driver = ""
+        layer = "in one tensor"
+    feature = "tensor parallelism of experts"
+    if cell.ep > 1 or tiny.driver:
+        feature = "expert parallelism"
     reason = first_reason(
         (
             cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"},
@@ -87,19 +92,27 @@ def spread(experts: Module, mesh: DeviceMesh) -> None:
             in the order of their experts and how many each has.
         mesh: Dimensions ``ep``, ``tp`` or both.
     """
-    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor import Placement, Shard, distribute_module, distribute_tensor
     from torch.nn import Parameter
 
     dimensions = mesh.mesh_dim_names or ()
-    # Dimension 0 of a parameter is the expert, dimension 1 the output.
-    placements = [Shard(0) if dimension == "ep" else Shard(1) for dimension in dimensions]
+    placements: list[Placement] = []
+    for dimension in dimensions:
+        # Dimension 0 of a parameter is the expert, dimension 1 the output.
+        tensor_dim = 0 if dimension == "ep" else 1
+        placements.append(Shard(tensor_dim))
 
     def shard(_: str, module: Module, mesh: DeviceMesh) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, Parameter(distribute_tensor(parameter, mesh, placements)))
+            sharded = distribute_tensor(parameter, mesh, placements)
+            setattr(module, name, Parameter(sharded))
 
-    expert_mesh = mesh["ep"] if "ep" in dimensions else None
-    column_mesh = mesh["tp"] if "tp" in dimensions else None
+    expert_mesh = None
+    if "ep" in dimensions:
+        expert_mesh = mesh["ep"]
+    column_mesh = None
+    if "tp" in dimensions:
+        column_mesh = mesh["tp"]
     exchange: Any = Exchange(expert_mesh, column_mesh)
     distribute_module(experts, mesh, shard, exchange.send, exchange.back)
 
@@ -144,13 +157,18 @@ class Exchange:
         # For each rank, how many of its rows are for each of this rank's experts.
         received_counts = torch.empty_like(counts)
         distributed.all_to_all_single(received_counts, counts, group=self.mesh.get_group())
-        self.sent = counts.view(ranks, -1).sum(1).tolist()
-        self.received = received_counts.view(ranks, -1).sum(1).tolist()
+        # Both of shape (ranks, experts of a rank).
+        sent_by_rank = counts.view(ranks, -1)
+        received_by_rank = received_counts.view(ranks, -1)
+        self.sent = sent_by_rank.sum(1).tolist()
+        self.received = received_by_rank.sum(1).tolist()
         # Rows arrive ordered by sending rank, and of each rank by expert.
         experts = torch.arange(own_experts, device=counts.device).repeat(ranks)
-        self.order = experts.repeat_interleave(received_counts).argsort(stable=True)
+        expert_of_row = experts.repeat_interleave(received_counts)
+        self.order = expert_of_row.argsort(stable=True)
         received_rows = self._exchanged(rows, self.sent, self.received)
-        return self._whole(received_rows[self.order]), received_counts.view(ranks, -1).sum(0)
+        rows_by_expert = self._whole(received_rows[self.order])
+        return rows_by_expert, received_by_rank.sum(0)
 
     def back(self, _: Module, rows: Any, __: DeviceMesh) -> torch.Tensor:
         """Return what the experts of all ranks computed for this rank's rows, in their order."""
@@ -182,9 +200,15 @@ class Exchange:
         # torch takes columns for evenly sharded unless it gets the shape.
         full = rows.new_empty(len(rows), self.width, device="meta")
         sharded: Any = DTensor.from_local(
-            rows, self.columns, [Shard(1)], run_check=False, shape=full.shape, stride=full.stride()
+            rows,
+            self.columns,
+            [Shard(1)],
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
         )
-        gathered: torch.Tensor = sharded.redistribute(placements=[Replicate()]).to_local()
+        replicated = sharded.redistribute(placements=[Replicate()])
+        gathered: torch.Tensor = replicated.to_local()
         # Copied: FSDP2 warns of a unit that returns a view.
         return gathered.clone()
 
@@ -201,7 +225,8 @@ class Exchange:
         assert self.mesh is not None
 
         all_to_all: Any = all_to_all_single
-        output = rows.new_empty(sum(received), math.prod(rows.shape[1:]))
+        width = math.prod(rows.shape[1:])
+        output = rows.new_empty(sum(received), width)
         exchanged: torch.Tensor = all_to_all(
             output, rows.contiguous(), received, sent, group=self.mesh.get_group()
         )

@@ -16,7 +16,8 @@ def parallelism(cell: Cell) -> dict[str, int]:
     sizes = {}
     if replicas > 1:
         sizes["dp_replicate_size"] = replicas
-    sizes["dp_shard_size"] = cell.world_size // cell.tp // cell.pp // replicas
+    ranks_of_stage = cell.world_size // cell.pp
+    sizes["dp_shard_size"] = ranks_of_stage // cell.tp // replicas
     if cell.tp > 1:
         sizes["tp_size"] = cell.tp
     if len(sizes) == 1:

@@ -133,13 +133,17 @@ class Pipeline:
             if self.cell.stages > self.cell.pp:
                 # What the memo of a deep copy has for an object stands in the object's place:
                 # layers of the stage are shared.
-                memo = {}
+                memo: dict[int, Module] = {}
                 for name, layer in layers.items():
-                    memo[id(layer)] = layer if stage_by_name[name] == number else Elsewhere()
+                    is_of_stage = stage_by_name[name] == number
+                    memo[id(layer)] = layer if is_of_stage else Elsewhere()
                 module = copy.deepcopy(model, memo)
-            first = number == 0
-            last = number == self.cell.stages - 1
-            module.forward = functools.partial(self.stages.forward, module, first=first, last=last)
+            module.forward = functools.partial(
+                self.stages.forward,
+                module,
+                first=number == 0,
+                last=number == self.cell.stages - 1,
+            )
             modules[number] = module
         return modules
 
@@ -165,10 +169,11 @@ class Pipeline:
             return
         (module,) = modules.values()
         tokens, hidden, logits = self.stages.shapes(module, example)
-        self.shapes = {
-            "input_args": tokens if self.first else hidden,
-            "output_args": logits if self.last else hidden,
-        }
+        self.shapes = {"input_args": hidden, "output_args": hidden}
+        if self.first:
+            self.shapes["input_args"] = tokens
+        if self.last:
+            self.shapes["output_args"] = logits
 
     def step(self, rows: Batch, divisor: int) -> float:
         """Run forward and backward of each row, and return the sum of their losses.
@@ -181,15 +186,21 @@ class Pipeline:
         """
         import torch
 
-        inputs = (rows["input_ids"],) if self.first else ()
+        labels = rows["labels"]
+        inputs: list[torch.Tensor] = []
+        if self.first:
+            inputs.append(rows["input_ids"])
         losses: list[torch.Tensor] = []
-        target: dict[str, Any] = {"target": rows["labels"], "losses": losses} if self.last else {}
-        schedule = self.schedule(len(rows["labels"]), divisor)
+        target: dict[str, Any] = {}
+        if self.last:
+            target = {"target": labels, "losses": losses}
+        schedule = self.schedule(len(labels), divisor)
         schedule.step(*inputs, **target, return_outputs=False)
         total = torch.zeros((), device=self.device)
         if losses:
             total = torch.stack(losses).sum().detach().float()
-        torch.distributed.broadcast(total, group=self.group, group_src=self.cell.pp - 1)
+        last_stage = self.cell.pp - 1
+        torch.distributed.broadcast(total, group=self.group, group_src=last_stage)
         return float(total)
 
     def schedule(self, count: int, divisor: int) -> Any:
@@ -207,18 +218,28 @@ class Pipeline:
 
         # Each schedule has its own: a stage keeps the number of micro-batches of the last one that
         # was made ready in it.
-        stages = [
-            PipelineStage(
-                module, number, self.cell.stages, self.device, group=self.group, **self.shapes
+        stages: list[Any] = []
+        for number, module in self.modules.items():
+            stage = PipelineStage(
+                module,
+                number,
+                self.cell.stages,
+                self.device,
+                group=self.group,
+                **self.shapes,
             )
-            for number, module in self.modules.items()
-        ]
-        schedule_class: Any = get_schedule_class(str(self.cell.option("pp_schedule")))
+            stages.append(stage)
+        name = str(self.cell.option("pp_schedule"))
+        schedule_class: Any = get_schedule_class(name)
         several_per_rank = self.cell.stages > self.cell.pp
+
+        def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.stages.loss(logits, labels) / divisor
+
         return schedule_class(
             stages if several_per_rank else stages[0],
             n_microbatches=count,
-            loss_fn=lambda logits, labels: self.stages.loss(logits, labels) / divisor,
+            loss_fn=loss_of,
             # It would divide once more in each call:
             # https://github.com/pytorch/torchtitan/issues/1733
             scale_grads=False,
@@ -234,9 +255,8 @@ class Pipeline:
                 # The copy waits for a sum over parts of layers; pickle takes what is there.
                 sent = self.modules[number](received).clone()
             message = [sent]
-            distributed.broadcast_object_list(
-                message, group=self.group, group_src=number % self.cell.pp
-            )
+            sender = number % self.cell.pp
+            distributed.broadcast_object_list(message, group=self.group, group_src=sender)
             received = message[0]
         return received
 
@@ -247,10 +267,12 @@ class Pipeline:
         """
         from torch import distributed
 
-        states: Any = [None] * self.cell.pp if self.first else None
-        distributed.gather_object(dict(state), states, group=self.group, group_dst=0)
-        if states is None:
-            return dict(state)
+        own = dict(state)
+        if not self.first:
+            distributed.gather_object(own, group=self.group, group_dst=0)
+            return own
+        states: Any = [None] * self.cell.pp
+        distributed.gather_object(own, states, group=self.group, group_dst=0)
         merged: dict[str, Any] = {}
         for state_of_rank in states:
             merged |= state_of_rank

@@ -113,9 +113,9 @@ def autotp_plan(cell: Cell) -> dict[str, Any]:
         return {}
     layers = []
     for name, style in model_of(cell).tp_plan.items():
-        pattern = name.replace(".", r"\.").replace("*", r"\d+") + r"\.weight$"
+        module_pattern = name.replace(".", r"\.").replace("*", r"\d+")
         layer = {
-            "patterns": [pattern],
+            "patterns": [rf"{module_pattern}\.weight$"],
             "partition_type": AUTOTP_PARTITIONS.get(style, "skip"),
             "gather_output": style == "colwise_gather",
         }
@@ -140,10 +140,15 @@ def parallelize(
 
     from pytest_distcompat.parallel.placeholder import Elsewhere
 
+    placeholders: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Elsewhere):
+            placeholders.add(name)
     styles = {}
-    placeholders = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
     for name, style_name in plan.items():
-        style = None if name in placeholders else _style(style_name, sequence=sequence)
+        if name in placeholders:
+            continue
+        style = _style(style_name, sequence=sequence)
         if style is not None:
             styles[name] = style
     parallelize_module(model, mesh, styles)
@@ -170,7 +175,9 @@ def _style(name: str, *, sequence: bool) -> Any:
     full = Replicate()
     # Of (rows, tokens, hidden size).
     part_of_sequence = Shard(1)
-    between_layers = part_of_sequence if sequence else full
+    between_layers: Any = full
+    if sequence:
+        between_layers = part_of_sequence
     # Everything between layers is a plain tensor, which the model's own code can add up.
     prepare_input = functools.partial(PrepareModuleInput, use_local_output=True)
     if name == "gather" and keyword:

@@ -44,11 +44,15 @@ class Precision:
         One reason is that a package is not installed which fp8 needs.
         """
         te = cell.option("fp8_backend") == "te"
+        if te and not self.float8:
+            return "option fp8_backend is for precision fp8"
         if not self.float8:
-            return "option fp8_backend is for precision fp8" if te else None
-        package, module = "torchao", "torchao"
+            return None
+        package = "torchao"
+        module = "torchao"
         if te:
-            package, module = "Transformer Engine", "transformer_engine"
+            package = "Transformer Engine"
+            module = "transformer_engine"
         if not installed(module):
             return f"fp8 needs {package}, which is not installed"
         # Its kernels for torch are a CUDA extension, a module of their own.

@@ -170,12 +170,17 @@ def counts(report: Report) -> dict[str, int]:
     ``ran`` shows a suite that stops running: it is ``selected`` without what was skipped and what
     was not reached.
     """
-    results_by_status = Counter(result.status for result in report.results)
+    results_by_status: Counter[Status] = Counter()
+    red = 0
+    for result in report.results:
+        results_by_status[result.status] += 1
+        if result.red:
+            red += 1
     all_counts = {
         "selected": len(report.results) + len(report.unreached),
         "ran": len(report.results) - results_by_status[Status.SKIPPED],
         "unreached": len(report.unreached),
-        "red": sum(result.red for result in report.results),
+        "red": red,
     }
     for status in all_statuses():
         all_counts[status.name] = results_by_status[status]

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from xml.etree import ElementTree as ET
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.report.causes import causes, unshown
+from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.text import HEADLINE, cut
 
@@ -72,20 +72,27 @@ def read_annotations(directory: Path, code: str) -> list[Annotation]:
 
 
 def _of_report(report: Report) -> Iterator[Annotation]:
+    """Yield an annotation for each cause, at the file of its first verdict."""
     for cause in causes(report.results):
-        cells = []
-        for cell, checks in cause.cells.items():
-            cells.append(f"{cell}: {', '.join(checks)}")
-        lines = [cut(cause.headline, HEADLINE), *cells[:CELLS]]
-        if len(cells) > CELLS:
-            lines.append(f"and {len(cells) - CELLS} more cells")
-        if cause.reproduce:
-            lines.append(f"reproduce: {cause.reproduce}")
         first_cell, *_ = cause.cells
         title = visible(f"{cause.words}: {first_cell}")
-        message = "\n".join(visible(line) for line in lines)
-        file, _, _ = cause.results[0].nodeid.partition("::")
-        yield Annotation(title, message, file)
+        lines = [visible(line) for line in _cause_lines(cause)]
+        first_result = cause.results[0]
+        file, _, _ = first_result.nodeid.partition("::")
+        yield Annotation(title, "\n".join(lines), file)
+
+
+def _cause_lines(cause: Cause) -> Iterator[str]:
+    """Yield the headline of a cause, some of its cells, and the command that reproduces it."""
+    yield cut(cause.headline, HEADLINE)
+    checks_by_cell = cause.cells
+    for cell in list(checks_by_cell)[:CELLS]:
+        yield f"{cell}: {', '.join(checks_by_cell[cell])}"
+    hidden = len(checks_by_cell) - CELLS
+    if hidden > 0:
+        yield f"and {hidden} more cells"
+    if cause.reproduce:
+        yield f"reproduce: {cause.reproduce}"
 
 
 def _of_other_tests(junit: Path, report: Report) -> Iterator[Annotation]:

@@ -196,10 +196,12 @@ def _strategy(result: Verdict) -> str:
 
 def _axes(results: list[Verdict]) -> dict[str, list[str]]:
     """Return the values of each filter, in the order of their appearance."""
-    drivers = dict.fromkeys(result.driver for result in results)
-    strategies = set()
+    # Dicts, because they keep the order and have each only once.
+    drivers: dict[str, None] = {}
     precisions: dict[str, None] = {}
+    strategies = set()
     for result in results:
+        drivers[result.driver] = None
         cell = facets(result.cell)
         # Nothing for a text that is no cell.
         if cell:

@@ -12,6 +12,7 @@ from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row, Table, not_applicable_reasons, tables
 from pytest_distcompat.report.settings import settings_tables
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut, follows
+from pytest_distcompat.status import Verdict
 
 #: The longest chat message, in characters (Slack cuts at 3000:
 #: https://docs.slack.dev/reference/block-kit/blocks/section-block).
@@ -129,18 +130,24 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
 
 def _suite(table: Table, title: str) -> Iterator[str]:
     yield from ("", f"## {escape(title)}", "")
-    checks = [escape(check) for check in table.checks]
-    yield _table_row(["", *checks])
-    yield "|" + " --- |" * (len(checks) + 1)
+    yield _table_row(["", *map(escape, table.checks)])
+    yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
         words = [table.word(cell, check) for check in table.checks]
         yield _table_row([escape(cell), *words])
+    yield from _reasons(table.results)
+
+
+def _reasons(results: Iterable[Verdict]) -> Iterator[str]:
+    """Yield the reasons of the verdicts that are neither red nor passed, one per line."""
     names_by_reason: dict[tuple[str, str], list[str]] = {}
-    for result in table.results:
+    for result in results:
         # Those that are red are among the causes.
-        if result.status != "passed" and not result.red:
-            names = names_by_reason.setdefault((result.status.word, result.why), [])
-            names.append(f"{result.cell}:{result.check}")
+        if result.status == "passed" or result.red:
+            continue
+        reason = (result.status.word, result.why)
+        name = f"{result.cell}:{result.check}"
+        names_by_reason.setdefault(reason, []).append(name)
     if names_by_reason:
         yield ""
     for (word, why), names in names_by_reason.items():

@@ -131,10 +131,13 @@ class Table:
         """
         all_results = tuple(results)
         worst: dict[_CellAndCheck, Verdict] = {}
+        # A dict, because it keeps the order and has each cell only once.
+        cells: dict[str, None] = {}
+        checks_with_verdict: set[str] = set()
         for result in all_results:
             keep_worst(worst, (result.cell, result.check), result)
-        cells = dict.fromkeys(cell for cell, _ in worst)
-        checks_with_verdict = {check for _, check in worst}
+            cells[result.cell] = None
+            checks_with_verdict.add(result.check)
         all_checks = order or check_order(all_results)
         checks = [check for check in all_checks if check in checks_with_verdict]
         return cls(all_results, tuple(checks), tuple(cells), worst)

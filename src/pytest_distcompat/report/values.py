@@ -210,7 +210,7 @@ def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
     differing_pairs = _differing_pairs(was.values, row.values)
     if not differing_pairs:
         return 0.0, False
-    first_step = min(_step_of_number(pair) for pair in differing_pairs)
+    first_step = min(map(_step_of_number, differing_pairs))
     largest = 0.0
     beyond = False
     for pair in differing_pairs:

@@ -83,7 +83,11 @@ class WrapSpec:
 
     def block_modules(self, model: Module) -> list[Module]:
         """Return the modules of the model to wrap."""
-        return [module for module in model.modules() if type(module).__name__ in self.blocks]
+        modules = []
+        for module in model.modules():
+            if type(module).__name__ in self.blocks:
+                modules.append(module)
+        return modules
 
     def units(self, model: Module) -> list[Module]:
         """Return the blocks to shard one by one.
@@ -94,11 +98,14 @@ class WrapSpec:
         owners: dict[int, set[Module]] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), set()).add(module)
+                owners_of_parameter = owners.setdefault(id(parameter), set())
+                owners_of_parameter.add(module)
         units = []
         for block in self.block_modules(model):
-            inside = set(block.modules())
-            if all(owners[id(parameter)] <= inside for parameter in block.parameters()):
+            owners_of_block: set[Module] = set()
+            for parameter in block.parameters():
+                owners_of_block |= owners[id(parameter)]
+            if owners_of_block.issubset(block.modules()):
                 units.append(block)
         return units
 
@@ -191,34 +198,41 @@ class Strategy:
         self, segments: list[str], removable: set[str], known: set[str]
     ) -> Iterator[str]:
         """Yield the name without all removable segments, then without fewer and fewer of them."""
-        inserted = [index for index, segment in enumerate(segments) if segment in removable]
+        inserted: list[int] = []
+        for index, segment in enumerate(segments):
+            if segment in removable:
+                inserted.append(index)
         for count in range(len(inserted), -1, -1):
             for removed in itertools.combinations(inserted, count):
-                kept = [segment for index, segment in enumerate(segments) if index not in removed]
+                kept = _without_indices(segments, removed)
                 yield self._without_leading(kept, known)
 
     def _without_leading(self, segments: Sequence[str], known: Collection[str]) -> str:
         """Return the name of these segments, without the first where that is the wrapper's."""
         for leading in self.leading:
-            if segments and segments[0] == leading and ".".join(segments) not in known:
+            if not segments or segments[0] != leading:
+                continue
+            if ".".join(segments) not in known:
                 segments = segments[1:]
         return ".".join(segments)
 
     def unsupported_reason(self, cell: Cell) -> str | None:
         """Return why this strategy cannot be run with the cell's options; None if it can."""
         for name, value in cell.options:
-            reason = self.options.get(OPTIONS[name].token(value))
+            token = OPTIONS[name].token(value)
+            reason = self.options.get(token)
             if reason:
                 return reason
         replicas = int(cell.option("dp_replicate"))
-        uneven = cell.dp_size % replicas != 0 or cell.dp_size < 2 * replicas
+        fewest_ranks = 2 * replicas
+        uneven = cell.dp_size % replicas != 0 or cell.dp_size < fewest_ranks
         other_schedule = cell.option("pp_schedule") != OPTIONS["pp_schedule"].default
         return first_reason(
             (
                 replicas > 1 and uneven,
                 (
                     f"{replicas} replicas of at least two shards "
-                    f"need a multiple of {replicas} ranks, {2 * replicas} or more"
+                    f"need a multiple of {replicas} ranks, {fewest_ranks} or more"
                 ),
             ),
             (
@@ -230,3 +244,12 @@ class Strategy:
                 "sequence parallelism cuts along the ranks of tensor parallelism, and there is one",
             ),
         )
+
+
+def _without_indices(segments: list[str], indices: Collection[int]) -> list[str]:
+    """Return the segments but those at these indices."""
+    kept: list[str] = []
+    for index, segment in enumerate(segments):
+        if index not in indices:
+            kept.append(segment)
+    return kept

@@ -49,7 +49,9 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
     if not precision.mixed:
         return None
     compute: torch.dtype = getattr(torch, precision.compute)
-    reduce = torch.float32 if cell.option("reduce_dtype") == "fp32" else compute
+    reduce = compute
+    if cell.option("reduce_dtype") == "fp32":
+        reduce = torch.float32
     if version == 1:
         settings = {"param_dtype": compute, "reduce_dtype": reduce, "buffer_dtype": compute}
         return MixedPrecision(**cell.with_settings("MixedPrecision", settings))
@@ -70,13 +72,15 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = parallelism(cell) or {"dp_shard_size": cell.world_size // cell.pp}
-    names = tuple(name.removesuffix("_size") for name in sizes)
+    size_by_name = parallelism(cell)
+    if not size_by_name:
+        size_by_name = {"dp_shard_size": cell.world_size // cell.pp}
+    names = tuple(name.removesuffix("_size") for name in size_by_name)
+    sizes = tuple(size_by_name.values())
     if cell.pp == 1:
-        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
-    all_stages = init_device_mesh(
-        device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names)
-    )
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    all_names = ("pp", *names)
+    all_stages = init_device_mesh(device.type, (cell.pp, *sizes), mesh_dim_names=all_names)
     return all_stages[names]
 
 
@@ -106,9 +110,7 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
         settings["sync_module_states"] = False
-        settings["reshard_after_forward"] = (
-            "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
-        )
+        settings["reshard_after_forward"] = _sharding_strategy(cell)
     settings = cell.with_settings("FullyShardedDataParallelPlugin", settings)
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_parallelism_config(cell)}
 
@@ -124,6 +126,13 @@ def _common_settings(cell: Cell) -> dict[str, Any]:
         "activation_checkpointing": cell.option("activation_checkpointing") is True,
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
+
+
+def _sharding_strategy(cell: Cell) -> str:
+    """Return the name of FSDP1's ShardingStrategy that the cell asks for."""
+    if cell.option("reshard_after_forward"):
+        return "FULL_SHARD"
+    return "SHARD_GRAD_OP"
 
 
 def _parallelism_config(cell: Cell) -> dict[str, Any]:
@@ -162,9 +171,7 @@ def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
         settings["auto_wrap_policy"] = "NO_WRAP"
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
-        settings["reshard_after_forward"] = (
-            "full_shard" if cell.option("reshard_after_forward") else "shard_grad_op"
-        )
+        settings["reshard_after_forward"] = _sharding_strategy(cell).lower()
     return {
         "fsdp": True,
         "fsdp_config": cell.with_settings("fsdp_config", settings),

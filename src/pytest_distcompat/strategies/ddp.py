@@ -43,8 +43,9 @@ def _torch(
 
     wrap.prepare(model)
     model.to(device)
-    device_ids = [device.index] if device.type == "cuda" else None
-    settings: dict[str, Any] = {"device_ids": device_ids}
+    settings: dict[str, Any] = {"device_ids": None}
+    if device.type == "cuda":
+        settings["device_ids"] = [device.index]
     if cell.option("lora") == "int8":
         # DDP broadcasts flat tensors, which torchao's have no view for ('aten.view'). All ranks
         # have quantized the same.

@@ -27,20 +27,29 @@ def _torch(
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    full_state = _move_to_meta(model) if cell.option("meta_init") else None
-    if full_state is None:
+    full_state: dict[str, torch.Tensor] | None = None
+    if cell.option("meta_init"):
+        full_state = _move_to_meta(model)
+    else:
         model.to(device)
     mesh = _fsdp.mesh(cell, device)
     if cell.tp > 1:
         # Under expert parallelism experts are sharded along both dimensions at once, below.
         experts_name = wrap.experts if cell.ep == 1 else ""
         tensor_parallel.parallelize(
-            model, mesh["tp"], wrap.tp_plan, experts_name, sequence=bool(cell.option("sp"))
+            model,
+            mesh["tp"],
+            wrap.tp_plan,
+            experts_name,
+            sequence=bool(cell.option("sp")),
         )
         dimensions = mesh.mesh_dim_names or ()
-        mesh = mesh[tuple(name for name in dimensions if name != "tp")]
-    # Looked up before a wrapper that recomputes it takes its name.
-    experts: Any = model.get_submodule(wrap.experts) if cell.ep > 1 else None
+        data_dimensions = [name for name in dimensions if name != "tp"]
+        mesh = mesh[tuple(data_dimensions)]
+    experts: Any = None
+    if cell.ep > 1:
+        # Looked up before a wrapper that recomputes it takes its name.
+        experts = model.get_submodule(wrap.experts)
     wrap.prepare(model)
     ignored_params: set[torch.nn.Parameter] = set()
     for module in wrap.modules_to_ignore(model):
@@ -66,9 +75,9 @@ def _torch(
     if prefetch:
         Prefetch(**prefetch).apply(blocks)
     if full_state is not None:
-        _load_weights(
-            model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device
-        )
+        if cell.option("cpu_offload"):
+            device = torch.device("cpu")
+        _load_weights(model, full_state, device)
     return model
 
 
@@ -103,10 +112,13 @@ def _shard_experts(
     expert_sizes = {"ep": cell.ep}
     if cell.tp > 1:
         expert_sizes["tp"] = cell.tp
-    sizes = data_sizes | expert_sizes
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    size_by_name = data_sizes | expert_sizes
+    names = tuple(size_by_name)
+    sizes = tuple(size_by_name.values())
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     expert_parallel.spread(experts, mesh[tuple(expert_sizes)])
-    unit: Any = fully_shard(experts, **{**settings, "mesh": mesh[tuple(data_sizes)]})
+    settings = {**settings, "mesh": mesh[tuple(data_sizes)]}
+    unit: Any = fully_shard(experts, **settings)
     # Their gradients are sums over the rows of several ranks already; the mean is over all.
     unit.set_gradient_divide_factor(float(cell.dp_size))
     # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
@@ -167,9 +179,8 @@ def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: to
 
     model.to_empty(device=device)
     saved: dict[str, Any] = {name: full_state[name] for name in model.state_dict()}
-    set_model_state_dict(
-        model, saved, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, saved, options=options)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(full_state[name])

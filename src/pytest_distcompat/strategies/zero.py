@@ -79,7 +79,8 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         settings["sequence_parallel_size"] = cell.cp
     if cell.tp > 1:
         # https://www.deepspeed.ai/tutorials/autotp-training
-        settings["tensor_parallel"] = {"autotp_size": cell.tp, **tensor_parallel.autotp_plan(cell)}
+        plan = tensor_parallel.autotp_plan(cell)
+        settings["tensor_parallel"] = {"autotp_size": cell.tp, **plan}
     return settings
 
 
@@ -106,7 +107,8 @@ def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     if "gradient_clipping" in cell.settings("DeepSpeedPlugin"):
         settings["gradient_clipping"] = "auto"
     settings = cell.with_settings("ds_config", settings)
-    plugin = DeepSpeedPlugin(**cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings}))
+    arguments = cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings})
+    plugin = DeepSpeedPlugin(**arguments)
     return {"deepspeed_plugin": plugin, **_sequence_parallel(cell)}
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file, save_model
 from torch.distributed.checkpoint import state_dict, state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_distcompat import launch, probe
@@ -139,6 +140,7 @@ def of_accelerate(to: Path) -> list[float]:
     accelerator = Accelerator(cpu=True)
     wrapped = accelerator.prepare(net())
     wrapped, optimizer = accelerator.prepare(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(AveragedModel(net()))
     losses = steps(wrapped, optimizer, accelerator.backward)
     accelerator.save_state(str(to / "state"))
     accelerator.load_state(str(to / "state"))
@@ -240,12 +242,12 @@ def note(to: Path) -> None:
 
 
 guard.attempt = attempt
-found: dict[str, dict[str, Any]] = {}
+notes_by_fault: dict[str, dict[str, Any]] = {}
 _, _, part, *only = sys.argv
 wanted = [""]
 while wanted:
     fault = wanted.pop()
-    to = HERE / str(len(found))
+    to = HERE / str(len(notes_by_fault))
     to.mkdir(parents=True)
     shutil.copy(HERE / "probe.json", to)
     sys.stdout.flush()
@@ -258,7 +260,7 @@ while wanted:
     noted = json.loads((to / "noted.json").read_text(encoding="utf-8"))
     wrote = (to / "losses.json").read_text(encoding="utf-8") if (to / "losses.json").exists() else "null"
     code = os.waitstatus_to_exitcode(status)
-    found[fault] = {**noted, "losses": json.loads(wrote), "code": code, "directory": str(to)}
+    notes_by_fault[fault] = {**noted, "losses": json.loads(wrote), "code": code, "directory": str(to)}
     if not fault:
         wanted = sorted(set(noted["seen"]) & set(only) if only else set(noted["seen"]))
-(HERE / "found.json").write_text(json.dumps(found), encoding="utf-8")
+(HERE / "found.json").write_text(json.dumps(notes_by_fault), encoding="utf-8")

@@ -148,6 +148,11 @@ def numbers_of(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
+#: The number of a line, and that of the line that is executed next, as coverage has them. A number
+#: below 0 stands for the way into a function or out of it. Not every arc is a branch.
+_Arc = tuple[int, int]
+
+
 class AnalysedFile:
     """A source file with the means to read a rank's arcs."""
 
@@ -160,13 +165,14 @@ class AnalysedFile:
         statements = bits_of(self._reporter.lines())
         self.file = SourceFile(file_id, self._scopes.functions, self._branches(), statements)
         #: The place of each branch in ``branches``, by its line and target.
-        self._number_by_arc: dict[tuple[int, int], int] = {}
+        self._number_by_arc: dict[_Arc, int] = {}
         for number, branch in enumerate(self.file.branches):
             self._number_by_arc[branch.line, branch.target] = number
         self._only_target = self._only_targets()
-        self._executed_by_arc: dict[tuple[int, int], Executed] = {}
+        #: What ``_translated`` returned for each arc.
+        self._executed_by_arc: dict[_Arc, Executed] = {}
 
-    def executed(self, arcs: Iterable[tuple[int, int]]) -> Executed:
+    def executed(self, arcs: Iterable[_Arc]) -> Executed:
         """Return the lines and branches of arcs that a rank has recorded."""
         lines = 0
         branches = 0
@@ -178,12 +184,8 @@ class AnalysedFile:
             branches |= executed.branches
         return Executed(lines, branches)
 
-    def _translated(self, arc: tuple[int, int]) -> Executed:
-        """Return the first lines of the two statements of an arc, and the branch that it is.
-
-        An arc leads from one line to the next that is executed; not every arc is a branch.
-        """
-        # A number below 0 stands for the way into a function or out of it.
+    def _translated(self, arc: _Arc) -> Executed:
+        """Return the first lines of the two statements of an arc, and its branch, if it is one."""
         line_numbers = [number for number in arc if number > 0]
         lines = self._reporter.translate_lines(line_numbers)
         branches = []

@@ -63,9 +63,9 @@ def select(
     # first turn only.
     on_import = _import_users(reach_map, reached)
     selected: list[SelectedCell] = []
+    earlier: set[str] = set()
     turn = 1
     while turns is None or turn <= turns:
-        earlier = {selected_cell.cell for selected_cell in selected}
         remaining = {cell: places for cell, places in executed.items() if cell not in earlier}
         if turn == 1:
             remaining = _merged(remaining, on_import)
@@ -75,6 +75,7 @@ def select(
         for cell in chosen:
             actions = sorted({place.action for place in remaining[cell]})
             selected.append(SelectedCell(cell, tuple(actions), turn))
+            earlier.add(cell)
         turn += 1
     return selected
 

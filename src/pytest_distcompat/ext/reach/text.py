@@ -25,11 +25,12 @@ ORDER = "public functions first, then those that read an argument or a setting"
 
 def headline(reach_map: ReachMap) -> str:
     """Return one line with the numbers of the whole map."""
-    file_reaches = [reach_map.coverage_of(file_id) for file_id in reach_map.files]
-    counts = Counts.total(file_reach.counts() for file_reach in file_reaches)
-    contexts = reach_map.contexts()
-    cells = {context.place for context in contexts}
-    drivers = {context.driver for context in contexts}
+    counts = Counts.total(reach_map.coverage_of(file_id).counts() for file_id in reach_map.files)
+    cells: set[str] = set()
+    drivers: set[str] = set()
+    for context in reach_map.contexts():
+        cells.add(context.place)
+        drivers.add(context.driver)
     branches = f"{counts.reached_branches} of {counts.branches} branches"
     cells_counted = _counted(len(cells), "cell")
     drivers_counted = _counted(len(drivers), "driver")
@@ -158,11 +159,14 @@ def cells_text(contexts: Sequence[Context]) -> str:
     if not contexts:
         return "no cell"
     # Dicts, because they keep the order and have each only once.
-    cells = list(dict.fromkeys(context.place for context in contexts))
-    actions = " ".join(dict.fromkeys(context.action for context in contexts))
-    names = ", ".join(cells[:CELLS_NAMED])
+    cells: dict[str, None] = {}
+    actions: dict[str, None] = {}
+    for context in contexts:
+        cells[context.place] = None
+        actions[context.action] = None
+    names = list(cells)[:CELLS_NAMED]
     counted = _counted(len(cells), "cell")
-    text = f"{counted} in {actions}: {names}"
+    text = f"{counted} in {' '.join(actions)}: {', '.join(names)}"
     if len(cells) > CELLS_NAMED:
         text += ", ..."
     return text

@@ -76,7 +76,10 @@ class RankTracer:
         """
         data = self._coverage.get_data()
         names = sorted(data.measured_files())
-        files = [self._file_id(Path(name)) for name in names]
+        files: list[list[str]] = []
+        for name in names:
+            file_id = self._file_id(Path(name))
+            files.append([file_id.library, file_id.path])
         actions: dict[str, dict[int, list[int]]] = {}
         for action in sorted(data.measured_contexts()):
             data.set_query_context(action)
@@ -89,7 +92,7 @@ class RankTracer:
                 for start, end in sorted(arcs):
                     lines_by_file[number] += [start, end]
             actions[action] = lines_by_file
-        return {"files": [[file.library, file.path] for file in files], "actions": actions}
+        return {"files": files, "actions": actions}
 
     def _file_id(self, path: Path) -> FileId:
         """Return the library of a measured file, and the file's path in it."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_distcompat.decode import decode
+from pytest_distcompat.trace import ExtraState
 
 #: The directory of the run: logs of the ranks, and ``probe.json``, which says what the probe should
 #: record.
@@ -43,13 +45,15 @@ class ProbeConfig:
     ``steps`` optimizer steps are recorded in full, of later ones only losses and learning rates;
     with 0 there is no probe. All ranks exit after the checkpoint of step ``stop_after``, as if
     preempted, unless it is 0. ``blocks`` are class names of the modules that are sharded one by
-    one; if empty, those that the model declares.
+    one; if empty, those that the model declares. ``extra_state`` are variables of the script, and
+    what is expected of each.
     """
 
     steps: int = 5
     device: str = "cpu"
     stop_after: int = 0
     blocks: tuple[str, ...] = ()
+    extra_state: Mapping[str, ExtraState] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
         """Write the configuration into the directory of a run."""

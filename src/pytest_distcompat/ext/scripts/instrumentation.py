@@ -196,6 +196,18 @@ def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> 
     return wrapper
 
 
+def _registers(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
+    """Wrap ``Accelerator.register_for_checkpointing(*objects)``."""
+    yield
+    recorder.states.add(args[1:])
+
+
+def _averages(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
+    """Wrap the ``__init__`` of an average of weights."""
+    yield
+    recorder.states.add(args[:1])
+
+
 def _several(value: Any) -> Iterable[Any]:
     """Return the elements of a list or tuple; of any other value, the value alone."""
     return value if isinstance(value, (tuple, list)) else (value,)
@@ -283,6 +295,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         "optim.lr_scheduler.LRScheduler.__init__": _tracks(lambda tracked: tracked.schedulers),
         "distributed.destroy_process_group": wrappers.may_end_training,
     },
+    "torch.optim.swa_utils": {"AveragedModel.__init__": _averages},
     "torch.distributed.fsdp": {
         "FullyShardedDataParallel.__init__": wrappers.constructs,
         # It wraps in place: one module, or each of a list.
@@ -316,6 +329,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         "Accelerator.backward": wrappers.trains(_first_of_method),
         "Accelerator.save_state": wrappers.saves(lambda result, _args, _kwargs: result),
         "Accelerator.load_state": wrappers.loads,
+        "Accelerator.register_for_checkpointing": _registers,
     },
     "deepspeed": {
         "initialize": wrappers.wraps(lambda result, _args: result[:1]),

@@ -30,6 +30,7 @@ from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import leak_message, rank_environment
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import ExtraState
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
 __tracebackhide__ = hides_frames
@@ -96,6 +97,7 @@ def launch(
     cwd: str | Path | None = None,
     blocks: Sequence[str] = (),
     saved_name: Callable[[str], str] | None = None,
+    extra_state: Mapping[str, ExtraState] | Sequence[str] = (),
     watch_steps: int = ProbeConfig.steps,
     stop_after: int = 0,
     bridge: bool = True,
@@ -127,6 +129,9 @@ def launch(
             one. Models of transformers declare their own.
         saved_name: Returns the unwrapped name of a saved key, for libraries that change names when
             they save.
+        extra_state: Names of variables of the script, such as ``"ema"`` or ``"trainer.ema"``, with
+            state beside model and optimizer; with a mapping, an ExtraState for each.
+            ``resume_roundtrip`` compares them.
         watch_steps: How many optimizer steps the probe records in full, 0 for no probe.
         stop_after: All ranks exit after the checkpoint of this step, as if they had been preempted.
         bridge: If False, accelerate and transformers are not changed on the CPU: there they reject
@@ -163,6 +168,7 @@ def launch(
         environment=environment or {},
         fails=fails,
     )
+    states = _states(extra_state)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(str(argument) for argument in args)
     uses_file = _uses_configuration(launcher, arguments, configuration, strategy)
@@ -174,7 +180,7 @@ def launch(
     line, variables = command_line(
         str(script), filled, launcher, world_size=ranks, directory=directory, configuration=file
     )
-    ProbeConfig(watch_steps, host.device, stop_after, tuple(classes)).write(directory)
+    ProbeConfig(watch_steps, host.device, stop_after, tuple(classes), states).write(directory)
     added = {**variables, **(environment or {})}
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"
@@ -211,6 +217,30 @@ def launch(
     elif not allow_failure:
         run.raise_if_failed()
     return run
+
+
+def _states(given: object) -> dict[str, ExtraState]:
+    """Return what is expected of each state that ``extra_state`` names.
+
+    Raises UsageProblem unless it names variables.
+    """
+    names = (given,) if isinstance(given, str) else given
+    if isinstance(names, Mapping):
+        states = dict(names)
+    elif isinstance(names, (list, tuple)):
+        states = dict.fromkeys(names, ExtraState())
+    else:
+        states = {None: given}
+    for name, expected in states.items():
+        parts = name.split(".") if isinstance(name, str) else [""]
+        named = all(part.isidentifier() for part in parts)
+        check_argument(
+            "extra_state",
+            given,
+            named and isinstance(expected, ExtraState),
+            "expected names of variables, or a mapping of them to ExtraState",
+        )
+    return states
 
 
 def _check_arguments(

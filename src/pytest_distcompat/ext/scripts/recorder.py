@@ -22,6 +22,7 @@ from pytest_distcompat.decode import encode
 from pytest_distcompat.ext.scripts import guard
 from pytest_distcompat.ext.scripts.environment import ProbeConfig
 from pytest_distcompat.ext.scripts.hosted_rank import HostedRank
+from pytest_distcompat.ext.scripts.named_states import NamedStates
 from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.trace import Snapshot, Sums
 
@@ -63,6 +64,7 @@ class Recorder:
         self.depth = 0
         self._ignored_depth = 0
         self.tracked = TrackedObjects(config.blocks)
+        self.states = NamedStates(config.extra_state)
         #: The outermost module that computes in training, whose inputs are recorded.
         self._root: weakref.ref[Module] | None = None
         #: The model that is trained, as the trainer wrapped it.
@@ -257,7 +259,7 @@ class Recorder:
             return
         self._model = weakref.ref(model)
         self._write_snapshot("build_model", BUILD_MODEL, unwrapped=self.tracked.unwrapped_of(model))
-        fields = self._read_fields(whole=True)
+        fields = self._read_fields(whole=True) | self._read_states(known=True)
         self._write_snapshot("build", BUILD, **fields)
         if self._loaded:
             self._loaded = False
@@ -281,7 +283,8 @@ class Recorder:
         fields = self._pending
         self._pending = None
         if self.in_full:
-            fields |= self.observer.infos()
+            # Not when the optimizer has stepped: the script moves an average after that.
+            fields |= self.observer.infos() | self._read_states(known=False)
         fields["loss"] = self._mean_loss()
         fields["scheduler"] = read_scheduler(self.tracked.schedulers_of(self._optimizer))
         self._losses = []
@@ -329,7 +332,8 @@ class Recorder:
         self._wrote_file = self._wrote_file or not everyone
         if everyone and self._model is not None:
             self._saves += 1
-            self._write_snapshot("save", index, **self._read_fields(whole=True))
+            fields = self._read_fields(whole=True) | self._read_states(known=True)
+            self._write_snapshot("save", index, **fields)
             self._should_stop = self.steps == self.config.stop_after
 
     def _end_step_or_stop(self) -> None:
@@ -357,7 +361,7 @@ class Recorder:
         """
         self.finish_step()
         if self._built and self._model is not None:
-            fields = self._read_fields(whole=True)
+            fields = self._read_fields(whole=True) | self._read_states(known=True)
             self._write_snapshot("load", self._index(LOAD), **fields)
         else:
             self._loaded = True
@@ -432,6 +436,10 @@ class Recorder:
             whole=whole,
             without_gradient=self.observer.without_gradient(),
         )
+
+    def _read_states(self, *, known: bool) -> dict[str, Any]:
+        """Return the field of a snapshot with the script's state beside model and optimizer."""
+        return {"extra": self.states.read(known=known)}
 
     def _index(self, offset: int) -> int:
         return self.steps * STRIDE + offset

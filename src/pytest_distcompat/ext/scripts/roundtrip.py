@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.checks import message, pairs
+from pytest_distcompat.checks.extra_state import other_states, unchanged, unlike_on_ranks
+from pytest_distcompat.ext.scripts.environment import ProbeConfig
 from pytest_distcompat.ext.scripts.launching import (
     RANKS,
     Host,
@@ -76,6 +78,11 @@ def _optimizer(snapshot: Snapshot) -> _OptimizerValues:
     return _OptimizerValues(states, snapshot.param_groups)
 
 
+def _extra_state(snapshot: Snapshot) -> dict[str, Mapping[str, str]]:
+    """Return the values of each extra state that a checkpoint is to bring back."""
+    return {info.name: info.values for info in snapshot.extra if info.expected.comes_back}
+
+
 #: How each quantity of one rank in one step is read.
 _READERS: Mapping[str, Callable[[Snapshot], Any]] = {
     "losses": _losses,
@@ -85,6 +92,7 @@ _READERS: Mapping[str, Callable[[Snapshot], Any]] = {
     "scheduler": lambda snapshot: snapshot.scheduler,
     "rng": lambda snapshot: snapshot.rng,
     "data": lambda snapshot: snapshot.inputs,
+    "extra_state": _extra_state,
 }
 #: The quantities that can be compared, step by step and rank by rank.
 SAME = tuple(_READERS)
@@ -98,7 +106,7 @@ CHECKPOINT_CALLS = (
     "torch.distributed.checkpoint's save, torch.save"
 )
 #: Quantities that are compared bit by bit, and on the CPU only.
-_EXACT = ("parameters", "optimizer", "rng")
+_EXACT = ("parameters", "optimizer", "rng", "extra_state")
 
 
 @dataclass(frozen=True)
@@ -143,9 +151,13 @@ class RoundTrip:
         wrong_steps = list(self._wrong_steps())
         if wrong_steps:
             return wrong_steps
-        differing_steps = list(self._differing_steps())
+        states = list(self._states())
+        differing_steps = list(
+            self._differing_steps(explained={"extra_state"} if states else set())
+        )
         findings = [
             *self._not_repeatable(),
+            *states,
             *self._loaded(explain=bool(differing_steps)),
             *differing_steps,
         ]
@@ -228,14 +240,48 @@ class RoundTrip:
         if not self.steps_left and not self.resharded and "scheduler" in self.same:
             yield from settings(saved, loaded, when)
 
-    def _differing_steps(self) -> Iterator[str]:
+    def _states(self) -> Iterator[str]:
+        """Yield what is wrong with state beside model and optimizer.
+
+        How it goes on after the load is compared step by step.
+        """
+        if "extra_state" not in self.same or self.resharded:
+            return
+        # Of steps without variables nothing is compared: a function that has returned has none.
+        steps: dict[str, tuple[Snapshot, ...]] = {}
+        seen: set[str] = set()
+        for nth in range(self.total):
+            snapshots = _step(self.through, nth)
+            names = {info.name for snapshot in snapshots for info in snapshot.extra}
+            if names:
+                steps[f"step {nth + 1}"] = snapshots
+                seen |= names
+        for name in ProbeConfig.read(self.through.directory).extra_state:
+            if name not in seen:
+                yield f"extra_state names {name!r}: the script has no such variable while it trains"
+        yield from unlike_on_ranks(steps)
+        if len(steps) > 1:
+            first, *_, last = steps.values()
+            yield from unchanged(first, last, f"{len(steps)} steps")
+        for before, after in pairs(_at_save(self.stopped, self.save_at), _at_load(self.resumed)):
+            for difference in other_states(before, after):
+                yield f"rank {after.rank}: {difference} is another after the load than was saved"
+
+    def _differing_steps(self, explained: Collection[str]) -> Iterator[str]:
         """Yield the first difference of each quantity on each rank.
 
         The resumed run is compared with the run that never stopped.
+
+        Args:
+            explained: Quantities whose differences have a finding already.
         """
         if self.resharded:
             return
-        quantities = [quantity for quantity in _CAUSES_FIRST if quantity in self.same]
+        quantities = [
+            quantity
+            for quantity in _CAUSES_FIRST
+            if quantity in self.same and quantity not in explained
+        ]
         reported: set[tuple[int, str]] = set()
         for number in range(self.save_at, self.total):
             steps_after_load = number + 1 - self.save_at
@@ -258,6 +304,9 @@ class RoundTrip:
         """
         before = _READERS[quantity](expected)
         after = _READERS[quantity](actual)
+        if quantity == "extra_state":
+            # A script whose function has returned has no variables in its last step.
+            before, after = _common(before, after), _common(after, before)
         if self.through.device == "cpu" or quantity in {"scheduler", "data"}:
             return bool(before == after)
         if quantity in _EXACT:
@@ -470,9 +519,15 @@ def _difference(quantity: str, expected: Snapshot, resumed: Snapshot) -> str:
         return _differing_optimizers(before, after)
     if quantity == "scheduler":
         return f"{after!r} instead of {before!r}"
-    if quantity == "rng":
-        return "another random state"
-    return "fed other data"
+    if quantity == "extra_state":
+        names = [name for name in before if name in after and before[name] != after[name]]
+        return f"{', '.join(names)} differs"
+    return {"rng": "another random state", "data": "fed other data"}[quantity]
+
+
+def _common(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values whose names the others have too."""
+    return {name: value for name, value in values.items() if name in others}
 
 
 def _differing_optimizers(before: _OptimizerValues, after: _OptimizerValues) -> str:

@@ -147,9 +147,10 @@ def _compared_values(function: ast.AST, name: str) -> Iterator[Any]:
     """Yield the constants that a function compares an argument with."""
     for node in ast.walk(function):
         sides = _compared(node)
-        if any(_is_argument(side, name) for side in sides):
-            for side in sides:
-                yield from _constants(side)
+        if not _has_argument(sides, name):
+            continue
+        for side in sides:
+            yield from _constants(side)
 
 
 def _compared(node: ast.AST) -> list[ast.expr]:
@@ -163,8 +164,12 @@ def _compared(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _is_argument(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+def _has_argument(sides: list[ast.expr], name: str) -> bool:
+    """Tell whether one of these expressions is the argument of that name."""
+    for side in sides:
+        if isinstance(side, ast.Name) and side.id == name:
+            return True
+    return False
 
 
 def _constants(node: ast.expr) -> Iterator[Any]:

@@ -227,8 +227,11 @@ def _spaces(options: argparse.Namespace) -> Sequence[DriverSpace]:
 
     names = options.driver or list(DRIVERS.names())
     strategies = options.strategy or list(STRATEGIES.names())
-    spaces = [DriverSpace(name, strategies) for name in names]
-    usable = [space for space in spaces if space.strategies]
+    usable: list[DriverSpace] = []
+    for name in names:
+        space = DriverSpace(name, strategies)
+        if space.strategies:
+            usable.append(space)
     if not usable:
         drivers_text = ", ".join(names)
         strategies_text = ", ".join(strategies)

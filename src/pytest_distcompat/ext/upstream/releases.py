@@ -251,11 +251,14 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
     _write(runs, page)
     change = _change(runs)
     if change is None:
-        ends = f"{_colour_fact(runs[0])}; {_colour_fact(runs[-1])}"
-        print(f"\n{ends}; expected one red and one green")
+        first = _colour_fact(runs[0])
+        last = _colour_fact(runs[-1])
+        print(f"\n{first}; {last}; expected one red and one green")
         return 1
     before, after = change
-    facts = [f"the first {_COLOURS[after.red]} one is {after.release}", _colour_fact(before)]
+    colour = _COLOURS[after.red]
+    facts = [f"the first {colour} one is {after.release}"]
+    facts.append(_colour_fact(before))
     start = ordered.index(before.release) + 1
     end = ordered.index(after.release)
     facts += [f"{release} is {_COLOURS[None]}" for release in ordered[start:end]]

@@ -35,9 +35,14 @@ class Chosen:
         """Tell whether a run of the case's check does one of the actions."""
         if not self.actions or self.actions & _ALWAYS:
             return True
-        runs = case.check.runs(case.cell, find_driver(case.suite.driver)).runs
-        # A call has its arguments behind its name.
-        done = {action.partition("(")[0] for run in runs for action in run.actions}
+        driver = find_driver(case.suite.driver)
+        scenario = case.check.runs(case.cell, driver)
+        done = set()
+        for run in scenario.runs:
+            for action in run.actions:
+                # A call has its arguments behind its name.
+                name, _, _ = action.partition("(")
+                done.add(name)
         return bool(self.actions & done)
 
 

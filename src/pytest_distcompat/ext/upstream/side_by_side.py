@@ -115,7 +115,10 @@ def unmet(target: Path) -> Iterator[str]:
             requirement = Requirement(text)
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             kept = canonicalize_name(requirement.name) in PACKAGES_KEPT
-            if applies and not kept and not fits(requirement, version_of(requirement.name, path)):
+            if not applies or kept:
+                continue
+            version = version_of(requirement.name, path)
+            if not fits(requirement, version):
                 yield f"{requirement.name}{requirement.specifier}"
 
 

@@ -35,6 +35,7 @@ class TestTorch(CompatSuite):
                     {"meta_init": True},
                     {"save_only_model": True},
                     {"async_save": True, "model": "dropout"},
+                    {"ema": True, "model": "mlp"},
                     {"model": "moe"},
                 ),
             ),
@@ -98,6 +99,7 @@ class TestAccelerate(CompatSuite):
                     {"lora": True},
                     {"param_groups": True},
                     {"ignored_modules": True, "model": "mlp"},
+                    {"ema": True, "model": "mlp"},
                 ),
             ),
             Matrix(
@@ -201,6 +203,11 @@ class TestDeepSpeed(CompatSuite):
                     {"compile": "aot_eager", "model": "mlp"},
                     {"lora": True},
                 ),
+            ),
+            Matrix(
+                ("zero3",),
+                ("fp32",),
+                options=({"activation_checkpointing": "deepspeed", "model": "mlp"},),
             ),
             Matrix(
                 ("zero1",),

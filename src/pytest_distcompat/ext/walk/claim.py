@@ -68,9 +68,12 @@ def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
     reference_run = trace.runs[reference]
     calls = _recorded_calls(reference_run)
     for passed, recorded in enumerate(calls):
-        problems = list(dict.fromkeys(_after_call(cell, trace, reference, recorded)))
+        # A dict, because it keeps the order and has each finding only once.
+        problems: dict[str, None] = {}
+        for text in _after_call(cell, trace, reference, recorded):
+            problems[f"{recorded.call}: {text}"] = None
         if problems:
-            return passed, problems
+            return passed, list(problems)
     if reference_run.end is not None:
         return len(calls), [f"the reference: {reference_run.end.message}"]
     return len(calls), []
@@ -118,7 +121,7 @@ def _recorded_calls(reference: RunTrace) -> list[_RecordedCall]:
 
 
 def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCall) -> Iterator[str]:
-    """Yield how the trainer differs from the reference after a call, beginning with the call."""
+    """Yield how the trainer differs from the reference after a call."""
     call = recorded.call
     run = trace.runs[recorded.run]
     snapshots = run.at_index(recorded.index)
@@ -127,7 +130,7 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
         # Without the rank: it is chance which one raises first.
         _, _, exception = run.end.message.partition(" raised ")
         message = exception or run.end.message
-        yield f"{call}: {run.end.kind}: {message}"
+        yield f"{run.end.kind}: {message}"
         return
     assert run.unwrapped is not None
     names = Names(run, run.unwrapped)
@@ -149,13 +152,10 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
             ranks_by_finding[text].append(snapshot.rank)
     for text, ranks in ranks_by_finding.items():
         where = named_ranks(ranks, run.world_size)
-        yield f"{call}: {where}: {text}"
-    for text in _inexact_loss(cell, call, snapshots, expected):
-        yield f"{call}: {text}"
-    for text in _inexact_live_values(cell, names, snapshots, expected):
-        yield f"{call}: {text}"
-    for text in _inexact_returned_values(cell, names, snapshots, expected):
-        yield f"{call}: {text}"
+        yield f"{where}: {text}"
+    yield from _inexact_loss(cell, call, snapshots, expected)
+    yield from _inexact_live_values(cell, names, snapshots, expected)
+    yield from _inexact_returned_values(cell, names, snapshots, expected)
 
 
 def _by_rank(snapshots: Iterable[Snapshot]) -> dict[int, Snapshot]:
@@ -187,7 +187,7 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
 
 def _changes_of_gradients_and_modes(before: CallInfo, after: CallInfo) -> Iterator[str]:
     """Yield the gradients that a call changed, and how many modules are in evaluation mode."""
-    gradients_after = {name: after.gradients.get(name) for name in before.gradients}
+    gradients_after = _values_of(before.gradients, after.gradients)
     yield from _differing("gradients changed", before.gradients, gradients_after)
     if before.evaluating != after.evaluating:
         evaluating = f"{len(after.evaluating)} modules are in evaluation mode"
@@ -240,19 +240,27 @@ def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Itera
         rates = _learning_rates(snapshot)
         expected_rates = _learning_rates(reference)
         if rates != expected_rates:
-            yield f"the learning rates are {rates}; {expected_rates} in the reference"
+            yield _unlike_reference(f"the learning rates are {rates}", expected_rates)
     reference_buffers = _digests(names, reference.buffers)
     buffers = _digests(names, snapshot.buffers)
-    expected_buffers = {name: reference_buffers.get(name) for name in buffers}
+    expected_buffers = _values_of(buffers, reference_buffers)
     yield from _differing("buffers are not the reference's", expected_buffers, buffers)
     if snapshot.call and reference.call:
         evaluating = len(snapshot.call.evaluating)
         expected_evaluating = len(reference.call.evaluating)
         if bool(evaluating) != bool(expected_evaluating):
-            yield (
-                f"{evaluating} modules are in evaluation mode; "
-                f"{expected_evaluating} in the reference"
-            )
+            count = f"{evaluating} modules are in evaluation mode"
+            yield _unlike_reference(count, str(expected_evaluating))
+
+
+def _unlike_reference(actual: str, expected: str) -> str:
+    """Return the finding that something is not as in the reference.
+
+    Args:
+        actual: What it is: ``the loss is 0.4``.
+        expected: What it is in the reference: ``0.3``.
+    """
+    return f"{actual}; {expected} in the reference"
 
 
 def _digests(names: Names, infos: Iterable[ParameterInfo]) -> dict[str, str]:
@@ -313,8 +321,7 @@ def _inexact_loss(
     allowed = tolerance * abs(reference.loss)
     # Not ``>``, which is false for NaN; so everywhere below.
     if not abs(loss - reference.loss) <= allowed:
-        expected = f"{reference.loss:.6g} in the reference"
-        yield f"the loss is {loss:.6g}; {expected}"
+        yield _unlike_reference(f"the loss is {loss:.6g}", f"{reference.loss:.6g}")
 
 
 def _inexact_numbers(
@@ -329,8 +336,8 @@ def _inexact_numbers(
     if clips and snapshot.grad_norm is not None and reference.grad_norm:
         distance = abs(snapshot.grad_norm - reference.grad_norm)
         if not distance <= 2 * precision.norm_tolerance * reference.grad_norm:
-            expected = f"{reference.grad_norm:.6g} in the reference"
-            yield f"the gradient norm is {snapshot.grad_norm:.6g}; {expected}"
+            norm = f"the gradient norm is {snapshot.grad_norm:.6g}"
+            yield _unlike_reference(norm, f"{reference.grad_norm:.6g}")
     largest = max(map(abs, reference.outputs), default=0.0)
     outputs = zip(snapshot.outputs, reference.outputs, strict=False)
     distances = [abs(output - reference_output) for output, reference_output in outputs]
@@ -442,10 +449,8 @@ def _inexact_sums(
 
 def _total(parts: Sequence[Sums]) -> Sums:
     """Return the sums of a tensor from those of its parts."""
-    numel = sum(part[0] for part in parts)
-    elements = sum(part[1] for part in parts)
-    squares = sum(part[2] for part in parts)
-    return numel, elements, squares
+    numels, elements, squares = zip(*parts, strict=True)
+    return sum(numels), sum(elements), sum(squares)
 
 
 def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
@@ -468,6 +473,11 @@ def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
 
 #: What is compared, by name.
 _Values = Mapping[str, Any]
+
+
+def _values_of(names: Iterable[str], values: _Values) -> _Values:
+    """Return the values of these names only, None for a name without one."""
+    return {name: values.get(name) for name in names}
 
 
 def _differing(title: str, before: _Values, after: _Values) -> Iterator[str]:

@@ -103,8 +103,9 @@ class WaitState:
         A wait for a store does not count: the store's host need not be a rank.
         """
         # Under NCCL a GPU waits, and the stack shows the code that uses the result.
-        on_gpu = self.unfinished is not None and self.unfinished.backend == "nccl"
-        return on_gpu or (bool(self.waits) and not self.connecting)
+        if self.unfinished is not None and self.unfinished.backend == "nccl":
+            return True
+        return self.waits != "" and not self.connecting
 
     def description(self, *, plural: bool = False) -> str:
         """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1"."""
@@ -134,7 +135,8 @@ class WaitState:
         if not self.recorded:
             return ""
         last = [collective.summary for collective in self.recorded[-_COLLECTIVES_SHOWN:]]
-        return f"last collectives: {'; '.join(last)}"
+        summaries = "; ".join(last)
+        return f"last collectives: {summaries}"
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ class Mismatch:
     def kind(self) -> str:
         """Return in two words what differs."""
         names = {collective.name for collective in self.collective_by_rank.values()}
-        return "different tensors" if len(names) == 1 else "different collectives"
+        if len(names) == 1:
+            return "different tensors"
+        return "different collectives"
 
     def __str__(self) -> str:
         first = next(iter(self.collective_by_rank.values()))
@@ -161,7 +165,8 @@ class Mismatch:
         for rank, collective in self.collective_by_rank.items():
             tensors = collective.tensors or "nothing"
             calls.append(f"rank {rank} {collective.name} of {tensors}")
-        return f"{self.kind} at #{self.number} of {first.group}: {'; '.join(calls)}"
+        listed = "; ".join(calls)
+        return f"{self.kind} at #{self.number} of {first.group}: {listed}"
 
 
 def read_wait_state(record: str, stack: str) -> WaitState | None:

@@ -85,7 +85,9 @@ class RankEnd:
     @property
     def who(self) -> str:
         """The rank, and its node in a run of several: ``rank 3 on n2``."""
-        return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
+        if not self.node:
+            return f"rank {self.rank}"
+        return f"rank {self.rank} on {self.node}"
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,9 @@ class Ending:
 
     @property
     def _ranks_failed(self) -> bool:
-        return (
-            bool(self.launch_error)
-            or self.timed_out
-            or any(end.status != "done" for end in self.ranks)
-        )
+        if self.launch_error or self.timed_out:
+            return True
+        return any(end.status != "done" for end in self.ranks)
 
     @property
     def kind(self) -> str:
@@ -164,7 +164,7 @@ class Ending:
         """
 
         def position(end: RankEnd) -> tuple[int, bool, float, int]:
-            waits = end.wait_state is not None and bool(end.wait_state.waits)
+            waits = end.wait_state is not None and end.wait_state.waits != ""
             return _ORDER[end.status], waits, end.time, end.rank
 
         failed = [end for end in self.ranks if end.status != "done"]
@@ -212,7 +212,9 @@ class Ending:
         """The machine of each rank, if the run is not on this one."""
         by_rank = sorted(self.ranks, key=lambda end: end.rank)
         names = tuple(end.node for end in by_rank)
-        return Hosts(names if any(names) else ())
+        if not any(names):
+            return Hosts()
+        return Hosts(names)
 
     def without_hosts(self) -> Ending:
         """Return the same ending without the names of machines, as of a run on this one."""
@@ -248,7 +250,8 @@ class Ending:
         parts += _describe_consequences(consequences)
         if self.left_over:
             parts.append("left running by a rank, now killed: " + ", ".join(self.left_over))
-        return "\n\n".join([*(part.rstrip() for part in parts), *self.leaks])
+        parts = [part.rstrip() for part in parts]
+        return "\n\n".join([*parts, *self.leaks])
 
 
 @dataclass
@@ -261,7 +264,9 @@ class _Section:
 
     def __str__(self) -> str:
         title = f"--- {_name_ends(self.ends)}: {self.message} ---"
-        return f"{title}\n{self.body}" if self.body else title
+        if not self.body:
+            return title
+        return f"{title}\n{self.body}"
 
 
 def _sections(ends: Sequence[RankEnd]) -> list[_Section]:
@@ -314,7 +319,10 @@ def _first_line(text: str) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks as a text: ``rank 1``, or ``ranks 0, 1 and 3``."""
     *most, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    if not most:
+        return f"rank {last}"
+    listed = ", ".join(most)
+    return f"ranks {listed} and {last}"
 
 
 def _name_ends(ends: Sequence[RankEnd]) -> str:
@@ -399,8 +407,11 @@ def conclude(
         for number, end in enumerate(ends):
             if end.status == "stuck":
                 ends[number] = replace(end, status="stopped", message=_LEFT_WAITING)
-    gone_since = {rank: min(_gone_since(logged), ended_since) for rank, logged in events.items()}
-    return Ending(tuple(_fold(ends, first, gone_since)), events, timed_out=timed_out, **more)
+    gone_since: dict[int, float] = {}
+    for rank, logged in events.items():
+        gone_since[rank] = min(_gone_since(logged), ended_since)
+    folded = _fold(ends, first, gone_since)
+    return Ending(tuple(folded), events, timed_out=timed_out, **more)
 
 
 def _with_times_of_death(
@@ -428,10 +439,14 @@ def _with_times_of_death(
 
 def _all_wait_for_others(ends: Sequence[RankEnd]) -> bool:
     """Tell whether ranks hang, and each of them waits for other ranks."""
-    hanging = [end for end in ends if end.status == "stuck"]
-    return bool(hanging) and all(
-        end.wait_state is not None and end.wait_state.waiting for end in hanging
-    )
+    any_hangs = False
+    for end in ends:
+        if end.status != "stuck":
+            continue
+        any_hangs = True
+        if end.wait_state is None or not end.wait_state.waiting:
+            return False
+    return any_hangs
 
 
 @dataclass(frozen=True)
@@ -470,7 +485,9 @@ class _Evidence:
         if self.done:
             return " after it had finished its work"
         action = current_action(self.events)
-        return f" during {action.action!r}" if action is not None else ""
+        if action is None:
+            return ""
+        return f" during {action.action!r}"
 
     @property
     def exception(self) -> Raised | None:
@@ -515,9 +532,9 @@ def _rank_end(rank: int, evidence: _Evidence) -> RankEnd:
         return replace(end, status="stuck", wait_state=wait_state, message=message)
     if process.ended_by_us:
         message = f"outlived another rank's failure and was killed{evidence.when}"
-        return replace(
-            end, status="stopped", message=_LEFT_WAITING if evidence.allows_waiting else message
-        )
+        if evidence.allows_waiting:
+            message = _LEFT_WAITING
+        return replace(end, status="stopped", message=message)
     return _end_without_report(end, evidence)
 
 
@@ -537,20 +554,23 @@ def _raised(end: RankEnd, exception: Raised) -> RankEnd:
 def _end_without_report(end: RankEnd, evidence: _Evidence) -> RankEnd:
     """Return the end of a rank that reported nothing and that nobody here killed."""
     code = evidence.process.code
-    reason = f": {evidence.process.no_space}" if evidence.process.no_space else ""
+    reason = ""
+    if evidence.process.no_space:
+        reason = f": {evidence.process.no_space}"
     starts = of_kind(Start, evidence.events)
     if not starts:
         ending = f" ({exit_name(code)})" if code else ""
         return replace(end, status="missing", message=f"never started{ending}{reason}")
     if code is None:
-        return replace(
-            end, status="exited", message=f"ended without a report{evidence.when}{reason}"
-        )
+        message = f"ended without a report{evidence.when}{reason}"
+        return replace(end, status="exited", message=message)
     if code >= 0:
         message = f"exited with code {code} without a report{evidence.when}{reason}"
         return replace(end, status="exited", message=message)
     kills_before = starts[0].oom_kills
-    kills_meanwhile = None if kills_before is None else evidence.oom_kills - kills_before
+    kills_meanwhile = None
+    if kills_before is not None:
+        kills_meanwhile = evidence.oom_kills - kills_before
     lines = deaths.explain(-code, kills_meanwhile, _last_memory(evidence.events))
     message = f"was killed by {exit_name(code)}{evidence.when}"
     return replace(end, status="killed", message=message, text="\n".join(lines))
@@ -566,8 +586,13 @@ def _last_memory(events: Sequence[Event]) -> int:
 
 def current_action(events: Sequence[Event]) -> Action | None:
     """Return the action that a rank has begun and not finished."""
-    progress = [event for event in events if isinstance(event, (Action, SnapshotTaken))]
-    return progress[-1] if progress and isinstance(progress[-1], Action) else None
+    current: Action | None = None
+    for event in events:
+        if isinstance(event, Action):
+            current = event
+        elif isinstance(event, SnapshotTaken):
+            current = None
+    return current
 
 
 def exit_name(code: int | None) -> str:
@@ -616,12 +641,16 @@ def _fold(
     folded = []
     for end in ends:
         consequence = _consequence(end, first)
-        if consequence == "lost peer" and not (isinstance(end.last, Raised) and end.last.cut):
+        was_cut = isinstance(end.last, Raised) and end.last.cut
+        if consequence == "lost peer" and not was_cut:
             # It can only have lost a rank that was gone by then.
             explained = any(end.time >= gone_since[root.rank] for root in roots)
         else:
-            explained = bool(consequence)
-        folded.append(replace(end, status=consequence) if explained else end)
+            explained = consequence != ""
+        if explained:
+            folded.append(replace(end, status=consequence))
+        else:
+            folded.append(end)
     return folded
 
 
@@ -637,11 +666,13 @@ def _consequence(end: RankEnd, first: int | None) -> str:
         return ""
     # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its
     # SIGTERM elsewhere.
-    if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
+    by_sigterm = end.status in {"killed", "missing"} and "SIGTERM" in end.message
+    if by_sigterm and end.rank != first:
         return "stopped"
     # gloo throws in a thread of its own, where nothing catches it: abort() in a rank whose peer
     # went away.
-    if end.status == "killed" and "SIGABRT" in end.message and aborted_by_lost_peer(end.output):
+    by_abort = end.status == "killed" and "SIGABRT" in end.message
+    if by_abort and aborted_by_lost_peer(end.output):
         return "lost peer"
     return ""
 
@@ -651,12 +682,16 @@ def _without_late_leavers(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
     Where ranks at work hang, these others did not: torchrun keeps them until all are done.
     """
-    late = [end for end in ends if end.status == "stuck" and isinstance(end.last, Done)]
     hanging = [end for end in ends if end.status == "stuck"]
-    if len(late) == len(hanging):
+    if all(isinstance(end.last, Done) for end in hanging):
         return list(ends)
-    late_ranks = {end.rank for end in late}
-    return [replace(end, status="done") if end.rank in late_ranks else end for end in ends]
+    without_late = []
+    for end in ends:
+        if end.status == "stuck" and isinstance(end.last, Done):
+            without_late.append(replace(end, status="done"))
+        else:
+            without_late.append(end)
+    return without_late
 
 
 def _fold_without_cause(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:

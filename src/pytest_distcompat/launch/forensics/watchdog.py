@@ -213,8 +213,9 @@ class Watchdog:
         for rank in living:
             # At the time limit, a rank that raised before is about to end by itself. What one
             # raises from here on is our doing.
-            if not (timed_out and of_kind(Error, events[rank])):
-                self.ended_by_us.append(rank)
+            if timed_out and of_kind(Error, events[rank]):
+                continue
+            self.ended_by_us.append(rank)
         if timed_out:
             self._take_stacks({rank: living[rank] for rank in self.ended_by_us})
             self._take_records(living)
@@ -231,7 +232,10 @@ class Watchdog:
             request_stack(pids[rank])
 
         def all_written() -> bool:
-            return all(path.exists() and path.stat().st_size > 0 for path in files.values())
+            for path in files.values():
+                if not path.exists() or path.stat().st_size == 0:
+                    return False
+            return True
 
         # A signal handler writes them. A rank in an uninterruptible call never does, so the wait is
         # short.

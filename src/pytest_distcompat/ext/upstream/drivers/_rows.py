@@ -24,6 +24,10 @@ BATCH = 2
 SPLIT = 4
 #: How many epochs of a loader are read.
 EPOCHS = 2
+#: Of each batch that a rank reads, its epoch and its rows.
+_Batches = Iterator[tuple[int, Sequence[int]]]
+#: Where a run begins: an epoch, and how many of its batches were read before.
+_Start = tuple[int, int]
 
 #: torchdata's loader saves and restores its position itself.
 _STATEFUL = {
@@ -120,7 +124,7 @@ ACCELERATE: dict[str, Loader] = {
 }
 
 
-def _iterable(rows: Sequence[Any]) -> Any:
+def iterable(rows: Sequence[Any]) -> Any:
     """Return the rows as an iterable data set, which has no length."""
     from torch.utils.data import IterableDataset
 
@@ -148,8 +152,8 @@ def accelerate_loader(
 
     settings = dict(_ACCELERATE[name])
     settings.pop("rows", None)
-    iterable = settings.pop("iterable", False)
-    arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not iterable}
+    is_iterable = settings.pop("iterable", False)
+    arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not is_iterable}
     for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
         if key in settings:
             arguments[key] = settings.pop(key)
@@ -157,20 +161,20 @@ def accelerate_loader(
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings), **on_device)
     set_seed(0)
     data: Any = range(count)
-    if iterable:
-        data = _iterable(data)
+    if is_iterable:
+        data = iterable(data)
     return accelerator, accelerator.prepare(DataLoader(data, **arguments))
 
 
 def accelerate_rows(
     name: str,
     count: int,
-    start: tuple[int, int],
+    start: _Start,
     directory: Path,
     *,
     device: str = "cpu",
     parallel: Mapping[str, Any] = MappingProxyType({}),
-) -> Iterator[tuple[int, Sequence[int]]]:
+) -> _Batches:
     """Yield the epoch and the rows of each batch that this rank reads.
 
     A run resumes as accelerate's documentation says: ``load_state``, then ``skip_first_batches``.
@@ -238,7 +242,7 @@ def accelerate_metrics(
 
 #: Settings of Trainer's loaders, by the loader's name: those of its ``accelerator_config`` and
 #: those of TrainingArguments together; ``iterable`` is about the data set.
-_TRAINER: dict[str, dict[str, Any]] = {
+TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "dispatch_batches": {"dispatch_batches": True},
     "split_batches": {"split_batches": True, "per_device_train_batch_size": SPLIT},
@@ -263,6 +267,11 @@ _TRAINER: dict[str, dict[str, Any]] = {
         "dispatch_batches": False,
         "dataloader_drop_last": True,
     },
+    # Without dropping rows some ranks would train on a batch more, and wait for the others.
+    "even_batches=False, dataloader_drop_last": {
+        "even_batches": False,
+        "dataloader_drop_last": True,
+    },
 }
 #: No loader of Trainer moves to another number of ranks: Trainer saves its position in steps, of
 #: which an epoch then has another number.
@@ -272,7 +281,7 @@ TRAINER: dict[str, Loader] = {
         dropped="drop_last" in name,
         moves=False,
     )
-    for name in _TRAINER
+    for name in TRAINER_SETTINGS
 }
 
 
@@ -329,7 +338,7 @@ def _recorder() -> Any:
     return _Recorder()
 
 
-def _epochs_callback() -> Any:
+def epochs_callback() -> Any:
     """Return a callback that tells the recorder of epochs, and saves where other runs resume."""
     from transformers import TrainerCallback
 
@@ -345,38 +354,65 @@ def _epochs_callback() -> Any:
     return _Epochs()
 
 
+def loader_arguments(settings: Mapping[str, Any], count: int, ranks: int) -> dict[str, Any]:
+    """Return the arguments of ``TrainingArguments`` for one of ``TRAINER_SETTINGS``.
+
+    Args:
+        settings: Those of ``TRAINER_SETTINGS``.
+        count: The number of rows.
+        ranks: The number of ranks that read different rows.
+    """
+    arguments = dict(settings)
+    is_iterable = arguments.pop("iterable", False)
+    accelerator_config: dict[str, Any] = {}
+    for key in ("dispatch_batches", "split_batches", "use_seedable_sampler", "even_batches"):
+        if key in arguments:
+            accelerator_config[key] = arguments.pop(key)
+    arguments["accelerator_config"] = accelerator_config
+    arguments.setdefault("per_device_train_batch_size", BATCH)
+    arguments.setdefault("per_device_eval_batch_size", BATCH)
+    if is_iterable:
+        # Without a length Trainer cannot tell how many steps an epoch has.
+        rows_a_step = arguments["per_device_train_batch_size"]
+        if not accelerator_config.get("split_batches"):
+            rows_a_step *= ranks
+        arguments["max_steps"] = EPOCHS * _steps(count, rows_a_step, arguments)
+    return arguments
+
+
+def checkpoint_at(start: tuple[int, int], directory: Path) -> str | None:
+    """Return the checkpoint that a training from there on resumes; None at the beginning.
+
+    Args:
+        start: An epoch, and how many of its batches were read before.
+        directory: Trainer's output directory.
+    """
+    if start not in RESUME_AT:
+        return None
+    saved = sorted(
+        directory.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])
+    )
+    return str(saved[RESUME_AT.index(start)])
+
+
 def _training_arguments(
     count: int, directory: Path, settings: Mapping[str, Any], device: str, world: int
 ) -> Any:
-    """Return the ``TrainingArguments`` for one of ``_TRAINER``.
+    """Return the ``TrainingArguments`` for one of ``TRAINER_SETTINGS``.
 
     Args:
         count: The number of rows.
         directory: Checkpoints are saved there.
-        settings: Those of ``_TRAINER``.
+        settings: Those of ``TRAINER_SETTINGS``.
         device: ``cpu`` or that of this rank.
         world: The number of ranks.
     """
     from transformers import TrainingArguments
 
-    arguments = dict(settings)
-    iterable = arguments.pop("iterable", False)
-    accelerator_config: dict[str, Any] = {}
-    for key in ("dispatch_batches", "split_batches", "use_seedable_sampler"):
-        if key in arguments:
-            accelerator_config[key] = arguments.pop(key)
-    arguments.setdefault("per_device_train_batch_size", BATCH)
-    arguments.setdefault("per_device_eval_batch_size", BATCH)
-    if iterable:
-        # Without a length Trainer cannot tell how many steps an epoch has.
-        rows_a_step = arguments["per_device_train_batch_size"]
-        if not accelerator_config.get("split_batches"):
-            rows_a_step *= world
-        arguments["max_steps"] = EPOCHS * _steps(count, rows_a_step, arguments)
+    arguments = loader_arguments(settings, count, world)
     return TrainingArguments(
         output_dir=str(directory),
         num_train_epochs=EPOCHS,
-        accelerator_config=accelerator_config,
         use_cpu=device == "cpu",
         save_strategy="no",
         logging_strategy="no",
@@ -402,7 +438,7 @@ def _trainer(
     Args:
         count: The number of rows.
         directory: Checkpoints are saved there.
-        settings: Those of ``_TRAINER``.
+        settings: Those of ``TRAINER_SETTINGS``.
         device: ``cpu`` or that of this rank.
         world: The number of ranks.
         more: Further arguments of Trainer.
@@ -410,14 +446,14 @@ def _trainer(
     from transformers import PrinterCallback, Trainer
 
     rows = _numbered(count, tokens=settings.get("train_sampling_strategy") == "group_by_length")
-    data = _iterable(rows) if settings.get("iterable") else rows
+    data = iterable(rows) if settings.get("iterable") else rows
     trainer = Trainer(
         model=_recorder(),
         args=_training_arguments(count, directory, settings, device, world),
         train_dataset=data,
         eval_dataset=data,
         data_collator=_joined,
-        callbacks=[_epochs_callback()],
+        callbacks=[epochs_callback()],
         **more,
     )
     trainer.remove_callback(PrinterCallback)
@@ -430,8 +466,8 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def trainer_rows(
-    name: str, count: int, start: tuple[int, int], directory: Path, *, world: int, device: str
-) -> Iterator[tuple[int, Sequence[int]]]:
+    name: str, count: int, start: _Start, directory: Path, *, world: int, device: str
+) -> _Batches:
     """Train two epochs, or what is left of them after a checkpoint; yield what this rank read.
 
     Args:
@@ -442,14 +478,8 @@ def trainer_rows(
         world: The number of ranks.
         device: ``cpu`` or that of this rank.
     """
-    loader_directory = directory / name
-    trainer = _trainer(count, loader_directory, _TRAINER[name], device, world)
-    checkpoint: str | None = None
-    if start in RESUME_AT:
-        # The run from the beginning has saved a checkpoint-STEP wherever another one resumes.
-        saved = sorted(loader_directory.glob("checkpoint-*"), key=_step_of)
-        checkpoint = str(saved[RESUME_AT.index(start)])
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer = _trainer(count, directory / name, TRAINER_SETTINGS[name], device, world)
+    trainer.train(resume_from_checkpoint=checkpoint_at(start, directory / name))
     for epoch, batches in enumerate(trainer.model.fed, start[0]):
         for batch in batches:
             yield epoch, [int(row) for row in batch]
@@ -471,7 +501,7 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
             trainer = _trainer(
-                count, Path(directory), _TRAINER[name], device, compute_metrics=compute
+                count, Path(directory), TRAINER_SETTINGS[name], device, compute_metrics=compute
             )
             evaluated = trainer.evaluate()
             for key in ("loss", "rows", "mean"):
@@ -481,10 +511,12 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
 
 
 #: DeepSpeed makes the loader of ``training_data`` itself; it is resumed nowhere.
-DEEPSPEED: dict[str, Loader] = {"training_data": Loader(resumes=False, moves=False)}
+DEEPSPEED: dict[str, Loader] = {
+    "training_data": Loader(resumes=False, moves=False),
+}
 
 
-def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int]]]:
+def deepspeed_rows(count: int, backend: str) -> _Batches:
     """Read the loader that ``deepspeed.initialize`` returns."""
     import deepspeed
     import torch
@@ -504,7 +536,7 @@ def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int
             yield epoch, batch.tolist()
 
 
-def deepspeed_engine_rows(engine: Any, count: int) -> Iterator[tuple[int, Sequence[int]]]:
+def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
     """Read the loader that an engine makes of a data set."""
     loader = engine.deepspeed_io(range(count), batch_size=BATCH)
     for epoch in range(EPOCHS):
@@ -521,9 +553,7 @@ TORCH: dict[str, Loader] = {
 }
 
 
-def torch_rows(
-    name: str, count: int, start: tuple[int, int], rank: int, ranks: int
-) -> Iterator[tuple[int, Sequence[int]]]:
+def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> _Batches:
     """Read a loader with torch's DistributedSampler; a resumed run skips batches by hand."""
     from torch.utils.data import DataLoader, DistributedSampler
 

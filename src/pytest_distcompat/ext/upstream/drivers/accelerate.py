@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD, OFFLOADS
 from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver, listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
@@ -22,12 +22,13 @@ from pytest_distcompat.parallel import context_parallel, tensor_parallel
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
 
 
@@ -257,6 +258,7 @@ class AccelerateDriver(TinyDriver):
         "fp8_backend",
         "grad_accum_dtype",
         "conflict",
+        "ema",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source(
@@ -284,6 +286,11 @@ class AccelerateDriver(TinyDriver):
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
+        Source(
+            "ProjectConfiguration",
+            "accelerate.utils.ProjectConfiguration",
+            ("ddp", "fsdp2", "zero2"),
+        ),
         Source("prepare", "accelerate.Accelerator.prepare", ("ddp", "fsdp2", "zero2")),
         Source("save_state", "accelerate.Accelerator.save_state", ("ddp", "fsdp2", "zero2")),
         Source("save_model", "accelerate.Accelerator.save_model", ("ddp", "fsdp2", "zero3")),
@@ -315,10 +322,34 @@ class AccelerateDriver(TinyDriver):
     }
     order: ClassVar[int] = 1
     live_calls: ClassVar[type[Calls]] = AccelerateCalls
+    #: The number by which accelerate accumulates, and what the driver registers.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {
+        "accelerator.step": ExtraState(),
+        "progress": ExtraState(),
+    }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None
+    #: The directory into which the run saves.
+    save_to: Path | None = None
+    #: A registered object that counts micro-batches.
+    progress: Any = None
+    #: A registered average of the weights; None without one.
+    average: Any = None
     _stream: Iterator[Batch] | None = None
+
+    @classmethod
+    def needs(cls, cell: Cell) -> tuple[str, ...]:
+        """Return what every driver requires, and torchdata for its loader."""
+        needed = super().needs(cell)
+        return (*needed, "torchdata") if _is_stateful(cell) else needed
+
+    @classmethod
+    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
+        """Return what every cell has, and the average of the weights in a cell that has one."""
+        if not cell.option("ema"):
+            return cls.extra_state
+        return {**cls.extra_state, "average": ExtraState()}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -332,9 +363,16 @@ class AccelerateDriver(TinyDriver):
         if not autotp:
             yield _parallelism_reason(cell)
             yield _options.unsupported_by_accelerate(cell, device)
+        if cell.option("ema"):
+            yield _average.unsupported_by_accelerate(cell)
         yield from super()._reasons(cell, device)
         if autotp:
             yield _options.AUTOTP
+
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
+        """Do the plan; an Accelerator that names checkpoints must know where when it is made."""
+        self.save_to = plan.save_to
+        super().train(model, plan, report)
 
     def build(self, model: Module) -> None:
         """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
@@ -344,6 +382,7 @@ class AccelerateDriver(TinyDriver):
         # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
         self._prepare(self._changed_in_place(self.own_model(model)))
         self.scaler = self.accelerator.scaler
+        self._register()
         set_seed(1, device_specific=True)
 
     def _make_accelerator(self) -> Any:
@@ -356,13 +395,18 @@ class AccelerateDriver(TinyDriver):
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation()
+        project: dict[str, Any] = {}
         if self.world.own_disks:
-            settings["project_config"] = ProjectConfiguration(save_on_each_node=True)
+            project["save_on_each_node"] = True
+        project = self.cell.with_settings("ProjectConfiguration", project)
+        if project:
+            settings["project_config"] = ProjectConfiguration(str(self.save_to), **project)
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
         settings.setdefault("kwargs_handlers", []).extend(handlers)
-        return Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
+        settings = self._with_objects(settings)
+        return Accelerator(**self.cell.with_settings("Accelerator", settings))
 
     def _changed_in_place(self, model: Module) -> Module:
         """Compile, recompute and cut layers of the model where accelerate leaves it to the user."""
@@ -405,6 +449,14 @@ class AccelerateDriver(TinyDriver):
             self.scheduler = prepared[count:]
         else:
             self.optimizer, self.scheduler = prepared
+
+    def _register(self) -> None:
+        """Register what accelerate is to save and load beside what it prepares."""
+        self.progress = _average.Progress()
+        self.accelerator.register_for_checkpointing(self.progress)
+        if self.cell.option("ema"):
+            self.average = _average.AverageOfWeights(self.model)
+            self.accelerator.register_for_checkpointing(self.average)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of Accelerator with the objects whose fields the cell sets."""
@@ -505,7 +557,8 @@ class AccelerateDriver(TinyDriver):
         Args:
             done: How many batches of the first epoch are skipped.
         """
-        if done:
+        # torchdata's loader goes on by itself where it was saved.
+        if done and not _is_stateful(self.cell):
             yield from self.accelerator.skip_first_batches(self.loader, done)
         while True:
             yield from self.loader
@@ -531,7 +584,10 @@ class AccelerateDriver(TinyDriver):
                     scheduler.step()
                 for optimizer in listed(self.optimizer):
                     optimizer.zero_grad()
+            self.progress.batches += 1
             total += float(loss.detach()) / self.accumulate
+        if self.average is not None:
+            self.average.update(self.model)
         return total
 
     def _count(self, batch: Batch) -> int:
@@ -541,13 +597,55 @@ class AccelerateDriver(TinyDriver):
             return int((batch["shift_labels"] != -100).sum())
         return self.tiny.count(batch)
 
+    def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
+        """Return the scheduler.
+
+        That of the reference decays as slowly as that of ranks if nothing links it to steps.
+        """
+        is_reference = self.accelerator is None
+        if is_reference and not self._steps_with_optimizer:
+            every = self.cell.world_size
+        return super().make_scheduler(optimizer, every)
+
+    def early_schedule_steps(self, number: int) -> int:
+        """Return 0, or the micro-batches before the last one, in which the scheduler steps too."""
+        if self._steps_with_optimizer:
+            return 0
+        return len(self.micros(number)) - 1
+
+    @property
+    def _steps_with_optimizer(self) -> bool:
+        """Tell whether the scheduler takes a step for each rank whenever the optimizer steps."""
+        return bool(self.setting_or_default(True, "Accelerator.step_scheduler_with_optimizer"))
+
     def save(self, directory: Path) -> None:
-        """Save a checkpoint by ``save_state``."""
-        self.accelerator.save_state(str(directory), **self.cell.settings("save_state"))
+        """Save a checkpoint by ``save_state``, which may name it itself."""
+        settings = self.cell.settings("save_state")
+        if self._names_checkpoints(self.cell):
+            self.accelerator.save_state(**settings)
+        else:
+            self.accelerator.save_state(str(directory), **settings)
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint by ``load_state``."""
+        """Load a checkpoint by ``load_state``: the last one where accelerate has named several."""
+        if self._names_checkpoints(self.cell):
+            directory = _named_checkpoints(directory)[-1]
         self.accelerator.load_state(str(directory))
+
+    @staticmethod
+    def _names_checkpoints(cell: Cell) -> bool:
+        """Tell whether accelerate itself names the directories of checkpoints, by counting them."""
+        return bool(cell.settings("ProjectConfiguration").get("automatic_checkpoint_naming"))
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether accelerate is to keep more than its last checkpoint."""
+        limit = cell.settings("ProjectConfiguration").get("total_limit")
+        return cls._names_checkpoints(cell) and (limit is None or limit > 1)
+
+    def load_first(self, directory: Path) -> None:
+        """Load the first of the checkpoints that accelerate has named."""
+        self.accelerator.load_state(str(_named_checkpoints(directory)[0]))
 
     def export(self, directory: Path) -> None:
         """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
@@ -635,6 +733,18 @@ def _parallelism_reason(cell: Cell) -> str | None:
             ),
         ),
     )
+
+
+def _named_checkpoints(directory: Path) -> list[Path]:
+    """Return the directories of checkpoints that accelerate has named, the first one first."""
+    # https://huggingface.co/docs/accelerate/usage_guides/checkpoint
+    paths = (directory / "checkpoints").iterdir()
+    return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def _is_stateful(cell: Cell) -> bool:
+    """Tell whether the cell has torchdata's ``StatefulDataLoader``."""
+    return bool(cell.settings("DataLoaderConfiguration").get("use_stateful_dataloader"))
 
 
 def json_of(plugin: Any) -> Mapping[str, Any]:

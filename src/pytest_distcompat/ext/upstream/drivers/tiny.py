@@ -161,7 +161,9 @@ class TinyDriver(Driver):
         """Return why the cell cannot run with an optimizer other than AdamW; None if it can."""
         name = cell.option("optimizer")
         precision = PRECISIONS.get(cell.precision)
-        if precision.scaled or cell.option("param_groups") or not cell.option("use_orig_params"):
+        several_groups = bool(cell.option("param_groups"))
+        flat_parameters = not cell.option("use_orig_params")
+        if precision.scaled or several_groups or flat_parameters:
             return (
                 "other optimizers are for one group of unscaled parameters, "
                 "which keep their own tensors"
@@ -248,9 +250,9 @@ class TinyDriver(Driver):
         """
         if self.cell.option("loaded") == "given":
             return given
-        base = self._base_model()[0] if self.cell.option("lora") else given
-        if _loaded.changes_values(self.cell):
-            base = self._base_model()[0]
+        base = given
+        if self.cell.option("lora") or _loaded.changes_values(self.cell):
+            base, _ = self._base_model()
         made = _loaded.make(
             self.cell,
             self.precision,
@@ -560,7 +562,7 @@ class TinyDriver(Driver):
         total = 0.0
         for batch, weight in zip(batches, weights, strict=True):
             loss = self.reference_loss(model, batch)
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            (loss * weight * self.ranks_added_up(ranks)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
             total += losses[-1] * weight
         if not self.tiny.one_batch:
@@ -568,11 +570,23 @@ class TinyDriver(Driver):
         settings: dict[str, Any] = {"max_norm": self.max_norm or math.inf}
         settings = self.cell.with_settings("clip_grad_norm_", settings)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), **settings))
+        for scheduler in listed(self.scheduler):
+            for _ in range(self.early_schedule_steps(number)):
+                scheduler.step()
         for optimizer in listed(self.optimizer):
             optimizer.step()
         for scheduler in listed(self.scheduler):
             scheduler.step()
         return total
+
+    def ranks_added_up(self, ranks: int) -> int:
+        """Return how many ranks' means are added up: 1, or all where DeepSpeed's JSON says so."""
+        reduction = self.setting_or_default("mean", "ds_config.gradient_allreduce_op")
+        return ranks if reduction == "sum" else 1
+
+    def early_schedule_steps(self, number: int) -> int:  # noqa: ARG002 - for those who override it
+        """Return how often the reference steps its scheduler before the optimizer steps."""
+        return 0
 
     def reference_loss(self, model: Module, batch: Batch) -> torch.Tensor:
         """Return the loss of one micro-batch in the reference."""
@@ -697,9 +711,12 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
     """Return why the cell's options do not go with its model or the driver; None if they do."""
     compiled = bool(cell.option("compile"))
     plain_torch = driver == "torch" and cell.pp == 1 and not compiled
-    reentrant = cell.option("activation_checkpointing") == "reentrant"
+    # DeepSpeed's own function is re-entrant too, and is given the blocks as they are.
+    by_deepspeed = cell.option("activation_checkpointing") == "deepspeed"
+    reentrant = cell.option("activation_checkpointing") == "reentrant" or by_deepspeed
+    partly_frozen = bool(cell.option("frozen")) or (by_deepspeed and bool(cell.option("lora")))
     # Models of transformers see to the inputs of their blocks.
-    by_driver = driver == "torch" or "transformers" not in tiny.preload
+    by_driver = by_deepspeed or driver == "torch" or "transformers" not in tiny.preload
     return first_reason(
         (
             cell.option("compile") is True and not has_compiler(),
@@ -721,6 +738,10 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             ),
         ),
         (
+            by_deepspeed and driver != "deepspeed",
+            "deepspeed.checkpointing is driven by the deepspeed driver alone",
+        ),
+        (
             reentrant and cell.pp > 1,
             (
                 "a stage asks for gradients by autograd.grad, which torch refuses for re-entrant "
@@ -739,7 +760,7 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             ),
         ),
         (
-            reentrant and bool(cell.option("frozen")) and by_driver,
+            reentrant and partly_frozen and by_driver,
             (
                 "behind a frozen part no input has a gradient, and re-entrant recomputation then "
                 "has none, says its documentation"

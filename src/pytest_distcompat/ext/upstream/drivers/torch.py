@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers.tiny import HELD_OUT_BATCH, TinyDriver, listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, pipeline_parallel
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -243,6 +243,7 @@ class TorchDriver(TinyDriver):
         "param_groups",
         "save_only_model",
         "async_save",
+        "ema",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", ("ddp",)),
@@ -290,7 +291,11 @@ class TorchDriver(TinyDriver):
         "tp_4": {"model": "mlp"},
     }
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
-    portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
+    portable: ClassVar[Mapping[str, str]] = {
+        "ddp": "fsdp2",
+        "fsdp1": "fsdp2",
+        "fsdp2": "ddp",
+    }
     order: ClassVar[int] = 0
     live_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
@@ -309,6 +314,13 @@ class TorchDriver(TinyDriver):
     #: Whether a checkpoint has the optimizer's state by the name of each parameter alone, so that
     #: each stage has its own.
     flat: bool = False
+    #: The average of the weights; None without one.
+    average: Any = None
+
+    @classmethod
+    def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
+        """Return the average of the weights, in a cell that has one."""
+        return {"average": ExtraState()} if cell.option("ema") else {}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -341,6 +353,8 @@ class TorchDriver(TinyDriver):
                 ),
             ),
         )
+        if cell.option("ema"):
+            yield _average.unsupported_by_torch(cell)
         yield from super()._reasons(cell, device)
 
     def build(self, model: Module) -> None:
@@ -358,18 +372,28 @@ class TorchDriver(TinyDriver):
             self.saving_group = distributed.new_group(backend="gloo")
         if self.cell.cp > 1:
             sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
-            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))[
-                "cp"
-            ]
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+            self.context = mesh["cp"]
         self.raw = model
+        if self.cell.option("ema"):
+            # Before it is wrapped: FSDP2 refuses to copy a model.
+            self.average = _average.averaged(model)
         if self.cell.pp > 1:
             self._build_stages(model, device)
         else:
             self.model = self._wrap(model, device)
+        if self.average is not None:
+            self._place_average(device)
         self.optimizer = self.make_optimizer(self.model)
         self.scheduler = self.make_scheduler(self.optimizer)
         self.scaler = self._scaler(device.type) if self.precision.scaled else None
         self.seed_rank()
+
+    def _place_average(self, device: torch.device) -> None:
+        """Shard the average as the model is, or move it to the device."""
+        if self.strategy.wrapper == "FSDP2":
+            self.average.module = self._wrap(self.average.module, device)
+        self.average.to(device)
 
     def _build_stages(self, model: Module, device: torch.device) -> None:
         """Keep this rank's stages of the model, wrap each and connect them to the others."""
@@ -421,9 +445,11 @@ class TorchDriver(TinyDriver):
         import torch
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        # All ranks that hold shards must know about an overflow on one of them.
-        scaler: Any = ShardedGradScaler if self.cell.strategy == "fsdp1" else torch.amp.GradScaler
-        return scaler(device, init_scale=2.0**10)
+        scaler_class: Any = torch.amp.GradScaler
+        if self.cell.strategy == "fsdp1":
+            # All ranks that hold shards must know about an overflow on one of them.
+            scaler_class = ShardedGradScaler
+        return scaler_class(device, init_scale=2.0**10)
 
     def step(self, number: int) -> float:
         """Run each micro-batch, reduce gradients in the last one, then update parameters."""
@@ -482,6 +508,8 @@ class TorchDriver(TinyDriver):
                 optimizer.step()
         for scheduler in listed(self.scheduler):
             scheduler.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
         if self.saving:
             self.saving.result()
             self.saving = None
@@ -547,6 +575,8 @@ class TorchDriver(TinyDriver):
         state["scheduler"] = [scheduler.state_dict() for scheduler in listed(self.scheduler)]
         if self.scaler:
             state["scaler"] = self.scaler.state_dict()
+        if self.average is not None:
+            state["average"] = get_model_state_dict(self.average, options=self._options())
         return state
 
     @property
@@ -602,7 +632,10 @@ class TorchDriver(TinyDriver):
             set_state_dict,
         )
 
-        state = self._read_whole(directory) if self.whole else self._read_shards(directory)
+        if self.whole:
+            state = self._read_whole(directory)
+        else:
+            state = self._read_shards(directory)
         options = self._options()
         if self.cell.option("save_only_model"):
             set_model_state_dict(self.model, state["model"], options=options)
@@ -622,10 +655,13 @@ class TorchDriver(TinyDriver):
                 optim_state_dict=state["optimizer"],
                 options=options,
             )
-        for scheduler, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
+        saved_states = state["scheduler"]
+        for scheduler, saved in zip(listed(self.scheduler), saved_states, strict=True):
             scheduler.load_state_dict(saved)
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            set_model_state_dict(self.average, state["average"], options=self._options())
         self.load_random(directory, required=state["ranks"] == self.world.size)
 
     def _read_whole(self, directory: Path) -> dict[str, Any]:

@@ -80,8 +80,10 @@ class _Inputs:
             self.images = (2,)
         self.vocabulary = min(VOCABULARY, self.size("vocab_size", VOCABULARY))
         self.mel_bins = self.size("num_mel_bins", self.size("feature_size", 16))
-        # With both of them a row of sound is a spectrogram.
-        self.spectrogram_frames = self.size("max_length") if self.size("num_mel_bins") else 0
+        self.spectrogram_frames = 0
+        if self.size("num_mel_bins"):
+            # With both of them a row of sound is a spectrogram.
+            self.spectrogram_frames = self.size("max_length")
         self.channels = self.size("num_input_channels")
 
     def makers(self) -> dict[str, Callable[[], torch.Tensor]]:

@@ -196,7 +196,8 @@ class MixtureOfExperts(OneBlock):
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
         self.router = nn.Linear(width, 4, bias=False)
-        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        experts = [nn.Linear(width, width) for _ in range(4)]
+        self.experts = nn.ModuleList(experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
-import functools
 import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
     from pytest_distcompat.status import Verdict
 
+#: Settings that are tried together.
+Row = tuple[str, ...]
 #: The states of a setting: swept by its type, by rules, left out, or neither values nor a rule.
 STATES = ("swept", "hinted", "excluded", "unknown")
 #: Lines below the name of a setting. Values are long words, to be copied.
@@ -203,33 +205,24 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     strategy = options.pairs
     kind = find_driver(driver)
 
-    def cell_of(row: tuple[str, ...]) -> Cell:
+    def cell_of(row: Row) -> Cell:
         return with_set(kind, Cell(strategy, "fp32", 2), "+".join(row))
 
     values = _values_to_pair(driver, options, cell_of)
     rows = covering_rows(values)
     print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")
-    failing_parts: list[tuple[str, ...]] = []
-    verdict_by_row: dict[tuple[str, ...], Verdict] = {}
-    verdicts: list[Verdict] = []
     known = applying(shipped(), concerned(kind), "cpu")
+    failing_parts: list[Row] = []
+    verdicts: list[Verdict] = []
     with local_runner(kind, [cell_of(row) for row in rows], device="cpu") as runner:
-
-        @functools.cache
-        def outcome(row: tuple[str, ...]) -> str:
-            verdict = _first_failure(runner, driver, cell_of(row), known)
-            if verdict is None:
-                return ""
-            verdict_by_row[row] = verdict
-            explanation = verdict.message or verdict.reason
-            first_line = explanation.splitlines()[0][:200]
-            return f"{verdict.check}: {verdict.status}: {first_line}"
-
+        tries = _Tries(runner, driver, known, cell_of)
         for row in rows:
-            for part, how in reduced_failures(row, outcome, tuple(failing_parts)):
+            for part, outcome in reduced_failures(row, tries.outcome, tuple(failing_parts)):
                 failing_parts.append(part)
-                print(f"{' + '.join(part)}\n    {how}")
-                verdict = verdict_by_row[part]
+                settings = " + ".join(part)
+                print(f"{settings}\n    {outcome}")
+                verdict = tries.verdict(part)
+                assert verdict is not None
                 cell = shlex.quote(verdict.cell)
                 command = f"distcompat trace {driver} {cell} --check {verdict.check}"
                 print(f"    {command}", flush=True)
@@ -237,8 +230,44 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     return verdicts
 
 
+@dataclass
+class _Tries:
+    """Runs rows of settings, each once.
+
+    Attributes:
+        runner: Runs cells.
+        driver: The driver's name.
+        known: What is known to fail.
+        cell_of: Returns the cell of a row.
+        verdict_by_row: The first failure of each row that was run; None if there was none.
+    """
+
+    runner: Runner
+    driver: str
+    known: Sequence[Expectation]
+    cell_of: Callable[[Row], Cell]
+    verdict_by_row: dict[Row, Verdict | None] = field(default_factory=dict)
+
+    def verdict(self, row: Row) -> Verdict | None:
+        """Return the first failure of a row; None if there is none."""
+        if row not in self.verdict_by_row:
+            cell = self.cell_of(row)
+            failure = _first_failure(self.runner, self.driver, cell, self.known)
+            self.verdict_by_row[row] = failure
+        return self.verdict_by_row[row]
+
+    def outcome(self, row: Row) -> str:
+        """Return how a row fails, in one line; empty if it does not."""
+        verdict = self.verdict(row)
+        if verdict is None:
+            return ""
+        explanation = verdict.message or verdict.reason
+        first_line = explanation.splitlines()[0][:200]
+        return f"{verdict.check}: {verdict.status}: {first_line}"
+
+
 def _values_to_pair(
-    driver: str, options: argparse.Namespace, cell_of: Callable[[tuple[str, ...]], Cell]
+    driver: str, options: argparse.Namespace, cell_of: Callable[[Row], Cell]
 ) -> dict[str, list[str]]:
     """Return the values of each setting that are tried in pairs.
 

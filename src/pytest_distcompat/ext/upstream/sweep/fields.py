@@ -352,13 +352,17 @@ def _model_members(model: Any) -> Iterator[_Member]:
     """Yield the fields of a pydantic model; of a field that is a model itself, its fields."""
     for name, field in model.model_fields.items():
         key = field.alias or name
-        nested_models = [part for part in _parts(field.annotation) if hasattr(part, "model_fields")]
+        parts = _parts(field.annotation)
+        nested_models = [part for part in parts if hasattr(part, "model_fields")]
         if nested_models:
             for member in _members(nested_models[0]):
-                yield dataclasses.replace(member, name=f"{key}.{member.name}")
-        else:
-            default = None if field.is_required() else field.get_default(call_default_factory=True)
-            yield _Member(key, field.annotation, default, _limits_test(field))
+                full_name = f"{key}.{member.name}"
+                yield dataclasses.replace(member, name=full_name)
+            continue
+        default = None
+        if not field.is_required():
+            default = field.get_default(call_default_factory=True)
+        yield _Member(key, field.annotation, default, _limits_test(field))
 
 
 def _parameters(target: Any) -> Iterator[_Member]:
@@ -391,7 +395,9 @@ def _taken_out(target: Any, keywords: str) -> Iterator[_Member]:
     except (OSError, TypeError):
         return
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != f"{keywords}.pop":
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func) != f"{keywords}.pop":
             continue
         name_node, *further_nodes = node.args
         # In a loop over names it takes out what is obsolete.

@@ -32,6 +32,10 @@ OTHER_REFERENCE = "other_reference"
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 
+#: Checks whose tolerances are those of a precision.
+_OF_NUMBERS = frozenset({"parity", "clipping", "gradients", "export"})
+
+
 class SweepLaw(Law):
     """The law of cells with settings."""
 
@@ -75,6 +79,7 @@ class SweepLaw(Law):
         If the check holds against one reference, only a finding remains that another check holds
         against the other one alone.
         """
+        cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
         if OTHER_REFERENCE not in trace.runs:
             return findings
@@ -119,6 +124,14 @@ class SweepLaw(Law):
                 if check.costly:
                     reasons[name] = "the sweep runs it"
         return {**reasons, **_left_out_of_sweep(cell, checks)}
+
+
+def _as_rounded(check: CheckLike, cell: Cell) -> Cell:
+    """Return the cell as a check of numbers judges it, in the precision that a setting rounds as."""
+    precision = rules.rounds_as(cell.set)
+    if not precision or check.name not in _OF_NUMBERS:
+        return cell
+    return dataclasses.replace(cell, precision=precision)
 
 
 def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
@@ -186,10 +199,10 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
     for setting in cell.set:
         meant.update(rules.meant_to_fail(setting))
     for other in CHECKS.by_name.values():
-        comparable = not other.not_applicable(cell, driver) and other.runs(
-            cell, driver
-        ) == check.runs(cell, driver)
-        if other.name in meant or not comparable or premature_end(other, trace):
+        if other.not_applicable(cell, driver):
+            continue
+        same_runs = other.runs(cell, driver) == check.runs(cell, driver)
+        if other.name in meant or not same_runs or premature_end(other, trace):
             continue
         # A claim that holds against neither is a finding of its own.
         others = _agrees_with(other, cell, trace)

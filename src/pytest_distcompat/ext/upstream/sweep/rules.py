@@ -24,7 +24,9 @@ from pytest_distcompat.failures import UsageProblem
 _AUTO = "auto"
 #: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``. ``older``: of
 #: releases before today's. ``axis``: the facet of a cell, with a value, that asks what is excluded.
-#: ``places``: other settings that say the same.
+#: ``places``: other settings that say the same. ``meant``: the values at which the setting is meant
+#: to fail the checks in ``without``; all without this key. ``rounds_as``: the precision whose
+#: tolerances apply.
 _KEYS = {
     "values",
     "excluded",
@@ -38,6 +40,8 @@ _KEYS = {
     "older",
     "axis",
     "places",
+    "meant",
+    "rounds_as",
 }
 
 
@@ -131,7 +135,18 @@ def meant_to_fail(setting: str) -> list[str]:
         drivers_values = {_AUTO, *rule["twice"][:1]}
         if value in drivers_values:
             return []
+    if value not in rule.get("meant", (value,)):
+        return []
     return list(rule.get("without", ()))
+
+
+def rounds_as(settings: Iterable[str]) -> str:
+    """Return the precision whose tolerances apply; empty for that of the cell."""
+    for setting in settings:
+        precision: str = rule_of(setting.partition("=")[0]).get("rounds_as", "")
+        if precision:
+            return precision
+    return ""
 
 
 def concerns_checkpoints(setting: str) -> bool:

@@ -1,0 +1,95 @@
+"""State beside model and optimizer: variables that a user names, and what libraries know."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+from pytest_distcompat.trace import ExtraState, ExtraStateInfo
+
+#: Frames of these packages have variables of their own.
+_LIBRARIES = frozenset(
+    {"pytest_distcompat", "torch", "accelerate", "transformers", "deepspeed", "safetensors"}
+)
+_MISSING = object()
+
+
+class NamedStates:
+    """States of a script, as the check ``extra_state`` compares them.
+
+    Args:
+        expected: Names of variables, with dots for attributes: ``ema``, ``trainer.ema``.
+    """
+
+    def __init__(self, expected: Mapping[str, ExtraState]) -> None:
+        self.expected = expected
+        #: Objects that a library saves and loads, or averages weights in, in the order in which it
+        #: learned of them.
+        self.known: list[weakref.ref[Any]] = []
+
+    def add(self, objects: Iterable[Any]) -> None:
+        """Note objects that a library knows of, if they take a weak reference."""
+        for value in objects:
+            if all(reference() is not value for reference in self.known):
+                with contextlib.suppress(TypeError):
+                    self.known.append(weakref.ref(value))
+
+    def read(self, *, known: bool) -> tuple[ExtraStateInfo, ...]:
+        """Return the values of the states that exist now.
+
+        Args:
+            known: Whether to read the objects that libraries know of too. Their ``state_dict()``
+                may be a collective, so it is called only where all ranks are.
+
+        Raises:
+            TypeError: If a variable that the user names has values that cannot be compared.
+        """
+        # Imported late: it needs torch.
+        from pytest_distcompat.probe.extra import read_extra_state
+
+        infos: list[ExtraStateInfo] = []
+        for name, expected in self.expected.items():
+            first = name.partition(".")[0]
+            value = _variable(first)
+            if value is not _MISSING:
+                infos += read_extra_state(SimpleNamespace(**{first: value}), {name: expected})
+        if known:
+            for name, value in self._known_objects():
+                # Of what a library saves not all can be compared.
+                with contextlib.suppress(TypeError):
+                    state = {name: ExtraState(changes=False, alike=False)}
+                    infos += read_extra_state(SimpleNamespace(**{name: value}), state)
+        return tuple(infos)
+
+    def _known_objects(self) -> Iterator[tuple[str, Any]]:
+        """Yield the objects that libraries know of, as ``EMAModel[0]``."""
+        for number, reference in enumerate(self.known):
+            value = reference()
+            if value is not None:
+                yield f"{type(value).__name__}[{number}]", value
+
+
+def _variable(name: str) -> Any:
+    """Return the variable of the script's innermost function that has one, else a global one."""
+    frames = list(_frames_of_the_script())
+    for frame in frames:
+        if name in frame.f_locals:
+            return frame.f_locals[name]
+    for frame in frames:
+        if name in frame.f_globals:
+            return frame.f_globals[name]
+    return _MISSING
+
+
+def _frames_of_the_script() -> Iterator[FrameType]:
+    """Yield the frames of the script's calls that led here, the innermost first."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _LIBRARIES:
+            yield frame
+        frame = frame.f_back

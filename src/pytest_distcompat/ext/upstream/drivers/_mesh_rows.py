@@ -1,0 +1,109 @@
+"""Rows that Trainer feeds ranks on a mesh, which it makes around the model that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.driver import Plan
+from pytest_distcompat.ext.upstream.drivers import _rows
+from pytest_distcompat.trace import Loader
+
+#: Tokens of a row, which all are its number.
+TOKENS = 4
+
+
+def loaders(*, in_parts: bool) -> Mapping[str, Loader]:
+    """Return Trainer's loaders on a mesh.
+
+    Args:
+        in_parts: Whether transformers shards the model while it loads it: such a training cannot be
+            resumed.
+    """
+    if not in_parts:
+        return _rows.TRAINER
+    found: dict[str, Loader] = {}
+    for name, loader in _rows.TRAINER.items():
+        found[name] = Loader(
+            loader.shuffled, loader.filled, loader.dropped, resumes=False, moves=False
+        )
+    return found
+
+
+def rows_on_mesh(
+    driver: Any, name: str, count: int, start: tuple[int, int], directory: Path
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Train two epochs on the cell's mesh, or what is left of them; yield what this rank read.
+
+    Args:
+        driver: The ``TrainerDriver`` of the cell.
+        name: One of the loaders.
+        count: The number of rows.
+        start: Where to begin: an epoch, and how many of its batches were read before.
+        directory: Checkpoints are saved there.
+    """
+    place = directory / name
+    model: Any = driver.model_on_mesh(driver.build_model())
+    settings = _rows.TRAINER_SETTINGS[name]
+    trainer = driver.make_trainer(
+        model=model,
+        args=_arguments(driver, settings, count, place),
+        train_dataset=_dataset(count, settings),
+        data_collator=_collated,
+        callbacks=[_rows.epochs_callback()],
+    )
+    model.fed = []
+    hook = model.register_forward_pre_hook(_record, with_kwargs=True)
+    checkpoint = _rows.checkpoint_at(start, place)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        hook.remove()
+    for epoch, batches in enumerate(model.fed, start[0]):
+        for batch in batches:
+            yield epoch, batch
+
+
+def _record(module: Any, _args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Record which rows a batch has, as a hook of the model."""
+    if module.training:
+        module.fed[-1].append(kwargs["input_ids"][:, 0].tolist())
+
+
+def _dataset(count: int, settings: Mapping[str, Any]) -> Any:
+    """Return rows that hold their own number, some of them longer than others."""
+    import torch
+
+    rows = []
+    for number in range(count):
+        rows.append({"input_ids": torch.full((1 + number % 5,), number)})
+    return _rows.iterable(rows) if settings.get("iterable") else rows
+
+
+def _collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Collate rows to a batch, all of one length."""
+    import torch
+
+    tokens = torch.stack([row["input_ids"][:1].repeat(TOKENS) for row in rows])
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _arguments(driver: Any, settings: Mapping[str, Any], count: int, directory: Path) -> Any:
+    """Return the ``TrainingArguments`` of the cell with those of a loader."""
+    from transformers import TrainingArguments
+
+    plan = Plan(("build", "step"), 0, directory, directory)
+    arguments = driver.arguments(plan)
+    del arguments["train_sampling_strategy"]
+    ranks = driver.cell.dp_size
+    of_loader = _rows.loader_arguments(settings, count, ranks)
+    accelerator_config = arguments.pop("accelerator_config", {}) | of_loader["accelerator_config"]
+    arguments |= {
+        "max_steps": -1,
+        "num_train_epochs": _rows.EPOCHS,
+        "logging_strategy": "no",
+        **of_loader,
+        "accelerator_config": accelerator_config,
+    }
+    return TrainingArguments(**arguments)
