@@ -335,7 +335,7 @@ class AccelerateDriver(TinyDriver):
     #: A registered object that counts micro-batches.
     progress: Any = None
     #: A registered average of the weights; None without one.
-    average: Any = None
+    averaged_model: Any = None
     _stream: Iterator[Batch] | None = None
 
     @classmethod
@@ -349,7 +349,7 @@ class AccelerateDriver(TinyDriver):
         """Return what every cell has, and the average of the weights in a cell that has one."""
         if not cell.option("ema"):
             return cls.extra_state
-        return {**cls.extra_state, "average": ExtraState()}
+        return {**cls.extra_state, "averaged_model": ExtraState()}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -455,8 +455,8 @@ class AccelerateDriver(TinyDriver):
         self.progress = _average.Progress()
         self.accelerator.register_for_checkpointing(self.progress)
         if self.cell.option("ema"):
-            self.average = _average.AverageOfWeights(self.model)
-            self.accelerator.register_for_checkpointing(self.average)
+            self.averaged_model = _average.AverageOfWeights(self.model)
+            self.accelerator.register_for_checkpointing(self.averaged_model)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of Accelerator with the objects whose fields the cell sets."""
@@ -586,8 +586,8 @@ class AccelerateDriver(TinyDriver):
                     optimizer.zero_grad()
             self.progress.batches += 1
             total += float(loss.detach()) / self.accumulate
-        if self.average is not None:
-            self.average.update(self.model)
+        if self.averaged_model is not None:
+            self.averaged_model.update(self.model)
         return total
 
     def _count(self, batch: Batch) -> int:

@@ -687,6 +687,8 @@ class TrainerDriver(TinyDriver):
         apart = self.cell.cp > 1 or self.in_parts or bool(self.cell.option("packed"))
         if model is not self.model or apart or self.tiny.name not in PREDICTED:
             return super().evaluate(model)
+        if self.trainer is None:
+            return super().evaluate(model)
         return self.predictions()
 
     def predictions(self) -> torch.Tensor:
