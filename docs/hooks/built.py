@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - mkdocs loads it by its path
-"""For mkdocs: put the lists that stand elsewhere in the repository where ``<!-- on the site: NAME -->`` is."""
+"""For mkdocs: put a list of the repository in the place of ``<!-- on the site: NAME -->``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - mkdocs loads it by its path
-"""For mkdocs: a link that leads out of docs/, as it works on GitHub, leads to the repository from the site."""
+"""For mkdocs: on the site, a link that leads out of docs/ leads to the repository on GitHub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """The page with such links replaced. What leads to nothing that exists stays, and mkdocs warns of it."""
+    """Return the page with such links replaced. A link to nothing stays; mkdocs warns of it."""
     docs = Path(config["docs_dir"])
     here = posixpath.dirname(page.file.src_uri)
 

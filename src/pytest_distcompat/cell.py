@@ -118,9 +118,10 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "activation_checkpointing",
-            (False, True, "selective", "reentrant"),
+            (False, True, "selective", "reentrant", "deepspeed"),
             "recompute activations in the backward pass; `selective` keeps those of matrix "
-            "products, `reentrant` runs a backward pass of its own for each block",
+            "products, `reentrant` runs a backward pass of its own for each block, `deepspeed` is "
+            "`deepspeed.checkpointing`",
         ),
         Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
         Option(
@@ -245,7 +246,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "ema",
             (False, True),
-            "an average of the weights is kept beside the model: torch's `AveragedModel`, or an object that accelerate registers",
+            "an average of the weights is kept beside the model: torch's `AveragedModel`, "
+            "or an object that accelerate registers",
         ),
         Option(
             "checkpoints",

@@ -45,12 +45,14 @@ class Plan:
         save_to: The directory to save into; it exists and is the same for all ranks, for those of
             one node in a cell with ``checkpoints="node"``.
         load_from: The directory to load from, of which the same is true.
+        loads_first: Whether ``load`` is to load the first of the checkpoints there, not the last.
     """
 
     actions: tuple[str, ...]
     first_step: int
     save_to: Path
     load_from: Path
+    loads_first: bool = False
 
     @property
     def last_step(self) -> int:
@@ -257,7 +259,7 @@ class HasMetrics(LiveTrainer):
 
     @classmethod
     def evaluates_in(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
-        """Tell whether ``metrics`` evaluates as the cell's training would; by default it does in all cells."""
+        """Tell whether ``metrics`` evaluates as the cell's training would; by default always."""
         return True
 
 
@@ -295,6 +297,27 @@ class HasExtraState(LiveTrainer):
     def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:  # noqa: ARG003 - overridden
         """Return the states that a driver of the cell has; by default all of ``extra_state``."""
         return cls.extra_state
+
+
+class KeepsSaves(LiveTrainer):
+    """Ability to load an earlier checkpoint.
+
+    It is the first of two in one directory for the check ``restarts``, the best one for ``best``.
+    """
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
+        """Tell whether a second save leaves the first one where it is; by default it does not."""
+        return False
+
+    @classmethod
+    def loads_best(cls, cell: Cell) -> bool:  # noqa: ARG003 - for those who override it
+        """Tell whether training ends with the weights of its best checkpoint."""
+        return False
+
+    def load_first(self, directory: Path) -> None:
+        """Load the first of two checkpoints that ``save`` wrote there in another process group."""
+        raise NotImplementedError
 
 
 class HasPipeline(LiveTrainer):
@@ -336,6 +359,7 @@ class Driver(
     HasLoaders,
     HasMetrics,
     HasExtraState,
+    KeepsSaves,
     RenamesKeys,
     HasPipeline,
     HasBlocks,
@@ -469,7 +493,8 @@ class Driver(
                 self.save(plan.save_to)
                 report(action)
             else:
-                self.load(plan.load_from)
+                load = self.load_first if plan.loads_first else self.load
+                load(plan.load_from)
                 report(action)
 
     def trainer_world_size(self) -> int | None:

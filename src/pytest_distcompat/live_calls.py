@@ -308,11 +308,18 @@ class Calls:
         self.model.eval()
         with getattr(torch, context)():
             outputs = self.trainer.outputs(self.model)
-        if hasattr(self.model, "reshard"):
-            # FSDP2 expects a backward pass, for which it keeps the root's parameters whole.
-            self.model.reshard()
+        self.reshard()
         self.model.train(was_training)
         return outputs
+
+    def reshard(self) -> None:
+        """Have FSDP2 free what a forward pass gathered.
+
+        It expects a backward pass, for which it keeps the parameters of its last units whole.
+        """
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
 
 def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from pytest_distcompat.calls import REFERENCE_CALL
+from pytest_distcompat.calls import CALL, REFERENCE_CALL
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.trace import Loader
 
@@ -57,6 +57,8 @@ class Run:
     #: The name of a run of other scenarios that does exactly the same, so that one can stand for
     #: both.
     same_as: str = ""
+    #: Whether it loads the first of the checkpoints that were saved in one directory, not the last.
+    loads_first: bool = False
     #: Whether to record after each action what calls of the live trainer are compared by
     #: (``CallInfo``).
     records_calls: bool = False
@@ -153,6 +155,11 @@ TRAIN_RUN = Run(
 #: A new process group loads the checkpoint of TRAIN_RUN and repeats the two steps after it.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
+#: The action that evaluates between two steps, by the driver's call ``evaluate``.
+EVALUATE = f"{CALL}evaluate()"
+#: The same run, which then evaluates and takes a further step.
+EVALUATED_RUN = dataclasses.replace(RESUME_RUN, actions=(*RESUME_RUN.actions, EVALUATE, "step"))
+
 #: A resumed run that saves twice in one place, and a run that resumes from the second save. The
 #: first goes on to the end of an epoch, the second beyond it.
 SECOND_RUN = Run(
@@ -162,6 +169,14 @@ SECOND_RUN = Run(
     after="train",
 )
 THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after="second")
+#: A run that resumes from the first save of the second run, after the second save was written.
+FIRST_SAVE_RUN = Run(
+    "first_save",
+    (*_BUILD, "load", "step", "step"),
+    first_step=4,
+    after="second",
+    loads_first=True,
+)
 
 #: The settings that the reference keeps, by object or field: they change the training, and apply to
 #: a training in one process too.
@@ -283,7 +298,10 @@ ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
+EVALUATED_RESUME = Scenario("resume", (TRAIN_RUN, EVALUATED_RUN))
 RESTARTS = Scenario("restarts", (TRAIN_RUN, SECOND_RUN, THIRD_RUN))
+#: For a trainer that keeps several checkpoints in one directory.
+RESTARTS_OF_BOTH = Scenario("restarts", (*RESTARTS.runs, FIRST_SAVE_RUN))
 PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))

@@ -229,7 +229,13 @@ class Rank:
         unwrapped = self.unwrapped
         self.unwrapped = None
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
-        plan = Plan(tuple(actions), self.number, self.run_paths.save_to, load_from)
+        plan = Plan(
+            tuple(actions),
+            self.number,
+            self.run_paths.save_to,
+            load_from,
+            loads_first=self.run.loads_first,
+        )
         if self.driver.live_calls is not None:
             rank = self.driver.world.rank
             self.driver.caller = self.driver.live_calls(

@@ -13,6 +13,7 @@ from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
@@ -41,6 +42,7 @@ class Claims(Driver):
 
     name = "claims"
     reshards = tuple(STRATEGIES.names())
+    live_calls: ClassVar[type[Calls]] = Calls
     portable: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("ddp", "fsdp1", "zero1", "zero3"), "fsdp2"),
         "fsdp2": "ddp",
@@ -50,6 +52,16 @@ class Claims(Driver):
     def can(cls, action: str) -> bool:
         """All of it."""
         return bool(action)
+
+    @classmethod
+    def loads_best(cls, cell: Cell) -> bool:
+        """It does."""
+        return bool(cell)
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """All of them."""
+        return bool(cell)
 
 
 def trace_of(cell: Cell, check: str) -> Trace:
@@ -88,12 +100,12 @@ class Place:
 
     def part(self, name: str, kind: str, numel: int, *, split: bool) -> dict[str, Any]:
         """The digest of what this rank holds, its size and its layout."""
-        whole = words(name + kind, self.done * (name in TRAINABLE), numel)
+        all_values = words(name + kind, self.done * (name in TRAINABLE), numel)
         part = layout(self.cell, self.rank, name) if split else Layout()
         holders = part.holders or (self.rank,)
         size = math.ceil(numel / len(holders))
         start = size * holders.index(self.rank)
-        own = whole[start:][:size]
+        own = all_values[start:][:size]
         digest = digest_of(own)
         if split and not part.flat:
             # The digest of a DTensor's shard knows its place in the whole.
@@ -103,7 +115,10 @@ class Place:
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
-    there, snapshots, done, end = run.cell(cell), [], 0, None
+    run_cell = run.cell(cell)
+    snapshots = []
+    done = 0
+    end = None
     for index, action in enumerate(run.actions):
         if action == "load" and run.damage:
             message = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
@@ -114,8 +129,8 @@ def _run(cell: Cell, run: Run) -> RunTrace:
             end = RunFailure("raised", f"rank 0 raised {message}", f"rank 0 raised {message}\n...", action, index)
             break
         done = 20 if action == "reload" else run.first_step if action == "load" else done + (action == "step")
-        snapshots += [_snapshot(Place(there, run, index, done, rank)) for rank in range(there.world_size)]
-    return RunTrace(run.name, there.world_size, tuple(snapshots), end, there.id)
+        snapshots += [_snapshot(Place(run_cell, run, index, done, rank)) for rank in range(run_cell.world_size)]
+    return RunTrace(run.name, run_cell.world_size, tuple(snapshots), end, run_cell.id)
 
 
 def _snapshot(place: Place) -> Snapshot:
@@ -186,12 +201,14 @@ def _model(place: Place) -> ModelInfo:
 
 
 def _optimizer(place: Place) -> OptimizerInfo:
-    strategy, groups = STRATEGIES.get(place.cell.strategy), ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
+    strategy = STRATEGIES.get(place.cell.strategy)
+    groups = ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
     steps = {"digest": digest_of([place.done]), "numel": 1, "layout": Layout()}
     states: list[StateInfo] = []
     masters: list[StateInfo] = []
     for name in TRAINABLE:
-        numel, owner = math.prod(SHAPES[name]), place.live(name)
+        numel = math.prod(SHAPES[name])
+        owner = place.live(name)
         for key in ("exp_avg", "exp_avg_sq"):
             part = place.part(name, key, numel, split=strategy.shards or strategy.flat_masters)
             (masters if strategy.flat_masters else states).append(StateInfo(owner, key, "float32", **_as_state(part)))

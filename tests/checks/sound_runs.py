@@ -34,12 +34,25 @@ from pytest_distcompat.worker import OBSERVED_STEP, WHOLE_STEPS
 SHAPES = {"inlet.weight": (4, 2), "frozen.weight": (4, 4), "outlet.weight": (2, 4)}
 TRAINABLE = ("inlet.weight", "outlet.weight")
 TIED = ("inlet.weight", "head.weight")
+#: State that AdamW keeps for each element.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SAVED = (*SHAPES, "head.weight", "scale")
 #: What tensor parallelism cuts, and how.
 CUT = {"inlet.weight": "Shard(0)", "outlet.weight": "Shard(1)"}
 #: What FSDP cuts out, and what option ``ignored`` leaves out.
-BLOCKS, IGNORED = ("inlet", "outlet"), ("frozen",)
+BLOCKS = ("inlet", "outlet")
+IGNORED = ("frozen",)
 RUNS = (TRAIN_RUN, RESUME_RUN, REFERENCE_RUN)
+#: What a strategy puts before the names of a model; others put ``module.``.
+PREFIXES = {"fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}
+#: How many blocks a way to compile them compiles; others compile none of them by itself.
+COMPILED_BLOCKS = {"regional": 2, "partial": 1}
+#: Neither gradients of a norm nor of a flag, nor gathered parameters: none must be taken for reduced gradients.
+NO_GRADIENTS = (
+    CollectiveInfo("allreduce", "float64", 1, 1, 1),
+    CollectiveInfo("allreduce", "int64", 1, 16, 16),
+    CollectiveInfo("allgather_base", "float16", 1, 16, 16),
+)
 
 
 def trace_of(cell: Cell) -> Trace:
@@ -50,11 +63,15 @@ def trace_of(cell: Cell) -> Trace:
 
 def live_name(cell: Cell, name: str) -> str:
     """How a parameter or a module of the unwrapped model is called in this cell."""
-    front = {"ddp": "module.", "fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}.get(cell.strategy, "module.")
+    front = PREFIXES.get(cell.strategy, "module.")
+    if _wrapped_by_compile(cell):
+        front = "_orig_mod." + front
     module, _, last = name.partition(".")
-    if cell.option("activation_checkpointing") and module in BLOCKS and last:
+    if not last:
+        return front + module
+    if cell.option("activation_checkpointing") and module in BLOCKS:
         module += "._checkpoint_wrapped_module"
-    return ("_orig_mod." if _wrapped_by_compile(cell) else "") + front + ".".join(filter(None, (module, last)))
+    return f"{front}{module}.{last}"
 
 
 def _wrapped_by_compile(cell: Cell) -> bool:
@@ -62,13 +79,16 @@ def _wrapped_by_compile(cell: Cell) -> bool:
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
-    there, snapshots, done = run.cell(cell), [], run.first_step
+    run_cell = run.cell(cell)
+    snapshots = []
+    done = run.first_step
     for index, action in enumerate(run.actions):
         done += action in {"step", "reference"}
         # The reference speaks for the ranks of the cell.
-        current = cell if run == REFERENCE_RUN else there
-        snapshots += [_snapshot(current, run, index, done, rank) for rank in range(there.world_size)]
-    return RunTrace(run.name, there.world_size, tuple(snapshots), cell=there.id)
+        current = cell if run == REFERENCE_RUN else run_cell
+        for rank in range(run_cell.world_size):
+            snapshots.append(_snapshot(current, run, index, done, rank))
+    return RunTrace(run.name, run_cell.world_size, tuple(snapshots), cell=run_cell.id)
 
 
 def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapshot:
@@ -87,33 +107,58 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     if action == "reference":
         # The mean of what the ranks say.
         loss = 1 / done + (cell.dp_size - 1) / 2
-        gradients = tuple(GradientInfo(name, 8, 0.5) for name in TRAINABLE)
-        step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0, gradients=gradients)
-        return replace(snapshot, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
+        steps = (_reference_step(),)
+        return replace(snapshot, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=steps)
     snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
     if action == "step":
-        part = f", part {cell.cp_peers(rank).index(rank)}" if cell.cp > 1 else ""
-        fed = tuple(f"batch {done}.{micro} of rank {cell.dp_rank(rank)}{part}" for micro in range(_micros(cell, done)))
-        snapshot = replace(
-            snapshot, loss=1 / done + cell.dp_rank(rank), grad_norm=2.0, inputs=fed, **_watched(cell, len(fed), rank)
-        )
-        # Both factors of the product of two layers.
-        eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
-        snapshot = replace(snapshot, tokens=8 * len(fed), float8=eight_bits * len(fed))
+        snapshot = _stepped(snapshot, cell, done)
         if run.first_step or (done != OBSERVED_STEP and cell.option("grad_accum") == 1):
             # Of others the probe sees no single operators.
             snapshot = replace(snapshot, float8=0, collectives=())
         if run.first_step + WHOLE_STEPS < done < STEPS:
             # Of later steps but the last the probe reads numbers only.
-            return replace(snapshot, optimizer=OptimizerInfo(("AdamW",), 0, param_groups=optimizer.param_groups))
+            numbers = OptimizerInfo(("AdamW",), 0, param_groups=optimizer.param_groups)
+            return replace(snapshot, optimizer=numbers)
     scaler = {"scale": 1024.0} if PRECISIONS.get(cell.precision).scaled else {}
     model = _model(cell, done, rank)
     return replace(snapshot, model=model, optimizer=optimizer, rng=f"random after {done}", scaler=scaler)
 
 
-def _micros(cell: Cell, number: int) -> int:
-    """Micro-batches of a step, counted from 1; every eighth is the end of an epoch."""
-    return 1 if number % 8 == 0 else int(cell.option("grad_accum"))
+def _reference_step() -> StepInfo:
+    gradients = tuple(GradientInfo(name, 8, 0.5) for name in TRAINABLE)
+    return StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0, gradients=gradients)
+
+
+def _stepped(snapshot: Snapshot, cell: Cell, number: int) -> Snapshot:
+    """The snapshot with what a step took and computed; steps are counted from 1."""
+    rank = snapshot.rank
+    batches = _batches(cell, number, rank)
+    micros = len(batches)
+    float8 = 0
+    if PRECISIONS.get(cell.precision).float8:
+        # Both factors of the product of two layers.
+        float8 = 4 * micros
+    return replace(
+        snapshot,
+        loss=1 / number + cell.dp_rank(rank),
+        grad_norm=2.0,
+        inputs=batches,
+        tokens=8 * micros,
+        float8=float8,
+        **_watched(cell, micros, rank),
+    )
+
+
+def _batches(cell: Cell, number: int, rank: int) -> tuple[str, ...]:
+    """The digests of the micro-batches of a step; every eighth step is the end of an epoch, of one micro-batch."""
+    micros = 1 if number % 8 == 0 else int(cell.option("grad_accum"))
+    part = ""
+    if cell.cp > 1:
+        part = f", part {cell.cp_peers(rank).index(rank)}"
+    batches = []
+    for micro in range(micros):
+        batches.append(f"batch {number}.{micro} of rank {cell.dp_rank(rank)}{part}")
+    return tuple(batches)
 
 
 def _unwrapped(cell: Cell) -> UnwrappedInfo:
@@ -142,39 +187,58 @@ def _scale() -> ParameterInfo:
 def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
     strategy = STRATEGIES.get(cell.strategy)
     precision = PRECISIONS.get(cell.precision)
-    row = strategy.dtypes(precision)
-    parameters = []
-    for name, shape in SHAPES.items():
-        train = name in TRAINABLE
-        storage = row.storage if train else precision.load
-        info = ParameterInfo(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
-        shards = strategy.shards and not (cell.option("ignored_modules") and name.partition(".")[0] in IGNORED)
-        part = f" of {layout(cell, rank, name).region}" if shards else ""
-        info = replace(
-            info,
-            kind=strategy.kind if shards or strategy.kind != "DTensor" else "Tensor",
-            local_numel=math.prod(shape) // (holders_of(cell, name) if shards else 1),
-            digest=f"{name} after {done * train}{part}",
-            layout=layout(cell, rank, name) if shards else Layout(),
-        )
-        parameters.append(replace(info, held=None) if strategy.flat_masters else info)
-    wrappers = {strategy.wrapper: 1, **({"OptimizedModule": 1} if _wrapped_by_compile(cell) else {})}
     blocks = tuple(live_name(cell, block) for block in BLOCKS)
-    how = cell.option("compile")
+    method = cell.option("compile")
+    wrappers = {strategy.wrapper: 1}
+    compiled = blocks[: COMPILED_BLOCKS.get(str(method), 0)]
+    if _wrapped_by_compile(cell):
+        wrappers["OptimizedModule"] = 1
+        compiled = ("",)
+    buffer_dtype = strategy.dtypes(precision).buffer or "float32"
     return ModelInfo(
         "Toy",
         wrappers,
-        tuple(parameters),
-        (replace(_scale(), dtype=row.buffer or "float32"),),
+        tuple(_parameter(cell, name, done, rank) for name in SHAPES),
+        (replace(_scale(), dtype=buffer_dtype),),
         world_size=cell.world_size,
         trainer_world_size=cell.world_size,
         zero_stage=strategy.zero_stage,
         units=("", *blocks) if strategy.wrapper.startswith("FSDP") else (),
         checkpointed=blocks if cell.option("activation_checkpointing") else (),
-        compiled=("",) if _wrapped_by_compile(cell) else blocks[: {"regional": 2, "partial": 1}.get(str(how), 0)],
-        float8=2 if PRECISIONS.get(cell.precision).float8 else 0,
-        graphs=int(bool(how)),
+        compiled=compiled,
+        float8=2 if precision.float8 else 0,
+        graphs=int(bool(method)),
     )
+
+
+def _parameter(cell: Cell, name: str, done: int, rank: int) -> ParameterInfo:
+    """A live parameter after so many steps: the shard of this rank, if the strategy shards it."""
+    strategy = STRATEGIES.get(cell.strategy)
+    precision = PRECISIONS.get(cell.precision)
+    trained = name in TRAINABLE
+    info = ParameterInfo(
+        live_name(cell, name),
+        SHAPES[name],
+        strategy.dtypes(precision).storage if trained else precision.load,
+        trained,
+        strategy.kind,
+        held=None if strategy.flat_masters else int(trained),
+    )
+    digest = f"{name} after {done * trained}"
+    numel = math.prod(SHAPES[name])
+    if strategy.shards and not _is_ignored(cell, name):
+        shard = layout(cell, rank, name)
+        shard_numel = numel // holders_of(cell, name)
+        digest = f"{digest} of {shard.region}"
+        return replace(info, local_numel=shard_numel, digest=digest, layout=shard)
+    kind = "Tensor" if strategy.kind == "DTensor" else strategy.kind
+    return replace(info, kind=kind, local_numel=numel, digest=digest, layout=Layout())
+
+
+def _is_ignored(cell: Cell, name: str) -> bool:
+    """Tell whether FSDP leaves the module of this parameter out."""
+    module = name.partition(".")[0]
+    return bool(cell.option("ignored_modules")) and module in IGNORED
 
 
 def shared_by(cell: Cell) -> int:
@@ -189,7 +253,8 @@ def holders_of(cell: Cell, name: str) -> int:
 
 def layout(cell: Cell, rank: int, name: str = "") -> Layout:
     """The shard of a rank: neighbours hold a copy, as a mesh of copies, shards and parts of tensor parallelism has them."""
-    size, at = shared_by(cell), rank // cell.tp % shared_by(cell)
+    size = shared_by(cell)
+    at = rank // cell.tp % shared_by(cell)
     placement = "Shard(0)" if cell.strategy == "fsdp2" else FLAT
     first = rank - rank % cell.tp - at * cell.tp
     columns = range(cell.tp) if name in CUT else (rank % cell.tp,)
@@ -204,47 +269,64 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
     names = [live_name(cell, name) for name in TRAINABLE]
-    owners = {"partition 0": ""} if strategy.flat_masters else dict(zip(names, TRAINABLE, strict=True))
-    numel, split = 16 if strategy.flat_masters else 8, strategy.flat_masters or strategy.shards
+    owners = dict(zip(names, TRAINABLE, strict=True))
+    numel = 8
+    keys: tuple[str, ...] = MOMENTS
+    partitioned = {}
+    if strategy.flat_masters:
+        owners = {"partition 0": ""}
+        numel = 16
+        keys = ("master", *MOMENTS)
+        partitioned = dict.fromkeys(names, 8 // cell.world_size)
     states = []
     for owner, name in owners.items() if done else ():
-        part, holders = (layout(cell, rank, name), holders_of(cell, name)) if split else (Layout(), 1)
-        states += [
-            StateInfo(owner, key, row.state, numel // holders, f"{owner} {key} after {done} of {part.region}", part)
-            for key in (*(("master",) if strategy.flat_masters else ()), "exp_avg", "exp_avg_sq")
-        ]
+        part, holders = _shard(cell, rank, name)
+        for key in keys:
+            digest = f"{owner} {key} after {done} of {part.region}"
+            states.append(StateInfo(owner, key, row.state, numel // holders, digest, part))
         states.append(StateInfo(owner, "step", row.state, 1, f"{owner} step after {done}"))
-    partitioned = dict.fromkeys(names, 8 // cell.world_size) if strategy.flat_masters else {}
     return OptimizerInfo(
-        ("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, param_groups=({"lr": 0.1},)
+        ("AdamW",),
+        len(owners),
+        states=tuple(states),
+        partitioned=partitioned,
+        param_groups=({"lr": 0.1},),
     )
+
+
+def _shard(cell: Cell, rank: int, name: str) -> tuple[Layout, int]:
+    """The part of gradient and optimizer state of this rank, and on how many ranks there is one."""
+    strategy = STRATEGIES.get(cell.strategy)
+    if strategy.shards or strategy.flat_masters:
+        return layout(cell, rank, name), holders_of(cell, name)
+    return Layout(), 1
 
 
 def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    reduction = "reduce_scatter_base" if strategy.shards else "allreduce"
+    op = "reduce_scatter_base" if strategy.shards else "allreduce"
+    dtype = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     backwards = micros if strategy.reduces_each_micro_batch else 1
-    collectives = (
-        CollectiveInfo(
-            reduction, "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce, backwards, 16, 16 * backwards
-        ),
-        # What is no gradient and must not be taken for one: a norm, a flag, gathered parameters.
-        CollectiveInfo("allreduce", "float64", 1, 1, 1),
-        CollectiveInfo("allreduce", "int64", 1, 16, 16),
-        CollectiveInfo("allgather_base", "float16", 1, 16, 16),
-        *_activations(cell, micros, rank),
-    )
+    reduction = CollectiveInfo(op, dtype, backwards, 16, 16 * backwards)
+    collectives = (reduction, *NO_GRADIENTS, *_activations(cell, micros, rank))
     compute = () if cell.option("compile") else (row.compute,)
-    split = strategy.shards or strategy.flat_masters
     # Clipped to 1.
     gradients = []
     for name in TRAINABLE:
-        part, holders = (layout(cell, rank, name), holders_of(cell, name)) if split else (Layout(), 1)
+        part, holders = _shard(cell, rank, name)
         gradients.append(GradientInfo(live_name(cell, name), 8 // holders, 0.5 / holders, part))
     all_of_them = gradients[0].layout.holders
     square = 1 / max(1, len(all_of_them))
-    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square, tuple(gradients), all_of_them)
+    step = StepInfo(
+        "AdamW",
+        (row.master,),
+        (row.gradient,),
+        (row.state,),
+        square,
+        tuple(gradients),
+        all_of_them,
+    )
     return {"steps": (step,), "compute": compute, "collectives": collectives}
 
 

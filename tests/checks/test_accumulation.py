@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Snapshot
 
-ONCE = tuple(f"{one}-fp32-w2-grad_accum_2" for one in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
-EACH = tuple(f"{one}-fp32-w2-grad_accum_2" for one in ("zero2", "zero3"))
+ONCE = tuple(f"{strategy}-fp32-w2-grad_accum_2" for strategy in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
+EACH = tuple(f"{strategy}-fp32-w2-grad_accum_2" for strategy in ("zero2", "zero3"))
 
 
 def reduced(elements: int, calls: int = 1, dtype: str = "float32") -> dict[str, tuple[CollectiveInfo, ...]]:
@@ -51,15 +51,17 @@ def test_an_incomplete_step_at_the_end_of_an_epoch_is_not_reduced(sound: Sound, 
 
 def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
     def more(snapshot: Snapshot) -> Snapshot:
-        norm, flag = CollectiveInfo("allreduce", "float32", 9, 1, 9), CollectiveInfo("allreduce", "int64", 1, 16, 16)
+        norm = CollectiveInfo("allreduce", "float32", 9, 1, 9)
+        flag = CollectiveInfo("allreduce", "int64", 1, 16, 16)
         few = CollectiveInfo("allreduce", "float32", 1, 3, 3)
         return replace(snapshot, collectives=(*snapshot.collectives, norm, flag, few))
 
-    assert sound("ddp-fp32-w2-grad_accum_4").alter(more, action="step").findings("accumulation") == []
+    story = sound("ddp-fp32-w2-grad_accum_4").alter(more, action="step")
+    assert story.findings("accumulation") == []
 
 
 @pytest.mark.parametrize(
-    ("fed", "nth", "finding"),
+    ("inputs", "nth", "finding"),
     [
         (("a",), 0, "step 1: rank 0: fed 1 micro-batches; expected 2"),
         (("a", "b", "c"), 1, "step 2: rank 0: fed 3 micro-batches; expected 2"),
@@ -69,12 +71,16 @@ def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
     ],
 )
 @pytest.mark.parametrize("cell", ONCE)
-def test_the_micro_batches_that_are_fed(sound: Sound, cell: str, fed: tuple[str, ...], nth: int, finding: str) -> None:
-    assert sound(cell).snapshot("step", {"inputs": fed}, nth=nth, rank=0).findings("accumulation") == [finding]
+def test_the_micro_batches_that_are_fed(
+    sound: Sound, cell: str, inputs: tuple[str, ...], nth: int, finding: str
+) -> None:
+    story = sound(cell).snapshot("step", {"inputs": inputs}, nth=nth, rank=0)
+    assert story.findings("accumulation") == [finding]
 
 
 def test_an_epoch_may_end_anywhere_but_at_its_beginning(sound: Sound) -> None:
-    assert sound("ddp-fp32-w2-grad_accum_4").snapshot("step", {"inputs": ("a",)}, nth=3).findings("accumulation") == []
+    story = sound("ddp-fp32-w2-grad_accum_4").snapshot("step", {"inputs": ("a",)}, nth=3)
+    assert story.findings("accumulation") == []
 
 
 @pytest.mark.parametrize("cell", [*ONCE, *EACH])
@@ -102,7 +108,8 @@ def test_inputs_of_a_compiled_graph_are_unknown(sound: Sound, strategy: str) -> 
         story = story.snapshot("step", {"inputs": ()}, run=run)
     assert story.findings("accumulation") == []
     expected = "16 with one micro-batch" if strategy == "ddp" else "2 times 16, once a micro-batch"
-    assert story.snapshot("step", reduced(48), nth=2, rank=0).findings("accumulation") == [
+    changed = story.snapshot("step", reduced(48), nth=2, rank=0)
+    assert changed.findings("accumulation") == [
         f"step 3: rank 0: 48 elements of gradients were reduced; expected {expected}"
     ]
 
@@ -132,4 +139,5 @@ def test_the_other_run_is_that_of_the_cell_without_the_option() -> None:
     cell = Cell.parse("fsdp2-bf16_upcast-w4-model_mlp-grad_accum_4-frozen")
     train, single = CHECKS.get("accumulation").runs(cell, Driver).runs
     assert single.cell(cell).id == "fsdp2-bf16_upcast-w4-model_mlp-frozen"
-    assert (single.actions, single.same_as) == (train.actions, "train")
+    assert single.actions == train.actions
+    assert single.same_as == "train"

@@ -59,7 +59,7 @@ def trace(change: Mapping[tuple[str, str, int], Sequence[Epoch]] = {}) -> Trace:
                 for epoch, done in starts:
                     epochs_of_rank = [batches(order_of(name, number), rank, ranks) for number in range(epoch, 2)]
                     epochs_of_rank[0] = epochs_of_rank[0][done:]
-                    given = tuple(tuple(map(tuple, one)) for one in change.get((run, name, rank), epochs_of_rank))
+                    given = tuple(tuple(map(tuple, epoch)) for epoch in change.get((run, name, rank), epochs_of_rank))
                     infos.append(RowsInfo(name, epoch, done, LOADERS[name], given))
             snapshots.append(Snapshot(rank, run, run, 0, rows=tuple(infos)))
         made.append(RunTrace(run, ranks, tuple(snapshots)))
@@ -127,8 +127,8 @@ def test_the_order_of_the_second_epoch(name: str, message: str) -> None:
 
 
 def test_a_resumed_epoch_begins_anew() -> None:
-    whole = epochs("shuffle", 1)[1]
-    assert findings({("resumed_rows", "shuffle", 1): [whole]}) == [
+    full_epoch = epochs("shuffle", 1)[1]
+    assert findings({("resumed_rows", "shuffle", 1): [full_epoch]}) == [
         (
             "shuffle: resumed in the middle of epoch 2 rank 1 is given rows 15, 22, 20, 4, 2, 9 ...; 2, 9, 7, 14, 12, 19 ... "
             "in the run that never stopped"
@@ -197,15 +197,15 @@ def test_ranks_that_share_rows_on_a_mesh_count_once(cell: str, places: Sequence[
     ],
 )
 def test_a_sampler_that_counts_all_ranks_of_a_mesh(cell: str, finding: str) -> None:
-    found = CHECKS.get("coverage").findings(Cell.parse(cell), on_mesh((0, 1, 2, 3), 4))
-    assert found[0].startswith("shuffle: ranks ")
-    assert found[0].endswith(f"expected the same, as {finding}")
-    assert any("rows are given to no rank" in text for text in found)
+    texts = CHECKS.get("coverage").findings(Cell.parse(cell), on_mesh((0, 1, 2, 3), 4))
+    assert texts[0].startswith("shuffle: ranks ")
+    assert texts[0].endswith(f"expected the same, as {finding}")
+    assert any("rows are given to no rank" in text for text in texts)
 
 
 def test_data_parallel_ranks_of_a_mesh_that_have_the_same_rows() -> None:
-    found = CHECKS.get("coverage").findings(Cell.parse("fsdp2-fp32-w4-tp_2"), on_mesh((0, 0, 0, 0), 1))
-    assert any(text.startswith("shuffle: epoch 1: 23 rows are given up to 4 times, first 0") for text in found)
+    texts = CHECKS.get("coverage").findings(Cell.parse("fsdp2-fp32-w4-tp_2"), on_mesh((0, 0, 0, 0), 1))
+    assert any(text.startswith("shuffle: epoch 1: 23 rows are given up to 4 times, first 0") for text in texts)
 
 
 def test_on_a_mesh_loaders_are_not_moved_to_more_ranks() -> None:
@@ -277,13 +277,14 @@ class OnlyBfloat16(TorchDriver):
         ("fsdp2-fp32-w4-tp_2-save_only_model", TrainerDriver, ""),
         ("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, ""),
         ("fsdp2-fp32-w2-tp_2-save_only_model", TrainerDriver, "not made for this mesh"),
+        ("fsdp2-fp32-w2-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, "not made for this mesh"),
         ("fsdp2-fp32-w4-model_mlp-dp_replicate_2", TrainerDriver, "not made for this mesh"),
     ],
 )
 def test_cells_to_which_it_does_not_apply(cell: str, driver: type[Driver], reason: str) -> None:
-    found = CHECKS.get("coverage").not_applicable(Cell.parse(cell), driver)
-    assert reason in (found or "")
-    assert bool(reason) == bool(found)
+    actual_reason = CHECKS.get("coverage").not_applicable(Cell.parse(cell), driver)
+    assert reason in (actual_reason or "")
+    assert bool(reason) == bool(actual_reason)
 
 
 def test_trainer_evaluates_without_a_mesh_alone() -> None:
@@ -296,5 +297,6 @@ def test_a_model_that_transformers_cuts_is_not_resumed() -> None:
     cut = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w4-tp_2-save_only_model"))
     copied = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w4-dp_replicate_2"))
     assert cut.keys() == copied.keys() == TrainerDriver.loaders.keys()
-    assert not any(loader.resumes for loader in cut.values())
+    for loader in cut.values():
+        assert not loader.resumes
     assert all(loader.resumes for loader in copied.values())

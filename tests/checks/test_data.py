@@ -25,8 +25,8 @@ def test_the_same_data_on_two_ranks(sound: Sound, cell: str, nth: int) -> None:
 
 
 def test_one_of_several_micro_batches(sound: Sound) -> None:
-    fed = ("batch 2.0 of rank 3", "batch 2.0 of rank 1")
-    story = sound("ddp-fp32-w4-grad_accum_2").snapshot("step", {"inputs": fed}, nth=1, rank=3)
+    inputs = ("batch 2.0 of rank 3", "batch 2.0 of rank 1")
+    story = sound("ddp-fp32-w4-grad_accum_2").snapshot("step", {"inputs": inputs}, nth=1, rank=3)
     assert story.findings("data") == ["ranks 1 and 3 are fed the same batch in step 2"]
 
 
@@ -52,18 +52,19 @@ def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
     story = sound(cell)
     for nth in (0, 1):
         for rank in (0, 1):
-            fed = {"inputs": (f"batch {nth + 1}.0 of rank {rank}",)}
-            story = story.snapshot("step", fed, run="resume", nth=nth, rank=rank)
-    assert story.findings("data") == [
+            changes = {"inputs": (f"batch {nth + 1}.0 of rank {rank}",)}
+            story = story.snapshot("step", changes, run="resume", nth=nth, rank=rank)
+    expected = [
         f"rank {rank}: step {nth} after the load is fed other data than in the run that never stopped"
         for nth in (1, 2)
         for rank in (0, 1)
     ]
+    assert story.findings("data") == expected
 
 
 def test_micro_batches_in_another_order(sound: Sound) -> None:
-    fed = ("batch 4.1 of rank 0", "batch 4.0 of rank 0")
-    story = sound("fsdp1-fp32-w2-grad_accum_2").snapshot("step", {"inputs": fed}, run="resume", nth=0, rank=0)
+    inputs = ("batch 4.1 of rank 0", "batch 4.0 of rank 0")
+    story = sound("fsdp1-fp32-w2-grad_accum_2").snapshot("step", {"inputs": inputs}, run="resume", nth=0, rank=0)
     assert story.findings("data") == [
         "rank 0: step 1 after the load is fed other data than in the run that never stopped"
     ]
@@ -93,6 +94,6 @@ def test_a_silent_rank_is_reported_and_the_others_are_compared(
     ],
 )
 def test_cells_to_which_it_does_not_apply(sound: Sound, cell: str, reason: str) -> None:
-    found = CHECKS.get("data").not_applicable(sound(cell).cell, Driver)
-    assert reason in (found or "")
-    assert bool(reason) == bool(found)
+    actual_reason = CHECKS.get("data").not_applicable(sound(cell).cell, Driver)
+    assert reason in (actual_reason or "")
+    assert bool(reason) == bool(actual_reason)

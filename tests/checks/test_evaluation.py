@@ -37,14 +37,13 @@ def test_the_metric_of_one_process() -> None:
 
 
 def test_rows_are_counted_twice() -> None:
-    assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == [
-        f"rank {rank}: mean is 10.5; 11 in one process" for rank in (0, 1)
-    ]
+    expected = [f"rank {rank}: mean is 10.5; 11 in one process" for rank in (0, 1)]
+    assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == expected
 
 
-@pytest.mark.parametrize(("wrong", "found"), [({}, "missing"), ({"mean": math.nan}, "nan")])
-def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float], found: str) -> None:
-    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == [f"rank 1: mean is {found}; 11 in one process"]
+@pytest.mark.parametrize(("wrong", "shown"), [({}, "missing"), ({"mean": math.nan}, "nan")])
+def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float], shown: str) -> None:
+    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == [f"rank 1: mean is {shown}; 11 in one process"]
 
 
 def test_nothing_is_evaluated() -> None:

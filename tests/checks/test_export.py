@@ -58,7 +58,8 @@ def test_names_with_one_extra_prefix(runs_of: RunsOf) -> None:
     keys = tuple(
         f"module.{name}" for name in ("inlet.weight", "frozen.weight", "outlet.weight", "head.weight", "scale")
     )
-    first, _ = with_file(runs_of("ddp-fp32-w2", "export"), keys=keys).findings("export")
+    story = with_file(runs_of("ddp-fp32-w2", "export"), keys=keys)
+    first, _ = story.findings("export")
     others = "key 'module.frozen.weight' and 4 others are none of the model's own; expected 'frozen.weight'"
     assert first == f"file {FILE!r}: 5 keys have the extra prefix `module.`: {others}"
 
@@ -78,10 +79,10 @@ def test_names_that_the_library_writes(runs_of: RunsOf) -> None:
     story = written(runs_of("ddp-fp32-w2", "export"), *names)
     assert story.findings("export") == []
     assert with_file(story, keys=names).findings("export") == []
-    assert with_file(story, keys=(*names[:3], "scale")).findings("export") == [
-        "1 of 5 names are in no exported file, first 'outlet.1.weight'"
-    ]
-    (finding,) = with_file(story, keys=(*names, "outlet.2.weight")).findings("export")
+    changed = with_file(story, keys=(*names[:3], "scale"))
+    assert changed.findings("export") == ["1 of 5 names are in no exported file, first 'outlet.1.weight'"]
+    changed = with_file(story, keys=(*names, "outlet.2.weight"))
+    (finding,) = changed.findings("export")
     assert "key 'outlet.2.weight' is none of the model's own" in finding
 
 
@@ -89,8 +90,10 @@ def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export")
     for kept in ("inlet.weight", "head.weight"):
         keys = (kept, "frozen.weight", "outlet.weight", "scale")
-        assert with_file(story, keys=keys, shapes={}).findings("export") == []
-    assert with_file(story, keys=("frozen.weight", "outlet.weight"), shapes={}).findings("export") == [
+        changed = with_file(story, keys=keys, shapes={})
+        assert changed.findings("export") == []
+    changed = with_file(story, keys=("frozen.weight", "outlet.weight"), shapes={})
+    assert changed.findings("export") == [
         "3 of 5 names are in no exported file, first 'head.weight', 'inlet.weight', 'scale'"
     ]
 
@@ -120,19 +123,19 @@ def test_an_index_has_each_key_in_its_file(runs_of: RunsOf) -> None:
         file.keys for snapshot in story.trace.run("train").snapshots for file in snapshot.files if file.path == FILE
     )
 
-    def found(files: dict[str, str]) -> list[str]:
+    def findings_of(files: dict[str, str]) -> list[str]:
         index = FileInfo(path, "index", "index", tuple(files), files=files)
         return story.alter(
             lambda snapshot: replace(snapshot, files=(*snapshot.files, index)), action="files", rank=0
         ).findings("export")
 
     name = FILE.rpartition("/")[2]
-    assert found(dict.fromkeys(keys, name)) == []
-    assert found({**dict.fromkeys(keys, name), "scale": "lost.safetensors"}) == [
+    assert findings_of(dict.fromkeys(keys, name)) == []
+    assert findings_of({**dict.fromkeys(keys, name), "scale": "lost.safetensors"}) == [
         f"file {path!r}: it names 1 keys that are not in their files, first 'scale' in 'lost.safetensors'",
         f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}",
     ]
-    assert found({key: name for key in keys if key != "scale"}) == [
+    assert findings_of({key: name for key in keys if key != "scale"}) == [
         f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}"
     ]
 
@@ -141,7 +144,7 @@ def test_an_index_has_the_size_of_its_tensors_and_one_file_for_each(runs_of: Run
     shapes = {"inlet.weight": (2, 7), "frozen.weight": (3,), "outlet.weight": (2, 7), "scale": (2,)}
     sound = with_file(runs_of("ddp-fp32-w2", "export"), shapes={}, dtypes={})
 
-    def found(size: int | None, dtype: str = "bfloat16", second: tuple[str, ...] = ()) -> list[str]:
+    def findings_of(size: int | None, dtype: str = "bfloat16", second: tuple[str, ...] = ()) -> list[str]:
         files = dict.fromkeys(shapes, "a.safetensors")
         own = FileInfo(
             "export/a.safetensors", "safetensors", "model", tuple(shapes), shapes, dict.fromkeys(shapes, dtype)
@@ -153,10 +156,10 @@ def test_an_index_has_the_size_of_its_tensors_and_one_file_for_each(runs_of: Run
         changed = sound.snapshot("files", {"files": (own, other, index)}, rank=0)
         return [text for text in changed.findings("export") if "index" in text]
 
-    assert found(66) == found(None) == found(1, dtype="complex64") == []
+    assert findings_of(66) == findings_of(None) == findings_of(1, dtype="complex64") == []
     path = "file 'export/i.safetensors.index.json'"
-    assert found(132) == [f"{path}: total_size is 132; the tensors that it names have 66 bytes"]
-    assert found(66, second=("scale",)) == [
+    assert findings_of(132) == [f"{path}: total_size is 132; the tensors that it names have 66 bytes"]
+    assert findings_of(66, second=("scale",)) == [
         f"{path}: 1 keys are in a second file too, first 'scale' in 'b.safetensors'"
     ]
 
@@ -222,11 +225,12 @@ def test_outputs(runs_of: RunsOf) -> None:
     assert other.findings("export") == [
         "rank 1: outputs of the trained and of the reloaded model are up to 0.1 apart (4.0e-04 allowed, of 2)"
     ]
-    assert story.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.5001)}).findings("export") == []
-    assert len(story.snapshot("evaluate", {"outputs": (0.25, -2.0, float("nan"))}).findings("export")) == 2
-    assert story.snapshot("evaluate", {"outputs": ()}, rank=1).findings("export") == [
-        "rank 1: 0 outputs of the trained model; 3 of the reloaded one"
-    ]
+    changed = story.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.5001)})
+    assert changed.findings("export") == []
+    changed = story.snapshot("evaluate", {"outputs": (0.25, -2.0, float("nan"))})
+    assert len(changed.findings("export")) == 2
+    changed = story.snapshot("evaluate", {"outputs": ()}, rank=1)
+    assert changed.findings("export") == ["rank 1: 0 outputs of the trained model; 3 of the reloaded one"]
     infinite = story.snapshot("evaluate", {"outputs": (0.25, -2.0, float("inf"))}, run="reload")
     assert infinite.findings("export") == ["1 of 3 outputs of the reloaded model are infinite; expected finite numbers"]
     silent = story.snapshot("evaluate", {"outputs": ()}, run="reload")
@@ -241,7 +245,8 @@ def test_outputs_of_products_in_tf32(runs_of: RunsOf) -> None:
     close = {"outputs": (0.25, -2.0, 1.5008)}
     assert story.snapshot("evaluate", close).findings("export") != []
     assert since.snapshot("evaluate", close).findings("export") == []
-    (finding,) = since.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1).findings("export")
+    changed = since.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1)
+    (finding,) = changed.findings("export")
     assert finding.endswith("(1.0e-02 allowed, of 2); products of float32 are in TF32 since build")
 
 
@@ -259,8 +264,10 @@ def test_cells_to_which_it_does_not_apply() -> None:
 def test_a_rank_with_statistics_of_its_own_may_compute_something_else(runs_of: RunsOf) -> None:
     """BatchNorm's buffers are filled by each rank from its own data; the file has those of one."""
     story = runs_of("ddp-fp32-w2", "export").buffers({"digest": "3:1"}, action="export", rank=1)
-    assert story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=1).findings("export") == []
-    findings = story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=0).findings("export")
+    changed = story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=1)
+    assert changed.findings("export") == []
+    changed = story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=0)
+    findings = changed.findings("export")
     assert findings == [
         "rank 0: outputs of the trained and of the reloaded model are up to 11 apart (4.0e-04 allowed, of 2)"
     ]

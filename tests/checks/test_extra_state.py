@@ -73,7 +73,8 @@ def test_it_never_changes(sound: Sound) -> None:
         story = story.snapshot(action, {"extra": state(0)}, nth=nth)
     for action, nth, _ in READ_RESUMED:
         story = story.snapshot(action, {"extra": state(0)}, run="resume", nth=nth)
-    assert story.findings("extra_state") == [f"rank {rank}: ema has not changed in three steps" for rank in (0, 1)]
+    expected = [f"rank {rank}: ema has not changed in three steps" for rank in (0, 1)]
+    assert story.findings("extra_state") == expected
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -81,7 +82,8 @@ def test_ranks_have_other_values(sound: Sound, alike: bool) -> None:
     expected = ExtraState(alike=alike)
     story = story_of(sound, expected)
     changes = {"extra": state(2, expected, mean="of rank 1")}
-    findings = story.snapshot("step", changes, nth=1, rank=1).findings("extra_state")
+    changed = story.snapshot("step", changes, nth=1, rank=1)
+    findings = changed.findings("extra_state")
     assert findings == (["rank 1: ema.mean is another than on rank 0 after step 2"] if alike else [])
 
 
@@ -106,8 +108,8 @@ def test_ranks_hold_other_parts_of_a_tensor(sound: Sound) -> None:
             story = story.snapshot(action, {"extra": part(done, rank)}, run="resume", nth=nth, rank=rank)
     assert story.findings("extra_state") == []
     lost = story.snapshot("load", {"extra": part(0, 1)}, run="resume", rank=1)
-    found = "rank 1: ema.mean (('Shard(0)', 2, 1),) is another after the load than was saved"
-    assert lost.findings("extra_state") == [found]
+    finding = "rank 1: ema.mean (('Shard(0)', 2, 1),) is another after the load than was saved"
+    assert lost.findings("extra_state") == [finding]
 
 
 class Names(Driver):

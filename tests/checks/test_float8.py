@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 CELLS = ("ddp-fp8-w2", "zero2-fp8-w2", "fsdp2-fp8-w2-fp8_backend_te")
 #: Of a model with five linear layers; the recipe leaves out the first and the last.
-LINEARS, CONVERTED = 5, 3
+LINEARS = 5
+CONVERTED = 3
 
 
 def converted(story: Story, layers: int = CONVERTED, casts: int = 2 * CONVERTED) -> Story:
@@ -32,7 +33,8 @@ def converted(story: Story, layers: int = CONVERTED, casts: int = 2 * CONVERTED)
 @pytest.mark.parametrize("cell", CELLS)
 def test_all_but_the_first_and_the_last_are_enough(sound: Sound, cell: str) -> None:
     assert converted(sound(cell)).findings("float8") == []
-    assert converted(sound(cell), LINEARS, 3 * LINEARS).findings("float8") == []
+    story = converted(sound(cell), LINEARS, 3 * LINEARS)
+    assert story.findings("float8") == []
 
 
 @pytest.mark.parametrize("layers", [0, CONVERTED - 1])
@@ -60,7 +62,8 @@ def test_products_in_more_bits(sound: Sound) -> None:
 
 @pytest.mark.parametrize("cell", ["ddp-fp8-w2-fp8_backend_te", "ddp-fp8-w2-compile"])
 def test_no_8_bit_product_is_required_where_none_is_recorded(sound: Sound, cell: str) -> None:
-    assert converted(sound(cell), casts=0).findings("float8") == []
+    story = converted(sound(cell), casts=0)
+    assert story.findings("float8") == []
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, None])
@@ -73,7 +76,8 @@ def test_nothing_to_convert(sound: Sound) -> None:
     story = converted(sound("ddp-fp8-w2"))
     unwrapped = story.trace.run().at("build_model")[0].unwrapped
     assert unwrapped is not None
-    assert story.snapshot("build_model", {"unwrapped": replace(unwrapped, linears=0)}).findings("float8") == [
+    changed = story.snapshot("build_model", {"unwrapped": replace(unwrapped, linears=0)})
+    assert changed.findings("float8") == [
         "the unwrapped model has no linear layer whose sizes 16 divides: there is nothing to convert"
     ]
 

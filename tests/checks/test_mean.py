@@ -59,9 +59,8 @@ def test_each_mean_is_told_from_the_others(sound: Sound, mean: str) -> None:
 
 
 def test_a_mean_of_means_where_one_of_tokens_is_meant(sound: Sound) -> None:
-    assert story_of(sound, WEIGHTS["micro_batch"], "token").findings("mean") == [
-        "gradients give each micro-batch the same weight; the driver says each token"
-    ]
+    story = story_of(sound, WEIGHTS["micro_batch"], "token")
+    assert story.findings("mean") == ["gradients give each micro-batch the same weight; the driver says each token"]
 
 
 def test_a_mean_that_is_none_of_them(sound: Sound) -> None:
@@ -76,7 +75,8 @@ def test_a_mean_that_is_none_of_them(sound: Sound) -> None:
 
 
 def test_rounding_is_no_other_weight(sound: Sound) -> None:
-    assert story_of(sound, lambda rank, micro, tokens: 0.5 + 0.004 * rank, "token").findings("mean") == []
+    story = story_of(sound, lambda rank, micro, tokens: 0.5 + 0.004 * rank, "token")
+    assert story.findings("mean") == []
 
 
 def test_nothing_is_known_of_another_loss(sound: Sound) -> None:
@@ -109,9 +109,8 @@ def test_a_mean_of_the_ranks_is_shown_beside_the_loss_of_the_joined_batch(sound:
 
 def test_a_mean_that_is_misspelt(sound: Sound) -> None:
     expected = "'token', 'row', 'micro_batch', 'joint_micro_batch', 'rank'"
-    assert story_of(sound, WEIGHTS["token"], "tokens").findings("mean") == [
-        f"the driver's mean is 'tokens'; expected one of {expected}"
-    ]
+    story = story_of(sound, WEIGHTS["token"], "tokens")
+    assert story.findings("mean") == [f"the driver's mean is 'tokens'; expected one of {expected}"]
 
 
 @pytest.mark.parametrize(

@@ -49,18 +49,20 @@ def test_a_parameter_is_trainable_no_more(sound: Sound, action: str, after: str)
 
 @WHERE
 def test_a_silent_rank(sound: Sound, action: str, after: str) -> None:
-    assert sound("ddp-fp32-w2").without(after, rank=1).findings("observers") == [f"rank 1: no report after {action}"]
+    story = sound("ddp-fp32-w2").without(after, rank=1)
+    assert story.findings("observers") == [f"rank 1: no report after {action}"]
 
 
 def test_a_save_leaves_the_model_in_evaluation_mode(sound: Sound) -> None:
-    story, where = sound("ddp-fp32-w2"), {"nth": 3, "rank": 1}
+    story = sound("ddp-fp32-w2")
+    where = {"nth": 3, "rank": 1}
     part = story.snapshot("step", {"evaluating": ("outlet", "inlet")}, **where)
     before = "in training mode before it"
     assert part.findings("observers") == [
         f"rank 1: 2 modules are in evaluation mode in the step after the save, first 'inlet'; {before}"
     ]
-    whole = story.snapshot("step", {"evaluating": ("", "inlet", "outlet")}, **where)
-    assert whole.findings("observers") == [
+    everything = story.snapshot("step", {"evaluating": ("", "inlet", "outlet")}, **where)
+    assert everything.findings("observers") == [
         f"rank 1: the whole model is in evaluation mode in the step after the save; {before}"
     ]
     frozen = story.snapshot("step", {"evaluating": ("frozen",)})

@@ -50,12 +50,12 @@ def test_a_frozen_parameter_may_be_in_the_optimizer(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero2-fp32-w2", "zero3-fp32-w2"])
-@pytest.mark.parametrize(("numel", "held"), [(0, 4), (8, 12)])
-def test_masters_hold_each_element_once(sound: Sound, cell: str, numel: int, held: int) -> None:
+@pytest.mark.parametrize(("numel", "elements"), [(0, 4), (8, 12)])
+def test_masters_hold_each_element_once(sound: Sound, cell: str, numel: int, elements: int) -> None:
     partitioned = {"module.inlet.weight": 4, "module.outlet.weight": numel}
     story = sound(cell).optimizer({"partitioned": partitioned}, action="build", rank=1)
-    found = f"{held} of 8 elements of trainable parameter 'module.outlet.weight' are in the optimizer"
-    assert story.findings("optimizer") == [f"all ranks together: {found}; expected each one once"]
+    message = f"{elements} of 8 elements of trainable parameter 'module.outlet.weight' are in the optimizer"
+    assert story.findings("optimizer") == [f"all ranks together: {message}; expected each one once"]
 
 
 def test_masters_may_be_split_unevenly(sound: Sound) -> None:
@@ -99,11 +99,11 @@ def test_moved_by_weight_decay_alone(sound: Sound, cell: str) -> None:
     zero = story.state("exp_avg", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
     assert zero.findings("optimizer") == []
     zero = zero.state("exp_avg_sq", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
-    found = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
-    assert zero.findings("optimizer") == [f"{found}: its state in the optimizer is all zero"]
+    message = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
+    assert zero.findings("optimizer") == [f"{message}: its state in the optimizer is all zero"]
     # A rank may hold none of it, or none but padding.
-    one = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2, rank=1)
-    assert one.findings("optimizer") == []
+    partly_zero = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2, rank=1)
+    assert partly_zero.findings("optimizer") == []
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
@@ -143,7 +143,8 @@ def test_a_rank_is_silent(sound: Sound) -> None:
 
 def test_silence_hides_no_parameter_that_stays(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").parameters({"digest": "where it was"}, only="outlet.weight")
-    assert story.without("step", nth=2, rank=0).findings("optimizer") == [
+    changed = story.without("step", nth=2, rank=0)
+    assert changed.findings("optimizer") == [
         "rank 0: no report after three steps",
         "trainable parameter 'module.outlet.weight' did not move in three steps, on any rank",
     ]
@@ -231,14 +232,16 @@ def test_a_parameter_whose_gradient_a_recomputation_lost(sound: Sound, cell: str
     assert finding.startswith(
         f"trainable parameter {name!r} had no gradient in three steps: a block is recomputed with"
     )
-    assert sound(cell).snapshot("step", {"recomputed": {WITHOUT_GRADIENT: 1}}).findings("optimizer") == []
+    changed = sound(cell).snapshot("step", {"recomputed": {WITHOUT_GRADIENT: 1}})
+    assert changed.findings("optimizer") == []
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_an_empty_parameter_has_nothing_to_update(sound: Sound, cell: str) -> None:
     story = sound(cell).parameters({"digest": "where it was"}, only="outlet.weight")
     assert story.findings("optimizer")
-    assert story.parameters({"shape": (0, 13), "local_numel": 0}, only="outlet.weight").findings("optimizer") == []
+    changed = story.parameters({"shape": (0, 13), "local_numel": 0}, only="outlet.weight")
+    assert changed.findings("optimizer") == []
 
 
 def test_one_rank_may_hold_none_of_what_no_loss_depends_on(sound: Sound) -> None:
@@ -251,13 +254,15 @@ def test_one_rank_may_hold_none_of_what_no_loss_depends_on(sound: Sound) -> None
 @pytest.mark.parametrize("where", [{"rank": 0}, {"nth": 1}, {"nth": 2}], ids=str)
 def test_a_gradient_on_any_rank_in_any_step_is_one(sound: Sound, check: str, where: dict[str, int]) -> None:
     """A gradient that was lost on one rank, or later: the parameter is used."""
-    assert with_unused(sound("ddp-fp32-w2"), **where).findings(check)
+    story = with_unused(sound("ddp-fp32-w2"), **where)
+    assert story.findings(check)
 
 
 @pytest.mark.parametrize("where", [{"rank": 0}, {"nth": 1}, {"nth": 2}], ids=str)
 def test_a_gradient_that_zero_loses_is_one(sound: Sound, where: dict[str, int]) -> None:
     """Autograd has computed it, on some rank or in some step, and the master has not moved."""
-    assert with_unused(sound("zero2-fp32-w2"), **where).findings("optimizer") == [
+    story = with_unused(sound("zero2-fp32-w2"), **where)
+    assert story.findings("optimizer") == [
         "trainable parameter 'module.outlet.weight' did not move in three steps, on any rank"
     ]
 
@@ -279,9 +284,8 @@ def test_if_no_parameter_has_a_gradient_they_were_lost(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").parameters({"digest": "where it was"})
     names = ("module.inlet.weight", "module.outlet.weight")
     story = story.optimizer({"states": (), "without_gradient": names}, action="step")
-    assert [text for text in story.findings("optimizer") if "did not move" in text] == [
-        f"trainable parameter {name!r} did not move in three steps, on any rank" for name in names
-    ]
+    expected = [f"trainable parameter {name!r} did not move in three steps, on any rank" for name in names]
+    assert [text for text in story.findings("optimizer") if "did not move" in text] == expected
 
 
 def test_state_that_is_there_from_the_start_of_what_no_loss_depends_on(sound: Sound) -> None:

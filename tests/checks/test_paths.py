@@ -47,7 +47,8 @@ def test_a_save_of_one_rank_raises_while_the_others_go_on(runs_of: RunsOf) -> No
     run = story.trace.run("blocked")
     saved = replace(run.at("step")[1], action="save", index=4)
     runs = {**story.trace.runs, "blocked": replace(run, snapshots=(*run.snapshots, saved))}
-    assert replace(story, trace=replace(story.trace, runs=runs)).findings("paths") == []
+    changed = replace(story, trace=replace(story.trace, runs=runs))
+    assert changed.findings("paths") == []
 
 
 def test_an_error_of_the_save_does_not_name_the_directory(runs_of: RunsOf) -> None:

@@ -110,27 +110,28 @@ def test_infinite_losses_are_no_agreement(runs_of: RunsOf) -> None:
     story = runs_of("fsdp1-fp32-w2", "portable")
     story = story.snapshot("step", {"loss": math.inf}).snapshot("step", {"loss": math.inf}, run="port", nth=1)
     message = "the loss of step 2 after the load under fsdp2 is inf; expected a finite number"
-    assert [f"rank {rank}: {message}" for rank in (0, 1)] == [
-        finding for finding in story.findings("portable") if "inf;" in finding
-    ]
+    expected = [finding for finding in story.findings("portable") if "inf;" in finding]
+    assert [f"rank {rank}: {message}" for rank in (0, 1)] == expected
 
 
 def test_training_again_is_no_load(runs_of: RunsOf) -> None:
     step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
     story = runs_of("fsdp1-fp32-w2", "portable").snapshot("step", {"steps": (step,)})
-    assert story.snapshot("load", {"steps": (step, step)}, run="port").findings("portable") == []
-    (finding,) = story.snapshot("load", {"steps": (step, step, step)}, run="port", rank=1).findings("portable")
+    changed = story.snapshot("load", {"steps": (step, step)}, run="port")
+    assert changed.findings("portable") == []
+    changed = story.snapshot("load", {"steps": (step, step, step)}, run="port", rank=1)
+    (finding,) = changed.findings("portable")
     assert finding.startswith("rank 1: the optimizer took 3 steps with gradients during the load")
 
 
 def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
     def cut(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
-        held = tuple(
+        parameters = tuple(
             replace(info, local_numel=2, digest="2:7") if info.name == "inlet.weight" else info
             for info in snapshot.model.parameters
         )
-        return replace(snapshot, model=replace(snapshot.model, parameters=held))
+        return replace(snapshot, model=replace(snapshot.model, parameters=parameters))
 
     story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", action="build", rank=1)
     (finding,) = story.findings("portable")
@@ -147,9 +148,9 @@ def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
     ],
 )
 def test_where_accelerate_claims_it(cell: str, reason: str) -> None:
-    found = CHECKS.get("portable").not_applicable(Cell.parse(cell), AccelerateDriver)
-    assert reason in (found or "")
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("portable").not_applicable(Cell.parse(cell), AccelerateDriver)
+    assert reason in (actual_reason or "")
+    assert bool(actual_reason) == bool(reason)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,6 @@ def test_where_accelerate_claims_it(cell: str, reason: str) -> None:
     ],
 )
 def test_where_torch_claims_it(cell: str, reason: str) -> None:
-    found = CHECKS.get("portable").not_applicable(Cell.parse(cell), TorchDriver)
-    assert reason in (found or "")
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("portable").not_applicable(Cell.parse(cell), TorchDriver)
+    assert reason in (actual_reason or "")
+    assert bool(actual_reason) == bool(reason)

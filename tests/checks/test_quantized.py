@@ -21,7 +21,8 @@ def quantized(sound: Sound, dtype: str, nbytes: int, numel: int = 4096) -> Story
 
 
 def test_large_state_in_8_bits_and_small_state_in_float32(sound: Sound) -> None:
-    assert quantized(sound, "uint8", 4096 + 64 + 1024).findings("dtypes") == []
+    story = quantized(sound, "uint8", 4096 + 64 + 1024)
+    assert story.findings("dtypes") == []
 
 
 @pytest.mark.parametrize(("dtype", "numel", "where"), [("float32", 4096, ""), ("uint8", 4097, "small ")])
@@ -34,11 +35,14 @@ def test_state_in_the_other_dtype(sound: Sound, dtype: str, numel: int, where: s
 
 
 def test_a_cell_in_which_nothing_is_large_enough(sound: Sound) -> None:
-    assert sound(CELL).findings("dtypes") == [f"rank {n}: no state is large enough to be quantized" for n in (0, 1)]
+    expected = [f"rank {n}: no state is large enough to be quantized" for n in (0, 1)]
+    assert sound(CELL).findings("dtypes") == expected
 
 
 def test_bytes_beside_the_codes(sound: Sound) -> None:
-    findings = quantized(sound, "uint8", 4096 * 5).findings("memory")
+    story = quantized(sound, "uint8", 4096 * 5)
+    findings = story.findings("memory")
     message = "8192 elements of quantized state take 40960 bytes; expected less than 2 each"
-    assert [f"rank {n}: {message}" for n in (0, 1)] == [text for text in findings if "quantized" in text]
+    expected = [text for text in findings if "quantized" in text]
+    assert [f"rank {n}: {message}" for n in (0, 1)] == expected
     assert not [text for text in quantized(sound, "uint8", 5184).findings("memory") if "quantized" in text]

@@ -66,6 +66,21 @@ def test_what_the_resumed_run_saved_does_not_come_back(runs_of: RunsOf) -> None:
     assert "parameter 'outlet.weight': other values after the second load" in lost.findings("restarts")
 
 
+def test_the_first_of_two_saves_does_not_come_back(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "restarts")
+    lost = story.parameters({"digest": "14:3"}, only="outlet.weight", run="first_save", action="load")
+    expected = "parameter 'outlet.weight': other values after the load of the first of two saves"
+    assert expected in lost.findings("restarts")
+    story = story.snapshot("step", {"loss": 0.5}, run="first_save", nth=1, rank=1)
+    (finding,) = story.findings("restarts")
+    assert finding.startswith("rank 1: loss 2 after the load of the first of two saves is 0.5; 0.1")
+
+
+def test_a_driver_that_keeps_one_save_has_no_run_of_the_first() -> None:
+    names = [run.name for run in CHECKS.get("restarts").runs(Cell.parse("ddp-fp32-w2"), Driver).runs]
+    assert names == ["train", "second", "third"]
+
+
 def test_a_rank_does_not_load(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "restarts")
     run = replace(story.trace.run("third"), snapshots=())
@@ -86,11 +101,12 @@ class Accumulates(Driver):
         (Accumulates, "ddp-fp32-w2", "it is tried with grad_accum"),
         (Accumulates, "ddp-fp32-w2-grad_accum_2", ""),
         (Accumulates, "ddp-fp32-w2-compile-grad_accum_2", "a second load is tried without that option"),
+        (Accumulates, "ddp-fp32-w2-model_mlp-grad_accum_2", ""),
         (Driver, "ddp-bf16_upcast-w2", ""),
         (Driver, "ddp-bf16_upcast-w4", "in lower precision sums of more than two ranks"),
     ],
 )
 def test_where_it_applies(driver: type[Driver], cell: str, reason: str) -> None:
-    found = CHECKS.get("restarts").not_applicable(Cell.parse(cell), driver) or ""
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("restarts").not_applicable(Cell.parse(cell), driver) or ""
+    assert actual_reason.startswith(reason)
+    assert bool(actual_reason) == bool(reason)

@@ -28,8 +28,8 @@ def saved(runs_of: RunsOf, cell: str, *, values_of: str = "save", kind: str = ""
     story = runs_of(cell, "save_only_model")
     run = story.trace.run()
     trained = values(run, run.at(values_of))
-    held = {**trained.of("parameter"), **trained.of("buffer"), **trained.of(kind or "master")}
-    return story, {name: digests[0] for name, digests in held.items()}
+    digests_by_name = {**trained.of("parameter"), **trained.of("buffer"), **trained.of(kind or "master")}
+    return story, {name: digests[0] for name, digests in digests_by_name.items()}
 
 
 def findings(story: Story, *files: FileInfo) -> list[str]:

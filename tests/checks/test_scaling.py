@@ -45,16 +45,14 @@ def test_no_scaler(sound: Sound, cell: str) -> None:
     story = overflowing(sound(cell))
     for action in ("step", "overflow"):
         story = alter(story, action, {"scaler": {}})
-    assert story.findings("scaling") == [
-        f"rank {rank}: nothing scales the loss; small gradients vanish in float16" for rank in (0, 1)
-    ]
+    expected = [f"rank {rank}: nothing scales the loss; small gradients vanish in float16" for rank in (0, 1)]
+    assert story.findings("scaling") == expected
 
 
 def test_a_scale_of_one(sound: Sound) -> None:
     story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "step", {"scaler": {"scale": 1.0}}, nth=0)
-    assert story.findings("scaling")[:2] == [
-        f"rank {rank}: the loss is scaled by 1; expected more than 1" for rank in (0, 1)
-    ]
+    expected = [f"rank {rank}: the loss is scaled by 1; expected more than 1" for rank in (0, 1)]
+    assert story.findings("scaling")[:2] == expected
 
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])
@@ -74,12 +72,14 @@ def bearing(story: Story, before: dict[str, float], after: dict[str, float]) -> 
 def test_a_scale_that_bears_an_overflow_first(sound: Sound) -> None:
     """As DeepSpeed's does by default."""
     story = overflowing(sound("zero1-fp16_mixed-w2"))
-    first, second = {"hysteresis": 2.0}, {"hysteresis": 1.0}
+    first = {"hysteresis": 2.0}
+    second = {"hysteresis": 1.0}
     assert bearing(story, first, second) == []
     for before, after in (({}, {}), (first, first), (second, second), (second, first)):
-        assert bearing(story, before, after) == [
+        expected = [
             f"rank {rank}: the scale is 1024 after an overflow at 1024; expected a smaller one" for rank in (0, 1)
         ]
+        assert bearing(story, before, after) == expected
 
 
 @pytest.mark.parametrize(("action", "nth", "what"), [("overflow", 0, "the overflow"), ("step", 1, "the step after it")])
@@ -90,9 +90,8 @@ def test_scales_that_part(sound: Sound, action: str, nth: int, what: str) -> Non
 
 def test_a_scale_that_stays(sound: Sound) -> None:
     story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "overflow", {"scaler": {"scale": 1024.0}})
-    assert story.findings("scaling") == [
-        f"rank {rank}: the scale is 1024 after an overflow at 1024; expected a smaller one" for rank in (0, 1)
-    ]
+    expected = [f"rank {rank}: the scale is 1024 after an overflow at 1024; expected a smaller one" for rank in (0, 1)]
+    assert story.findings("scaling") == expected
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -130,6 +129,6 @@ def test_a_silent_rank(sound: Sound) -> None:
     ],
 )
 def test_cells_to_which_it_does_not_apply(sound: Sound, cell: str, driver: type[Driver], reason: str) -> None:
-    found = CHECKS.get("scaling").not_applicable(sound(cell).cell, driver)
-    assert (found or "").startswith(reason)
-    assert bool(found) == bool(reason)
+    actual_reason = CHECKS.get("scaling").not_applicable(sound(cell).cell, driver)
+    assert (actual_reason or "").startswith(reason)
+    assert bool(actual_reason) == bool(reason)

@@ -47,7 +47,8 @@ def test_a_parameter_has_other_values(runs_of: RunsOf, cell: str) -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_of_the_meta_device_no_values_are_known(runs_of: RunsOf, cell: str) -> None:
-    assert loaded(runs_of(cell, "start"), digest=EMPTY).findings("start") == []
+    story = loaded(runs_of(cell, "start"), digest=EMPTY)
+    assert story.findings("start") == []
 
 
 def test_a_rank_has_other_values_than_the_others(runs_of: RunsOf) -> None:
@@ -57,7 +58,7 @@ def test_a_rank_has_other_values_than_the_others(runs_of: RunsOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "dtype", "found"),
+    ("cell", "dtype", "is_finding"),
     [
         # What computes in float16 is rounded, and what is upcast again is not to be.
         ("ddp-fp16_mixed-w2", "float16", False),
@@ -68,12 +69,14 @@ def test_a_rank_has_other_values_than_the_others(runs_of: RunsOf) -> None:
         ("ddp-fp16_mixed-w2", "bfloat16", False),
     ],
 )
-def test_rounding_is_allowed_where_the_precision_rounds(runs_of: RunsOf, cell: str, dtype: str, found: bool) -> None:
+def test_rounding_is_allowed_where_the_precision_rounds(
+    runs_of: RunsOf, cell: str, dtype: str, is_finding: bool
+) -> None:
     story = runs_of(cell, "start")
     rounded = digest_of([1] * 14)
     story = loaded(story, rounded=rounded)
     story = story.parameters({"digest": rounded, "dtype": dtype}, only="outlet.weight", action="build")
-    assert bool(story.findings("start")) == found
+    assert bool(story.findings("start")) == is_finding
 
 
 def test_what_is_stored_in_float16_is_not_just_anything_rounded(runs_of: RunsOf) -> None:
@@ -127,20 +130,23 @@ def test_a_model_that_was_loaded_in_evaluation_mode(sound: Sound) -> None:
         assert snapshot.unwrapped is not None
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, evaluating=("", "outlet", "frozen")))
 
-    assert story.alter(evaluating, action="build_model").findings("start") == []
+    changed = story.alter(evaluating, action="build_model")
+    assert changed.findings("start") == []
 
 
 def test_no_model_was_seen(sound: Sound) -> None:
-    findings = sound("ddp-fp32-w2").without("build_model").without("build").findings("start")
+    story = sound("ddp-fp32-w2").without("build_model").without("build")
+    findings = story.findings("start")
     assert findings == ["rank 0, 1: no report after build", "the unwrapped model was not recorded"]
 
 
-@pytest.mark.parametrize(("cell", "found"), [("fsdp1-fp32-w2", False), ("ddp-fp32-w2", True)])
-def test_flat_pieces_of_a_transposed_parameter(runs_of: RunsOf, cell: str, found: bool) -> None:
+@pytest.mark.parametrize(("cell", "is_finding"), [("fsdp1-fp32-w2", False), ("ddp-fp32-w2", True)])
+def test_flat_pieces_of_a_transposed_parameter(runs_of: RunsOf, cell: str, is_finding: bool) -> None:
     story = loaded(runs_of(cell, "start"), digest="14:3")
 
     def transposed(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, noncontiguous=("outlet.weight",)))
 
-    assert bool(story.alter(transposed, action="build_model").findings("start")) == found
+    changed = story.alter(transposed, action="build_model")
+    assert bool(changed.findings("start")) == is_finding

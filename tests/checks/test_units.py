@@ -38,20 +38,23 @@ def live(story: Story, *modules: str) -> tuple[str, ...]:
 )
 def test_fsdp_units_are_the_blocks(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = sound(cell)
-    findings = story.model({"units": live(story, *modules)}, **LAST, rank=1).findings("units")
+    changed = story.model({"units": live(story, *modules)}, **LAST, rank=1)
+    findings = changed.findings("units")
     assert findings == [f"rank 1: FSDP's units are {message}; {CUT}"]
 
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
 def test_other_modules_than_blocks_may_be_units(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    assert story.model({"units": live(story, "", "inlet", "outlet", "frozen")}, **LAST).findings("units") == []
+    changed = story.model({"units": live(story, "", "inlet", "outlet", "frozen")}, **LAST)
+    assert changed.findings("units") == []
 
 
 @pytest.mark.parametrize(("modules", "fine"), [(("",), False), (("", "frozen"), True)])
 def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) -> None:
     story = sound("fsdp2-fp32-w2-wrap_policy_size")
-    findings = story.model({"units": modules}, **LAST, rank=0).findings("units")
+    changed = story.model({"units": modules}, **LAST, rank=0)
+    findings = changed.findings("units")
     message = "rank 0: FSDP has one unit for the whole model; expected one for each part that is large enough"
     assert findings == [message] * (not fine)
 
@@ -68,7 +71,8 @@ def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) ->
 )
 def test_recomputed_modules_are_the_blocks(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = with_inner(sound(f"{cell}-activation_checkpointing"))
-    findings = story.model({"checkpointed": live(story, *modules)}, **LAST, rank=0).findings("units")
+    changed = story.model({"checkpointed": live(story, *modules)}, **LAST, rank=0)
+    findings = changed.findings("units")
     assert findings == [f"rank 0: the activations are recomputed of {message}; expected 'inlet', 'outlet'"]
 
 
@@ -96,7 +100,8 @@ def test_a_parent_of_blocks_may_be_marked_as_recomputing(sound: Sound) -> None:
     # transformers marks the module that holds the layers.
     story = sound("ddp-fp32-w2-activation_checkpointing")
     live_names = (*live(story, "inlet", "outlet"), "module", "")
-    assert story.model({"checkpointed": live_names}, **LAST).findings("units") == []
+    changed = story.model({"checkpointed": live_names}, **LAST)
+    assert changed.findings("units") == []
 
 
 @pytest.mark.parametrize("how", ["compile", "compile_aot_eager", "compile_regional", "compile_partial"])
@@ -122,7 +127,8 @@ def test_compiled_modules_are_those_of_the_option(
     sound: Sound, strategy: str, how: str, modules: tuple[str, ...], message: str
 ) -> None:
     story = sound(f"{strategy}-fp32-w2-{how}")
-    findings = story.model({"compiled": live(story, *modules)}, **LAST, rank=0).findings("units")
+    changed = story.model({"compiled": live(story, *modules)}, **LAST, rank=0)
+    findings = changed.findings("units")
     assert findings == [f"rank 0: {message}"]
 
 
@@ -149,13 +155,16 @@ def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> 
     story = with_inner(sound("fsdp1-fp32-w2"))
     cut = live(story, "", "inlet", "inlet.inner", "outlet")
     message = f"FSDP's units are 'inlet', 'inlet.inner', 'outlet', the root; {CUT}"
-    assert story.model({"units": cut}, **LAST, rank=0).findings("units") == [f"rank 0: {message}"]
-    assert story.alter(freeze, action="build_model").model({"units": cut}, **LAST).findings("units") == []
+    changed = story.model({"units": cut}, **LAST, rank=0)
+    assert changed.findings("units") == [f"rank 0: {message}"]
+    changed = story.alter(freeze, action="build_model").model({"units": cut}, **LAST)
+    assert changed.findings("units") == []
 
 
 def test_a_block_inside_a_block_is_one(sound: Sound) -> None:
     story = with_blocks(with_inner(sound("fsdp2-fp32-w2")), "inlet", "inlet.inner", "outlet")
-    assert story.model({"units": ("", "inlet", "inlet.inner", "outlet")}, **LAST).findings("units") == []
+    changed = story.model({"units": ("", "inlet", "inlet.inner", "outlet")}, **LAST)
+    assert changed.findings("units") == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +197,8 @@ def test_a_block_that_contains_the_whole_model(sound: Sound) -> None:
     """The modules around the block are in no unit, and the probe did not see them."""
     story = with_blocks(sound("fsdp2-fp32-w2"), "", classes=("Layer",))
     message = "the whole model that was seen is one block, a 'Layer': nothing wraps what is around it"
-    assert story.model({"units": ("",)}, **LAST).findings("units") == [message]
+    changed = story.model({"units": ("",)}, **LAST)
+    assert changed.findings("units") == [message]
 
 
 def test_an_unknown_ignored_module(sound: Sound) -> None:
@@ -211,15 +221,12 @@ def with_blocks(story: Story, *blocks: str, classes: tuple[str, ...] = ()) -> St
 
 
 def test_silence_is_no_proof(sound: Sound) -> None:
-    assert sound("fsdp2-fp32-w2").snapshot("build_model", {"unwrapped": None}).findings("units") == [
-        "the unwrapped model was not recorded"
-    ]
-    assert sound("fsdp2-fp32-w2").snapshot("step", {"model": None}, nth=2, rank=0).findings("units") == [
-        "rank 0: no model to read units from"
-    ]
-    assert sound("fsdp2-fp32-w2").without("step", nth=2, rank=0).findings("units") == [
-        "rank 0: no report after three steps"
-    ]
+    story = sound("fsdp2-fp32-w2").snapshot("build_model", {"unwrapped": None})
+    assert story.findings("units") == ["the unwrapped model was not recorded"]
+    story = sound("fsdp2-fp32-w2").snapshot("step", {"model": None}, nth=2, rank=0)
+    assert story.findings("units") == ["rank 0: no model to read units from"]
+    story = sound("fsdp2-fp32-w2").without("step", nth=2, rank=0)
+    assert story.findings("units") == ["rank 0: no report after three steps"]
 
 
 @pytest.mark.parametrize(

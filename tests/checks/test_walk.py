@@ -71,7 +71,7 @@ def walked(change: Change = lambda snapshot: snapshot, *, of: str = "walk-1-0") 
     return Trace.of("torch", changed)
 
 
-def found(trace: Trace) -> list[str]:
+def findings_of(trace: Trace) -> list[str]:
     return WALK.findings(CELL, trace)
 
 
@@ -83,7 +83,7 @@ def at(action: str, **fields: Any) -> Change:
 
 
 def test_a_walk_that_does_what_the_reference_does_passes() -> None:
-    assert found(walked()) == []
+    assert findings_of(walked()) == []
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_a_walk_that_does_what_the_reference_does_passes() -> None:
 def test_what_is_off_is_named_after_the_calls_that_lead_there(
     action: str, fields: dict[str, Any], finding: str
 ) -> None:
-    assert found(walked(at(action, **fields))) == [finding]
+    assert findings_of(walked(at(action, **fields))) == [finding]
 
 
 def test_parameters_that_are_not_the_references_are_named() -> None:
     off = CallInfo(False, {"module.weight": "4:2"}, (), {"module.weight": (4, 2.5, 3.0)})
-    (finding,) = found(walked(at("call step()", call=off)))
+    (finding,) = findings_of(walked(at("call step()", call=off)))
     assert finding.startswith("step(): step(): parameters are not the reference's: 'weight': (4, 2.5, 3.0)")
 
 
@@ -122,7 +122,7 @@ def test_shards_are_added_up_before_they_are_compared() -> None:
         part = (2, 0.5, 1.0) if snapshot.rank else (2, 1.5, 2.0)
         return dataclasses.replace(snapshot, call=dataclasses.replace(snapshot.call, sums={"module.weight": part}))
 
-    assert found(walked(half)) == []
+    assert findings_of(walked(half)) == []
 
 
 WHOLE = CallInfo(True, {"module.weight": "4:2"}, (), {"module.weight": SUMS}, {"weight": SUMS})
@@ -141,34 +141,34 @@ def returning(**of_ranks: dict[str, Sums]) -> Change:
 
 
 def test_what_a_call_returns_on_one_rank_or_in_parts_is_compared() -> None:
-    assert found(walked(returning(rank0={"weight": SUMS}))) == []
-    assert found(walked(returning(rank0={"weight": (2, 0.5, 1.0)}, rank1={"weight": (2, 1.5, 2.0)}))) == []
-    assert found(walked(returning(rank0={"weight": SUMS}, rank1={"weight": SUMS}))) == []
-    (finding,) = found(walked(returning(rank0={"weight": SUMS}, rank1={"weight": (4, 2.5, 3.0)})))
+    assert findings_of(walked(returning(rank0={"weight": SUMS}))) == []
+    assert findings_of(walked(returning(rank0={"weight": (2, 0.5, 1.0)}, rank1={"weight": (2, 1.5, 2.0)}))) == []
+    assert findings_of(walked(returning(rank0={"weight": SUMS}, rank1={"weight": SUMS}))) == []
+    (finding,) = findings_of(walked(returning(rank0={"weight": SUMS}, rank1={"weight": (4, 2.5, 3.0)})))
     assert finding.startswith("step(), evaluate(): evaluate(): what it returned is not the reference's: 'weight'")
 
 
 def test_what_a_call_does_not_return_is_named() -> None:
-    (finding,) = found(walked(returning(rank0={"other": SUMS})))
+    (finding,) = findings_of(walked(returning(rank0={"other": SUMS})))
     assert finding == "step(), evaluate(): evaluate(): what it returned lacks 'weight'"
 
 
 def test_an_observer_may_change_no_gradient_and_no_mode() -> None:
     other = CallInfo(True, {"module.weight": "4:9"}, ("module",), {"module.weight": SUMS})
-    findings = found(walked(at("call evaluate()", call=other)))
+    findings = findings_of(walked(at("call evaluate()", call=other)))
     assert any("gradients changed: 'module.weight': '4:9'; expected '4:2'" in text for text in findings)
     assert any("1 modules are in evaluation mode; 0 were" in text for text in findings)
 
 
 def test_a_call_that_changes_a_dtype_is_named_though_it_trains() -> None:
     cast = ModelInfo("DDP", {}, (dataclasses.replace(PARAMETER, name="module.weight", dtype="bfloat16"),))
-    (finding,) = found(walked(at("call step()", model=cast)))
+    (finding,) = findings_of(walked(at("call step()", model=cast)))
     assert "parameters are not as built: 'module.weight'" in finding
 
 
 def test_what_a_resumed_group_loaded_is_compared_too() -> None:
     slower = OptimizerInfo(("AdamW",), 1, param_groups=({"lr": 0.2},))
-    (finding,) = found(walked(at("load", optimizer=slower), of="walk-1-1"))
+    (finding,) = findings_of(walked(at("load", optimizer=slower), of="walk-1-1"))
     assert finding == "step(), evaluate(), resume(): resume(): rank 1: the learning rates are 0.2; 0.1 in the reference"
 
 
@@ -178,7 +178,9 @@ def test_an_exception_is_a_finding_of_the_call_that_raised() -> None:
     end = RunFailure("raised", "rank 1 raised ValueError: no", "", "call evaluate()", 3, 1)
     kept = tuple(snapshot for snapshot in broken.snapshots if snapshot.index < 3)
     runs = {**trace.runs, "walk-1-0": dataclasses.replace(broken, snapshots=kept, end=end)}
-    assert found(dataclasses.replace(trace, runs=runs)) == ["step(), evaluate(): evaluate(): raised: ValueError: no"]
+    assert findings_of(dataclasses.replace(trace, runs=runs)) == [
+        "step(), evaluate(): evaluate(): raised: ValueError: no"
+    ]
 
 
 def test_a_reference_that_raised_is_no_pass() -> None:
@@ -189,7 +191,7 @@ def test_a_reference_that_raised_is_no_pass() -> None:
         **trace.runs,
         "walk-1-reference": dataclasses.replace(reference, snapshots=reference.snapshots[:1], end=end),
     }
-    (finding,) = found(dataclasses.replace(trace, runs=runs))
+    (finding,) = findings_of(dataclasses.replace(trace, runs=runs))
     assert "the reference: rank 0 raised NameError: x" in finding
 
 

@@ -91,7 +91,8 @@ class Docstring:
     def of(cls, documented: Any) -> Docstring:
         """Read the docstring of an object."""
         first, *rest = TITLE.split(inspect.getdoc(documented) or "")
-        titles, texts = rest[::2], map(textwrap.dedent, rest[1::2])
+        titles = rest[::2]
+        texts = map(textwrap.dedent, rest[1::2])
         return cls(first.strip(), dict(zip(titles, texts, strict=True)))
 
     @property
@@ -140,7 +141,8 @@ def returned(function: Callable[..., Any]) -> str:
 
 def fenced(function: Callable[..., Any]) -> str:
     """Return the call of a function or a class as a block of code."""
-    name, result = function.__name__, returned(function)
+    name = function.__name__
+    result = returned(function)
     call = f"{name}({', '.join(arguments(function))}){result}"
     if len(call) > LONGEST_CALL:
         lines = "".join(f"    {argument},\n" for argument in arguments(function))
@@ -159,7 +161,7 @@ def listed(docstring: Docstring, indent: str = "") -> Iterator[str]:
         yield f"{indent}- Raises `{name}`: {text}\n"
 
 
-def whole(docstring: Docstring) -> Iterator[str]:
+def full_text(docstring: Docstring) -> Iterator[str]:
     """Yield the paragraphs, the lists and the example of a docstring."""
     code_follows = False
     for paragraph in docstring.paragraphs.split("\n\n"):
@@ -225,7 +227,7 @@ def item(documented: Any) -> Iterator[str]:
     # Nobody makes an exception or a suite.
     if not raised and documented is not pytest_distcompat.CompatSuite:
         yield f"{fenced(documented)}\n"
-    yield from whole(Docstring.of(documented))
+    yield from full_text(Docstring.of(documented))
     if not inspect.isclass(documented) or raised:
         return
     yield from ended(members(documented))
@@ -233,7 +235,7 @@ def item(documented: Any) -> Iterator[str]:
     for inherited in documented.__mro__[1:]:
         if inherited.__module__ == documented.__module__:
             yield f"#### {inherited.__name__}\n\n"
-            yield from whole(Docstring.of(inherited))
+            yield from full_text(Docstring.of(inherited))
             yield from ended(members(inherited))
 
 

@@ -26,6 +26,7 @@ from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.ext.upstream.models import BLANK, BLANK_TASKS, of_tasks
 from pytest_distcompat.known import KnownIssue, shipped
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import AXES, BESIDE_AXES
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
@@ -44,6 +45,8 @@ CLAIMS: Mapping[str, str] = {
     "portable": "Strategy to the other one that can load its checkpoints.",
     "loaders": "The trainer's loaders by name, and the rows that each gives.",
     "extra_state": "Names of state beside model and optimizer, and what to expect of each.",
+    "loads_best": "Whether training ends with the weights of its best checkpoint in a cell.",
+    "live_calls": "What users call on the live trainer, `evaluate()` among it: a subclass of `drivers.Calls`.",
 }
 #: The titles of the columns of the dtype table.
 COLUMNS: Mapping[str, str] = {
@@ -322,7 +325,12 @@ class Able(Driver):
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp2": "ddp"}
     loaders: ClassVar[Mapping[str, Loader]] = {"": Loader(resumes=True, moves=True)}
     extra_state: ClassVar[Mapping[str, ExtraState]] = {"": ExtraState()}
+    live_calls: ClassVar[type[Calls]] = Calls
     lacks: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def loads_best(cls, cell: Cell) -> bool:
+        return bool(cell)
 
     @classmethod
     def can(cls, action: str) -> bool:
@@ -356,6 +364,8 @@ STEPS_OF_A_DRIVER = (
     Step((), CLAIMS["portable"], {"portable": {}}, "portable"),
     Step(("rows",), CLAIMS["loaders"], {"loaders": {}}, "loaders"),
     Step((), CLAIMS["extra_state"], {"extra_state": {}}, "extra_state"),
+    Step((), CLAIMS["live_calls"], {"live_calls": None}, "live_calls"),
+    Step((), CLAIMS["loads_best"], {"loads_best": Driver.loads_best}, "loads_best"),
 )
 #: Cells in which a check may apply that does not in others, by the words for them.
 CELLS_OF_CHECKS = {

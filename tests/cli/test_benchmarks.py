@@ -134,6 +134,11 @@ def test_branches_of_its_own_are_those_that_no_other_cell_executes(monkeypatch: 
         {"driver": "torch", "cell": "fsdp1-fp32-w2", "seconds": 1.0},
     ]
     ddp, fsdp2, untraced = profile_cells.cell_values(branches_by_cell, {"results": results})
-    assert (ddp.branches, ddp.own, ddp.seconds, ddp.verdicts) == (2, 1, 2.0, 2)
-    assert (fsdp2.own, fsdp2.own_per_second) == (1, 2.0)
-    assert (untraced.branches, untraced.own) == (0, 0)
+    assert ddp.branches == 2
+    assert ddp.own == 1
+    assert ddp.seconds == 2.0
+    assert ddp.verdicts == 2
+    assert fsdp2.own == 1
+    assert fsdp2.own_per_second == 2.0
+    assert untraced.branches == 0
+    assert untraced.own == 0

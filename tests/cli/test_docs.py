@@ -159,7 +159,9 @@ def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -
     for block in blocks(ROOT / "docs" / "extend.md", "python"):
         exec(compile(block, "extend.md", "exec"), space)
     row = space["COMPRESSED"].dtypes(space["BF16_UPCAST"])
-    assert (row.storage, row.compute, row.master) == ("float32", "bfloat16", "float32")
+    assert row.storage == "float32"
+    assert row.compute == "bfloat16"
+    assert row.master == "float32"
     # No driver is to be touched for a strategy: torch's computes by autocast wherever the wrapper is DDP.
     monkeypatch.setitem(vars(STRATEGIES), "by_name", {**STRATEGIES.by_name, "ddp_compressed": space["COMPRESSED"]})
     torchs = DRIVERS.get("torch")(Cell("ddp_compressed", "bf16_upcast"), World(0, 2, 0, "cpu"))

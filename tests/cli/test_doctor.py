@@ -30,8 +30,8 @@ GPUS = ("GPU-a", "GPU-b")
 GOOD = Machine({}, TORCH, GPUS, GPUS, cores=8, shm=1 << 30, tmp=1 << 40, hostname="here")
 
 
-def reported(one: Machine) -> list[str]:
-    return [f"{finding.level}: {finding.text}" for finding in machine.findings(one)]
+def reported(described: Machine) -> list[str]:
+    return [f"{finding.level}: {finding.text}" for finding in machine.findings(described)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,8 @@ def test_a_good_machine_has_no_problem() -> None:
 def test_the_nccl_that_ranks_load_is_named(library: nccl.Library | None, expected: str | None) -> None:
     lines = [line for line in doctor._devices(dataclasses.replace(GOOD, nccl=library)) if line.startswith("ranks load")]
     assert len(lines) == (expected is not None)
-    assert all(line.startswith(f"ranks load {expected}") for line in lines)
+    for line in lines:
+        assert line.startswith(f"ranks load {expected}")
     assert all(("pip install" in line) == ("one rank" in line) for line in lines)
 
 
@@ -173,30 +174,35 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     table = {line.split()[0]: line.split()[1:] for line in lines[2:9]}
     assert table["ddp"] == ["-"] * 5
     # Refused by DeepSpeed itself, as the known issues say.
-    assert (table["zero0"][:3], table["zero1"][:3]) == (["yes", "yes", "known"], ["yes", "yes", "yes"])
+    assert table["zero0"][:3] == ["yes", "yes", "known"]
+    assert table["zero1"][:3] == ["yes", "yes", "yes"]
     # An issue of unusual parameters may fail any check there, in cells with such a model.
     assert table["zero3"][:3] == ["yes", "yes", "yes"]
     assert len(lines) == 9
-    whole = list(capabilities.lines(whole=True))
+    all_lines = list(capabilities.lines(whole=True))
     assert any(
         line.endswith("not: native DeepSpeed is driven for ZeRO; ddp is a strategy of torch [ddp-fp32-w2, ...]")
-        for line in whole
+        for line in all_lines
     )
     # By axis of the mesh: AutoTP, Ulysses and experts in two precisions, under the stages that they are promised for.
-    names, tp, cp, ep = (line.split() for line in whole[9:13])
+    names, tp, cp, ep = (line.split() for line in all_lines[9:13])
     assert names[-4:] == ["zero0", "zero1", "zero2", "zero3"]
     # Beside two of them recomputation and accumulation too, or accumulation alone, are tried, and a model that draws.
-    assert (tp[0], tp[-4:], cp[0], cp[-4:]) == ("tp", ["8", "8", "8", "-"], "cp", ["3", "3", "3", "3"])
-    assert (ep[0], ep[-4:]) == ("ep", ["6", "6", "6", "-"])
-    assert [line.split()[:3] for line in whole[13:16]] == [["tp", "x", "cp"], ["tp", "x", "ep"], ["cp", "x", "ep"]]
-    reasons = [line.split() for line in whole if " not: " in line]
+    assert tp[0] == "tp"
+    assert tp[-4:] == ["8", "8", "8", "-"]
+    assert cp[0] == "cp"
+    assert cp[-4:] == ["3", "3", "3", "3"]
+    assert ep[0] == "ep"
+    assert ep[-4:] == ["6", "6", "6", "-"]
+    assert [line.split()[:3] for line in all_lines[13:16]] == [["tp", "x", "cp"], ["tp", "x", "ep"], ["cp", "x", "ep"]]
+    reasons = [line.split() for line in all_lines if " not: " in line]
     assert sum(int(line[0]) for line in reasons) == len(capabilities.reasons) - capabilities.able
     # By check, in how many of these cells; a reason where in none.
-    assert whole[16].split() == ["checks", "with", "a", "verdict", "tp", "cp", "ep"]
-    checks = {line.split()[0]: line.split()[1:] for line in whole[17 : 17 + len(CHECKS.names())]}
+    assert all_lines[16].split() == ["checks", "with", "a", "verdict", "tp", "cp", "ep"]
+    checks = {line.split()[0]: line.split()[1:] for line in all_lines[17 : 17 + len(CHECKS.names())]}
     assert checks["active"] == ["24", "12", "18"]
     assert checks["throughput"] == ["-", "-", "-"]
-    assert "    no verdict: no limit was given: --distcompat-throughput [throughput under tp, ...]" in whole
+    assert "    no verdict: no limit was given: --distcompat-throughput [throughput under tp, ...]" in all_lines
 
 
 class Able(Driver):

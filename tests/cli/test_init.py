@@ -139,7 +139,8 @@ def test_settings_that_are_not_there_are_written(tmp_path: Path, text: str) -> N
 def test_a_config_that_pytest_does_not_read_is_none(tmp_path: Path) -> None:
     (tmp_path / "setup.cfg").write_text("[metadata]\nname = x\n", encoding="utf-8")
     settings = inspect_repository(tmp_path).settings
-    assert (settings.file, settings.table) == (tmp_path / "pytest.ini", "pytest")
+    assert settings.file == tmp_path / "pytest.ini"
+    assert settings.table == "pytest"
 
 
 def test_the_suite_is_written_into_testpaths(tmp_path: Path) -> None:

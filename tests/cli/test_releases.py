@@ -71,7 +71,8 @@ def test_several_packages_at_once(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0")
     wheel("other", "2.0")
     target = side_by_side.install("madeup==1.0,other==2.0", tmp_path)
-    assert (version_of("madeup", target), version_of("other", target)) == ("1.0", "2.0")
+    assert version_of("madeup", target) == "1.0"
+    assert version_of("other", target) == "2.0"
 
 
 def test_a_release_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,8 @@ def test_two_directories(tmp_path: Path, package: Path) -> None:
         f"madeup@installed..{new}",
     ):
         change = read_change(text, tmp_path)
-        assert (change.text, change.target) == (f"madeup@{package}..{new}", new)
+        assert change.text == f"madeup@{package}..{new}"
+        assert change.target == new
 
 
 def test_a_relative_directory(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,8 @@ def test_releases_and_wheels(tmp_path: Path, wheel: Wheel, package: Path) -> Non
     wheel("madeup", "1.1")
     kept = tmp_path / "kept"
     change = read_change("madeup@1.0..1.1", kept)
-    assert (change.name, change.text) == ("madeup@1.1", f"madeup@{package}..{kept / 'madeup==1.1'}")
+    assert change.name == "madeup@1.1"
+    assert change.text == f"madeup@{package}..{kept / 'madeup==1.1'}"
     wheels = [tmp_path / "wheels" / f"madeup-{version}-py3-none-any.whl" for version in ("1.0", "1.1")]
     change = read_change(f"madeup@{wheels[0]}..{wheels[1]}", kept)
     assert change.name == f"madeup@{wheels[1].name}"

@@ -51,7 +51,8 @@ def write(tmp_path: Path) -> Any:
 
 
 def test_a_message_does_nothing_to_the_terminal(write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    before, after = made(ddp_2="passed"), made(ddp_2="failed")
+    before = made(ddp_2="passed")
+    after = made(ddp_2="failed")
     evil = "rank 0: \x1b[2J\x1b]0;title\x07 is \x9b31m wrong \udc80"
     after.results[0] = dataclasses.replace(after.results[0], message=evil, driver="d\n\x1b[1A")
     # As somebody else may have written it: our own writer leaves out what has no encoding.
@@ -131,7 +132,8 @@ def test_diff_shows_changes_and_versions(write: Any, capsys: pytest.CaptureFixtu
 
 
 def test_unreached_items_are_missing_with_the_reason(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    old, now = made(ddp_2="passed", fsdp1_2="passed"), made(ddp_2="passed")
+    old = made(ddp_2="passed", fsdp1_2="passed")
+    now = made(ddp_2="passed")
     now.unreached = [old.results[1].nodeid]
     assert main(["diff", write("old.json", old), write("now.json", now)]) == 1
     assert "newly missing: fsdp1-fp32-w2 (d): names: not reached" in capsys.readouterr().out
@@ -146,36 +148,48 @@ def test_equal_reports_have_no_difference(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_diff_as_json_is_what_the_schema_calls_a_baseline(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    old, now = made(ddp_2="passed", fsdp1_2="failed"), made(ddp_2="failed", fsdp1_2="passed")
+    old = made(ddp_2="passed", fsdp1_2="failed")
+    now = made(ddp_2="failed", fsdp1_2="passed")
     main(["diff", "--json", write("old.json", old), write("now.json", now)])
     data = json.loads(capsys.readouterr().out)
-    whole = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/session/properties/baseline"}
-    jsonschema.Draft202012Validator(whole).validate(data)
+    schema = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/session/properties/baseline"}
+    jsonschema.Draft202012Validator(schema).validate(data)
     assert [change["after"] for change in data["broken"]] == ["failed"]
 
 
 def test_two_suites_of_one_name_are_kept_apart() -> None:
-    one, other = made("a.py::S", ddp_2="passed"), made("b.py::S", ddp_2="failed")
-    both = merge([one, other])
+    first = made("a.py::S", ddp_2="passed")
+    second = made("b.py::S", ddp_2="failed")
+    both = merge([first, second])
     assert [result.status for result in both.results] == ["passed", "failed"]
     moved = merge([made("c/a.py::S", ddp_2="passed"), made("c/b.py::S", ddp_2="failed")])
     comparison = compare(both, moved)
-    assert (comparison.broken, comparison.fixed, comparison.missing, len(comparison.still)) == ([], [], [], 1)
+    assert comparison.broken == []
+    assert comparison.fixed == []
+    assert comparison.missing == []
+    assert len(comparison.still) == 1
 
 
 def test_a_suite_is_compared_with_itself_and_not_with_one_of_its_name() -> None:
     yesterday = made("a.py::S", ddp_2="failed")
     comparison = compare(yesterday, made("b.py::S", ddp_2="failed"))
-    assert (len(comparison.still), comparison.broken, comparison.missing) == (1, [], []), "it was moved"
+    assert len(comparison.still) == 1, "it was moved"
+    assert comparison.broken == [], "it was moved"
+    assert comparison.missing == [], "it was moved"
     comparison = compare(merge([yesterday, made("b.py::S", ddp_2="passed")]), made("b.py::S", ddp_2="failed"))
-    assert (len(comparison.broken), len(comparison.missing), comparison.still) == (1, 1, [])
+    assert len(comparison.broken) == 1
+    assert len(comparison.missing) == 1
+    assert comparison.still == []
     # That of another suite, which is still there, is nobody else's yesterday.
     comparison = compare(yesterday, merge([made("a.py::S", fsdp1_2="passed"), made("b.py::S", ddp_2="failed")]))
-    assert (len(comparison.broken), len(comparison.missing), comparison.still) == (1, 1, [])
+    assert len(comparison.broken) == 1
+    assert len(comparison.missing) == 1
+    assert comparison.still == []
 
 
 def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
-    good, bad = made(ddp_2="passed"), made(ddp_2="error")
+    good = made(ddp_2="passed")
+    bad = made(ddp_2="error")
     bad.results = [dataclasses.replace(result, driver="") for result in bad.results]
     bad.rows = [dataclasses.replace(row, driver="") for row in bad.rows]
     for order in ([good, bad], [bad, good]):
@@ -183,10 +197,14 @@ def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
         assert [(result.driver, result.status) for result in both.results] == [("d", "error")]
         assert [row.driver for row in both.rows] == ["d"]
     comparison = compare(made(ddp_2="error"), bad)
-    assert (len(comparison.still), comparison.broken, comparison.missing) == (1, [], [])
+    assert len(comparison.still) == 1
+    assert comparison.broken == []
+    assert comparison.missing == []
     # Another way to be red is news.
     comparison = compare(made(ddp_2="failed"), bad)
-    assert (len(comparison.broken), comparison.still, comparison.missing) == (1, [], [])
+    assert len(comparison.broken) == 1
+    assert comparison.still == []
+    assert comparison.missing == []
 
 
 @pytest.mark.parametrize("order", [("failed", "passed"), ("passed", "failed")])
@@ -200,7 +218,9 @@ def test_the_matrix_shows_the_worst_of_parametrized_items(order: tuple[str, str]
     report = dataclasses.replace(made(), results=results)
     now = dataclasses.replace(made(), results=results[::-1])
     comparison = compare(report, now)
-    assert (comparison.broken, comparison.fixed, len(comparison.still)) == ([], [], 1)
+    assert comparison.broken == []
+    assert comparison.fixed == []
+    assert len(comparison.still) == 1
 
 
 def test_merge_takes_the_worst_and_prefers_what_ran() -> None:
@@ -220,7 +240,10 @@ def test_merge_takes_the_worst_and_prefers_what_ran() -> None:
     assert both.unreached == ["t.py::S::test[zero2-fp32-w2:names]"]
     run = both.session
     assert run["versions"] == {"torch": "2.12.0 | 2.13.0", "accelerate": "1.14.0 | none"}
-    assert (run["runs"], run["seconds"], run["ending"], len(run["merged"])) == (6, 3.0, "interrupted", 2)
+    assert run["runs"] == 6
+    assert run["seconds"] == 3.0
+    assert run["ending"] == "interrupted"
+    assert len(run["merged"]) == 2
     assert both.rows[0].runs == ["1/one", "2/one"]
 
 
@@ -232,34 +255,38 @@ def shard(number: int, *plan: list[str]) -> Report:
 
 def test_merge_says_which_shard_is_missing(write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan: list[list[str]] = [["t.py::S[a]"], ["t.py::S[b]", "test_c.py"], []]
-    one, two, out = write("1.json", shard(1, *plan)), write("2.json", shard(2, *plan)), str(tmp_path / "out.json")
+    first = write("1.json", shard(1, *plan))
+    second = write("2.json", shard(2, *plan))
+    out = str(tmp_path / "out.json")
     # The third has no tests, so that nothing is missing without its report.
-    assert main(["merge", two, one, "-o", out]) == 0
+    assert main(["merge", second, first, "-o", out]) == 0
     assert Report.read(Path(out)).session["ending"] == "finished"
     capsys.readouterr()
-    assert main(["merge", one, "-o", out, "-o", str(tmp_path / "out.md"), "-o", str(tmp_path / "out.html")]) == 1
+    assert main(["merge", first, "-o", out, "-o", str(tmp_path / "out.md"), "-o", str(tmp_path / "out.html")]) == 1
     line = "shard 2/3 is missing: t.py::S[b], test_c.py"
     assert capsys.readouterr().out == f"1 selected, 1 ran, 0 skipped: 1 passed; {line}\n"
     merged = Report.read(Path(out))
-    assert (merged.session["missing"], merged.session["ending"]) == ([line], "stopped")
+    assert merged.session["missing"] == [line]
+    assert merged.session["ending"] == "stopped"
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(Path(out).read_text(encoding="utf-8")))
     assert "shard 2/3 is missing: t.py::S\\[b\\]" in (tmp_path / "out.md").read_text(encoding="utf-8")
     assert line in (tmp_path / "out.html").read_text(encoding="utf-8")
     # Only merge fails for it; and it is still missing when that report is merged with others.
     assert main(["report", out, "-o", str(tmp_path / "again.md")]) == 0
-    assert main(["merge", out, two, "-o", str(tmp_path / "more.json")]) == 1
+    assert main(["merge", out, second, "-o", str(tmp_path / "more.json")]) == 1
 
 
 def test_merge_says_that_shards_divided_the_tests_otherwise(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = write("1.json", shard(1, ["a.py"], ["b.py"])), write("2.json", shard(2, ["b.py"], ["a.py"]))
-    assert main(["merge", one, two, "-o", one.replace("1.json", "out.json")]) == 1
+    first = write("1.json", shard(1, ["a.py"], ["b.py"]))
+    second = write("2.json", shard(2, ["b.py"], ["a.py"]))
+    assert main(["merge", first, second, "-o", first.replace("1.json", "out.json")]) == 1
     assert capsys.readouterr().out.strip().split("; ", 1)[1] == (
         "shard 2/2 is missing: b.py; shard 1/2 is missing: b.py; "
         "the shards divided the tests in different ways; expected the same tests and baseline for all"
     )
     # Two complete sessions, of other versions perhaps, may differ.
     others = [write("3.json", shard(2, ["a.py"], ["b.py"])), write("4.json", shard(1, ["b.py"], ["a.py"]))]
-    assert main(["merge", one, two, *others, "-o", one.replace("1.json", "out.json")]) == 0
+    assert main(["merge", first, second, *others, "-o", first.replace("1.json", "out.json")]) == 0
 
 
 def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +306,8 @@ def test_a_report_in_other_formats(tmp_path: Path) -> None:
     names = [f"out{suffix}" for suffix in (".md", ".html", ".txt", ".json")]
     outputs = [argument for name in names for argument in ("-o", str(tmp_path / name))]
     assert main(["report", str(REAL), *outputs]) == 0
-    assert all((tmp_path / name).stat().st_size for name in names)
+    for name in names:
+        assert (tmp_path / name).stat().st_size
     # As data: a whole number in a field of real numbers is written as one.
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert written == json.loads(REAL.read_text(encoding="utf-8"))

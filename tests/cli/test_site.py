@@ -125,7 +125,9 @@ def test_the_list_of_upstream_bugs_has_every_script_and_thread() -> None:
     text = BUILT["upstream"]()
     assert set(re.findall(r"\(upstream/(\w+\.py)\)", text)) == {path.name for path in (DOCS / "upstream").glob("*.py")}
     broken = [issue.link for issue in shipped() if "refuse" not in issue.kind]
-    assert all(link in text for link in broken if re.search(r"/(issues|pull)/\d+$", link))
+    for link in broken:
+        if re.search(r"/(issues|pull)/\d+$", link):
+            assert link in text
 
 
 def test_each_architecture_left_blank_has_its_reason_there() -> None:
@@ -191,7 +193,8 @@ def test_pictures_are_small_and_each_is_shown() -> None:
     pictures = sorted((DOCS / "images").glob("*.png"))
     shown = re.findall(r"\(images/([\w-]+\.png)\)", page("reports") + page("parallel"))
     assert sorted(shown) == [path.name for path in pictures]
-    assert all(path.stat().st_size < 200_000 for path in pictures)
+    for path in pictures:
+        assert path.stat().st_size < 200_000
 
 
 def test_every_word_of_the_matrix_is_explained() -> None:

@@ -211,8 +211,10 @@ def test_the_action_shows_what_differs_from_the_last_good_run(run_step: Any, tmp
 
 def cached(name: str, step: str) -> dict[str, str]:
     """The inputs of a step with ``actions/cache``, as they are for that name."""
-    found = next(one for one in steps(ACTION) if f"actions/cache/{step}@" in one.get("uses", ""))["with"]
-    return {key: str(text).replace("${{ inputs.name }}", name) for key, text in found.items()}
+    inputs = next(candidate for candidate in steps(ACTION) if f"actions/cache/{step}@" in candidate.get("uses", ""))[
+        "with"
+    ]
+    return {key: str(text).replace("${{ inputs.name }}", name) for key, text in inputs.items()}
 
 
 def test_a_cache_belongs_to_its_name_alone() -> None:
@@ -260,7 +262,8 @@ def test_verdicts_are_annotated_by_their_causes(
     github.main([str(tmp_path), "1", "."])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(causes(Report.read(REAL).results)) <= github.MOST
-    assert all(line.startswith("::error file=faulty_suite.py,title=") for line in lines)
+    for line in lines:
+        assert line.startswith("::error file=faulty_suite.py,title=")
     assert "%0Areproduce: pytest 'faulty_suite.py::TestFaulty::test[" in lines[0]
     monkeypatch.setattr(github, "MOST", 3)
     github.main([str(tmp_path), "1", "."])
@@ -280,4 +283,5 @@ def test_verdicts_are_annotated_by_their_causes(
 )
 def test_the_action_annotates_a_session_that_broke_off(run_step: Any, code: str, lines: list[str]) -> None:
     done = run_step("Annotations", CODE=code, NAME="mine", BELOW=".")
-    assert (done.returncode, [line for line in done.stdout.splitlines() if line]) == (0, lines)
+    assert done.returncode == 0
+    assert [line for line in done.stdout.splitlines() if line] == lines

@@ -130,13 +130,13 @@ class Faulty:
 
 def held_leases(temporary: Path) -> list[str]:
     """Return the leased devices below that temporary directory with their holders, and the waiting requests."""
-    held = []
+    remaining = []
     for leases in temporary.glob("distcompat-leases-*"):
         ids = tuple(sorted(unquote(lock.stem) for lock in leases.glob("*.lock")))
         holders = Pool(leases, Inventory("gpu", ids)).holders() if ids else []
-        held += [f"lease of {holder.id} by {holder.who}" for holder in holders]
-        held += [f"{ticket.who} in the queue for leases" for ticket in Queue(LeaseDirectory(leases)).waiting()]
-    return held
+        remaining += [f"lease of {holder.id} by {holder.who}" for holder in holders]
+        remaining += [f"{ticket.who} in the queue for leases" for ticket in Queue(LeaseDirectory(leases)).waiting()]
+    return remaining
 
 
 def _names(directory: Path | int) -> set[str]:

@@ -40,9 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def between(module: Any, size: int, number: int) -> pytest.Item:
     name = f"test_neighbour[{size}-{number}]"
-    found: pytest.Item = pytest.Function.from_parent(module, name=name, callobj=neighbour)
-    found.add_marker(pytest.mark.distcompat(world_size=size))
-    return found
+    item: pytest.Item = pytest.Function.from_parent(module, name=name, callobj=neighbour)
+    item.add_marker(pytest.mark.distcompat(world_size=size))
+    return item
 
 
 @pytest.fixture(autouse=True)

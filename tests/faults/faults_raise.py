@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("process_group")
 class Needy(Exception):
     """Its arguments do not fit its constructor: it cannot be made again from them."""
 
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"needs {one} and {two}")
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"needs {first} and {second}")
 
 
 class Handful(Exception):

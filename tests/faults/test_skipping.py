@@ -165,6 +165,6 @@ def test_ranks_that_collect_other_parameters(collected_by_rank: Run) -> None:
 
 
 def test_no_process_file_or_lease_remains(run: Run, collected_by_rank: Run) -> None:
-    for one in (run, collected_by_rank):
-        assert one.shares_ranks or not one.leftovers_by_test
-        assert not one.leftovers
+    for suite_run in (run, collected_by_rank):
+        assert suite_run.shares_ranks or not suite_run.leftovers_by_test
+        assert not suite_run.leftovers

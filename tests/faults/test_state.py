@@ -228,6 +228,6 @@ def test_patches_of_a_test_do_not_reach_its_report(run_faults: RunFaults) -> Non
 
 
 def test_no_process_file_or_lease_remains(run: Run, seeded: Run) -> None:
-    for one in (run, seeded):
-        assert one.shares_ranks or not one.leftovers_by_test
-        assert not one.leftovers
+    for suite_run in (run, seeded):
+        assert suite_run.shares_ranks or not suite_run.leftovers_by_test
+        assert not suite_run.leftovers

@@ -54,9 +54,9 @@ class Machine:
 
     def start(self, name: str, sizes: list[int], environment: dict[str, str], workers: int) -> None:
         """Start a run of tests of these sizes, on so many workers of xdist."""
-        here = self.directory / name
-        here.mkdir()
-        (here / "test_noting.py").write_text(NOTING.format(sizes=sizes), encoding="utf-8")
+        run_directory = self.directory / name
+        run_directory.mkdir()
+        (run_directory / "test_noting.py").write_text(NOTING.format(sizes=sizes), encoding="utf-8")
         self.sessions[name] = subprocess.Popen(
             [
                 sys.executable,
@@ -68,11 +68,11 @@ class Machine:
                 "-n",
                 str(workers),
                 "--basetemp",
-                str(here / "base"),
+                str(run_directory / "base"),
             ],
-            cwd=here,
+            cwd=run_directory,
             env={**environment, "TMPDIR": str(self.temporary), "FAULTS_MARK": self.mark},
-            stdout=(here / "output.txt").open("wb"),
+            stdout=(run_directory / "output.txt").open("wb"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=lambda: os.sched_setaffinity(0, self.cores),  # noqa: PLW1509 - no threads here

@@ -285,8 +285,8 @@ def _case(draw: random.Random, name: str) -> Case:
 
 def _kinds(draw: random.Random, ends: Sequence[str]) -> Kinds:
     """Draw one act for both ranks, for one of them only, or a different one for each."""
-    one, other = draw.choice(ends), draw.choice(ends)
-    return draw.choice([(one, one), (one, "pass"), ("pass", one), (one, other)])
+    first, second = draw.choice(ends), draw.choice(ends)
+    return draw.choice([(first, first), (first, "pass"), ("pass", first), (first, second)])
 
 
 def simpler(case: Case) -> Iterator[Case]:

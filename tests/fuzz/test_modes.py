@@ -111,12 +111,12 @@ def differing(written: Sequence[Module], mode: str, fuzz: Fuzz) -> dict[str, str
 
 def without(written: Sequence[Module], left_out: Callable[[Case], bool]) -> list[Module]:
     """Return the modules without such cases, and no module that has none left."""
-    found = []
+    modules = []
     for module in written:
         kept = tuple(case for case in module.cases if not left_out(case))
         if kept:
-            found.append(dataclasses.replace(module, cases=kept))
-    return found
+            modules.append(dataclasses.replace(module, cases=kept))
+    return modules
 
 
 def smallest(module: Module, case: Case, mode: str, fuzz: Fuzz) -> tuple[Module, bool]:

@@ -33,22 +33,22 @@ def shared_backend() -> SharedBackend:
 
 def backend_of_shared_ranks() -> SharedBackend:
     """Return NCCL where the library that ranks load takes several ranks of one GPU, else gloo."""
-    found = nccl.library()
-    if found is not None and found.shares_gpus:
-        return SharedBackend("nccl", str(found))
+    library = nccl.library()
+    if library is not None and library.shares_gpus:
+        return SharedBackend("nccl", str(library))
     return SharedBackend("gloo", "gloo")
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     """The id of the first GPU that there is."""
-    found = visible_ids()
-    if not found:
+    ids = visible_ids()
+    if not ids:
         pytest.skip("no GPU is visible (NVML, CUDA_VISIBLE_DEVICES)")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     # So that no test depends on how many there are.
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", found[0])
-    return found[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ids[0])
+    return ids[0]
 
 
 @pytest.fixture

@@ -53,7 +53,9 @@ def needed(wheels: Iterable[Wheel], installed: Mapping[str, str]) -> Iterator[Wh
     required = [requirement for wheel in wheels for requirement in wheel.requires]
     for wheel in wheels:
         version = installed.get(wheel.name)
-        specifiers = [one.specifier for one in required if canonicalize_name(one.name) == wheel.name]
+        specifiers = [
+            requirement.specifier for requirement in required if canonicalize_name(requirement.name) == wheel.name
+        ]
         fits = version is not None and all(specifier.contains(version, prereleases=True) for specifier in specifiers)
         if wheel.name == OURS or not fits:
             yield wheel

@@ -118,13 +118,13 @@ def _product(size: int = 8192, times: int = 20) -> float:
     """Return how fast the card multiplies bfloat16 matrices of random numbers: the ceiling for what follows."""
     import torch
 
-    one, other = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
-        one @ other
+        left @ right
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(times):
-        one @ other
+        left @ right
     torch.cuda.synchronize()
     return 2 * size**3 * times / (time.perf_counter() - began) / 1e12
 
@@ -344,7 +344,7 @@ def stages(output: Path, *, cpu: bool) -> list[Stage]:
 def plan(every: Sequence[Stage], outcomes: Mapping[str, Outcome]) -> list[str]:
     """Return the lines of ``--list``: each stage in order, its expected seconds, and what became of it."""
     lines = []
-    whole = 0.0
+    total_seconds = 0.0
     longest: dict[str, float] = {}
     for stage in every:
         together = f", beside others of {stage.beside}" if stage.beside else ""
@@ -353,9 +353,9 @@ def plan(every: Sequence[Stage], outcomes: Mapping[str, Outcome]) -> list[str]:
         if stage.beside:
             longest[stage.beside] = max(stage.seconds, longest.get(stage.beside, 0.0))
         else:
-            whole += stage.seconds
-    whole += sum(longest.values())
-    return [*lines, f"{len(every)} stages, about {whole:.0f} s"]
+            total_seconds += stage.seconds
+    total_seconds += sum(longest.values())
+    return [*lines, f"{len(every)} stages, about {total_seconds:.0f} s"]
 
 
 def totals(outcomes: dict[str, Outcome], work: Path) -> dict[str, Any]:
@@ -511,9 +511,9 @@ def main() -> int:
         parser.error(f"no stage {min(unknown)!r}; there are {', '.join(stage.name for stage in every)}")
     chosen = [stage for stage in every if not arguments.only or stage.name in arguments.only]
     with tempfile.TemporaryDirectory(prefix="distcompat-gpu-", ignore_cleanup_errors=True) as work:
-        whole = arguments.minutes * 60
-        deadline = time.monotonic() + whole - (time.time() - arguments.began)
-        runner = Runner(chosen, output, Path(work), deadline, whole)
+        budget_seconds = arguments.minutes * 60
+        deadline = time.monotonic() + budget_seconds - (time.time() - arguments.began)
+        runner = Runner(chosen, output, Path(work), deadline, budget_seconds)
         runner.forget(arguments.again)
         if arguments.list:
             print("\n".join(plan(every, runner.outcomes)))

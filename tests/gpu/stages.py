@@ -91,13 +91,15 @@ class Runner:
         whole: How many seconds a whole call has. Who was cut off after most of that is not run again.
     """
 
-    def __init__(self, stages: Sequence[Stage], output: Path, work: Path, deadline: float, whole: float) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], output: Path, work: Path, deadline: float, total_seconds: float
+    ) -> None:
         self._stages = {stage.name: stage for stage in stages}
         assert len(self._stages) == len(stages), "two stages have one name"
         self._output = output
         self._work = work
         self._deadline = deadline
-        self._whole = whole
+        self._whole = total_seconds
         #: The stages that this call has run: who was cut off waits for the next one.
         self._ran: set[str] = set()
         #: Set when this process is interrupted, and the threads that wait for commands have to end them.
@@ -275,9 +277,9 @@ def _end(process: subprocess.Popen[Any]) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE * 2 / 3)
         below = [*tree, *_descendants(process.pid)]
-        for one in below:
+        for descendant in below:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                descendant.kill()
         # The next stage needs the memory that a killed one gives back only when it is gone.
         psutil.wait_procs(below, GRACE)
     with contextlib.suppress(ProcessLookupError):

@@ -184,13 +184,13 @@ def test_the_core_imports_nothing_of_an_extension() -> None:
 
 def identifiers_of(path: Path) -> set[str]:
     """Every name, attribute, argument and whole text in a module; what docstrings and comments say is not among them."""
-    found: set[str] = set()
+    identifiers: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         for field in ("id", "attr", "arg", "name", "value"):
             value = getattr(node, field, None)
             if isinstance(value, str):
-                found.add(value)
-    return found
+                identifiers.add(value)
+    return identifiers
 
 
 def test_the_core_has_no_flag_of_an_extension() -> None:

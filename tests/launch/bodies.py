@@ -445,8 +445,8 @@ class SpeechlessError(Exception):
 class HandfulError(Exception):
     """Cannot be pickled: it holds a file, and its arguments do not fit its constructor."""
 
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(f"{one} {two}")
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
         self.file = sys.stdout
 
 

@@ -97,7 +97,7 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
 def notes(ending: Ending, event: str) -> list[Mapping[str, Any]]:
     """Return the fields of the events of that name that the test's body logged on all ranks."""
     logged = [event for events in ending.events.values() for event in events]
-    return [one.data for one in logged if isinstance(one, Note) and one.event == event]
+    return [note.data for note in logged if isinstance(note, Note) and note.event == event]
 
 
 def wait_until_gone(pids: Iterable[int], seconds: float = 10.0) -> list[int]:

@@ -62,12 +62,15 @@ def test_two_workers_come_to_the_same_verdicts_from_as_many_runs(pytester: pytes
 @pytest.mark.nightly
 def test_below_a_path_that_is_not_utf_8(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries that read checkpoints refuse it; and a trainer makes the directory of an export only if it has one."""
-    there = pytester.path / "\udcff\udcfe"
-    there.mkdir()
-    monkeypatch.setenv("TMPDIR", str(there))
+    temporary = pytester.path / "\udcff\udcfe"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     # pytester has a directory of its own for that.
     report = run(
-        pytester, "-k", "TestTorch and fsdp2-fp32-w2: and (names or resume or export)", f"--basetemp={there / 'base'}"
+        pytester,
+        "-k",
+        "TestTorch and fsdp2-fp32-w2: and (names or resume or export)",
+        f"--basetemp={temporary / 'base'}",
     )
     assert set(verdicts(report).values()) == {"passed"}
     assert {check for _, _, check in verdicts(report)} >= {"names", "resume", "export"}

@@ -143,9 +143,9 @@ def test_ranks_have_hash_seeds_and_addresses_of_their_own(run: Run, launch: Laun
     runs = [report_process(run("report_process", 3, launcher=launcher, turn=turn)) for turn in (None, None, 0, 1)]
     for name in ("hash", "address"):
         seen = [[rank[name] for rank in ranks] for ranks in runs]
-        assert all(one[0] != one[1] != one[2] for one in seen), seen
-        assert all(one != other for one, other in zip(seen[0], seen[1], strict=True)), seen
-        assert all(one != other for one, other in zip(seen[2], seen[3], strict=True)), seen
+        assert all(values[0] != values[1] != values[2] for values in seen), seen
+        assert all(value != other for value, other in zip(seen[0], seen[1], strict=True)), seen
+        assert all(value != other for value, other in zip(seen[2], seen[3], strict=True)), seen
 
 
 @pytest.mark.nightly

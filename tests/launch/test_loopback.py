@@ -51,7 +51,7 @@ def test_no_other_machine_can_connect_to_what_runs(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("addresses", "expected"),
     [
         (["127.0.0.1"], "127.0.0.1"),
         pytest.param(
@@ -61,8 +61,10 @@ def test_no_other_machine_can_connect_to_what_runs(run: Run) -> None:
         (["2001:db8::1", "127.0.0.1"], "127.0.0.1"),
     ],
 )
-def test_the_store_listens_where_localhost_is(found: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    families = {address: socket.AF_INET6 if ":" in address else socket.AF_INET for address in found}
+def test_the_store_listens_where_localhost_is(
+    addresses: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families = {address: socket.AF_INET6 if ":" in address else socket.AF_INET for address in addresses}
     answer = [(family, socket.SOCK_STREAM, 6, "", (address, 0)) for address, family in families.items()]
     monkeypatch.setattr(loopback, "_resolve", lambda *args, **more: answer)
     with loopback.listen() as listening:

@@ -34,7 +34,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("there", "expected"),
+    ("files", "expected"),
     [
         ([], None),
         ([WHEEL, BUNDLED, PREFIX], WHEEL),
@@ -43,9 +43,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["none", "wheel", "bundled", "conda"],
 )
-def test_the_library_is_where_torch_looks(there: list[str], expected: str | None, site: Path) -> None:
+def test_the_library_is_where_torch_looks(files: list[str], expected: str | None, site: Path) -> None:
     """One that is not found is taken for one that is too old, and ranks that share a GPU would use gloo."""
-    for name in there:
+    for name in files:
         (site / name).parent.mkdir(parents=True)
         (site / name).touch()
     assert nccl.library_path() == (site / expected if expected else None)

@@ -180,7 +180,7 @@ def test_marks_of_compiled_and_checkpointed_modules(run: Run) -> None:
 @pytest.mark.nightly
 @needs_deepspeed
 def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
-    held = {"weight": 0, "bias": 0}
+    elements = {"weight": 0, "bias": 0}
     for event in events(with_deepspeed, "parameter"):
         assert event["kept"] in {"tensor_fragment", "NoneType"}, (
             f"DeepSpeed no longer has parameter._hp_mapping: see probe/optimizer.py:_partitioned\n{event}"
@@ -188,8 +188,8 @@ def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
         assert event["group"] == [0, 1], (
             f"parameter._dp_group is another: see probe/layouts.py:partition_layout\n{event}"
         )
-        held[event["name"]] += event["held"] or 0
-    assert held == {"weight": 12, "bias": 3}, (
+        elements[event["name"]] += event["held"] or 0
+    assert elements == {"weight": 12, "bias": 3}, (
         "the ranks' parameter._hp_mapping.lp_fragment_address.numel do not add up to the parameters: see "
         f"probe/optimizer.py:_partitioned\n{with_deepspeed.text()}"
     )
@@ -239,8 +239,8 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
     for rank, event in enumerate(experts):
         first = rank % 2 * 2
         names = {
-            f"module.moe.deepspeed_moe.experts.deepspeed_experts.{one}.{part}"
-            for one in (first, first + 1)
+            f"module.moe.deepspeed_moe.experts.deepspeed_experts.{expert}.{part}"
+            for expert in (first, first + 1)
             for part in ("weight", "bias")
         }
         assert event["same"] == dict.fromkeys(names, True), (

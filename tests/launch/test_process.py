@@ -104,9 +104,9 @@ def test_only_an_accelerator_that_is_there_is_hidden(
     if file:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
-    found = process.has_accelerator(tmp_path)
-    assert found == bool(file)
-    monkeypatch.setattr(process, "has_accelerator", lambda: found)
+    answer = process.has_accelerator(tmp_path)
+    assert answer == bool(file)
+    monkeypatch.setattr(process, "has_accelerator", lambda: answer)
     hiding = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if file else {}
     assert process.on_device({"NAME": "value"}, "cpu") == {"NAME": "value", **hiding}
     assert process.on_device({}, "cuda") == {}

@@ -109,9 +109,9 @@ def test_each_request_has_the_current_environment(send: Send, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setenv("OF_THIS_MOMENT", "1")
         patch.chdir(tmp_path / "elsewhere")
-        there = send("report_process")
-    assert {environ["OF_THIS_MOMENT"] for environ in reported(there, "seen", "environ")} == {"1"}
-    assert set(reported(there, "seen", "cwd")) == {str(tmp_path / "elsewhere")}
+        ending = send("report_process")
+    assert {environ["OF_THIS_MOMENT"] for environ in reported(ending, "seen", "environ")} == {"1"}
+    assert set(reported(ending, "seen", "cwd")) == {str(tmp_path / "elsewhere")}
     after = send("report_process", keep={"last": True})
     assert reported(after, "seen", "pid") == reported(usual, "seen", "pid")
     assert reported(after, "seen", "environ") == before

@@ -146,7 +146,7 @@ OF_ITS_ARGUMENTS = (
 
 
 @pytest.fixture(scope="module")
-def found() -> list[str]:
+def setter_names() -> list[str]:
     """The setters of what is installed; asked in a process of its own, for it imports much of torch."""
     command = [sys.executable, "-W", "ignore", setters.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -154,10 +154,10 @@ def found() -> list[str]:
     return names
 
 
-def test_every_setter_is_compared_or_on_the_page(found: list[str]) -> None:
-    assert len(found) > 150
+def test_every_setter_is_compared_or_on_the_page(setter_names: list[str]) -> None:
+    assert len(setter_names) > 150
     patterns = [*COMPARED, *NOT_COMPARED, *OF_ITS_ARGUMENTS]
-    unknown = [name for name in found if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    unknown = [name for name in setter_names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     assert not unknown, (
         "compare what they set in ext/reuse/process_state.py or library_state.py, or write on the page that it is not compared"
     )

@@ -150,8 +150,8 @@ def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: P
     cell = Cell.parse(f"fsdp2-fp32-w{size}-dp_replicate_2-tp_2")
     trace = simulated(tmp_path, "torch", cell)
     verdicts = {name: judge(find_check(name), cell, trace) for name in ("active", "names", "dtypes", "units", "memory")}
-    assert {one.status for one in verdicts.values()} == {SIMULATED}, verdicts
-    assert not any(one.ok or one.red for one in verdicts.values())
+    assert {verdict.status for verdict in verdicts.values()} == {SIMULATED}, verdicts
+    assert not any(verdict.ok or verdict.red for verdict in verdicts.values())
     assert verdicts["active"].reason == "simulated: no values were computed"
     sent = {(sending["collective"], sending["mesh"], sending["ranks"]) for sending in sent_bytes(trace.run())}
     assert {("all_gather", "dp_shard", size // 4), ("reduce_scatter", "dp_shard", size // 4)} <= sent

@@ -42,10 +42,10 @@ def test_up_to_twice_over_few_ranks_and_less_over_many(tmp_path: Path) -> None:
             run = runs[name, ranks]
             assert run.end is None
             assert run.unwrapped is not None
-            size, found = sum(math.prod(info.shape) for info in run.unwrapped.parameters), tensor_bytes(run)
+            size, bytes_by_rank = sum(math.prod(info.shape) for info in run.unwrapped.parameters), tensor_bytes(run)
             # On all ranks together nothing is padded: FSDP2's shards are uneven.
-            assert sum(map(sum, found.values())) == width * size
-            largest = max(map(sum, zip(*found.values(), strict=True)))
+            assert sum(map(sum, bytes_by_rank.values())) == width * size
+            largest = max(map(sum, zip(*bytes_by_rank.values(), strict=True)))
             assert largest == pytest.approx(width * size / ranks, rel=0.05)
             peaks.append(largest + 2 * gathered(run))
         ratios.append(peaks[0] / peaks[1])

@@ -80,8 +80,8 @@ class Field:
 def await_that(read: Callable[[], object], expected: object) -> None:
     """Look until it is so."""
     deadline = time.monotonic() + DEADLINE
-    while (found := read()) != expected:
-        assert time.monotonic() < deadline, f"{found}, not {expected}"
+    while (value := read()) != expected:
+        assert time.monotonic() < deadline, f"{value}, not {expected}"
         time.sleep(0.005)
 
 
@@ -139,9 +139,9 @@ def memory() -> MadeUpMemory:
 @contextlib.contextmanager
 def lease_elsewhere(pool: Pool, ranks: int, who: str) -> Iterator[Lease]:
     """Lease in a thread of its own, to which nothing is lent yet."""
-    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as held:
-        lease = thread.submit(held.enter_context, pool.lease(ranks, who=who, timeout=0)).result()
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as leases:
+        lease = thread.submit(leases.enter_context, pool.lease(ranks, who=who, timeout=0)).result()
         try:
             yield lease
         finally:
-            thread.submit(held.close).result()
+            thread.submit(leases.close).result()

@@ -50,15 +50,15 @@ def main(directory: str, timeline: str, who: str, places: str, *ids: str) -> Non
     kind: Literal["gpu", "cpu"] = "cpu" if ids[0].startswith("cpu") else "gpu"
     inventory = Inventory(kind, ids, int(places), runs_share=int(places) > 1)
     pool = Pool(Path(directory), inventory, timeline=Path(timeline))
-    held = contextlib.ExitStack()
+    leases = contextlib.ExitStack()
     print("ready", flush=True)
     for line in sys.stdin:
         match line.split():
             case ["lease", count]:
-                lease = held.enter_context(pool.lease(int(count), who=who))
+                lease = leases.enter_context(pool.lease(int(count), who=who))
                 print("got", *lease.ids, flush=True)
             case ["release"]:
-                held.close()
+                leases.close()
                 print("released", flush=True)
             case ["fight", rounds, seed, arena]:
                 fight(pool, int(rounds), random.Random(seed), Path(arena))

@@ -294,7 +294,7 @@ def test_a_leak_of_shared_ranks_at_the_end_of_the_session_is_reported(memory: Ma
     keeper = RankKeeper(launcher, notices.append)
     keeper.run(Request("", {}, 1, str(tmp_path / "run")), Reuse("module", 10, last=False))
     keeper.retire()
-    here = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
+    nodeid = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     left = "300 MiB stayed in use on GPU-a after the ranks were gone"
-    assert notices == [f"ranks that {here} and later tests shared: {left}"]
+    assert notices == [f"ranks that {nodeid} and later tests shared: {left}"]
     assert not pool.holders()

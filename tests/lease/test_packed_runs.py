@@ -38,8 +38,8 @@ def spans(directory: Path) -> list[Span]:
     return read_timeline(directory / "base" / "distcompat")
 
 
-def names(found: list[Span]) -> list[str]:
-    return [span.who.rpartition("::")[2] for span in found]
+def names(run_spans: list[Span]) -> list[str]:
+    return [span.who.rpartition("::")[2] for span in run_spans]
 
 
 def make(pytester: pytest.Pytester, sizes: list[int], ordinary: int = 0) -> list[str]:
@@ -64,14 +64,18 @@ def test_forty_tests_begin_as_planned_and_share_no_gpu(pytester: pytest.Pytester
         if set(combination.ids) & set(other.ids):
             assert combination.released <= other.got or other.released <= combination.got
     # What each worker begins with is what was planned to be first.
-    order = [demand.id for demand in pack([Demand(name, size) for name, size in zip(tests, sizes, strict=True)], 8, 4)]
-    first = {span.worker: name for span, name in reversed(list(zip(runs, names(runs), strict=True)))}
+    demands = [Demand(name, size) for name, size in zip(tests, sizes, strict=True)]
+    order = [demand.id for demand in pack(demands, 8, 4)]
+    first: dict[str, str] = {}
+    for span, name in zip(runs, names(runs), strict=True):
+        first.setdefault(span.worker, name)
     assert sorted(first) == ["gw0", "gw1", "gw2", "gw3"]
     assert sorted(first.values()) == sorted(order[:4])
     cached = json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text())
-    assert {name: seconds >= script[name]["seconds"] for name, seconds in by_name(cached).items()} == dict.fromkeys(
-        tests, True
-    )
+    seconds_by_name = by_name(cached)
+    assert seconds_by_name.keys() == set(tests)
+    for name, seconds in seconds_by_name.items():
+        assert seconds >= script[name]["seconds"]
 
 
 def by_name(cached: dict[str, float]) -> dict[str, float]:

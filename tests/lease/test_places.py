@@ -83,9 +83,9 @@ def test_a_run_has_a_place_for_each_rank_or_none(arena: Field) -> None:
 def test_ranks_spread_over_gpus_before_they_share(ranks: int, arena: Field) -> None:
     pool = shared(arena, IDS[:2])
     with pool.lease(ranks, who="run"):
-        held = [holder.id for holder in pool.holders()]
-    assert {device_of(name) for name in held} == set(IDS[: min(ranks, 2)])
-    assert len(held) == {1: 1, 2: 2, 3: 4, 4: 4}[ranks]
+        leased_places = [holder.id for holder in pool.holders()]
+    assert {device_of(name) for name in leased_places} == set(IDS[: min(ranks, 2)])
+    assert len(leased_places) == {1: 1, 2: 2, 3: 4, 4: 4}[ranks]
 
 
 def test_a_run_takes_the_gpu_with_the_fewest_runs(arena: Field) -> None:
@@ -98,18 +98,18 @@ def test_a_run_takes_the_gpu_with_the_fewest_runs(arena: Field) -> None:
 
 @pytest.mark.parametrize("other", [1, 3], ids=["whole GPUs", "three places"])
 def test_sessions_that_divide_a_gpu_otherwise_exclude_each_other_and_none_starves(other: int, arena: Field) -> None:
-    one, two, late = arena.enter("one", "two", "late", ids=ONE, places=2)
+    first, second, late = arena.enter("one", "two", "late", ids=ONE, places=2)
     (stranger,) = arena.enter("stranger", ids=ONE, places=other)
-    for holder in (one, two):
+    for holder in (first, second):
         lease(holder)
         assert holder.receive() == GOT
     lease(stranger)
     arena.await_waiting("stranger")
     # A place is free, but the stranger was first.
-    release(one)
+    release(first)
     lease(late)
     arena.await_waiting("stranger", "late")
-    release(two)
+    release(second)
     assert stranger.receive() == GOT
     arena.await_waiting("late")
     release(stranger)
@@ -128,8 +128,8 @@ def test_a_place_of_a_killed_holder_is_free(arena: Field) -> None:
     assert {holder.who for holder in arena.pool.holders()} == {"waiter", "lives"}
     waiter.kill()
     lives.kill()
-    with arena.pool.lease(4, who="whole", timeout=60) as found:
-        assert found.ids == IDS
+    with arena.pool.lease(4, who="whole", timeout=60) as all_places:
+        assert all_places.ids == IDS
 
 
 @pytest.mark.parametrize("other", [1, 3], ids=["whole GPUs", "three places"])

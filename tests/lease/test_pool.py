@@ -54,9 +54,12 @@ def lease_now(pool: Pool, ranks: int, who: str = "test_it") -> tuple[str, ...]:
 
 
 def test_a_lease_names_its_devices_and_shows_them_to_ranks(arena: Field) -> None:
-    with arena.pool.lease(2, who="one", timeout=0) as one, lease_elsewhere(arena.pool, 2, "two") as two:
-        assert (one.ids, two.ids) == (("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
-        assert two.environment == dict.fromkeys(VISIBLE, "GPU-c,GPU-d")
+    with (
+        arena.pool.lease(2, who="one", timeout=0) as first_lease,
+        lease_elsewhere(arena.pool, 2, "two") as second_lease,
+    ):
+        assert (first_lease.ids, second_lease.ids) == (("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
+        assert second_lease.environment == dict.fromkeys(VISIBLE, "GPU-c,GPU-d")
     assert lease_now(arena.pool, 4) == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 
 

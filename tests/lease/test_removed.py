@@ -120,10 +120,10 @@ def test_processes_that_create_it_together_get_one_of_the_right_mode(tmp_path: P
     command = [sys.executable, "-c", script, str(directory)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "umask": 0o022}
     both = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
-    for one in both:
-        assert one.stdout.readline() == "ready\n"
+    for contender in both:
+        assert contender.stdout.readline() == "ready\n"
     shutil.rmtree(directory)
-    for one in both:
-        one.communicate("go\n", timeout=60)
-    assert [one.returncode for one in both] == [0, 0]
+    for contender in both:
+        contender.communicate("go\n", timeout=60)
+    assert [contender.returncode for contender in both] == [0, 0]
     assert (mode(directory), mode(directory / "queue")) == (0o700, 0o700)

@@ -167,10 +167,10 @@ def test_a_leak_is_that_of_the_run_whose_processes_stay(tmp_path: Path, memory: 
     neighbours = MadeUpMemory(dict(memory.now))
     leaky = Pool(tmp_path / "leases", inventory, memory=memory, free_timeout=0)
     clean = Pool(tmp_path / "leases", inventory, memory=neighbours, free_timeout=0)
-    with leaky.lease(1, who="leaky") as one, lease_elsewhere(clean, 1, "clean") as other:
+    with leaky.lease(1, who="leaky") as leaky_lease, lease_elsewhere(clean, 1, "clean") as other:
         memory.now["GPU-a"] += 300 << 20
     assert other.leak == ()
-    assert [(leak.id, leak.bytes, leak.who) for leak in one.leak] == [("GPU-a", 300 << 20, "leaky")]
+    assert [(leak.id, leak.bytes, leak.who) for leak in leaky_lease.leak] == [("GPU-a", 300 << 20, "leaky")]
 
 
 def test_in_a_session_the_test_that_leaked_fails(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:

@@ -187,4 +187,4 @@ class Ray(Nodes):
         daemon.kill()
 
 
-NODES: dict[str, type[Nodes]] = {one.name: one for one in (Local, Join, Slurm, Ray)}
+NODES: dict[str, type[Nodes]] = {executor.name: executor for executor in (Local, Join, Slurm, Ray)}

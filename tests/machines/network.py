@@ -51,10 +51,10 @@ class Network:
             ip("-n", namespace, "link", "set", "eth0", "up")
 
     def remove(self) -> None:
-        for one in psutil.process_iter():
-            if self.is_on(one, *self.namespaces):
+        for running in psutil.process_iter():
+            if self.is_on(running, *self.namespaces):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    running.kill()
         for process in self.started:
             process.communicate()
         for namespace in (*self.namespaces.values(), self.switch):
@@ -122,8 +122,8 @@ class Network:
 
     def left(self) -> list[str]:
         """Return the commands of processes that still run on one of the nodes."""
-        there = (process for process in psutil.process_iter(["cmdline"]) if self.is_on(process, *self.namespaces))
-        return [" ".join(one.info["cmdline"]) for one in there]
+        processes = (process for process in psutil.process_iter(["cmdline"]) if self.is_on(process, *self.namespaces))
+        return [" ".join(process.info["cmdline"]) for process in processes]
 
 
 @pytest.fixture

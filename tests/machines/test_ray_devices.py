@@ -174,9 +174,9 @@ def become(free: Callable[[], float], number: int) -> bool:
 def test_a_run_has_what_it_needs_and_gives_it_back(sessions: Sessions, free: Callable[[], float]) -> None:
     base = sessions.directory / "base"
     session = sessions.start("spans or hangs or between or own or large", f"--basetemp={base}")
-    one, other = sessions.reached("spans0", "spans1")
-    assert {one[:-1], other[:-1]} == {"GPU-"}
-    assert {one[-1] in "01", other[-1] in "01"} == {True, False}
+    first_device, second_device = sessions.reached("spans0", "spans1")
+    assert {first_device[:-1], second_device[:-1]} == {"GPU-"}
+    assert {first_device[-1] in "01", second_device[-1] in "01"} == {True, False}
     assert become(free, 2)
     sessions.go("spans0", "spans1")
     sessions.reached("between")
@@ -195,7 +195,7 @@ def test_a_run_has_what_it_needs_and_gives_it_back(sessions: Sessions, free: Cal
     assert become(free, 4)
     # What a report has; without suites there is none.
     had = [(row["who"].partition("::")[2], row["device"]) for row in entries(base / "distcompat", 0)]
-    assert sorted(had[:2]) == sorted(("test_spans", device) for device in (one, other))
+    assert sorted(had[:2]) == sorted(("test_spans", device) for device in (first_device, second_device))
     # One of each node.
     assert [name for name, _ in had[2:4]] == ["test_hangs"] * 2
     assert {device in ("GPU-0", "GPU-1") for _, device in had[2:4]} == {True, False}
@@ -217,14 +217,14 @@ def test_two_workers_share_the_gpus_of_a_node(sessions: Sessions, free: Callable
 def test_a_run_waits_for_another_job(sessions: Sessions, free: Callable[[], float]) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    held = placement_group([{"GPU": 2}] * 2)
-    assert held.wait(30)
+    group = placement_group([{"GPU": 2}] * 2)
+    assert group.wait(30)
     session = sessions.start("spans")
     assert session.stdout is not None
     waits = functools.partial(re.search, r"waits for GPUs \(1 on \S+, 1 on \S+\); by Ray's count 0 are free")
     shown = next(filter(waits, session.stdout))
     assert shown.startswith("distcompat: ")
-    remove_placement_group(held)
+    remove_placement_group(group)
     sessions.go("spans0", "spans1")
     run = sessions.ended(session)
     assert run.outcomes == {"test_spans": "passed"}, run.out
@@ -251,7 +251,7 @@ def test_nothing_is_held_after(
         sessions.go("spans0", "spans1")
         sessions.reached("between")
     pytest_itself = psutil.Process(session.pid)
-    ended = next(one for one in (pytest_itself, *pytest_itself.children()) if what in one.cmdline())
+    ended = next(process for process in (pytest_itself, *pytest_itself.children()) if what in process.cmdline())
     ended.send_signal(number)
     assert become(free, 4)
 

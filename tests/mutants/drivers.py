@@ -112,12 +112,12 @@ class _OneGroup:
     def __getattr__(self, name: str) -> Any:
         """Return the method of that name: ``get_data_parallel_group``, ``get_tensor_model_parallel_rank``."""
         kind = name.rpartition("_")[2]
-        whole = {"rank": self.rank, "size": self.size, "group": self.group}
+        parallel_values = {"rank": self.rank, "size": self.size, "group": self.group}
         single = {"rank": 0, "size": 1, "group": self.alone}
         parallel = name.startswith(("get_model_parallel", "get_tensor_model_parallel"))
-        if not name.startswith("get_") or kind not in whole or "sequence" in name or "slice" in name:
+        if not name.startswith("get_") or kind not in parallel_values or "sequence" in name or "slice" in name:
             raise AttributeError(name)
-        return lambda: (whole if parallel else single)[kind]
+        return lambda: (parallel_values if parallel else single)[kind]
 
 
 class TensorParallel(DeepSpeedDriver):

@@ -12,7 +12,8 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 
 MATRICES = {
-    one.driver: one.matrix for one in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed)
+    suite_class.driver: suite_class.matrix
+    for suite_class in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed)
 }
 
 

@@ -37,4 +37,4 @@ def test_the_page_says_by_which_check_each_bug_of_an_axis_is_caught() -> None:
             assert {f"`{sighting.check}`" for sighting in SIGHTINGS[name]} == {check}
         for name in re.findall(r"twin `(.+?)`", how):
             declared = [block for block in twins.split("\n\n\n") if f"class {name}(" in block]
-            assert any(re.search(rf"@twin\(\s*\"{check[1:-1]}\"", one) for one in declared), name
+            assert any(re.search(rf"@twin\(\s*\"{check[1:-1]}\"", decorator) for decorator in declared), name

@@ -22,9 +22,9 @@ WITH_TRANSFORMER_ENGINE = "acc-3361-fp8-ds"
 #: Tied weights saved by ``save_pretrained``.
 IN_ZOO = "tr-29903-state-dict"
 IN_ANY = [
-    pytest.param(one, id=name)
-    for name, many in SIGHTINGS.items()
-    for one in many
+    pytest.param(sighting, id=name)
+    for name, sightings in SIGHTINGS.items()
+    for sighting in sightings
     if name not in {WITH_TRANSFORMER_ENGINE, IN_ZOO}
 ]
 
@@ -54,11 +54,11 @@ def test_the_zoo_has_the_cell_of_an_architecture() -> None:
 def test_a_machine_with_transformer_engine_has_its_cell_too(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
 
-    def found(name: str, package: str | None = None) -> ModuleSpec | None:
-        there = ModuleSpec(name, None, origin="there") if name == "transformer_engine" else None
-        return there or find_spec(name, package)
+    def find_faked(name: str, package: str | None = None) -> ModuleSpec | None:
+        faked = ModuleSpec(name, None, origin="there") if name == "transformer_engine" else None
+        return faked or find_spec(name, package)
 
-    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(importlib.util, "find_spec", find_faked)
     (sighting,) = SIGHTINGS[WITH_TRANSFORMER_ENGINE]
     wanted = Cell.parse(sighting.cell)
     # An array may have it with another option beside it.

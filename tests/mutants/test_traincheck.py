@@ -113,7 +113,7 @@ def test_each_of_the_26_has_a_verdict_and_the_page_counts_them() -> None:
 
 
 def test_the_profile_full_has_the_cell_of_frozen_parameters() -> None:
-    (seen,) = (one for one in SEEN if one.id == "DS-5489")
+    (seen,) = (sighting for sighting in SEEN if sighting.id == "DS-5489")
     assert Cell.parse(seen.sighting.cell) in profiled.cells("full", seen.sighting.driver)
 
 

@@ -19,23 +19,25 @@ def known(**changes: Any) -> dict[str, Any]:
     return {**same, **changes}
 
 
-def found(**changes: Any) -> list[str]:
+def differences_after(**changes: Any) -> list[str]:
     return list(differences("n2", known(**changes), "n1", known()))
 
 
 def test_nodes_that_are_alike() -> None:
-    assert found() == []
+    assert differences_after() == []
 
 
 def test_each_difference_names_the_node_and_what_differs() -> None:
-    assert found(versions={"torch": "2.12.0"}) == ["n2 has torch 2.12.0, n1 has 2.13.0"]
-    assert found(versions={}) == ["n2 has torch not installed, n1 has 2.13.0"]
-    assert found(sources={"/r/a.py": "2"}) == ["n2 has another /r/a.py than n1"]
-    assert found(sources={"/r/a.py": "1", "/r/b.py": "1"}) == ["/r/b.py is on n2 only"]
-    assert found(sources={}) == ["n2 has no source of the repository; expected it at the same path as on n1"]
-    assert found(wall=3600.0) == ["the clock of n2 is +3600 s off that of n1; expected 5 s at most"]
-    assert found(shm=1) == ["n2 has 1 MiB free in /dev/shm; expected 32 at least"]
-    assert found(gpus=8) == ["n2 has 8 visible GPUs, n1 has 0"]
+    assert differences_after(versions={"torch": "2.12.0"}) == ["n2 has torch 2.12.0, n1 has 2.13.0"]
+    assert differences_after(versions={}) == ["n2 has torch not installed, n1 has 2.13.0"]
+    assert differences_after(sources={"/r/a.py": "2"}) == ["n2 has another /r/a.py than n1"]
+    assert differences_after(sources={"/r/a.py": "1", "/r/b.py": "1"}) == ["/r/b.py is on n2 only"]
+    assert differences_after(sources={}) == [
+        "n2 has no source of the repository; expected it at the same path as on n1"
+    ]
+    assert differences_after(wall=3600.0) == ["the clock of n2 is +3600 s off that of n1; expected 5 s at most"]
+    assert differences_after(shm=1) == ["n2 has 1 MiB free in /dev/shm; expected 32 at least"]
+    assert differences_after(gpus=8) == ["n2 has 8 visible GPUs, n1 has 0"]
 
 
 def test_facts_of_this_machine(tmp_path: Path) -> None:
@@ -43,6 +45,6 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "pyvenv.cfg").touch()
     (tmp_path / "venv" / "library.py").touch()
-    here = {**facts(str(tmp_path), [], "cpu"), "wall": 0.0}
-    assert list(here["sources"]) == [str(tmp_path / "driver.py")]
-    assert list(differences("n2", here, "n1", {**facts(str(tmp_path), [], "cpu"), "wall": 0.0})) == []
+    facts_of_node = {**facts(str(tmp_path), [], "cpu"), "wall": 0.0}
+    assert list(facts_of_node["sources"]) == [str(tmp_path / "driver.py")]
+    assert list(differences("n2", facts_of_node, "n1", {**facts(str(tmp_path), [], "cpu"), "wall": 0.0})) == []

@@ -12,8 +12,8 @@ from pytest_distcompat.scenario import RESUME_RUN, TRAIN_RUN, Run
 
 
 def files(directory: Path) -> dict[str, str]:
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_text(encoding="utf-8") for path in found}
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_text(encoding="utf-8") for path in files}
 
 
 def payload(run: Run, *names: str) -> SuitePayload:

@@ -45,8 +45,8 @@ PLAIN = "checkpoints on each node are tried with plain data parallel ranks alone
     ],
 )
 def test_cells(driver: str, cell: str, reason: str | None) -> None:
-    found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
-    assert found is None if reason is None else found is not None and found.startswith(reason), found
+    actual = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
+    assert actual is None if reason is None else actual is not None and actual.startswith(reason), actual
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_cells(driver: str, cell: str, reason: str | None) -> None:
     ],
 )
 def test_checks(driver: str, cell: str, check: str, reason: str | None) -> None:
-    found = CHECKS.get(check).not_applicable(Cell.parse(cell), DRIVERS.get(driver))
-    assert found is None if reason is None else found is not None and found.startswith(reason), found
+    actual = CHECKS.get(check).not_applicable(Cell.parse(cell), DRIVERS.get(driver))
+    assert actual is None if reason is None else actual is not None and actual.startswith(reason), actual
 
 
 def test_the_first_rank_of_a_node() -> None:

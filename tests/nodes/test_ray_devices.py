@@ -37,7 +37,7 @@ class MadeUpRay:
         return self.busy < 0
 
     def placement_group(self, bundles: Any, strategy: str, bundle_label_selector: Any) -> Any:
-        self.groups.append((bundles, strategy, [one["ray.io/node-id"] for one in bundle_label_selector]))
+        self.groups.append((bundles, strategy, [selector["ray.io/node-id"] for selector in bundle_label_selector]))
         return types.SimpleNamespace(wait=self.wait, bundle_specs=bundles)
 
     def modules(self) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def answers(asked: dict[str, Any], replaced: Callable[[], bool] = lambda: False)
 def test_a_group_is_what_a_run_needs(ray: MadeUpRay) -> None:
     placements = executor.Placements({**NODES, "": NODES["n1"]}, lambda: False)
     assert [*placements.place(ASKED)] == [{"given": {"n1": ["0", "2"], "n2": ["1", "2"]}}]
-    one = {**ASKED, "nodes": [""], "least": 1, "most": 1}
-    assert [*placements.place(one)] == [{"given": {"": ["0", "1"]}}]
+    request = {**ASKED, "nodes": [""], "least": 1, "most": 1}
+    assert [*placements.place(request)] == [{"given": {"": ["0", "1"]}}]
     assert len(ray.removed) == 1
     assert [*placements.place({"nodes": []})] == []
     assert len(ray.removed) == 2
@@ -168,23 +168,23 @@ def test_the_pool_of_pytests_node_leases_what_is_given(tmp_path: Path, monkeypat
     monkeypatch.setattr(devices, "gpu_uuids", lambda: ["GPU-a", "GPU-b"])
     monkeypatch.setattr(devices, "mig_instances", list)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    held = list[str]()
+    holders = list[str]()
 
     @contextlib.contextmanager
     def ask(ranks: int, who: str) -> Iterator[Given]:
-        held.append(who)
+        holders.append(who)
         yield {"": ["1"]}
-        held.remove(who)
+        holders.remove(who)
 
     pool = ScheduledPool(None, Inventory("gpu", ("GPU-a", "GPU-b")), ask=ask, memory=lambda _: {})
 
     def failing() -> None:
         with pool.lease(1, who="a test") as lease, pool.lease(1, who="its script") as inner:
             assert lease.ids == inner.ids == ("GPU-b",)
-            assert held == ["a test"]
+            assert holders == ["a test"]
             raise KeyError
 
     with pytest.raises(KeyError):
         failing()
-    assert not held
+    assert not holders
     assert pool.inventory.ids == ("GPU-a", "GPU-b")

@@ -256,24 +256,24 @@ time_limit.SUSPENDED_S = 3.0
 def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(HELD)
     (tmp_path / "test_stops.py").write_text(STOPS)
-    held: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
 
     def stop() -> None:
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
         session = session_of(tmp_path)
-        held.extend(child for child in session.children() if "n2" in child.cmdline())
-        for process in held:
+        processes.extend(child for child in session.children() if "n2" in child.cmdline())
+        for process in processes:
             process.suspend()
 
     thread = threading.Thread(target=stop)
     thread.start()
     run = run_pytest(tmp_path, "-p", "no:cacheprovider")
     thread.join()
-    assert len(held) == 1
+    assert len(processes) == 1
     assert run.outcomes == {"test_stops": "failed"}, run.out
     said = "rank 1 on n2 was lost with its node: its agent has not run for 0.05 minutes, though the node answers"
     assert run.text("test_stops").startswith(said), run.text("test_stops")
-    assert not [process for process in held if process.is_running()]
+    assert not [process for process in processes if process.is_running()]
 
 
 BEFORE = """

@@ -43,18 +43,18 @@ def verdicts(report: Report) -> dict[tuple[str, str, str], tuple[Any, ...]]:
 
 def test_verdicts_equal_those_on_one_node(run_pytest: RunPytest, directory: Path) -> None:
     chosen = "TestSound and w2 or TestRaises or TestDrifts"
-    _, one = run_on(1, run_pytest, directory, "-k", chosen)
-    _, two = run_on(2, run_pytest, directory, "-k", chosen)
-    assert len(verdicts(one)) > 30
-    assert verdicts(two) == verdicts(one)
-    statuses = {(result.suite, result.status.name) for result in two.results}
+    _, report_of_one = run_on(1, run_pytest, directory, "-k", chosen)
+    _, report_of_two = run_on(2, run_pytest, directory, "-k", chosen)
+    assert len(verdicts(report_of_one)) > 30
+    assert verdicts(report_of_two) == verdicts(report_of_one)
+    statuses = {(result.suite, result.status.name) for result in report_of_two.results}
     assert {("TestSound", "passed"), ("TestRaises", "failed"), ("TestDrifts", "failed")} <= statuses
     assert ("TestSound", "failed") not in statuses
-    messages = {(result.suite, result.check): result.message for result in two.results}
+    messages = {(result.suite, result.check): result.message for result in report_of_two.results}
     assert messages["TestRaises", "paths"].startswith("rank 1 on n2 raised ValueError: the cause\n")
     assert messages["TestDrifts", "active"].startswith("rank 1 on n2: 1 parameters differ from rank 0 on n1's")
     # A run on one rank is on one node.
-    runs = {(run["name"], run["cell"]): run["world_size"] for run in two.runs}
+    runs = {(run["name"], run["cell"]): run["world_size"] for run in report_of_two.runs}
     assert runs["train", "fsdp2-fp32-w2-n2"] == 2
 
 

@@ -85,14 +85,14 @@ def test_runs_move_from_a_node_that_is_preempted(run_pytest: RunPytest, tmp_path
 @pytest.mark.nightly
 def test_a_suite_has_the_verdicts_of_one_node(run_pytest: RunPytest, tmp_path: Path) -> None:
     shutil.copy(HERE / "suite_on_nodes.py", tmp_path / "test_suite.py")
-    found = []
+    verdicts_of_runs = []
     for nodes in ("0", "2"):
         options = ("-n", "2", "--distcompat-worker-nodes", nodes, "--distcompat-report", "r.json")
         run = run_pytest(tmp_path, *options, "-k", "TestSound and w2 or TestRaises or TestDrifts")
         report = Report.read(tmp_path / "r.json")
         assert len(verdicts(report)) > 30, run.out
-        found.append(verdicts(report))
-    assert found[0] == found[1]
+        verdicts_of_runs.append(verdicts(report))
+    assert verdicts_of_runs[0] == verdicts_of_runs[1]
 
 
 @pytest.mark.parametrize(

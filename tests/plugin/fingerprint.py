@@ -85,10 +85,10 @@ def main_module() -> dict[str, object]:
 
 def fingerprint(config: pytest.Config) -> dict[str, object]:
     """Return all facts as plain data. Lists are compared without their order."""
-    here = str(Path(__file__).parent)
+    directory = str(Path(__file__).parent)
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     facts: dict[str, object] = {f"modules of {package.__name__}": reachable(package) for package in PACKAGES}
-    facts["sys.path"] = " ".join(sys.path).replace(here, "HERE")
+    facts["sys.path"] = " ".join(sys.path).replace(directory, "HERE")
     facts["sys.argv"] = " ".join(sys.argv)
     facts["sys.orig_argv"] = " ".join(sys.orig_argv)
     facts["sys.flags"] = str(sys.flags)
@@ -99,9 +99,9 @@ def fingerprint(config: pytest.Config) -> dict[str, object]:
     facts["hooks"] = [str(sys.gettrace()), str(sys.getprofile()), str(threading.gettrace())]
     facts["__main__"] = main_module()
     facts["environment"] = {
-        name: "" if name in VOLATILE else value.replace(here, "HERE") for name, value in os.environ.items()
+        name: "" if name in VOLATILE else value.replace(directory, "HERE") for name, value in os.environ.items()
     }
-    facts["working directory"] = Path.cwd() == Path(here)
+    facts["working directory"] = Path.cwd() == Path(directory)
     facts["leads its session"] = os.getsid(0) == os.getpid()
     facts["leads its group"] = os.getpgid(0) == os.getpid()
     facts["multiprocessing"] = {

@@ -64,21 +64,21 @@ def fingerprint(
     return run
 
 
-def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
+def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
     """Return both values of each fact that differs, by its name."""
     differing = {}
     for name, value in expected.items():
         if isinstance(value, dict):
-            for key in {*value, *found[name]}:
-                ours, theirs = found[name].get(key), value.get(key)
+            for key in {*value, *actual[name]}:
+                ours, theirs = actual[name].get(key), value.get(key)
                 if ours != theirs:
                     differing[f"{name} {key}"] = f"{ours!r}; torchrun's ranks have {theirs!r}"
         elif isinstance(value, list):
-            ours, theirs = Counter(map(str, found[name])), Counter(map(str, value))
+            ours, theirs = Counter(map(str, actual[name])), Counter(map(str, value))
             if ours != theirs:
                 differing[name] = f"more: {sorted(ours - theirs)}; less: {sorted(theirs - ours)}"
-        elif found[name] != value:
-            differing[name] = f"{found[name]!r}; torchrun's ranks have {value!r}"
+        elif actual[name] != value:
+            differing[name] = f"{actual[name]!r}; torchrun's ranks have {value!r}"
     return differing
 
 

@@ -276,14 +276,14 @@ def test_a_run_that_shares_a_gpu_leaks_what_its_own_processes_keep(
     assert [leak.bytes for leak in lease.leak] == [left] * bool(left)
 
 
-@pytest.mark.parametrize(("visible", "found"), [(None, (9, 0)), ("0", (9, 0)), ("1", None), ("", None)])
+@pytest.mark.parametrize(("visible", "capability"), [(None, (9, 0)), ("0", (9, 0)), ("1", None), ("", None)])
 def test_the_compute_capability_is_that_of_the_first_visible_gpu(
-    visible: str | None, found: tuple[int, int] | None, nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, capability: tuple[int, int] | None, nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "gpu_uuids", lambda: [GPU_A, GPU_B])
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.compute_capability() == found
+    assert devices.compute_capability() == capability
 
 
 def test_without_a_driver_there_is_nothing(nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch) -> None:

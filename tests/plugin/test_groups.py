@@ -50,8 +50,10 @@ def test_ranks_and_the_reproduce_command_know_the_test_without_it(
     pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As in a worker: whether pytest lets xdist do that depends on its version.
-    whole: Any = pytest.Item.nodeid
-    added = property(lambda item: whole.fget(item) + "@one" * bool(getattr(item.config.option, "loadgroup", False)))
+    plain_nodeid: Any = pytest.Item.nodeid
+    added = property(
+        lambda item: plain_nodeid.fget(item) + "@one" * bool(getattr(item.config.option, "loadgroup", False))
+    )
     monkeypatch.setattr(pytest.Item, "nodeid", added)
     pytester.makeconftest("def pytest_configure(config): config.option.loadgroup = True")
     killed = ranks.ending((RankEnd(0, "killed", "was killed by SIGKILL"), ()))

@@ -34,7 +34,7 @@ def test_fixtures_of_other_plugins_may_have_our_names(request): pass
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def suite_directory(tmp_path: Path) -> Path:
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (tmp_path / "test_x.py").write_text(TESTS, encoding="utf-8")
     return tmp_path
@@ -42,26 +42,26 @@ def here(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("args", [[], ["-n", "1"], ["--collect-only"]], ids=["alone", "xdist", "collect"])
 def test_an_idle_session_imports_nothing_heavy_and_prints_nothing(
-    args: list[str], here: Path, run_pytest: RunPytest
+    args: list[str], suite_directory: Path, run_pytest: RunPytest
 ) -> None:
-    run = run_pytest(here, *args)
+    run = run_pytest(suite_directory, *args)
     assert run.code == pytest.ExitCode.OK, run.out
     assert "process loaded []" in run.out
     assert not [line for line in run.out.splitlines() if line.startswith("distcompat")]
-    assert not (here / "basetemp" / "distcompat").exists()
+    assert not (suite_directory / "basetemp" / "distcompat").exists()
 
 
-def test_an_option_imports_no_torch_and_at_most_nvml(here: Path, run_pytest: RunPytest) -> None:
-    (here / "conftest.py").write_text(CONFTEST.replace("'pynvml', ", ""), encoding="utf-8")
-    run = run_pytest(here, "--distcompat-gpus=auto", "--distcompat-strategies=ddp", "--distcompat-timeout=3")
+def test_an_option_imports_no_torch_and_at_most_nvml(suite_directory: Path, run_pytest: RunPytest) -> None:
+    (suite_directory / "conftest.py").write_text(CONFTEST.replace("'pynvml', ", ""), encoding="utf-8")
+    run = run_pytest(suite_directory, "--distcompat-gpus=auto", "--distcompat-strategies=ddp", "--distcompat-timeout=3")
     assert run.code == pytest.ExitCode.OK, run.out
 
 
-def test_switched_off(here: Path, run_pytest: RunPytest) -> None:
-    run = run_pytest(here, "-p", "no:distcompat")
+def test_switched_off(suite_directory: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(suite_directory, "-p", "no:distcompat")
     assert run.code == pytest.ExitCode.OK, run.out
     assert set(run.outcomes.values()) == {"passed"}
-    assert run_pytest(here, "-p", "no:distcompat", "--distcompat-gpus=0").code == pytest.ExitCode.USAGE_ERROR
+    assert run_pytest(suite_directory, "-p", "no:distcompat", "--distcompat-gpus=0").code == pytest.ExitCode.USAGE_ERROR
 
 
 def test_fixtures_of_the_same_names_in_a_conftest_win(pytester: pytest.Pytester) -> None:

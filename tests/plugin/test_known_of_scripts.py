@@ -50,9 +50,9 @@ def end(monkeypatch: pytest.MonkeyPatch, *ends: RankEnd) -> None:
     left = list(ends)
 
     def run(hosted: Hosted) -> Ending:
-        one = left.pop(0) if left[1:] else left[0]
+        end_of_run = left.pop(0) if left[1:] else left[0]
         saved = Saved("here", STRIDE, everyone=True)
-        return Ending((one,), {0: [saved]}, timed_out=one.status == "stuck", command="cli")
+        return Ending((end_of_run,), {0: [saved]}, timed_out=end_of_run.status == "stuck", command="cli")
 
     monkeypatch.setattr(Hosted, "run", run)
 

@@ -118,15 +118,15 @@ def test_after():
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def suite_directory(tmp_path: Path) -> Path:
     (tmp_path / "test_few.py").write_text(FEW, encoding="utf-8")
     return tmp_path
 
 
 @pytest.mark.nightly
-def test_importlib_strict_without_cache_and_without_capture(here: Path, run_pytest: RunPytest) -> None:
+def test_importlib_strict_without_cache_and_without_capture(suite_directory: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(
-        here,
+        suite_directory,
         "--import-mode=importlib",
         "-p",
         "no:cacheprovider",
@@ -143,11 +143,13 @@ def test_importlib_strict_without_cache_and_without_capture(here: Path, run_pyte
 
 
 @pytest.mark.nightly
-def test_exitfirst_stops_and_last_failed_runs_the_failed_test_again(here: Path, run_pytest: RunPytest) -> None:
-    run = run_pytest(here, "-x")
+def test_exitfirst_stops_and_last_failed_runs_the_failed_test_again(
+    suite_directory: Path, run_pytest: RunPytest
+) -> None:
+    run = run_pytest(suite_directory, "-x")
     assert run.outcomes == dict(list(ENDS.items())[:3]), run.out
     assert "stopping after 1 failures" in run.out
-    again = run_pytest(here, "--lf", "-k", "fails or group", "--distcompat-launcher=torchrun")
+    again = run_pytest(suite_directory, "--lf", "-k", "fails or group", "--distcompat-launcher=torchrun")
     assert again.outcomes == {"test_fails[a b/c]": "failed"}, again.out
     assert again.text("test_fails[a b/c]").splitlines()[0] == "rank 1 failed: ValueError: the cause"
 
@@ -173,15 +175,15 @@ def test_the_log_file_of_the_ini_file_is_written_by_pytest_alone(tmp_path: Path,
 
 
 @pytest.mark.nightly
-def test_xdist(here: Path, run_pytest: RunPytest) -> None:
-    run = run_pytest(here, "-n", "2")
+def test_xdist(suite_directory: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(suite_directory, "-n", "2")
     assert run.outcomes == ENDS, run.out
     assert "\nrank 1 failed: ValueError: the cause\n" in run.text("test_fails[a b/c]")  # after the worker's name
 
 
 @pytest.mark.nightly
-def test_the_torchrun_launcher(here: Path, run_pytest: RunPytest) -> None:
-    run = run_pytest(here, "--distcompat-launcher=torchrun", "-k", "not fails and not skips")
+def test_the_torchrun_launcher(suite_directory: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(suite_directory, "--distcompat-launcher=torchrun", "-k", "not fails and not skips")
     assert run.outcomes == {name: end for name, end in ENDS.items() if end == "passed"}, run.out
     assert "torchrun launcher" in run.out
     assert run.sections("test_worker")["Captured stdout call (rank 1)"] == "rank 1 of master\n"

@@ -193,8 +193,8 @@ def test_files_are_relative_to_the_file_that_names_them(
     (root / place).write_text("\n".join(lines), encoding="utf-8")
     (root / "last.json").write_bytes(LAST.read_bytes())
     (below / "test_it.py").write_text("def test(): pass", encoding="utf-8")
-    for here in (root, below):
-        monkeypatch.chdir(here)
+    for directory in (root, below):
+        monkeypatch.chdir(directory)
         config = pytester.parseconfigure()
         assert setting(config, "distcompat_baseline").value == Report.read(LAST)
         reports = setting(config, "distcompat_report").value

@@ -180,8 +180,8 @@ def test_coverage_without_that_of_ranks_is_a_warning(
         "import pytest\n@pytest.mark.distcompat\ndef test(): pytest.fail('no')\ndef test_plain(): pass\n"
     )
     result = pytester.runpytest_subprocess("--setup-only", "--cov-report=", *more)
-    found = [line for line in result.outlines if "the coverage of ranks is not measured" in line]
-    assert len(found) == warnings, result.stdout.str()
+    matching = [line for line in result.outlines if "the coverage of ranks is not measured" in line]
+    assert len(matching) == warnings, result.stdout.str()
     plain = pytester.runpytest_subprocess("-k", "plain", "--cov", "--cov-report=")
     assert "coverage of ranks" not in plain.stdout.str(), "no test of this session has ranks"
 

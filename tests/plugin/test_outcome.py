@@ -50,13 +50,18 @@ def skipped_alone(number: int) -> RankEnd:
 
 
 def test_all_pass(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.well(4))
-    assert (outcome.kind, outcome.text, outcome.hard) == ("passed", "", False)
+    ending = ranks.well(4)
+    outcome = merge(ending)
+    assert outcome.kind == "passed"
+    assert outcome.text == ""
+    assert not outcome.hard
 
 
 def test_one_fails(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.ending((rank(0, "stopped", "was killed by SIGTERM"), ()), (failed(1), ())))
-    assert (outcome.kind, outcome.hard) == ("failed", False)
+    ending = ranks.ending((rank(0, "stopped", "was killed by SIGTERM"), ()), (failed(1), ()))
+    outcome = merge(ending)
+    assert outcome.kind == "failed"
+    assert not outcome.hard
     assert outcome.text.splitlines()[0] == "rank 1 failed: ValueError: no"
     assert "story of rank 1" in outcome.text
     assert "consequences:\n  rank 0 was killed by SIGTERM" in outcome.text
@@ -64,28 +69,37 @@ def test_one_fails(ranks: FakeRanks) -> None:
 
 def test_all_skip(ranks: FakeRanks) -> None:
     phases = ranks.phases(call=SKIPPED)
-    outcome = merge(ranks.ending((rank(0), phases), (rank(1), phases)))
-    assert (outcome.kind, outcome.text, outcome.location) == ("skipped", "no need", SKIPPED.location)
+    ending = ranks.ending((rank(0), phases), (rank(1), phases))
+    outcome = merge(ending)
+    assert outcome.kind == "skipped"
+    assert outcome.text == "no need"
+    assert outcome.location == SKIPPED.location
 
 
 def test_some_skip_and_the_others_pass(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.ending((rank(0), ranks.phases()), (rank(1), ranks.phases(call=SKIPPED))))
-    assert (outcome.kind, outcome.text) == ("failed", "ranks disagree: rank 0 passed; rank 1 skipped (no need)")
-    outcome = merge(ranks.ending((rank(0), ranks.phases()), (skipped_alone(1), [SKIPPED])))
+    ending = ranks.ending((rank(0), ranks.phases()), (rank(1), ranks.phases(call=SKIPPED)))
+    outcome = merge(ending)
+    assert outcome.kind == "failed"
+    assert outcome.text == "ranks disagree: rank 0 passed; rank 1 skipped (no need)"
+    ending = ranks.ending((rank(0), ranks.phases()), (skipped_alone(1), [SKIPPED]))
+    outcome = merge(ending)
     assert outcome.kind == "failed"
     assert outcome.text.splitlines()[0] == "rank 1 skipped (no need) while other ranks went on"
 
 
 def test_one_skips_and_one_fails(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.ending((skipped_alone(0), [SKIPPED]), (failed(1, time=2.0), ())))
+    ending = ranks.ending((skipped_alone(0), [SKIPPED]), (failed(1, time=2.0), ()))
+    outcome = merge(ending)
     assert outcome.kind == "failed"
     assert "rank 1: failed: ValueError: no" in outcome.text
 
 
 def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
     for other in (xfailed(0), rank(0), rank(0, "stopped"), rank(0, "lost peer"), skipped_alone(0)):
-        outcome = merge(ranks.ending((other, ranks.phases()), (xfailed(1), ())))
-        assert (outcome.kind, outcome.text) == ("xfailed", "known"), other
+        ending = ranks.ending((other, ranks.phases()), (xfailed(1), ()))
+        outcome = merge(ending)
+        assert outcome.kind == "xfailed", other
+        assert outcome.text == "known", other
 
 
 @pytest.mark.parametrize("status", ["killed", "exited", "missing", "stuck"])
@@ -93,8 +107,10 @@ def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
 def test_xfail_on_one_does_not_hide_a_crash_of_another(status: str, first: bool, ranks: FakeRanks) -> None:
     crashed = rank(0, status, "is gone", time=0.5 if first else 1.5)
     for other in (xfailed(1), failed(1)):
-        outcome = merge(ranks.ending((crashed, ()), (other, ())))
-        assert (outcome.kind, outcome.hard) == ("failed", True)
+        ending = ranks.ending((crashed, ()), (other, ()))
+        outcome = merge(ending)
+        assert outcome.kind == "failed"
+        assert outcome.hard
 
 
 def test_a_strict_xpass_on_all_ranks_outweighs_an_xfail_in_a_teardown(ranks: FakeRanks) -> None:
@@ -104,9 +120,11 @@ def test_a_strict_xpass_on_all_ranks_outweighs_an_xfail_in_a_teardown(ranks: Fak
     left = [(xfailed(0), ranks.phases(call=strict, teardown=down)), (rank(1, "stopped"), ranks.phases(call=strict))]
     for ending in (both, left):
         outcome = merge(ranks.ending(*ending))
-        assert (outcome.kind, outcome.text) == ("passed", "[XPASS(strict)] known")
+        assert outcome.kind == "passed"
+        assert outcome.text == "[XPASS(strict)] known"
     mixed = merge(ranks.ending((rank(0), ranks.phases(call=Phase("call", "xfailed", "known"))), both[1]))
-    assert (mixed.kind, mixed.text) == ("xfailed", "known")
+    assert mixed.kind == "xfailed"
+    assert mixed.text == "known"
 
 
 def test_a_hang_is_hard_and_so_is_a_launch_that_failed(ranks: FakeRanks) -> None:
@@ -114,22 +132,27 @@ def test_a_hang_is_hard_and_so_is_a_launch_that_failed(ranks: FakeRanks) -> None
     assert (merge(hung).kind, merge(hung).hard) == ("failed", True)
     hung = ranks.ending((rank(0, "stuck"), ()), (rank(1), ranks.phases()), timed_out=True, timeout=3)
     assert merge(hung).text.splitlines()[0] == "time limit of 3 s: rank 0 still running"
-    dead = merge(ranks.ending((rank(0, "missing"), ()), launch_error="Traceback\nOSError: no"))
-    assert (dead.kind, dead.hard) == ("failed", True)
+    ending = ranks.ending((rank(0, "missing"), ()), launch_error="Traceback\nOSError: no")
+    dead = merge(ending)
+    assert dead.kind == "failed"
+    assert dead.hard
     assert dead.text.splitlines()[0] == "the ranks could not be started: OSError: no"
 
 
 def test_a_rank_that_did_not_run_the_test_is_a_failure(ranks: FakeRanks) -> None:
     for phases in ((), ranks.phases()[:2]):
-        outcome = merge(ranks.ending((rank(0), ranks.phases()), (rank(1), phases)))
-        assert (outcome.kind, outcome.hard) == ("failed", True)
+        ending = ranks.ending((rank(0), ranks.phases()), (rank(1), phases))
+        outcome = merge(ending)
+        assert outcome.kind == "failed"
+        assert outcome.hard
         assert outcome.text == "rank 1 ended without running the test to its end"
 
 
 def test_output_of_all_ranks_has_sections_of_its_own(ranks: FakeRanks) -> None:
     phases = ranks.phases(teardown=Phase("teardown", "passed", sections=(("Captured stdout call", "hello"),)))
     ends = [RankEnd(number, DONE, output="from C\n" if number else "  \n") for number in range(2)]
-    outcome = merge(ranks.ending(*((end, phases) for end in ends)))
+    ending = ranks.ending(*((end, phases) for end in ends))
+    outcome = merge(ending)
     assert dict(outcome.sections) == {
         "Captured stdout call (rank 0)": "hello",
         "Captured stdout call (rank 1)": "hello",
@@ -142,8 +165,8 @@ def test_properties_are_those_of_all_ranks_each_once(ranks: FakeRanks) -> None:
         properties = (("same", 1), ("who", who), *((("alone", 2),) if who else ()))
         return tuple(Phase(when, "passed", properties=properties) for when in ("setup", "call", "teardown"))
 
-    found = merge(ranks.ending((rank(0), phases(0)), (rank(1), phases(1)))).properties
-    assert found == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
+    properties = merge(ranks.ending((rank(0), phases(0)), (rank(1), phases(1)))).properties
+    assert properties == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
 
 
 @pytest.mark.parametrize(
@@ -218,12 +241,14 @@ def test_a_failure_by_assertions_alone_is_an_assertion(
         (failed(n, call.message) if call else rank(n, "stopped"), [call] if call else [])
         for n, call in enumerate(calls)
     ]
-    outcome = merge(ranks.ending(*ended))
+    ending = ranks.ending(*ended)
+    outcome = merge(ending)
     assert isinstance(outcome.failure("text"), AssertionError) is expected
 
 
 def test_a_crash_beside_an_assertion_is_none(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.ending((failed(0), [ASSERTS]), (rank(1, "killed", "was killed by SIGKILL"), ())))
+    ending = ranks.ending((failed(0), [ASSERTS]), (rank(1, "killed", "was killed by SIGKILL"), ()))
+    outcome = merge(ending)
     assert not isinstance(outcome.failure("text"), AssertionError)
 
 

@@ -158,9 +158,9 @@ def test_a_file_that_cannot_be_is_refused_before_tests(
 
 
 def test_without_coverage_the_extra_is_named(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "coverage" else there(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name == "coverage" else find_spec(name, *rest)
     )
     result = pytester.runpytest_inprocess("--distcompat-reach=r.sqlite")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -60,9 +60,9 @@ def shard(project: pytest.Pytester, text: str, *args: str) -> tuple[Any, list[st
 
 
 def test_all_shards_together_run_every_test_once(project: pytest.Pytester) -> None:
-    whole = {report.nodeid for report in project.inline_run().getreports("pytest_runtest_logreport")}
+    unsharded = {report.nodeid for report in project.inline_run().getreports("pytest_runtest_logreport")}
     ran = [shard(project, f"{n}/3")[1] for n in (1, 2, 3)]
-    assert Counter(nodeid for names in ran for nodeid in names) == Counter(whole)
+    assert Counter(nodeid for names in ran for nodeid in names) == Counter(unsharded)
     assert all(ran)
     # A module's tests, and a cell's, are in one shard.
     places = [{nodeid.partition("::test_")[0].partition(":active")[0] for nodeid in names} for names in ran]
@@ -72,8 +72,8 @@ def test_all_shards_together_run_every_test_once(project: pytest.Pytester) -> No
 def test_what_another_shard_runs_is_deselected(project: pytest.Pytester) -> None:
     result = project.runpytest_inprocess("--distcompat-shard=1/3", "--distcompat-nothing-ran=pass")
     outcomes = result.parseoutcomes()
-    whole = project.runpytest_inprocess("--distcompat-nothing-ran=pass").parseoutcomes()
-    assert outcomes["deselected"] == sum(whole.values()) - sum(outcomes.values()) + outcomes["deselected"] > 0
+    unsharded = project.runpytest_inprocess("--distcompat-nothing-ran=pass").parseoutcomes()
+    assert outcomes["deselected"] == sum(unsharded.values()) - sum(outcomes.values()) + outcomes["deselected"] > 0
     result.stdout.fnmatch_lines(["distcompat: *shard 1/3 (from option)*", "shard 1/3: * selected, 0 ran, *"])
 
 

@@ -392,9 +392,9 @@ def test_a_profile_says_which_part_of_the_suites_own_matrix_it_leaves_out(
 def test_a_missing_package_is_a_reason(
     driver: str, cell: str, library: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == library else there(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name == library else find_spec(name, *rest)
     )
     assert DRIVERS.get(driver).unsupported_reason(Cell.parse(cell), "cpu") == (reason or None)
 

@@ -222,7 +222,9 @@ def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
     by_cell = {result["cell"]: result for result in data["results"]}
     assert by_cell["zero1-bf16_pure-w2"]["reason"] == "mine has no bf16_pure"
     known = by_cell["fsdp1-bf16_upcast-w2"]
-    assert (known["suite"], known["driver"], known["check"]) == ("TestMine", "my_driver:Mine", "claim")
+    assert known["suite"] == "TestMine"
+    assert known["driver"] == "my_driver:Mine"
+    assert known["check"] == "claim"
     assert known["nodeid"] == "test_mine.py::TestMine::test[fsdp1-bf16_upcast-w2:claim]"
     assert (known["reason"], known["message"][:7], known["seconds"] >= 0) == ("org/repo#1", "rank 0:", True)
 

@@ -47,7 +47,7 @@ def optimizer() -> dict[str, Any]:
     return dict(made.state_dict())
 
 
-def held(directory: Path, what: str = "model") -> list[tuple[str, ...]]:
+def keys_of_files(directory: Path, what: str = "model") -> list[tuple[str, ...]]:
     return [info.keys for info in read_files(directory) if info.holds == what]
 
 
@@ -56,26 +56,26 @@ def held(directory: Path, what: str = "model") -> list[tuple[str, ...]]:
 def test_a_file_of_torch_save_is_read(
     tmp_path: Path, state: dict[str, Any], optimizer: dict[str, Any], suffix: str, part: str
 ) -> None:
-    whole: Mapping[str, Any] = {part: state, "optimizer_state_dict": optimizer, "epoch": 3} if part else state
-    torch.save(whole, tmp_path / f"last.{suffix}")
-    assert held(tmp_path) == [NAMES]
+    content: Mapping[str, Any] = {part: state, "optimizer_state_dict": optimizer, "epoch": 3} if part else state
+    torch.save(content, tmp_path / f"last.{suffix}")
+    assert keys_of_files(tmp_path) == [NAMES]
     assert [info.keys for info in read_saved(tmp_path) if info.holds == "model"] == [NAMES]
     assert any(info.holds == "optimizer" for info in read_saved(tmp_path)) == bool(part)
     assert corrupt(tmp_path, "truncate").path == f"last.{suffix}"
-    assert held(tmp_path) == []
+    assert keys_of_files(tmp_path) == []
 
 
 def test_an_average_of_the_model_has_its_names(tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(Small())
     torch.save(averaged.state_dict(), tmp_path / "ema.pt")
-    assert held(tmp_path) == [NAMES]
+    assert keys_of_files(tmp_path) == [NAMES]
 
 
 @pytest.mark.parametrize("part", ["optimizer", "optim", "optimizer_state_dict", "optimizer_state"])
 def test_an_optimizer_by_names(tmp_path: Path, state: dict[str, Any], optimizer: dict[str, Any], part: str) -> None:
     named = {"state": dict(zip(NAMES, optimizer["state"].values(), strict=True)), "param_groups": []}
     torch.save({"model": state, part: named}, tmp_path / "both.pth")
-    assert held(tmp_path, "optimizer") == [NAMES]
+    assert keys_of_files(tmp_path, "optimizer") == [NAMES]
 
 
 @pytest.mark.parametrize("parts", [("model",), ("app", "model"), ("state", "model_state_dict"), ()])
@@ -85,16 +85,16 @@ def test_a_distributed_checkpoint(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     named = {"state": dict(zip(NAMES, optimizer["state"].values(), strict=True))}
-    whole: dict[str, Any] = dict(state)
+    content: dict[str, Any] = dict(state)
     if parts:
-        whole = {parts[-1]: state, "optim": named, "lr_scheduler": {"last_epoch": 3}, "rng": torch.ones(3)}
+        content = {parts[-1]: state, "optim": named, "lr_scheduler": {"last_epoch": 3}, "rng": torch.ones(3)}
     for part in parts[:-1]:
-        whole = {part: whole}
-    save(whole, checkpoint_id=tmp_path, no_dist=True)
-    assert [set(keys) for keys in held(tmp_path)] == [set(NAMES)]
+        content = {part: content}
+    save(content, checkpoint_id=tmp_path, no_dist=True)
+    assert [set(keys) for keys in keys_of_files(tmp_path)] == [set(NAMES)]
     (model,) = (info for info in read_files(tmp_path) if info.holds == "model")
     assert model.shapes["model.weight"] == (3, 2)
-    assert [set(keys) for keys in held(tmp_path, "optimizer")] == [set(NAMES)] * bool(parts)
+    assert [set(keys) for keys in keys_of_files(tmp_path, "optimizer")] == [set(NAMES)] * bool(parts)
     saved = {info.holds: info for info in read_saved(tmp_path)}
     assert set(saved) == ({"model", "optimizer", "scheduler"} if parts else {"model"})
     assert set(saved["model"].digests) == set(NAMES)
@@ -106,8 +106,8 @@ def test_a_model_at_the_top_level_beside_an_optimizer(tmp_path: Path, state: dic
 
     named = {"state": {name: {"exp_avg": tensor} for name, tensor in state.items()}}
     save({**state, "optimizer": named, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
-    assert [set(keys) for keys in held(tmp_path)] == [set(NAMES)]
-    assert [set(keys) for keys in held(tmp_path, "optimizer")] == [set(NAMES)]
+    assert [set(keys) for keys in keys_of_files(tmp_path)] == [set(NAMES)]
+    assert [set(keys) for keys in keys_of_files(tmp_path, "optimizer")] == [set(NAMES)]
 
 
 def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
@@ -126,7 +126,8 @@ def test_a_file_whose_keys_are_mapped_back(tmp_path: Path) -> None:
     torch.save({"net.weight": torch.ones(2, 3)}, tmp_path / "model.pt")
     (info,) = read_files(tmp_path)
     plain = info.renamed(lambda key: key.removeprefix("net."))
-    assert (plain.keys, plain.shapes) == (("weight",), {"weight": (2, 3)})
+    assert plain.keys == ("weight",)
+    assert plain.shapes == {"weight": (2, 3)}
 
 
 def test_an_index(tmp_path: Path) -> None:
@@ -135,7 +136,9 @@ def test_an_index(tmp_path: Path) -> None:
     # Another library's file of that name.
     (tmp_path / "other.bin.index.json").write_text("[]", encoding="utf-8")
     (info,) = read_files(tmp_path)
-    assert (info.holds, info.files, info.total_size) == ("index", index["weight_map"], 24)
+    assert info.holds == "index"
+    assert info.files == index["weight_map"]
+    assert info.total_size == 24
 
 
 def test_dtypes_of_safetensors_have_torchs_names(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_dtypes_of_safetensors_have_torchs_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["safetensors", "torch", "distributed"])
 def test_a_path_that_is_not_utf_8(form: str, state: dict[str, Any], tmp_path: Path) -> None:
     """As below a ``TMPDIR`` of such a name, which the libraries that read these files refuse."""
-    here = tmp_path / "\udcff\udcfe"
+    directory = tmp_path / "\udcff\udcfe"
     if form == "safetensors":
         save_file(state, tmp_path / "model.safetensors")
     elif form == "torch":
@@ -159,11 +162,11 @@ def test_a_path_that_is_not_utf_8(form: str, state: dict[str, Any], tmp_path: Pa
     else:
         save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     expected = read_files(tmp_path), read_saved(tmp_path)
-    here.mkdir()
+    directory.mkdir()
     for path in tmp_path.iterdir():
-        if path != here:
-            path.rename(here / path.name)
-    assert (read_files(here), read_saved(here)) == expected
+        if path != directory:
+            path.rename(directory / path.name)
+    assert (read_files(directory), read_saved(directory)) == expected
     assert all(expected)
 
 
@@ -213,12 +216,14 @@ def test_keys_of_a_composite_model_have_its_modules_names(modules: Path) -> None
 
 @pytest.mark.parametrize("last", ["", "2_Dense/pytorch_model.bin", "2_Dense"])
 def test_the_final_model_is_that_of_all_module_directories(modules: Path, last: str) -> None:
-    request, answer = modules / "request.json", modules / "answer.json"
+    request = modules / "request.json"
+    answer = modules / "answer.json"
     question = {"kind": "final", "path": str(modules / last), "checkpoints": [str(modules / "checkpoint-3")]}
     request.write_text(json.dumps(question), encoding="utf-8")
     reading.main(str(request), str(answer))
     content = json.loads(answer.read_text(encoding="utf-8"))
-    assert (content["problem"], content["stored"]) == ("", True)
+    assert content["problem"] == ""
+    assert content["stored"] is True
     names = {info["name"] for info in content["unwrapped"]["parameters"]}
     assert names == {"0.encoder.weight", "2.linear.weight", "2.linear.bias"}
     assert {key for file in content["files"] for key in file["keys"]} == names

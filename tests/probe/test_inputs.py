@@ -79,7 +79,8 @@ class OfDict(torch.nn.Module):
 
 
 def test_two_batches_in_dicts_have_different_digests() -> None:
-    observer, model = Observer(), OfDict()
+    observer = Observer()
+    model = OfDict()
     observer.attach(model)
     with observer.watching():
         model({"x": torch.ones(3)})
@@ -91,7 +92,9 @@ def test_two_batches_in_dicts_have_different_digests() -> None:
 
 
 def test_a_trainer_that_builds_the_model_itself_is_watched() -> None:
-    observer, given, own = Observer(), OfDict(), OfDict()
+    observer = Observer()
+    given = OfDict()
+    own = OfDict()
     observer.attach(given)
     # Wrapped, as by DDP, it is the given one; torchtitan's is not.
     observer.attach_to_built(torch.nn.ModuleList([given]))
@@ -105,7 +108,8 @@ def test_a_trainer_that_builds_the_model_itself_is_watched() -> None:
 
 
 def test_what_a_dropout_drops_is_read() -> None:
-    observer, model = Observer(), torch.nn.Sequential(torch.nn.Dropout(0.25), torch.nn.Dropout(0.0))
+    observer = Observer()
+    model = torch.nn.Sequential(torch.nn.Dropout(0.25), torch.nn.Dropout(0.0))
     observer.attach(model)
     with observer.watching():
         for seed, batch in ((1, torch.ones(60)), (1, 2 * torch.ones(60)), (2, torch.ones(60))):
@@ -121,7 +125,8 @@ def test_what_a_dropout_drops_is_read() -> None:
 
 
 def test_a_convolution_computes() -> None:
-    observer, model = Observer(), torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU())
+    observer = Observer()
+    model = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU())
     observer.attach(model)
     with observer.watching():
         model(torch.ones(1, 1, 5))

@@ -41,12 +41,12 @@ def ranks(size: int) -> Iterator[int]:
             torch.distributed.destroy_process_group()
 
 
-def parts(whole: torch.Tensor, sizes: tuple[int, ...], placements: list[Any]) -> list[Any]:
+def parts(tensor: torch.Tensor, sizes: tuple[int, ...], placements: list[Any]) -> list[Any]:
     """The part of each rank."""
     pieces = []
     for _ in ranks(math.prod(sizes)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[-len(sizes) :])
-        part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        part = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
         pieces.append((layout_of(part), digest(part), local_of(part).numel()))
     return pieces
 
@@ -66,15 +66,15 @@ SHARDS = (Shard(0), Shard(1), Shard(2))
     ids=str,
 )
 def test_the_parts_of_each_copy_add_up(shape: tuple[int, ...], sizes: tuple[int, ...], placements: list[Any]) -> None:
-    whole = torch.randn(shape)
-    held = parts(whole, sizes, placements)
-    regions = {layout.region: pieces for layout, pieces, _ in held}
-    assert all(regions[layout.region] == pieces for layout, pieces, _ in held), "replicas are not equal"
-    for rank, (layout, _, _) in enumerate(held):
+    tensor = torch.randn(shape)
+    pieces_of_ranks = parts(tensor, sizes, placements)
+    regions = {layout.region: pieces for layout, pieces, _ in pieces_of_ranks}
+    assert all(regions[layout.region] == pieces for layout, pieces, _ in pieces_of_ranks), "replicas are not equal"
+    for rank, (layout, _, _) in enumerate(pieces_of_ranks):
         group = layout.holders or (rank,)
         assert rank in group
-        assert combine(held[piece][1] for piece in group) == digest(whole)
-        assert sum(held[piece][2] for piece in group) == whole.numel()
+        assert combine(pieces_of_ranks[piece][1] for piece in group) == digest(tensor)
+        assert sum(pieces_of_ranks[piece][2] for piece in group) == tensor.numel()
         assert len(group) == math.prod(
             size for size, placement in zip(sizes, placements, strict=True) if placement.is_shard()
         )
@@ -83,11 +83,13 @@ def test_the_parts_of_each_copy_add_up(shape: tuple[int, ...], sizes: tuple[int,
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_where_parts_of_autotp_start_in_the_whole(dim: int) -> None:
     """Parts of unlike sizes, whole and in the pieces that ZeRO's flat partitions make of them."""
-    whole = torch.arange(4 * 5 * 6).view(4, 5, 6)
-    for coordinate, (first, size) in enumerate(((0, 3), (3, whole.shape[dim] - 3))):
-        cut, part = Cut((4, 5, 6), dim, first, size, (2, 3), coordinate), whole.narrow(dim, first, size).flatten()
+    tensor = torch.arange(4 * 5 * 6).view(4, 5, 6)
+    for coordinate, (first, size) in enumerate(((0, 3), (3, tensor.shape[dim] - 3))):
+        cut = Cut((4, 5, 6), dim, first, size, (2, 3), coordinate)
+        part = tensor.narrow(dim, first, size).flatten()
         for start, numel in ((0, None), (0, 7), (7, len(part) - 7), (len(part) - 1, 1)):
-            starts, piece = cut.starts(start, numel), part[start:][:numel]
+            starts = cut.starts(start, numel)
+            piece = part[start:][:numel]
             assert starts is not None
             run = len(piece) // len(starts)
             assert (starts[:, None] + torch.arange(run)).flatten().tolist() == piece.tolist()
@@ -95,17 +97,18 @@ def test_where_parts_of_autotp_start_in_the_whole(dim: int) -> None:
 
 
 def test_what_a_layout_says() -> None:
-    held = parts(torch.randn(4, 4), (2, 2), [Replicate(), Shard(1)])
-    assert held[3][0].dims == (MeshDim("dp_shard", 2, 1, "Replicate"), MeshDim("tp", 2, 1, "Shard(1)"))
-    assert str(held[3][0]) == "dp_shard=Replicate, tp=Shard(1)"
-    assert [layout.holders for layout, _, _ in held] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    pieces_of_ranks = parts(torch.randn(4, 4), (2, 2), [Replicate(), Shard(1)])
+    assert pieces_of_ranks[3][0].dims == (MeshDim("dp_shard", 2, 1, "Replicate"), MeshDim("tp", 2, 1, "Shard(1)"))
+    assert str(pieces_of_ranks[3][0]) == "dp_shard=Replicate, tp=Shard(1)"
+    assert [layout.holders for layout, _, _ in pieces_of_ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
 
 def test_a_partial_sum_is_no_shard() -> None:
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         layout = layout_of(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
-        assert (str(layout), layout.holders) == ("tp=Partial", ())
+        assert str(layout) == "tp=Partial"
+        assert layout.holders == ()
         # Each rank has another summand.
         assert layout.region
 
@@ -134,9 +137,11 @@ def test_fsdp2_over_tensor_parallel(features: int) -> None:
         fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
         for info in read_model(model, None, None).parameters:
             pieces_by_name.setdefault(info.name, []).append((info.layout, info.digest))
-    for name, held in pieces_by_name.items():
-        assert {combine(held[rank][1] for rank in layout.holders) for layout, _ in held} == {digest(state[name])}, name
-    texts = {name: str(held[0][0]) for name, held in pieces_by_name.items()}
+    for name, pieces_of_ranks in pieces_by_name.items():
+        assert {combine(pieces_of_ranks[rank][1] for rank in layout.holders) for layout, _ in pieces_of_ranks} == {
+            digest(state[name])
+        }, name
+    texts = {name: str(pieces_of_ranks[0][0]) for name, pieces_of_ranks in pieces_by_name.items()}
     assert texts == {
         "up.weight": "dp_replicate=Replicate, dp_shard=StridedShard(0, 2), tp=Shard(0)",
         "down.weight": "dp_replicate=Replicate, dp_shard=Shard(0), tp=Shard(1)",
@@ -151,12 +156,12 @@ def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> N
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    whole = torch.nn.Linear(3, 5).weight.detach().clone()
+    tensor = torch.nn.Linear(3, 5).weight.detach().clone()
     kinds: dict[str, list[Any]] = {"sharded": [], "ignored": [], "NO_SHARD": [], "DDP": []}
     for _ in ranks(2):
         layers = {name: torch.nn.Linear(3, 5, bias=False) for name in kinds}
         for layer in layers.values():
-            layer.load_state_dict({"weight": whole})
+            layer.load_state_dict({"weight": tensor})
         settings: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
         both = torch.nn.Sequential(layers["sharded"], layers["ignored"])
         models = {
@@ -172,9 +177,9 @@ def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> N
             assert [info.layout.flat for info in infos] == [name == "sharded"] + [False] * (len(infos) - 1)
             kinds[name].append(infos[0])
             kinds["ignored"] += infos[1:]
-    assert concatenate(info.digest for info in kinds["sharded"]) == digest(whole)
+    assert concatenate(info.digest for info in kinds["sharded"]) == digest(tensor)
     assert [info.layout.holders for info in kinds["sharded"]] == [(0, 1)] * 2
-    assert {info.digest for name in ("ignored", "NO_SHARD", "DDP") for info in kinds[name]} == {digest(whole)}
+    assert {info.digest for name in ("ignored", "NO_SHARD", "DDP") for info in kinds[name]} == {digest(tensor)}
     assert {str(kinds[name][0].layout) for name in ("NO_SHARD", "DDP")} == {
         "dp_shard=Replicate",
         "dp_replicate=Replicate",
@@ -206,32 +211,35 @@ def test_masters_of_an_optimizer_of_its_own_are_held_as_the_model_is() -> None:
 
 def test_the_gradient_of_the_whole_of_a_parameter_in_parts() -> None:
     """As that of an embedding that transformers cuts: each rank has all of it, which counts once."""
-    shares, whole = 0.0, torch.randn(4, 6)
+    shares = 0.0
+    tensor = torch.randn(4, 6)
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = torch.nn.Linear(6, 4, bias=False)
-        model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        model.weight = torch.nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None))
         model.weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()], src_data_rank=None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         square, holders, (gradient,) = read_gradients(model, optimizer, {model.weight: 0}, single=True)
-        assert (holders, gradient.numel, gradient.layout.holders) == ((), 24, ())
+        assert holders == ()
+        assert gradient.numel == 24
+        assert gradient.layout.holders == ()
         shares += square
     assert shares == 2 * 24.0
 
 
 def test_state_that_an_optimizer_makes_of_local_parts() -> None:
     """It is no DTensor, and its parts add up all the same."""
-    whole = torch.randn(4, 6)
+    tensor = torch.randn(4, 6)
     pieces: list[StateInfo] = []
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = torch.nn.Linear(6, 4, bias=False)
-        model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None))
+        model.weight = torch.nn.Parameter(distribute_tensor(tensor, mesh, [Shard(1)], src_data_rank=None))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.state[model.weight] = {"average": local_of(model.weight.detach()).clone()}
         pieces += read_optimizer(model, optimizer).states
     assert [state.layout.holders for state in pieces] == [(0, 1), (0, 1)]
-    assert combine(state.digest for state in pieces) == digest(whole)
+    assert combine(state.digest for state in pieces) == digest(tensor)
 
 
 def test_a_step_count_is_the_same_on_ranks_that_hold_one_element_each() -> None:

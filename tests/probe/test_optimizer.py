@@ -63,18 +63,21 @@ def test_several_optimizers_are_read_as_one() -> None:
     for optimizer in two:
         optimizer.step()
     for given in (two, tuple(two), dict.fromkeys(two)):
-        found = read_optimizer(model, given)
-        assert (found.chain, found.entries, found.foreign) == (("SGD + AdamW",), 3, 1)
-        assert [group["lr"] for group in found.param_groups] == [0.5, 0.25]
-        assert {state.owner for state in found.states} == {"bias"}
-    held = {info.name: info.held for info in read_model(model, two, None).parameters}
-    assert held == {"weight": 1, "bias": 1}
-    held = {info.name: info.held for info in read_model(model, [*two, two[0]], None).parameters}
-    assert held == {"weight": 2, "bias": 1}
+        info = read_optimizer(model, given)
+        assert info.chain == ("SGD + AdamW",)
+        assert info.entries == 3
+        assert info.foreign == 1
+        assert [group["lr"] for group in info.param_groups] == [0.5, 0.25]
+        assert {state.owner for state in info.states} == {"bias"}
+    times_by_name = {info.name: info.held for info in read_model(model, two, None).parameters}
+    assert times_by_name == {"weight": 1, "bias": 1}
+    times_by_name = {info.name: info.held for info in read_model(model, [*two, two[0]], None).parameters}
+    assert times_by_name == {"weight": 2, "bias": 1}
 
 
 def test_several_schedulers_are_read_in_turn() -> None:
-    first, second = Own(1), Own(2)
+    first = Own(1)
+    second = Own(2)
     assert read_scheduler([first, second]) == f"{read_scheduler(first)}; {read_scheduler(second)}"
     assert read_scheduler([]) == read_scheduler(None) == ""
 
@@ -112,23 +115,24 @@ def test_state_in_eight_bits() -> None:
     parts = [of_8_bits.zeros((32, 64), signed=True, block_size=256) for _ in range(2)]
     for part, values in zip(parts, torch.randn(2, 32, 64), strict=True):
         part.copy_(values)
-    whole = of_8_bits(
+    joined = of_8_bits(
         *(torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale")), parts[0].qmap, True
     )
-    assert combine([digest(parts[0]), digest(parts[1], torch.tensor([2048]))]) == digest(whole)
+    assert combine([digest(parts[0]), digest(parts[1], torch.tensor([2048]))]) == digest(joined)
     # A code for each element, a scale for each block, and the 256 numbers that the codes stand for.
-    assert (stored_dtype(whole), sum(part.nbytes for part in stored_parts(whole))) == (
-        "uint8",
-        4096 + 16 * 4 + 256 * 4,
-    )
+    assert stored_dtype(joined) == "uint8"
+    assert sum(part.nbytes for part in stored_parts(joined)) == 4096 + 16 * 4 + 256 * 4
 
 
 def test_a_quantized_parameter() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = torch.nn.Linear(4, 4, bias=False)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    before, live = read_unwrapped(model).parameters[0], read_model(model, None, None).parameters[0]
-    assert (before.dtype, live.dtype, before.digest) == ("int8", "int8", live.digest)
+    before = read_unwrapped(model).parameters[0]
+    live = read_model(model, None, None).parameters[0]
+    assert before.dtype == "int8"
+    assert live.dtype == "int8"
+    assert before.digest == live.digest
     weight: Any = model.weight
     weight.qdata[0, 0] += 1
     assert read_unwrapped(model).parameters[0].digest != before.digest
@@ -136,7 +140,7 @@ def test_a_quantized_parameter() -> None:
 
 @pytest.mark.parametrize(
     "step",
-    [lambda one, closure: one.step(closure), lambda one, closure: one.step(closure=closure)],
+    [lambda optimizer, closure: optimizer.step(closure), lambda optimizer, closure: optimizer.step(closure=closure)],
     ids=["by place", "by name"],
 )
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
@@ -144,7 +148,8 @@ def test_gradients_of_a_closure_are_those_of_the_step(
     step: Callable[[Any, Callable[[], Any]], Any], kind: Callable[..., torch.optim.Optimizer]
 ) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    optimizer, observer = kind(model.parameters(), lr=1e-3), Observer()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    observer = Observer()
     model.weight.grad = torch.full((1, 2), 100.0)
 
     def closure() -> float:
@@ -163,7 +168,8 @@ def test_gradients_of_a_closure_are_those_of_the_step(
 
 def test_a_failing_closure_raises_its_own_exception() -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer, observer = torch.optim.SGD(model.parameters()), Observer()
+    optimizer = torch.optim.SGD(model.parameters())
+    observer = Observer()
 
     def closure() -> float:
         raise KeyError("of the trainer's own")
@@ -186,11 +192,12 @@ class Delegates(torch.optim.Optimizer):
 
 def test_a_step_within_a_step_is_one_step() -> None:
     model = torch.nn.Linear(2, 1)
-    one, observer = Delegates(list(model.parameters())), Observer()
+    optimizer = Delegates(list(model.parameters()))
+    observer = Observer()
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
     with observer.watching():
-        one.step()
-        one.step()
+        optimizer.step()
+        optimizer.step()
     assert [(info.optimizer, info.square, info.state) for info in observer.steps] == [
         ("Delegates", 25.0, ("float32",))
     ] * 2
@@ -204,7 +211,9 @@ def test_the_state_of_a_nested_optimizer_is_read() -> None:
     # Loaded state is in the outer optimizer, None where another rank has it.
     optimizer.state[model.bias] = None
     info = read_optimizer(model, optimizer)
-    assert (info.chain, info.entries, info.foreign) == (("Delegates", "AdamW"), 2, 0)
+    assert info.chain == ("Delegates", "AdamW")
+    assert info.entries == 2
+    assert info.foreign == 0
     assert {(state.owner, state.key) for state in info.states} == {
         ("weight", key) for key in ("exp_avg", "exp_avg_sq", "step")
     }
@@ -215,22 +224,23 @@ def test_parameters_without_a_gradient_are_named() -> None:
     model = torch.nn.ModuleDict(
         {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "other")}
     )
-    held: list[Any] = [model[name].weight for name in ("used", "zero", "unused")]
+    weights: list[Any] = [model[name].weight for name in ("used", "zero", "unused")]
     stale = torch.nn.Parameter(torch.zeros(1, 1))
-    optimizer, observer = torch.optim.AdamW([*held, stale]), Observer()
+    optimizer = torch.optim.AdamW([*weights, stale])
+    observer = Observer()
 
     def names() -> tuple[str, ...]:
         return read_optimizer(model, optimizer, without_gradient=observer.without_gradient()).without_gradient
 
-    held[1].grad = torch.zeros(1, 1)
+    weights[1].grad = torch.zeros(1, 1)
     optimizer.step()
     assert names() == ()
     with observer.watching():
         optimizer.step()
         assert names() == ("unused.weight", "used.weight")
-        held[0].grad = torch.ones(1, 1)
+        weights[0].grad = torch.ones(1, 1)
         optimizer.step()
-        held[0].grad = None
+        weights[0].grad = None
         optimizer.step()
         assert names() == ("unused.weight",)
         observer.restart()
@@ -244,7 +254,8 @@ def test_parameters_that_autograd_does_not_reach_are_named() -> None:
     )
     model["frozen"].requires_grad_(False)
     master = torch.nn.Parameter(torch.zeros(3))
-    optimizer, observer = torch.optim.AdamW([master]), Observer()
+    optimizer = torch.optim.AdamW([master])
+    observer = Observer()
     observer.attach_to_layers(copied := copy.deepcopy(model))
 
     def step(loss: torch.Tensor) -> tuple[str, ...]:
@@ -259,7 +270,8 @@ def test_parameters_that_autograd_does_not_reach_are_named() -> None:
         assert step(copied["unused"](x)) == ()
         observer.restart()
         assert step(copied["unused"](x)) == ("used.weight", "zero.weight")
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in copy.deepcopy(copied).parameters())
+    for parameter in copy.deepcopy(copied).parameters():
+        assert not parameter._post_accumulate_grad_hooks
 
 
 def test_what_step_hooks_read_can_be_traced() -> None:

@@ -57,14 +57,29 @@ SAVE = Context("accelerate", "ddp-fp32-w2", "save")
 
 
 def line_of(text: str, source: str = OLD) -> int:
-    return next(number for number, line in enumerate(source.splitlines(), 1) if line.strip() == text)
+    """Return the number of the first line with this text."""
+    lines = [line.strip() for line in source.splitlines()]
+    return lines.index(text) + 1
 
 
 def package(directory: Path, source: str) -> Path:
-    (directory / "accelerate").mkdir(parents=True)
-    (directory / "accelerate" / "__init__.py").touch()
-    (directory / "accelerate" / "accelerator.py").write_text(source, encoding="utf-8")
+    modules = directory / "accelerate"
+    modules.mkdir(parents=True)
+    (modules / "__init__.py").touch()
+    (modules / "accelerator.py").write_text(source, encoding="utf-8")
     return directory
+
+
+def executed(*texts: str) -> Executed:
+    """Return that the old release's lines with these texts were executed."""
+    lines = [line_of(text) for text in texts]
+    return Executed(bits_of(lines))
+
+
+def changed_between(old: Path, new: Path) -> list[ChangedPlace]:
+    """Return the places in which these copies of accelerate differ."""
+    _, places = read_change(f"accelerate@{old}..{new}")
+    return places
 
 
 @pytest.fixture
@@ -73,14 +88,13 @@ def copies(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def found(copies: tuple[Path, Path]) -> ReachMap:
+def reach_map(copies: tuple[Path, Path]) -> ReachMap:
     """FSDP2 executes the wrap; DDP prepares without it and saves."""
     file = AnalysedFile(copies[0] / "accelerate" / "accelerator.py", FILE).file
     reach_map = ReachMap({"accelerate": "1.0"}, {FILE: file})
-    check, wrap, leave = line_of("if shard:"), line_of("model = self.wrap("), line_of("return model")
-    reach_map.add(FILE, BUILD, Executed(bits_of([check, wrap, leave])))
-    reach_map.add(FILE, DDP, Executed(bits_of([check, leave])))
-    reach_map.add(FILE, SAVE, Executed(bits_of([line_of("state = model.state_dict()"), line_of("return state")])))
+    reach_map.add(FILE, BUILD, executed("if shard:", "model = self.wrap(", "return model"))
+    reach_map.add(FILE, DDP, executed("if shard:", "return model"))
+    reach_map.add(FILE, SAVE, executed("state = model.state_dict()", "return state"))
     return reach_map
 
 
@@ -89,22 +103,25 @@ def texts(places: list[ChangedPlace]) -> list[str]:
 
 
 def test_two_copies_differ_in_code_and_not_in_comments_and_docstrings(copies: tuple[Path, Path]) -> None:
-    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    assert texts(places) == ["bool(shard),", "state.pop('x', None)", "def new(self):"]
-    assert [place.line for place in places] == [
-        line_of(text, NEW) for text in ("bool(shard),", "state.pop('x', None)", "def new(self):")
-    ]
+    places = changed_between(*copies)
+    expected_texts = ["bool(shard),", "state.pop('x', None)", "def new(self):"]
+    assert texts(places) == expected_texts
+    assert [place.line for place in places] == [line_of(text, NEW) for text in expected_texts]
     # The package's own directory will do.
-    assert read_change(f"accelerate@{copies[0] / 'accelerate'}..{copies[1] / 'accelerate'}") == ("accelerate", places)
+    old, new = copies
+    change = read_change(f"accelerate@{old / 'accelerate'}..{new / 'accelerate'}")
+    assert change == ("accelerate", places)
 
 
 @pytest.mark.parametrize("context_lines", [0, 3])
 def test_a_diff_says_the_same_whatever_it_shows_around(context_lines: int, tmp_path: Path) -> None:
     names = ("a/src/accelerate/accelerator.py", "b/src/accelerate/accelerator.py")
-    old, new = (source.splitlines(keepends=True) for source in (OLD, NEW))
+    old = OLD.splitlines(keepends=True)
+    new = NEW.splitlines(keepends=True)
     diff = "".join(difflib.unified_diff(old, new, *names, n=context_lines))
+    heading = f"diff --git {' '.join(names)}\nindex 1..2 100644\n"
     path = tmp_path / "change.diff"
-    path.write_text(f"diff --git {' '.join(names)}\nindex 1..2 100644\n{diff}", encoding="utf-8")
+    path.write_text(heading + diff, encoding="utf-8")
     _, places = read_change(f"accelerate@{path}")
     code = [place for place in places if '"""' not in place.text]
     assert texts(code) == ["bool(shard),", "state.pop('x', None)", "def new(self):"]
@@ -115,62 +132,68 @@ def test_a_diff_says_the_same_whatever_it_shows_around(context_lines: int, tmp_p
 def test_files_of_another_package_are_passed_over() -> None:
     diff = "--- a/tests/test_x.py\n+++ b/tests/test_x.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"
     assert list(places_of_diff(ACCELERATE, diff)) == []
-    there = diff.replace("tests/test_x.py", "src/accelerate/state.py")
-    assert [place.file.path for place in places_of_diff(ACCELERATE, there)] == ["state.py"]
+    library_diff = diff.replace("tests/test_x.py", "src/accelerate/state.py")
+    (place,) = places_of_diff(ACCELERATE, library_diff)
+    assert place.file.path == "state.py"
 
 
 def test_a_new_and_a_removed_file(copies: tuple[Path, Path]) -> None:
-    (copies[1] / "accelerate" / "fresh.py").write_text("def f():\n    return 1\n", encoding="utf-8")
-    (copies[0] / "accelerate" / "gone.py").write_text("A = 1\n", encoding="utf-8")
-    places = list(changed_places(ACCELERATE, copies[0] / "accelerate", copies[1] / "accelerate"))
-    assert [(place.file.path, place.text) for place in places if place.file != FILE] == [
-        ("fresh.py", "def f():"),
-        ("gone.py", "A = 1"),
-    ]
+    old, new = (copy / "accelerate" for copy in copies)
+    (new / "fresh.py").write_text("def f():\n    return 1\n", encoding="utf-8")
+    (old / "gone.py").write_text("A = 1\n", encoding="utf-8")
+    places = changed_places(ACCELERATE, old, new)
+    in_other_files = [place for place in places if place.file != FILE]
+    fresh, gone = in_other_files
+    assert (fresh.file.path, fresh.text) == ("fresh.py", "def f():")
+    assert (gone.file.path, gone.text) == ("gone.py", "A = 1")
 
 
-def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     """A line within a statement counts as the statement."""
-    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    inner, added, new = reached_places(found, places)
+    places = changed_between(*copies)
+    inner, added, new = reached_places(reach_map, places)
     assert (inner.function, inner.contexts) == ("Accelerator.prepare", (BUILD,))
     assert (added.function, added.contexts) == ("Accelerator.save", (SAVE,))
     # No line of the old release says who will call it.
     assert new.contexts == ()
 
 
-def test_a_changed_signature_concerns_all_that_call_the_function(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_a_changed_signature_concerns_all_that_call_the_function(
+    copies: tuple[Path, Path], reach_map: ReachMap
+) -> None:
     path = copies[1] / "accelerate" / "accelerator.py"
     path.write_text(OLD.replace("shard=False", "shard=True"), encoding="utf-8")
-    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    (one,) = reached_places(found, places)
-    assert set(one.cells) == {BUILD.place, DDP.place}
+    places = changed_between(*copies)
+    (place,) = reached_places(reach_map, places)
+    assert set(place.cells) == {BUILD.place, DDP.place}
 
 
-def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     everywhere = ChangedPlace(FILE, 1, (line_of("if shard:"),), 0, "x", defines=False)
-    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    reached = reached_places(found, [everywhere, places[0]])
-    cells = [(cell.cell, cell.places, cell.alone) for cell in cells_by_specificity(reached)]
-    assert cells == [(BUILD.place, 2, 1), (DDP.place, 1, 0)]
+    places = changed_between(*copies)
+    reached = reached_places(reach_map, [everywhere, places[0]])
+    specific, general = cells_by_specificity(reached)
+    assert (specific.cell, specific.places, specific.alone) == (BUILD.place, 2, 1)
+    assert (general.cell, general.places, general.alone) == (DDP.place, 1, 0)
 
 
-def test_text(copies: tuple[Path, Path], found: ReachMap) -> None:
-    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    lines = list(changed(reached_places(found, places)))
+def test_text(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
+    places = changed_between(*copies)
+    lines = list(changed(reached_places(reach_map, places)))
     assert lines[0] == "3 changed places in 1 file; cells execute 2"
     assert "  accelerate/ddp-fp32-w2: 1 place, 1 of them alone" in lines
     assert "places that no cell executes: 0" in lines
-    assert lines[lines.index("new functions and classes: 1") + 2] == "      def new(self):"
+    heading = lines.index("new functions and classes: 1")
+    assert lines[heading + 2] == "      def new(self):"
     assert lines[-1] == "places outside functions, which run on import: 0"
     assert max(map(len, lines)) <= WIDTH
 
 
-def test_what_runs_on_import_is_counted_apart(copies: tuple[Path, Path], found: ReachMap) -> None:
+def test_what_runs_on_import_is_counted_apart(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     path = copies[1] / "accelerate" / "accelerator.py"
     path.write_text(OLD.replace('"""Module."""', '"""Module."""\nimport os'), encoding="utf-8")
-    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
-    lines = list(changed(reached_places(found, places)))
+    places = changed_between(*copies)
+    lines = list(changed(reached_places(reach_map, places)))
     assert "places that no cell executes: 0" in lines
     assert lines[-1] == "places outside functions, which run on import: 1"
 

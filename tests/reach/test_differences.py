@@ -57,43 +57,45 @@ EXECUTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def found(tmp_path: Path, source: str = OLD, change: ValueChange = CHANGE, **executed: tuple[str, ...]) -> list[str]:
+def differences(
+    tmp_path: Path, source: str = OLD, change: ValueChange = CHANGE, **executed: tuple[str, ...]
+) -> list[str]:
     earlier = mapped(tmp_path / "old", EXECUTED)
     later = mapped(tmp_path / "new", {**EXECUTED, **executed}, source)
     return [f"{difference.function}: {difference.how}" for difference in function_differences(earlier, later, change)]
 
 
 def test_the_same_release_differs_in_nothing(tmp_path: Path) -> None:
-    assert found(tmp_path, "\n\n" + OLD) == []
+    assert differences(tmp_path, "\n\n" + OLD) == []
 
 
 def test_another_branch(tmp_path: Path) -> None:
-    assert found(tmp_path, build=("    if shard:", "        return 1")) == ["build: takes other branches"]
+    assert differences(tmp_path, build=("    if shard:", "        return 1")) == ["build: takes other branches"]
 
 
 def test_another_statement(tmp_path: Path) -> None:
-    assert found(tmp_path, OLD.replace("    return clip", "    clip = 1\n    return clip")) == [
+    assert differences(tmp_path, OLD.replace("    return clip", "    clip = 1\n    return clip")) == [
         "step: has other statements"
     ]
 
 
 def test_a_function_that_is_new_or_gone(tmp_path: Path) -> None:
     source = OLD.replace("def step(clip)", "def clipped(clip)")
-    assert found(tmp_path, source) == ["step: is not executed any more", "clipped: is newly executed"]
+    assert differences(tmp_path, source) == ["step: is not executed any more", "clipped: is newly executed"]
 
 
 def test_what_comes_after_the_difference_is_no_cause(tmp_path: Path) -> None:
     """Of a file's format the save may be."""
     source = OLD.replace("    return 3", "    save = 3\n    return save")
     export = ("    return save",)
-    assert found(tmp_path, source, export=export) == []
+    assert differences(tmp_path, source, export=export) == []
     of_format = ValueChange("d", "c", Extent.FORMAT, "a.pt is new")
     assert actions_before(of_format) is None
     for directory in ("old", "new"):
         (tmp_path / directory / "accelerate" / "__init__.py").unlink()
         (tmp_path / directory / "accelerate" / "accelerator.py").unlink()
         (tmp_path / directory / "accelerate").rmdir()
-    assert found(tmp_path, source, of_format, export=export) == ["export: has other statements"]
+    assert differences(tmp_path, source, of_format, export=export) == ["export: has other statements"]
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Any]:
         return made
 
     yield open_
-    for one in pages:
+    for opened_page in pages:
         # The page itself is the only request.
-        assert [text for text in one.wrong if not text.startswith("file://")] == []
-        one.page.close()
+        assert [text for text in opened_page.wrong if not text.startswith("file://")] == []
+        opened_page.page.close()

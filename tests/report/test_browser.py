@@ -130,8 +130,8 @@ def test_the_overview_counts_each_driver_and_strategy_and_leads_to_its_cells(ope
     assert tiles[0][3] == ["2 skipped"]
     assert tiles[1][1:] == [[], [], []]
     for row, driver in zip(tiles, ("faulty_driver:Faulty", "other"), strict=True):
-        for strategy, found in zip(heads, row, strict=True):
-            counted = sum(int(text.split()[0]) for text in found)
+        for strategy, counts in zip(heads, row, strict=True):
+            counted = sum(int(text.split()[0]) for text in counts)
             own = [
                 result
                 for result in (*real.results, *second)
@@ -151,8 +151,8 @@ def test_all_suites_have_their_checks_in_the_same_order(opened: Any) -> None:
     }
     results = [
         Verdict(check, cell, Status.PASSED, suite=suite, driver="mine", nodeid=f"t.py::{suite}::test[{cell}:{check}]")
-        for suite, found in cells.items()
-        for cell, checks in found.items()
+        for suite, checks_by_cell in cells.items()
+        for cell, checks in checks_by_cell.items()
         for check in checks.split()
     ]
     page = opened(Report(results=results))
@@ -220,7 +220,7 @@ def test_a_cell_shows_ranks_names_dtypes_curves_and_bars(opened: Any, real: Repo
     for expected in ("step 17: the loss is", "faulty_suite.py::TestFaulty::test[fsdp1-bf16_upcast-w2:parity]", "Runs"):
         assert expected in text
     dtypes = [row.inner_text().split("\t") for row in detail.locator("table").first.locator("tbody tr").all()]
-    assert ["master", "float32", "bfloat16 (differs)"] in [[" ".join(one.split()) for one in row] for row in dtypes]
+    assert ["master", "float32", "bfloat16 (differs)"] in [[" ".join(words.split()) for words in row] for row in dtypes]
     curves = page(
         "[...document.querySelectorAll('#detail figure')].map((one) => [one.querySelector('figcaption').textContent, one.querySelectorAll('.curve').length, one.querySelector('.curve.own').getAttribute('points').split(' ').length])"
     )

@@ -115,7 +115,9 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         "cells": [{"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "not_applicable": {}, "cost": {}}],
     }
     report = Report.from_json(old)
-    assert (report.results[0].status, report.rows[0].runs, report.runs) == ("passed", [], [])
+    assert report.results[0].status == "passed"
+    assert report.rows[0].runs == []
+    assert report.runs == []
 
 
 @pytest.mark.parametrize(
@@ -174,9 +176,9 @@ VALUES: tuple[Any, ...] = (None, True, -1, 2.5, float("inf"), "", "\ud800\x1b[31
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all values inside."""
-    for name, one in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+    for name, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
         yield (*path, name)
-        yield from places(one, (*path, name))
+        yield from places(value, (*path, name))
 
 
 @functools.cache
@@ -214,7 +216,7 @@ def test_a_report_that_somebody_changed_is_read_or_the_field_is_named(changes: l
                 del parent[last]
             else:
                 parent[last] = value
-    whole = Report.from_json(json.loads(small()))
+    complete = Report.from_json(json.loads(small()))
     try:
         changed = Report.from_json(json.loads(json.dumps(data)))
     except UsageProblem as problem:
@@ -224,9 +226,9 @@ def test_a_report_that_somebody_changed_is_read_or_the_field_is_named(changes: l
     if error:
         assert len(error.splitlines()) == 1
         return
-    for one, other in ((whole, changed), (changed, whole), (changed, changed)):
-        list(compare(one, other).lines())
-        merge([one, other]).to_text()
+    for earlier, later in ((complete, changed), (changed, complete), (changed, changed)):
+        list(compare(earlier, later).lines())
+        merge([earlier, later]).to_text()
     for make in FORMATS.values():
         make(changed).encode("utf-8", "replace")
 
@@ -277,7 +279,8 @@ def test_numbers_that_json_does_not_have_are_none(tmp_path: Path) -> None:
     row = Row("S", "d", "ddp-fp32-w2", cost={"mfu": math.nan}, steps={"loss": [1.0, math.inf]})
     write_report(tmp_path / "n.json", Report(rows=[row]))
     cell = json.loads((tmp_path / "n.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)["cells"][0]
-    assert (cell["cost"], cell["steps"]) == ({"mfu": None}, {"loss": [1.0, None]})
+    assert cell["cost"] == {"mfu": None}
+    assert cell["steps"] == {"loss": [1.0, None]}
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

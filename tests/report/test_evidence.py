@@ -60,16 +60,16 @@ class Noted(WithoutProcesses):
     def run(self, request: Request) -> Ending:
         request.write()
         self.ran.append(Path(request.directory).name)
-        ranks = range(request.world_size)
-        actions = list(enumerate(request.payload["run"]["actions"]))
-        events = {
-            rank: [
-                SnapshotTaken(action, index, {"rank": rank, "run": "", "action": action, "index": index})
-                for index, action in actions
-            ]
-            for rank in ranks
-        }
-        return Ending(tuple(RankEnd(rank, "done") for rank in ranks), events, seconds=1.0)
+        actions = request.payload["run"]["actions"]
+        ends = []
+        events: dict[int, list[SnapshotTaken]] = {}
+        for rank in range(request.world_size):
+            ends.append(RankEnd(rank, "done"))
+            events[rank] = []
+            for index, action in enumerate(actions):
+                data = {"rank": rank, "run": "", "action": action, "index": index}
+                events[rank].append(SnapshotTaken(action, index, data))
+        return Ending(tuple(ends), events, seconds=1.0)
 
 
 class Reading(Runner):
@@ -95,7 +95,9 @@ def test_a_cell_has_the_runs_that_its_checks_read_and_no_other(tmp_path: Path) -
             if not check.limit and not check.not_applicable(cell, driver):
                 runner.trace("torch", cell, check.runs(cell, driver))
         wanted[cell.id] = runner.read
-    report = Report(rows=[Row("S", "torch", cell) for cell in CELLS] + [Row("S", "accelerate", CELLS[0])])
+    rows_of_torch = [Row("S", "torch", cell) for cell in CELLS]
+    row_of_accelerate = Row("S", "accelerate", CELLS[0])
+    report = Report(rows=[*rows_of_torch, row_of_accelerate])
     add_evidence(report, read_store(tmp_path))
     *rows, other = report.rows
     for row in rows:
@@ -107,9 +109,11 @@ def test_a_cell_has_the_runs_that_its_checks_read_and_no_other(tmp_path: Path) -
 
 
 def test_a_store_that_is_written_to_at_this_moment_is_read(tmp_path: Path) -> None:
-    for name, request in (("half", '{"payload": '), ("other", "{}")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "request.json").write_text(request, encoding="utf-8")
+    requests = {"half": '{"payload": ', "other": "{}"}
+    for name, request in requests.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "request.json").write_text(request, encoding="utf-8")
     assert read_store(tmp_path) == []
     assert read_store(tmp_path / "nothing") == []
 
@@ -134,9 +138,8 @@ def snapshot(rank: int, action: str, index: int, **infos: object) -> Snapshot:
 
 def run() -> RunTrace:
     model = ModelInfo("M", {"FSDP2": 1}, (SHARD, STRAY))
-    snapshots = [
-        snapshot(0, "build_model", 0, unwrapped=UnwrappedInfo((WHOLE, BIAS), state_dict=("a.weight", "a.bias")))
-    ]
+    unwrapped = UnwrappedInfo((WHOLE, BIAS), state_dict=("a.weight", "a.bias"))
+    snapshots = [snapshot(0, "build_model", 0, unwrapped=unwrapped)]
     for rank in range(2):
         snapshots.append(snapshot(rank, "build", 1, model=model, memory=10 + rank))
         for step in range(3):
@@ -155,8 +158,10 @@ def run() -> RunTrace:
                 ),
             }
             snapshots.append(snapshot(rank, "step", 2 + step, **infos))
-    files = (FileInfo("model.safetensors", "safetensors", "model", ("a.weight", "_orig_mod.a.bias")),)
-    snapshots.append(snapshot(0, "files", 5, files=(*files, FileInfo("o", "pickle", "optimizer", ("x",)))))
+    model_keys = ("a.weight", "_orig_mod.a.bias")
+    model_file = FileInfo("model.safetensors", "safetensors", "model", model_keys)
+    optimizer_file = FileInfo("o", "pickle", "optimizer", ("x",))
+    snapshots.append(snapshot(0, "files", 5, files=(model_file, optimizer_file)))
     return RunTrace("train", 2, tuple(snapshots))
 
 
@@ -170,7 +175,10 @@ def training(cell: Cell, *runs: RunTrace) -> Row:
 
 
 def test_the_table_of_names() -> None:
-    names = {row.get("key") or row["unwrapped"] or row["live"]: row for row in training(CELL, run()).names}
+    names = {}
+    for row in training(CELL, run()).names:
+        name = row.get("key") or row["unwrapped"] or row["live"]
+        names[name] = row
     assert names["a.weight"] == {
         "unwrapped": "a.weight",
         "shape": [4, 2],
@@ -183,29 +191,45 @@ def test_the_table_of_names() -> None:
         "held": 1,
         "files": ["model.safetensors"],
     }
-    assert (names["a.bias"]["live"], names["a.bias"]["files"]) == ("", [])
-    assert (names["b.weight"]["unwrapped"], names["b.weight"]["live"]) == ("", "b.weight")
-    assert (names["_orig_mod.a.bias"]["unwrapped"], names["_orig_mod.a.bias"]["files"]) == ("", ["model.safetensors"])
+    bias = names["a.bias"]
+    assert bias["live"] == ""
+    assert bias["files"] == []
+    stray = names["b.weight"]
+    assert stray["unwrapped"] == ""
+    assert stray["live"] == "b.weight"
+    saved_otherwise = names["_orig_mod.a.bias"]
+    assert saved_otherwise["unwrapped"] == ""
+    assert saved_otherwise["files"] == ["model.safetensors"]
 
 
-def mesh_of(cell: str, *held: dict[str, Layout], shape: tuple[int, ...] = (8, 4)) -> Any:
+def mesh_of(cell: str, *layouts_by_rank: dict[str, Layout], shape: tuple[int, ...] = (8, 4)) -> Any:
     """Return the mesh of a training in which each rank has built these parameters."""
-    names = dict.fromkeys(name for holding in held for name in holding)
-    unwrapped = UnwrappedInfo(tuple(ParameterInfo(name, shape, "float32") for name in names))
+    # Each name once, in order.
+    unwrapped_by_name: dict[str, ParameterInfo] = {}
+    for layouts in layouts_by_rank:
+        for name in layouts:
+            unwrapped_by_name[name] = ParameterInfo(name, shape, "float32")
+    unwrapped = UnwrappedInfo(tuple(unwrapped_by_name.values()))
     built = [snapshot(0, "build_model", 0, unwrapped=unwrapped)]
-    for rank, layouts in enumerate(held):
-        infos = tuple(ParameterInfo(name, shape, "float32", layout=layout) for name, layout in layouts.items())
-        built.append(snapshot(rank, "build", 1, model=ModelInfo("M", {}, infos)))
-    return training(Cell.parse(cell), RunTrace("train", len(held), tuple(built))).mesh
+    for rank, layouts in enumerate(layouts_by_rank):
+        infos = []
+        for name, layout in layouts.items():
+            infos.append(ParameterInfo(name, shape, "float32", layout=layout))
+        model = ModelInfo("M", {}, tuple(infos))
+        built.append(snapshot(rank, "build", 1, model=model))
+    trace = RunTrace("train", len(layouts_by_rank), tuple(built))
+    return training(Cell.parse(cell), trace).mesh
 
 
 def on_mesh(rank: int, shard: str, tp: str) -> Layout:
     """Return a layout on the mesh of two shards by two parts."""
-    return Layout((MeshDim("dp_shard", 2, rank // 2, shard), MeshDim("tp", 2, rank % 2, tp)))
+    shards = MeshDim("dp_shard", 2, rank // 2, shard)
+    parts = MeshDim("tp", 2, rank % 2, tp)
+    return Layout((shards, parts))
 
 
 def test_the_mesh_has_each_distinct_layout_once() -> None:
-    held: list[dict[str, Layout]] = [
+    layouts_by_rank: list[dict[str, Layout]] = [
         {
             "layers.0.up.weight": on_mesh(rank, "StridedShard(0, 2)", "Shard(0)"),
             "layers.1.up.weight": on_mesh(rank, "StridedShard(0, 2)", "Shard(0)"),
@@ -214,7 +238,7 @@ def test_the_mesh_has_each_distinct_layout_once() -> None:
         }
         for rank in range(4)
     ]
-    assert mesh_of("fsdp2-fp32-w4-tp_2", *held) == {
+    assert mesh_of("fsdp2-fp32-w4-tp_2", *layouts_by_rank) == {
         "dims": [{"name": "dp_shard", "size": 2}, {"name": "tp", "size": 2}],
         "ranks": [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)],
         "layouts": [
@@ -242,21 +266,31 @@ def test_the_mesh_has_each_distinct_layout_once() -> None:
 
 
 def test_parts_that_are_uneven_or_flat_or_empty() -> None:
-    placed = (("StridedShard(0, 2)", "Replicate"), ("Shard(0)", "Replicate"), ("Flat", "Shard(1)"))
-    held = [{str(nth): on_mesh(rank, *both) for nth, both in enumerate(placed) if nth or rank < 2} for rank in range(4)]
-    parts_by_name = {
-        layout["names"][0]: layout["parts"] for layout in mesh_of("fsdp2-fp32-w4-tp_2", *held, shape=(3, 2))["layouts"]
-    }
+    layouts_by_rank = []
+    for rank in range(4):
+        layouts = {}
+        if rank < 2:
+            layouts["0"] = on_mesh(rank, "StridedShard(0, 2)", "Replicate")
+        layouts["1"] = on_mesh(rank, "Shard(0)", "Replicate")
+        layouts["2"] = on_mesh(rank, "Flat", "Shard(1)")
+        layouts_by_rank.append(layouts)
+    mesh = mesh_of("fsdp2-fp32-w4-tp_2", *layouts_by_rank, shape=(3, 2))
+    parts_by_name = {layout["names"][0]: layout["parts"] for layout in mesh["layouts"]}
     assert parts_by_name == {
         # Rank 2 and 3 do not have the first at all.
         "0": ["0:1 + 2:3, :"] * 2 + ["none"] * 2,
         "1": ["0:2, :"] * 2 + ["2:3, :"] * 2,
-        "2": [f":, {part}; flat piece {piece} of 2" for piece in (1, 2) for part in ("0:1", "1:2")],
+        "2": [
+            ":, 0:1; flat piece 1 of 2",
+            ":, 1:2; flat piece 1 of 2",
+            ":, 0:1; flat piece 2 of 2",
+            ":, 1:2; flat piece 2 of 2",
+        ],
     }
-    (one,) = mesh_of(
-        "fsdp2-fp32-w4-tp_2", *({"a": on_mesh(rank, "Shard(0)", "Replicate")} for rank in range(4)), shape=(1,)
-    )["layouts"]
-    assert one["parts"] == ["all", "all", "none", "none"]
+    of_one_element = [{"a": on_mesh(rank, "Shard(0)", "Replicate")} for rank in range(4)]
+    mesh = mesh_of("fsdp2-fp32-w4-tp_2", *of_one_element, shape=(1,))
+    (layout,) = mesh["layouts"]
+    assert layout["parts"] == ["all", "all", "none", "none"]
 
 
 def test_ranks_that_the_parameters_do_not_tell_apart() -> None:
@@ -271,46 +305,64 @@ def test_ranks_that_the_parameters_do_not_tell_apart() -> None:
 
 def test_the_mesh_has_the_stages_of_a_pipeline() -> None:
     """A tensor is on the ranks of its stage alone, and a tied one on those of two."""
-    held: list[dict[str, Layout]] = []
+    layouts_by_rank: list[dict[str, Layout]] = []
     for rank in range(4):
-        dims = MeshDim("pp", 2, rank // 2, "Stage"), MeshDim("dp_shard", 2, rank % 2, "Shard(0)")
-        held.append({"tied": Layout(dims), f"layers.{rank // 2}.up": Layout(dims)})
-    both, first, last = (
-        ["0:4, :", "4:8, :"] * 2,
-        ["0:4, :", "4:8, :", "none", "none"],
-        ["none", "none", "0:4, :", "4:8, :"],
-    )
+        stage = rank // 2
+        stages = MeshDim("pp", 2, stage, "Stage")
+        shards = MeshDim("dp_shard", 2, rank % 2, "Shard(0)")
+        layout = Layout((stages, shards))
+        layouts_by_rank.append({"tied": layout, f"layers.{stage}.up": layout})
+    both = ["0:4, :", "4:8, :"] * 2
+    first = ["0:4, :", "4:8, :", "none", "none"]
+    last = ["none", "none", "0:4, :", "4:8, :"]
     expected = [(["tied"], both), (["layers.1.up"], last), (["layers.0.up"], first)]
-    mesh = mesh_of("fsdp2-fp32-w4-pp_2", *held)
+    mesh = mesh_of("fsdp2-fp32-w4-pp_2", *layouts_by_rank)
     assert mesh["dims"] == [{"name": "pp", "size": 2}, {"name": "dp_shard", "size": 2}]
-    assert mesh["ranks"] == [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)]
+    assert mesh["ranks"] == [
+        {"rank": 0, "at": [0, 0]},
+        {"rank": 1, "at": [0, 1]},
+        {"rank": 2, "at": [1, 0]},
+        {"rank": 3, "at": [1, 1]},
+    ]
     assert [(layout["names"], layout["parts"]) for layout in mesh["layouts"]] == expected
     assert {layout["placement"] for layout in mesh["layouts"]} == {"pp=Stage, dp_shard=Shard(0)"}
 
 
 def test_a_mesh_of_one_dimension_is_not_drawn() -> None:
-    shard = [Layout((MeshDim("dp_shard", 2, rank, "Shard(0)"), MeshDim("tp", 1, 0, "Shard(0)"))) for rank in range(2)]
-    assert mesh_of("fsdp2-fp32-w2", *({"a": layout} for layout in shard)) is None
+    layouts_by_rank = []
+    for rank in range(2):
+        shards = MeshDim("dp_shard", 2, rank, "Shard(0)")
+        tp = MeshDim("tp", 1, 0, "Shard(0)")
+        layouts_by_rank.append({"a": Layout((shards, tp))})
+    assert mesh_of("fsdp2-fp32-w2", *layouts_by_rank) is None
 
 
 def test_the_table_of_dtypes() -> None:
-    table = {row["kind"]: (row["expected"], row["seen"]) for row in training(CELL, run()).dtypes}
-    assert table["storage"] == ("float32", ["float32"])
-    assert table["compute"] == ("bfloat16", ["bfloat16"])
+    dtypes = training(CELL, run()).dtypes
+    expected = {row["kind"]: row["expected"] for row in dtypes}
+    seen = {row["kind"]: row["seen"] for row in dtypes}
+    assert expected["storage"] == "float32"
+    assert seen["storage"] == ["float32"]
+    assert expected["compute"] == "bfloat16"
+    assert seen["compute"] == ["bfloat16"]
     # Neither the norm's all-reduce nor the gather of parameters.
-    assert table["reduce"][1] == ["bfloat16"]
-    assert table["gradient"][1] == ["bfloat16"]
-    assert table["master"][1] == table["state"][1] == ["float32"]
+    assert seen["reduce"] == ["bfloat16"]
+    assert seen["gradient"] == ["bfloat16"]
+    assert seen["master"] == ["float32"]
+    assert seen["state"] == ["float32"]
 
 
 def test_curves_and_memory() -> None:
-    reference = RunTrace("reference", 1, (snapshot(0, "reference", 1, loss=4.25, grad_norm=1.25),))
-    resumed = RunTrace("resume", 2, (snapshot(0, "step", 3, loss=0.5, grad_norm=2.0, seconds=0.5),))
+    reference_step = snapshot(0, "reference", 1, loss=4.25, grad_norm=1.25)
+    reference = RunTrace("reference", 1, (reference_step,))
+    resumed_step = snapshot(0, "step", 3, loss=0.5, grad_norm=2.0, seconds=0.5)
+    resumed = RunTrace("resume", 2, (resumed_step,))
     shown = training(CELL, run(), reference, resumed)
-    allowed = {name: shown.steps.pop(f"{name}_tolerance") for name in ("loss", "grad_norm")}
+    loss_tolerances = shown.steps.pop("loss_tolerance")
+    norm_tolerances = shown.steps.pop("grad_norm_tolerance")
     precision = PRECISIONS.get("bf16_upcast")
-    assert min(allowance or 0 for allowance in allowed["loss"]) >= precision.loss_tolerance > 0
-    assert allowed["grad_norm"] == [precision.norm_tolerance] * STEPS
+    assert min(tolerance or 0 for tolerance in loss_tolerances) >= precision.loss_tolerance > 0
+    assert norm_tolerances == [precision.norm_tolerance] * STEPS
     assert shown.steps == {
         "loss": [4.5, 3.5, 2.5],
         "grad_norm": [1.5, None, None],
@@ -331,7 +383,10 @@ def test_the_bytes_that_each_rank_holds() -> None:
         "gradients": [0, 8],
         "optimizer": [0, 0],
     }
-    moments = (StateInfo("a.weight", "exp_avg", "float32", 4, ""), StateInfo("a.weight", "step", "float32", 1, ""))
+    moments = (
+        StateInfo("a.weight", "exp_avg", "float32", 4, ""),
+        StateInfo("a.weight", "step", "float32", 1, ""),
+    )
     masters = (*moments, StateInfo("flat 0", "master", "float32", 3, ""))
     for states, without, expected in (
         (moments, (), {"parameters": 20, "gradients": 8, "optimizer": 16}),
@@ -340,21 +395,21 @@ def test_the_bytes_that_each_rank_holds() -> None:
         (masters, (), {"parameters": 20, "gradients": 6, "optimizer": 28}),
     ):
         optimizer = OptimizerInfo(("AdamW",), 1, states=states, without_gradient=without)
-        steps = [
-            dataclasses.replace(snapshot, optimizer=optimizer) for snapshot in run().snapshots if snapshot.rank == 1
-        ]
-        assert training(CELL, RunTrace("train", 2, tuple(steps))).tensor_bytes == {
-            name: [size] for name, size in expected.items()
-        }
+        steps = []
+        for snapshot in run().snapshots:
+            if snapshot.rank == 1:
+                steps.append(dataclasses.replace(snapshot, optimizer=optimizer))
+        shown = training(CELL, RunTrace("train", 2, tuple(steps)))
+        assert shown.tensor_bytes == {name: [size] for name, size in expected.items()}
 
 
 @pytest.mark.parametrize("actions", [(), ("build_model",), ("build_model", "build"), ("build_model", "build", "step")])
 def test_a_training_that_broke_off_shows_what_there_is(actions: tuple[str, ...]) -> None:
-    whole = run()
-    part = RunTrace(
-        "train", 2, tuple(snapshot for snapshot in whole.snapshots if snapshot.action in actions and snapshot.index < 3)
-    )
-    shown = training(CELL, part)
+    snapshots = []
+    for snapshot in run().snapshots:
+        if snapshot.action in actions and snapshot.index < 3:
+            snapshots.append(snapshot)
+    shown = training(CELL, RunTrace("train", 2, tuple(snapshots)))
     assert bool(shown.names) == ("build_model" in actions)
     assert shown.dtypes == []
     assert len(shown.steps.get("loss", ())) == ("step" in actions)

@@ -75,14 +75,14 @@ def test_the_json_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
     session("--distcompat-report=out.json", runs=RUNS)
     data = load(tmp_path / "out.json")
     result = next(result for result in data["results"] if result["status"] == "crashed")
-    assert (result["rank"], result["facets"]) == (
-        1,
-        {"strategy": "ddp", "precision": "bf16_upcast", "world_size": 2},
-    )
+    assert result["rank"] == 1
+    assert result["facets"] == {"strategy": "ddp", "precision": "bf16_upcast", "world_size": 2}
     assert result["reproduce"] == "pytest 'test_mine.py::TestMine::test[ddp-bf16_upcast-w2:claim]'"
     cell = next(cell for cell in data["cells"] if cell["cell"] == result["cell"])
     (run,) = [run for run in data["runs"] if run["id"] in cell["runs"]]
-    assert (run["name"], run["ending"], run["seconds"]) == ("train", "crashed", 1.5)
+    assert run["name"] == "train"
+    assert run["ending"] == "crashed"
+    assert run["seconds"] == 1.5
     assert [(rank["rank"], rank["status"], rank["message"], rank["output"]) for rank in run["ranks"]] == [
         (1, "killed", "was killed by SIGKILL during 'step'", "rank 0: the last words of rank 1"),
         (0, "stopped", "was killed by SIGTERM", ""),
@@ -101,7 +101,9 @@ def test_the_blamed_rank_comes_from_the_ranks_not_from_the_message(session: Sess
     failed = results["fsdp2-bf16_upcast-w2"]
     assert failed["message"].splitlines()[0] == "rank 1 raised ValueError: no"
     assert "rank 7 is odd" in failed["message"].splitlines()[-1]
-    assert (failed["status"], failed["rank"], failed["ended_run"]) == ("failed", 1, "train")
+    assert failed["status"] == "failed"
+    assert failed["rank"] == 1
+    assert failed["ended_run"] == "train"
     # Also of what is not red, somebody may want to see one alone.
     assert results["ddp-fp32-w2"]["reproduce"].endswith("test[ddp-fp32-w2:claim]'")
 

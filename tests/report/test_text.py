@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import re
+import string
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -30,6 +32,10 @@ def plain_text(line: Line) -> str:
     return "".join(text for text, _ in line)
 
 
+def plain_lines(lines: Iterable[Line]) -> list[str]:
+    return [plain_text(line) for line in lines]
+
+
 def result(cell: str, check: str, status: str = "passed", message: str = "", reproduce: str = "") -> Verdict:
     nodeid = f"t.py::S::test[{cell}:{check}]"
     verdict = Verdict(check, cell, Status.from_name(status), message, suite="S", driver="d")
@@ -38,53 +44,59 @@ def result(cell: str, check: str, status: str = "passed", message: str = "", rep
 
 def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
     width = 80
-    lines = [plain_text(line) for line in matrix_text(real.results, width=width)]
-    matrix = lines[1 : next(number for number, line in enumerate(lines) if line.startswith("  known: "))]
+    lines = plain_lines(matrix_text(real.results, width=width))
+    is_known = [line.startswith("  known: ") for line in lines]
+    matrix = lines[1 : is_known.index(True)]
     assert max(map(len, matrix)) <= width
     headers = [line.split() for line in matrix if line.startswith(" " * 20)]
     assert len(headers) > 1
-    wide = [plain_text(line) for line in matrix_text(real.results)][1].split()
+    wide = plain_lines(matrix_text(real.results))[1].split()
     assert [check for header in headers for check in header] == wide
     # Every verdict stands under its check.
-    widths: dict[tuple[str, str], str] = {}
+    words: dict[tuple[str, str], str] = {}
     header = ""
     for line in matrix:
         if line.startswith(" " * 20):
             header = line
             continue
         for check in header.split():
-            column = header.index(f" {check} " if f" {check} " in header else f" {check}") + 1
-            widths[line.split()[0], check] = line[column:].split(" ")[0]
-    assert {key: word for key, word in widths.items() if word} == {
-        (result.cell, result.check): result.status.word for result in real.results
-    }
+            # With a space behind the last check too.
+            column = f"{header} ".index(f" {check} ") + 1
+            cell = line.split()[0]
+            word = line[column:].split(" ")[0]
+            if word:
+                words[cell, check] = word
+    assert words == {(result.cell, result.check): result.status.word for result in real.results}
 
 
 def test_a_narrow_terminal_shows_one_column_at_least() -> None:
-    lines = [
-        plain_text(line)
-        for line in matrix_text([result("ddp-fp32-w2", "active"), result("ddp-fp32-w2", "names")], width=5)
-    ]
-    assert [line.split() for line in lines[1:]] == [["active"], ["ddp-fp32-w2", "ok"], ["names"], ["ddp-fp32-w2", "ok"]]
+    results = [result("ddp-fp32-w2", "active"), result("ddp-fp32-w2", "names")]
+    lines = plain_lines(matrix_text(results, width=5))
+    words = [line.split() for line in lines[1:]]
+    assert words == [["active"], ["ddp-fp32-w2", "ok"], ["names"], ["ddp-fp32-w2", "ok"]]
 
 
 def test_red_words_alone_are_in_capitals() -> None:
-    assert {status for status in all_statuses() if status.word.isupper()} == {
-        status for status in all_statuses() if status.red
-    }
+    for status in all_statuses():
+        assert status.word.isupper() == status.red
 
 
 def test_every_style_has_a_colour() -> None:
-    statuses = [result(f"ddp-fp32-w{size}", "names", status.name) for size, status in enumerate(all_statuses(), 1)]
-    styles = {style for line in matrix_text(statuses) for _, style in line}
-    assert styles - {""} == set(MARKUP)
-    red = {text for line in matrix_text(statuses) for text, style in line if style == "bad"}
-    assert red == {status.word for status in all_statuses() if status.red}
+    results = []
+    for size, status in enumerate(all_statuses(), 1):
+        results.append(result(f"ddp-fp32-w{size}", "names", status.name))
+    texts_by_style: dict[str, set[str]] = {}
+    for line in matrix_text(results):
+        for text, style in line:
+            texts_by_style.setdefault(style, set()).add(text)
+    assert texts_by_style.keys() - {""} == set(MARKUP)
+    assert texts_by_style["bad"] == {status.word for status in all_statuses() if status.red}
 
 
 def test_colours_are_pytests_own(session: Session) -> None:
     runs = '{"fsdp2-fp32-w2": "wrong"}'
-    coloured, plainly = session("--color=yes", runs=runs).stdout, session("--color=no", runs=runs).stdout
+    coloured = session("--color=yes", runs=runs).stdout
+    plainly = session("--color=no", runs=runs).stdout
     assert "\x1b[31m\x1b[1mFAIL\x1b[0m" in coloured
     assert "\x1b[" not in plainly
     assert "FAIL" in plainly
@@ -92,7 +104,10 @@ def test_colours_are_pytests_own(session: Session) -> None:
 
 def test_a_failed_run_is_one_cause_for_all_its_checks() -> None:
     checks = ("active", "names", "dtypes", "data", "units", "paths", "export")
-    results = [result("fsdp2-fp32-w2", check, "crashed", f"rank 1 was killed by SIGKILL\n{check}") for check in checks]
+    results = []
+    for check in checks:
+        message = f"rank 1 was killed by SIGKILL\n{check}"
+        results.append(result("fsdp2-fp32-w2", check, "crashed", message))
     results += [
         result("zero3-fp32-w2", "names", "crashed", "rank 0 was killed by SIGKILL", reproduce="pytest x"),
         result("ddp-fp32-w2", "names", "failed", "rank 0: layer 3 is wrong"),
@@ -101,7 +116,7 @@ def test_a_failed_run_is_one_cause_for_all_its_checks() -> None:
     ]
     grouped = causes(results)
     assert [len(cause.results) for cause in grouped] == [8, 1]
-    assert [plain_text(line) for line in causes_text(results)] == [
+    assert plain_lines(causes_text(results)) == [
         "failures by cause",
         "  1. CRASH 8 verdicts in 2 cells: rank 1 was killed by SIGKILL",
         "     fsdp2-fp32-w2 (d): active, names, dtypes, data, units, paths and 1 more; zero3-fp32-w2 (d): names",
@@ -117,37 +132,50 @@ def found_in_a_run(cell: str, check: str, message: str) -> Verdict:
 
 def test_a_finding_comes_before_a_later_exception() -> None:
     error = "rank 1 raised KeyError: 0"
+    finding = "rank 0: 12 of 12 tensors in the optimizer are stale"
     results = [
-        *(found_in_a_run("fsdp2-fp32-w2", check, error) for check in ("names", "resume", "export")),
-        result("fsdp2-fp32-w2", "optimizer", "failed", "rank 0: 12 of 12 tensors in the optimizer are stale"),
+        found_in_a_run("fsdp2-fp32-w2", "names", error),
+        found_in_a_run("fsdp2-fp32-w2", "resume", error),
+        found_in_a_run("fsdp2-fp32-w2", "export", error),
+        result("fsdp2-fp32-w2", "optimizer", "failed", finding),
         found_in_a_run("ddp-fp32-w2", "names", "rank 0 raised ValueError: no"),
     ]
     assert [(cause.headline, cause.follows) for cause in causes(results)] == [
-        ("rank 0: 12 of 12 tensors in the optimizer are stale", None),
+        (finding, None),
         (error, 1),
         ("rank 0 raised ValueError: no", None),
     ]
-    lines = [plain_text(line) for line in causes_text(results)]
+    lines = plain_lines(causes_text(results))
     assert f"  2. FAIL 3 verdicts in 1 cell, may follow from 1: {error}" in lines
 
 
 def test_findings_of_one_kind_are_one_cause_and_exceptions_of_two_names_are_two() -> None:
     message = "'{}' is not in the optimizer"
-    results = [result(f"ddp-fp32-w{size}", "optimizer", "failed", message.format(size)) for size in (1, 2)]
-    assert len(causes(results)) == 1
-    results = [found_in_a_run("ddp-fp32-w2", name, f"rank 0 raised KeyError: '{name}'") for name in ("a", "b")]
-    assert len(causes(results)) == 2
+    findings = [
+        result("ddp-fp32-w1", "optimizer", "failed", message.format(1)),
+        result("ddp-fp32-w2", "optimizer", "failed", message.format(2)),
+    ]
+    assert len(causes(findings)) == 1
+    exceptions = [
+        found_in_a_run("ddp-fp32-w2", "a", "rank 0 raised KeyError: 'a'"),
+        found_in_a_run("ddp-fp32-w2", "b", "rank 0 raised KeyError: 'b'"),
+    ]
+    assert len(causes(exceptions)) == 2
 
 
 def test_equal_messages_of_two_drivers_are_two_causes() -> None:
     failure = result("ddp-fp32-w2", "clipping", "failed", "step 1: the norm is 0.5")
-    other = dataclasses.replace(failure, suite="T", driver="e", nodeid="t.py::T::test[ddp-fp32-w2:clipping]")
-    assert [[result.suite for result in cause.results] for cause in causes([failure, other])] == [["S"], ["T"]]
+    nodeid = "t.py::T::test[ddp-fp32-w2:clipping]"
+    other = dataclasses.replace(failure, suite="T", driver="e", nodeid=nodeid)
+    first, second = causes([failure, other])
+    assert [result.suite for result in first.results] == ["S"]
+    assert [result.suite for result in second.results] == ["T"]
 
 
 def test_no_reason_is_given_for_a_failure_that_is_not_declared() -> None:
     """The reason of a declared issue that does not explain the failure misleads, in a comparison most of all."""
-    failure = dataclasses.replace(result("ddp-fp32-w2", "names", "failed", "key 'a' is missing"), reason="org/repo#1")
+    verdict = result("ddp-fp32-w2", "names", "failed", "key 'a' is missing")
+    failure = dataclasses.replace(verdict, reason="org/repo#1")
     assert failure.why == "key 'a' is missing"
 
 
@@ -182,13 +210,17 @@ def test_a_headline_has_the_finding(message: str, headline: str | None) -> None:
 
 
 def test_there_are_no_causes_where_nothing_is_red() -> None:
-    assert list(causes_text([result("ddp-fp32-w2", "names"), result("ddp-fp32-w2", "data", "known", "x")])) == []
+    passed = result("ddp-fp32-w2", "names")
+    known = result("ddp-fp32-w2", "data", "known", "x")
+    assert list(causes_text([passed, known])) == []
 
 
 def test_a_thousand_causes_are_not_all_shown() -> None:
     words = ("one", "two", "three", "four", "five")
-    results = [result("ddp-fp32-w2", f"{a}{b}", "failed", f"{a} {b}") for a in words for b in words]
-    lines = [plain_text(line) for line in causes_text(results)]
+    results = []
+    for first, second in itertools.product(words, words):
+        results.append(result("ddp-fp32-w2", f"{first}{second}", "failed", f"{first} {second}"))
+    lines = plain_lines(causes_text(results))
     assert lines[-1] == "  and 5 more causes"
 
 
@@ -215,19 +247,33 @@ def test_counts_name_every_status(real: Report) -> None:
 
 
 def test_the_slowest_runs_and_the_devices() -> None:
-    runs = [{"seconds": float(n), "cell": f"ddp-fp32-w{n}", "name": "train", "driver": "d"} for n in range(9)]
-    timeline = [{"device": "GPU-a", "begin": 1.0, "end": 3.0}, {"device": "GPU-b", "begin": 1.0, "end": 5.0}]
-    assert [plain_text(line) for line in runs_text(runs, timeline)] == [
-        f"slowest runs: {', '.join(f'{n}.0 s ddp-fp32-w{n} train (d)' for n in (8, 7, 6, 5, 4))}",
+    runs = []
+    for number in range(9):
+        cell = f"ddp-fp32-w{number}"
+        runs.append({"seconds": float(number), "cell": cell, "name": "train", "driver": "d"})
+    timeline = [
+        {"device": "GPU-a", "begin": 1.0, "end": 3.0},
+        {"device": "GPU-b", "begin": 1.0, "end": 5.0},
+    ]
+    slowest = [
+        "8.0 s ddp-fp32-w8 train (d)",
+        "7.0 s ddp-fp32-w7 train (d)",
+        "6.0 s ddp-fp32-w6 train (d)",
+        "5.0 s ddp-fp32-w5 train (d)",
+        "4.0 s ddp-fp32-w4 train (d)",
+    ]
+    assert plain_lines(runs_text(runs, timeline)) == [
+        f"slowest runs: {', '.join(slowest)}",
         "devices in use, of 4 s: GPU-a 50%, GPU-b 100%",
     ]
 
 
 def test_a_chat_message_is_short(real: Report, tmp_path: Path) -> None:
-    real.results = [
-        result(f"fsdp2-fp32-w{n}", "names", "failed", "x" * 5000 + " " + "abcdefghijklmnopqrstuvwxyz"[n % 26] * (n + 1))
-        for n in range(1, 200)
-    ]
+    real.results = []
+    for number in range(1, 200):
+        letter = string.ascii_lowercase[number % 26]
+        message = "x" * 5000 + " " + letter * (number + 1)
+        real.results.append(result(f"fsdp2-fp32-w{number}", "names", "failed", message))
     write_report(tmp_path / "chat.txt", real)
     text = (tmp_path / "chat.txt").read_text(encoding="utf-8")
     assert len(text) < 3000
@@ -262,22 +308,37 @@ def hostile_report() -> Report:
     texts: dict[str, Any] = dict.fromkeys(
         ("suite", "driver", "cell", "check", "message", "reason", "reproduce"), HOSTILE
     )
+    nodeid = f"{HOSTILE}::test[x]"
     verdicts = [
-        Verdict(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in (Status.FAILED, Status.KNOWN)
+        Verdict(status=Status.FAILED, nodeid=nodeid, **texts),
+        Verdict(status=Status.KNOWN, nodeid=nodeid, **texts),
     ]
-    cost: dict[str, float | None] = {"step_seconds": 0.1, "tokens_per_second": 1.0, "state_bytes": 2.0, "memory": 3.0}
+    cost: dict[str, float | None] = {
+        "step_seconds": 0.1,
+        "tokens_per_second": 1.0,
+        "state_bytes": 2.0,
+        "memory": 3.0,
+    }
     row = Row(HOSTILE, HOSTILE, HOSTILE, not_applicable={HOSTILE: HOSTILE}, cost=cost)
-    run = {"versions": {HOSTILE: HOSTILE}, "device": HOSTILE, "baseline": {"file": HOSTILE, "text": [HOSTILE]}}
-    return Report(run, verdicts, [row])
+    session = {
+        "versions": {HOSTILE: HOSTILE},
+        "device": HOSTILE,
+        "baseline": {"file": HOSTILE, "text": [HOSTILE]},
+    }
+    return Report(session, verdicts, [row])
+
+
+def categories_of(text: str) -> set[str]:
+    """Return the kinds of characters in a text, the ends of lines aside."""
+    return {unicodedata.category(character) for character in text.replace("\n", "")}
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt"])
 def test_no_name_and_no_message_does_anything_to_a_terminal(suffix: str, tmp_path: Path) -> None:
-    write_report(tmp_path / f"r{suffix}", hostile_report())
-    text = (tmp_path / f"r{suffix}").read_text(encoding="utf-8")
-    assert [
-        character for character in text if unicodedata.category(character) in {"Cc", "Cf"} and character != "\n"
-    ] == []
+    path = tmp_path / f"r{suffix}"
+    write_report(path, hostile_report())
+    text = path.read_text(encoding="utf-8")
+    assert categories_of(text).isdisjoint({"Cc", "Cf"})
     assert "x1b[2J" in text.replace("\\", "")
 
 
@@ -289,10 +350,12 @@ def test_no_name_and_no_message_is_markup_in_markdown(tmp_path: Path) -> None:
     # Of a matrix, and of the cost: the head, the line below it, and a row.
     tables = [len(re.findall(r"(?<!\\)\|", line)) for line in prose if line.startswith("|")]
     assert tables == [3, 3, 3, 7, 7, 7]
-    rest = [line for line in prose if not line.startswith("|")]
-    assert [line for line in rest if re.search(r"(?<!\\)[|<>`&~\[]", line.replace("```", ""))] == []
-    titles = [line for line in lines if line.startswith("#")]
-    assert [title for title in titles if "title" in title and not title.startswith("## ")] == []
+    for line in prose:
+        if not line.startswith("|"):
+            assert not re.search(r"(?<!\\)[|<>`&~\[]", line.replace("```", ""))
+    for line in lines:
+        if line.startswith("#") and "title" in line:
+            assert line.startswith("## ")
 
 
 def shown(report: Report, written: Sequence[str] = (), *, verbosity: int = 0) -> str:
@@ -312,15 +375,15 @@ def shown(report: Report, written: Sequence[str] = (), *, verbosity: int = 0) ->
 def test_only_a_verbose_summary_has_the_devices(verbosity: int) -> None:
     timeline = [{"device": "GPU-a", "begin": 1.0, "end": 3.0}]
     gaps = [{"device": "GPU-a", "begin": 3.0, "end": 9.0, "why": "pytest runs other tests"}]
-    text = shown(Report({"runs": 1, "timeline": timeline, "gaps": gaps}), verbosity=verbosity)
-    assert ("devices in use" in text, "devices not in use" in text) == (bool(verbosity), bool(verbosity))
+    report = Report({"runs": 1, "timeline": timeline, "gaps": gaps})
+    text = shown(report, verbosity=verbosity)
+    assert ("devices in use" in text) == bool(verbosity)
+    assert ("devices not in use" in text) == bool(verbosity)
 
 
 def test_the_summary_of_a_session_is_escaped_too() -> None:
     text = shown(hostile_report(), [f"report: {HOSTILE}"], verbosity=1)
-    assert [
-        character for character in text if unicodedata.category(character) in {"Cc", "Cf", "Cs"} and character != "\n"
-    ] == []
+    assert categories_of(text).isdisjoint({"Cc", "Cf", "Cs"})
     assert text.count("\\x1b[2J") > 5
 
 

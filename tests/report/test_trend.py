@@ -27,31 +27,45 @@ LETTERS = {"o": "passed", "k": "known", "-": "skipped", "F": "failed", "C": "cra
 
 def night(at: int, verdicts: dict[str, str], torch: str = "2.12.0", **more: Any) -> Report:
     """The report of one night: a letter for each check of one cell."""
-    results = [
-        Verdict(
+    results = []
+    for check, letter in verdicts.items():
+        if letter == ".":
+            continue
+        message = ""
+        if letter in "FC":
+            message = f"rank {at}: is wrong"
+        verdict = Verdict(
             check,
             "ddp-fp32-w2",
             Status.from_name(LETTERS[letter]),
-            f"rank {at}: is wrong" if letter in "FC" else "",
+            message,
             suite="S",
             driver="d",
             nodeid=f"t.py::S::test[ddp-fp32-w2:{check}]",
             seconds=at + 1.0,
         )
-        for check, letter in verdicts.items()
-        if letter != "."
-    ]
-    versions = {"python": "3.11.7", "torch": torch}
-    session = {"began": f"2026-11-{at + 1:02}T01:30:00Z", "seconds": 60.0, "versions": versions, "device": "cpu"}
-    rows = [Row("S", "d", "ddp-fp32-w2", "t.py::S", memory=[1000 * at, 10])] if results else []
+        results.append(verdict)
+    session = {
+        "began": f"2026-11-{at + 1:02}T01:30:00Z",
+        "seconds": 60.0,
+        "versions": {"python": "3.11.7", "torch": torch},
+        "device": "cpu",
+    }
+    rows = []
+    if results:
+        rows.append(Row("S", "d", "ddp-fp32-w2", "t.py::S", memory=[1000 * at, 10]))
     return Report({**session, **more}, results, rows)
 
 
 def nights(torch: str = "", **histories: str) -> list[Report]:
     """A report for each letter of the histories; a letter of ``torch`` is the minor version of its night."""
     count = len(next(iter(histories.values())))
-    letters = [{check: letters[at] for check, letters in histories.items()} for at in range(count)]
-    return [night(at, letter, f"2.{torch[at] if torch else 1}") for at, letter in enumerate(letters)]
+    minor_versions = torch or "1" * count
+    reports = []
+    for at in range(count):
+        verdicts = {check: letters[at] for check, letters in histories.items()}
+        reports.append(night(at, verdicts, f"2.{minor_versions[at]}"))
+    return reports
 
 
 def history(letters: str, torch: str = "") -> History:
@@ -100,55 +114,78 @@ def test_the_kind_of_a_history(letters: str, torch: str, kind: str) -> None:
 )
 def test_a_gap_is_neither_red_nor_a_fix(letters: str, kind: str, nights_of: tuple[int | None, ...]) -> None:
     check_history = history(letters)
-    assert (check_history.kind, (check_history.before, check_history.since, check_history.until)) == (kind, nights_of)
-    whole = trend(nights(names=letters))
-    assert sum(night.fixed for night in whole.nights) == letters.count("o", letters.index("F"))
-    assert sum(night.found for night in whole.nights) == (letters[0] == "o")
+    assert check_history.kind == kind
+    assert (check_history.before, check_history.since, check_history.until) == nights_of
+    history_of_nights = trend(nights(names=letters))
+    good_after_bad = letters.count("o", letters.index("F"))
+    assert sum(night.fixed for night in history_of_nights.nights) == good_after_bad
+    assert sum(night.found for night in history_of_nights.nights) == (letters[0] == "o")
 
 
 def test_the_versions_that_changed_are_named_over_a_gap() -> None:
-    whole = trend(nights("12345", names="oo..F", units="ooFFF"))
-    assert [history.changed for history in whole.histories] == [{"torch": ("2.2", "2.5")}, {"torch": ("2.2", "2.3")}]
-    assert whole.story(whole.histories[0]) == (
+    history_of_nights = trend(nights("12345", names="oo..F", units="ooFFF"))
+    names, units = history_of_nights.histories
+    assert names.changed == {"torch": ("2.2", "2.5")}
+    assert units.changed == {"torch": ("2.2", "2.3")}
+    assert history_of_nights.story(names) == (
         "broken: red since 2026-11-05 01:30, not on 2026-11-02 01:30: torch 2.2 -> 2.5"
     )
-    assert [night.changed for night in whole.nights][:2] == [{}, {"torch": ("2.1", "2.2")}]
+    first, second, *_ = history_of_nights.nights
+    assert first.changed == {}
+    assert second.changed == {"torch": ("2.1", "2.2")}
 
 
 def test_another_gpu_is_another_version() -> None:
-    reports = [night(at, {"names": "oFo"[at]}, gpu=gpu) for at, gpu in enumerate(("H100", "L4", "H100"))]
+    reports = [
+        night(0, {"names": "o"}, gpu="H100"),
+        night(1, {"names": "F"}, gpu="L4"),
+        night(2, {"names": "o"}, gpu="H100"),
+    ]
     (check_history,) = trend(reports).histories
-    assert (check_history.kind, check_history.changed) == ("fixed", {"gpu": ("H100", "L4")})
+    assert check_history.kind == "fixed"
+    assert check_history.changed == {"gpu": ("H100", "L4")}
 
 
 def test_nights_are_in_the_order_in_which_they_began_with_their_counts() -> None:
     reports = nights("1112", names="oFFo", units="ooF-", data="FFoo")
-    whole = trend(random.Random(0).sample(reports, k=4))
-    assert [str(night) for night in whole.nights] == [f"2026-11-0{at} 01:30" for at in (1, 2, 3, 4)]
-    counted = [(night.ran, night.red, night.found, night.fixed) for night in whole.nights]
-    assert counted == [(3, 1, 0, 0), (3, 2, 1, 0), (3, 2, 1, 1), (2, 0, 0, 1)]
-    assert whole.headline == "4 nights: 1 broken, 2 fixed; 1 not run in the last"
+    shuffled = random.Random(0).sample(reports, k=4)
+    history_of_nights = trend(shuffled)
+    all_nights = history_of_nights.nights
+    assert [str(night) for night in all_nights] == [
+        "2026-11-01 01:30",
+        "2026-11-02 01:30",
+        "2026-11-03 01:30",
+        "2026-11-04 01:30",
+    ]
+    assert [night.ran for night in all_nights] == [3, 3, 3, 2]
+    assert [night.red for night in all_nights] == [1, 2, 2, 0]
+    assert [night.found for night in all_nights] == [0, 1, 1, 0]
+    assert [night.fixed for night in all_nights] == [0, 0, 1, 1]
+    assert history_of_nights.headline == "4 nights: 1 broken, 2 fixed; 1 not run in the last"
 
 
 def test_of_several_verdicts_of_a_night_the_worst_counts() -> None:
-    one = night(0, {"names": "o"})
-    one.results += night(1, {"names": "F"}).results
-    whole = trend([one])
-    assert whole.histories[0].statuses == (Status.FAILED,)
-    assert whole.headline == "1 night: 1 broken"
+    night_report = night(0, {"names": "o"})
+    night_report.results += night(1, {"names": "F"}).results
+    history_of_nights = trend([night_report])
+    assert history_of_nights.histories[0].statuses == (Status.FAILED,)
+    assert history_of_nights.headline == "1 night: 1 broken"
 
 
 def test_seconds_and_memory_of_a_cell() -> None:
-    ((cell, (seconds, memory)),) = trend(nights(names="o.o-", units="o.o-")).costs.items()
-    assert (cell, memory) == ("t.py::S[ddp-fp32-w2]", [10, None, 2000, None])
+    costs = trend(nights(names="o.o-", units="o.o-")).costs
+    assert list(costs) == ["t.py::S[ddp-fp32-w2]"]
+    seconds, memory = costs["t.py::S[ddp-fp32-w2]"]
+    assert memory == [10, None, 2000, None]
     assert seconds == [2.0, None, 6.0, None], "what was skipped took no time"
     # A dot, then a line.
     assert sparkline([1.0, None, 2.0, 0.0]) == "M5 12.0h0M25 2.0h0L35 22.0h0"
 
 
 def test_the_text_has_one_line_for_each_change() -> None:
-    whole = trend(nights("1122", names="ooFF", units="ooFF", data="oFoo", paths="oooo", memory="oFFo"))
-    first, *lines = whole.lines()
+    reports = nights("1122", names="ooFF", units="ooFF", data="oFoo", paths="oooo", memory="oFFo")
+    history_of_nights = trend(reports)
+    first, *lines = history_of_nights.lines()
     assert first == "4 nights: 2 broken, 2 fixed, 1 never red"
     broken = "broken: red since 2026-11-03 01:30, not on 2026-11-02 01:30: torch 2.1 -> 2.2: "
     assert lines[0] == f"{broken}ddp-fp32-w2:names (d), ddp-fp32-w2:units (d): FAIL: rank 3: is wrong"
@@ -157,9 +194,11 @@ def test_the_text_has_one_line_for_each_change() -> None:
     assert lines[1].startswith(f"fixed on 2026-11-03 01:30: torch 2.1 -> 2.2; {begun}:data")
     assert lines[2].startswith(f"fixed on 2026-11-04 01:30: no version changed; {begun}:memory")
     # Each is broken since another night.
-    long = trend(nights(**{f"check_{at}": "o" * at + "F" * (25 - at) for at in range(1, 25)}))
-    *_, last = long.lines()
-    assert (len(list(long.lines())), last) == (22, "and 4 more causes")
+    letters = {f"check_{at}": "o" * at + "F" * (25 - at) for at in range(1, 25)}
+    long = trend(nights(**letters))
+    lines = list(long.lines())
+    assert len(lines) == 22
+    assert lines[-1] == "and 4 more causes"
 
 
 def rows(page: str) -> dict[str, str]:
@@ -178,7 +217,10 @@ def test_other_values_are_shown_apart_with_the_versions_that_changed() -> None:
     """Also over a night that does not know them; where every verdict holds they are news."""
     reports = nights("111223", names="oooooo")
     for report, digest in zip(reports, "aa-bb-", strict=True):
-        report.rows[0].values = {} if digest == "-" else {"digests": {"build parameter": digest}}
+        if digest == "-":
+            report.rows[0].values = {}
+        else:
+            report.rows[0].values = {"digests": {"build parameter": digest}}
     trends = trend(reports)
     text = "other values since 2026-11-04 01:30, torch 2.1 -> 2.2: ddp-fp32-w2 (d)"
     assert [trends.turn_text(turn) for turn in trends.value_turns] == [text]
@@ -188,8 +230,8 @@ def test_other_values_are_shown_apart_with_the_versions_that_changed() -> None:
 
 
 def test_the_page_has_what_the_data_has() -> None:
-    whole = trend(nights("11122", names="oooFF", units="oF.Fo", paths="ooooo", memory="ok-oo"))
-    page = trend_html(whole)
+    history_of_nights = trend(nights("11122", names="oooFF", units="oF.Fo", paths="ooooo", memory="ok-oo"))
+    page = trend_html(history_of_nights)
     table_rows = rows(page)
     assert list(table_rows) == ["names", "units"], "what was never red has no row"
     assert "<summary>2 never red</summary>" in page
@@ -199,16 +241,19 @@ def test_the_page_has_what_the_data_has() -> None:
     ]
     styles = [(count, style) for count, style, _ in strip(table_rows["units"])]
     assert styles == [(1, "good"), (1, "bad"), (1, "none"), (1, "bad"), (1, "good")]
-    for history in whole.histories[:2]:
-        assert whole.story(history).replace(">", "&gt;") in table_rows[history.last.check]
-    for there in whole.nights:
-        cells = "".join(
-            f"<td>{value}</td>" for value in (there.seconds, there.ran, there.red, there.found, there.fixed)
-        )
-        assert f'<tr><th scope="row">{there}</th>{cells}' in page
-    ((seconds, memory),) = whole.costs.values()
-    assert f'<path d="{sparkline(seconds)}"/></svg></td><td>{seconds[-1]} s, largest {seconds[-1]} s</td>' in page
-    assert f'<path d="{sparkline(memory)}"/></svg></td><td>3.9 KiB, largest 3.9 KiB</td>' in page
+    for history in history_of_nights.histories[:2]:
+        story = history_of_nights.story(history)
+        assert story.replace(">", "&gt;") in table_rows[history.last.check]
+    for night in history_of_nights.nights:
+        values = (night.seconds, night.ran, night.red, night.found, night.fixed)
+        cells = "".join(f"<td>{value}</td>" for value in values)
+        assert f'<tr><th scope="row">{night}</th>{cells}' in page
+    ((seconds, memory),) = history_of_nights.costs.values()
+    last = seconds[-1]
+    cell_of_seconds = f"<td>{last} s, largest {last} s</td>"
+    assert f'<path d="{sparkline(seconds)}"/></svg></td>{cell_of_seconds}' in page
+    cell_of_memory = "<td>3.9 KiB, largest 3.9 KiB</td>"
+    assert f'<path d="{sparkline(memory)}"/></svg></td>{cell_of_memory}' in page
 
 
 def hostile() -> Trend:
@@ -284,7 +329,8 @@ def test_what_is_no_report_is_listed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "none: no *.json is there" in capsys.readouterr().err
     write(tmp_path, nights(names="oo"))
     (tmp_path / "a.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "b.json").write_text(night(2, {"names": "o"}, began="").to_text(), encoding="utf-8")
+    without_begin = night(2, {"names": "o"}, began="")
+    (tmp_path / "b.json").write_text(without_begin.to_text(), encoding="utf-8")
     assert main(["trend", str(tmp_path), "-o", str(output)]) == 2
     err = capsys.readouterr().err
     assert "a.json: is no report of pytest-distcompat" in err
@@ -297,14 +343,23 @@ def test_a_hundred_thousand_verdicts_take_seconds() -> None:
     checks = [f"check_{at}" for at in range(1000)]
     reports = []
     for at in range(100):
-        letters = {name: "F" if chosen.random() < 0.001 or (name == "check_7" and at > 50) else "o" for name in checks}
-        reports.append(night(at, letters, began=f"2026-{at // 28 + 1:02}-{at % 28 + 1:02}T01:00:00Z"))
+        letters = dict.fromkeys(checks, "o")
+        for name in checks:
+            if chosen.random() < 0.001:
+                letters[name] = "F"
+        if at > 50:
+            letters["check_7"] = "F"
+        month, day = divmod(at, 28)
+        reports.append(night(at, letters, began=f"2026-{month + 1:02}-{day + 1:02}T01:00:00Z"))
     # Processor time: other sessions may share the machine.
     began = time.process_time()
-    whole = trend(reports)
-    page = trend_html(whole)
+    history_of_nights = trend(reports)
+    page = trend_html(history_of_nights)
     assert time.process_time() - began < 10
-    assert (len(whole.histories), sum(night.ran for night in whole.nights)) == (1000, 100_000)
-    red = sum(history.kind in {"broken", "flaky", "fixed"} for history in whole.histories)
-    assert (len(rows(page.replace("ddp-fp32-w2:check_", "ddp-fp32-w2:c"))), page.count("<tr data-kind")) == (red, red)
+    assert len(history_of_nights.histories) == 1000
+    assert sum(night.ran for night in history_of_nights.nights) == 100_000
+    red = sum(history.kind in {"broken", "flaky", "fixed"} for history in history_of_nights.histories)
+    shortened = page.replace("ddp-fp32-w2:check_", "ddp-fp32-w2:c")
+    assert len(rows(shortened)) == red
+    assert page.count("<tr data-kind") == red
     assert len(page) < 500_000

@@ -88,15 +88,15 @@ def test_a_device_that_is_full_is_named_by_the_path_that_was_given(
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_link_stays_one_and_the_mode_is_kept(suffix: str, real: Report, tmp_path: Path) -> None:
-    there = tmp_path / f"there{suffix}"
-    there.write_text("the old one", encoding="utf-8")
-    there.chmod(0o640)
+    target = tmp_path / f"there{suffix}"
+    target.write_text("the old one", encoding="utf-8")
+    target.chmod(0o640)
     link = tmp_path / f"link{suffix}"
-    link.symlink_to(there)
+    link.symlink_to(target)
     write_report(link, real)
     assert link.is_symlink()
-    assert there.stat().st_mode & 0o777 == 0o640
-    assert there.read_text(encoding="utf-8") != "the old one"
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert target.read_text(encoding="utf-8") != "the old one"
 
 
 def test_a_new_report_has_the_mode_of_the_users_umask(real: Report, tmp_path: Path) -> None:
@@ -130,6 +130,6 @@ def test_json_is_written_a_verdict_at_a_time(real: Report, tmp_path: Path) -> No
         write(path)
         peaks[path] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    streamed, whole = peaks
-    assert streamed.read_bytes() == whole.read_bytes()
-    assert peaks[streamed] < streamed.stat().st_size / 4 < peaks[whole]
+    streamed, unstreamed = peaks
+    assert streamed.read_bytes() == unstreamed.read_bytes()
+    assert peaks[streamed] < streamed.stat().st_size / 4 < peaks[unstreamed]

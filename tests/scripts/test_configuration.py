@@ -68,10 +68,8 @@ def test_the_content_of_the_files(tmp_path: Path) -> None:
     fsdp = write_configuration(Cell.of("fsdp2", "bf16_upcast", 2, state_dict="full"), tmp_path)
     content = settings(fsdp)
     assert content["mixed_precision"] == "bf16"
-    assert (content["fsdp_config"]["fsdp_version"], content["fsdp_config"]["fsdp_state_dict_type"]) == (
-        2,
-        "FULL_STATE_DICT",
-    )
+    assert content["fsdp_config"]["fsdp_version"] == 2
+    assert content["fsdp_config"]["fsdp_state_dict_type"] == "FULL_STATE_DICT"
     zero = write_configuration(Cell("zero3", "bf16_upcast"), tmp_path)
     written = json.loads(zero.with_suffix(".deepspeed.json").read_text(encoding="utf-8"))
     assert (written["zero_optimization"]["stage"], written["bf16"]["enabled"]) == (3, True)

@@ -43,8 +43,8 @@ def loaded_by_the_library(**changes: Any) -> dict[str, Any]:
 
 
 def findings(run: RunTrace, answer: Mapping[str, Any]) -> list[str]:
-    found = check_final_model(run, CELL, Path(), (), lambda request: answer, saved_name=lambda key: key)
-    return [finding.partition(": ")[2] for finding in found]
+    all_findings = check_final_model(run, CELL, Path(), (), lambda request: answer, saved_name=lambda key: key)
+    return [finding.partition(": ")[2] for finding in all_findings]
 
 
 def test_a_library_may_rename_keys_if_it_loads_what_was_trained(run: RunTrace) -> None:
@@ -52,8 +52,8 @@ def test_a_library_may_rename_keys_if_it_loads_what_was_trained(run: RunTrace) -
 
 
 def test_files_that_no_library_renames_have_the_models_names(run: RunTrace) -> None:
-    found = findings(run, loaded_by_the_library(renamed_by_library=False))
-    assert "'frozen.w' and 3 others are none of the model's own" in found[0]
+    all_findings = findings(run, loaded_by_the_library(renamed_by_library=False))
+    assert "'frozen.w' and 3 others are none of the model's own" in all_findings[0]
 
 
 def test_a_library_that_loads_other_values(run: RunTrace) -> None:

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 @pytest.fixture
 def port() -> str:
     """One that was free a moment ago: these launchers take no other."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 @pytest.mark.nightly

@@ -35,8 +35,8 @@ def test_a_variable_of_the_innermost_function_of_the_script_is_found() -> None:
     assert info.values == {"": "3"}
 
     def inner(average: int) -> dict[str, str]:
-        (found,) = NamedStates({"average": ExtraState()}).read(known=False)
-        return dict(found.values)
+        (states,) = NamedStates({"average": ExtraState()}).read(known=False)
+        return dict(states.values)
 
     assert inner(4) == {"": "4"}
     assert average == 3
@@ -71,8 +71,8 @@ def test_wrong_names(host: Host, given: Any) -> None:
 
 @pytest.mark.spawn
 def test_states_that_come_back(host: Host) -> None:
-    found = averaging(host)
-    assert {info.name for info in found.resumed.trace.at("load")[0].extra} == {
+    run = averaging(host)
+    assert {info.name for info in run.resumed.trace.at("load")[0].extra} == {
         "average",
         "length",
         "Average[0]",

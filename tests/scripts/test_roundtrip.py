@@ -42,9 +42,9 @@ def as_many(host: Host, of: RoundTrip, *more: str) -> RoundTrip:
     return RoundTrip(of.through, of.stopped, resumed, 3, 5, ("losses", "grad_norms", "parameters", "optimizer", "rng"))
 
 
-def loads(found: RoundTrip) -> list[int]:
+def loads(roundtrip: RoundTrip) -> list[int]:
     """How many ranks loaded, by run."""
-    runs: tuple[ScriptRun, ...] = (found.through, found.stopped, found.resumed)
+    runs: tuple[ScriptRun, ...] = (roundtrip.through, roundtrip.stopped, roundtrip.resumed)
     return [len(run.trace.at("load")) for run in runs]
 
 

@@ -83,15 +83,15 @@ def test_a_candidate_is_tried_once() -> None:
 
 
 def test_a_search_that_goes_on_draws_as_one_that_never_stopped(tmp_path: Path) -> None:
-    whole = State(seed=5)
-    searched(whole, ladder, 60)
+    uninterrupted = State(seed=5)
+    searched(uninterrupted, ladder, 60)
     first = State(seed=5)
     searched(first, ladder, 25)
     first.write(tmp_path / "state.json")
     second = State.read(tmp_path / "state.json")
     searched(second, ladder, 35)
-    assert list(second.tried) == list(whole.tried)
-    assert [str(kept.candidate) for kept in second.kept] == [str(kept.candidate) for kept in whole.kept]
+    assert list(second.tried) == list(uninterrupted.tried)
+    assert [str(kept.candidate) for kept in second.kept] == [str(kept.candidate) for kept in uninterrupted.kept]
 
 
 def test_shards_draw_differently_and_are_put_together() -> None:
@@ -118,29 +118,29 @@ def fails_with_two(candidate: Candidate) -> Outcome:
 def test_a_failure_is_reduced_and_counted_once() -> None:
     state = State(seed=1)
     steps = searched(state, fails_with_two, 400)
-    (found,) = state.found
-    names = {setting.partition("=")[0] for setting in found.candidate.cell.set}
+    (failure,) = state.found
+    names = {setting.partition("=")[0] for setting in failure.candidate.cell.set}
     assert names == {"AdamW.field1", "AdamW.field2"}
     failed = [step for step in steps if step.outcome.problem]
-    assert found.times == len(failed) > 1
-    assert all(step.found is found for step in failed)
+    assert failure.times == len(failed) > 1
+    assert all(step.found is failure for step in failed)
 
 
 def test_the_cause_of_a_call_is_the_same_with_fewer_arguments() -> None:
-    whole = cause_of("export(size=7, safe=False): rank 1: 12 parameters changed: 'a': '91:2ceedb3b207744eb'")
-    assert whole == cause_of("export(size=1): rank 0: 11 parameters changed: 'a': '9:3ff444d765a5f4c2'")
-    assert whole != cause_of("save(size=1): rank 0: 11 parameters changed: 'a' and 2 others")
+    cause = cause_of("export(size=7, safe=False): rank 1: 12 parameters changed: 'a': '91:2ceedb3b207744eb'")
+    assert cause == cause_of("export(size=1): rank 0: 11 parameters changed: 'a': '9:3ff444d765a5f4c2'")
+    assert cause != cause_of("save(size=1): rank 0: 11 parameters changed: 'a' and 2 others")
 
 
 def test_the_corpus_has_no_more_than_it_needs(tmp_path: Path) -> None:
     cell = Cell.parse("ddp-fp32-w2-model_mlp")
     calls = (Call("step"), Call("state_dict", (("how", "cpu_offload"),)))
-    whole = Kept(Candidate("torch", cell, calls), branches(1, 2, 3))
+    larger = Kept(Candidate("torch", cell, calls), branches(1, 2, 3))
     part = Kept(Candidate("torch", cell), branches(2, 3))
     other = Kept(Candidate("torch", Cell.parse("ddp-fp32-w2-compile_partial")), branches(3, 4))
-    assert [entry.candidate for entry in smallest_cover([part, whole, other])] == [whole.candidate, other.candidate]
-    (tmp_path / "corpus.json").write_text(corpus_text([part, whole, other]))
-    assert read_corpus(tmp_path / "corpus.json") == [whole.candidate, other.candidate]
+    assert [entry.candidate for entry in smallest_cover([part, larger, other])] == [larger.candidate, other.candidate]
+    (tmp_path / "corpus.json").write_text(corpus_text([part, larger, other]))
+    assert read_corpus(tmp_path / "corpus.json") == [larger.candidate, other.candidate]
 
 
 def test_the_corpus_of_the_package_can_be_run() -> None:

@@ -114,8 +114,8 @@ class StateByPosition(CorruptsElsewhere):
     """The other strategy keeps its parameters in another order, and state is handed out by number."""
 
     def corrupt(self) -> None:
-        one, other = (self.state_of(f"blocks.{n}.linear.weight") for n in (0, 1))
-        one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+        first, second = (self.state_of(f"blocks.{n}.linear.weight") for n in (0, 1))
+        first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
 
 
 @twin(

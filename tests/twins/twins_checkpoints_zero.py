@@ -63,9 +63,9 @@ class NamesFiles(AccelerateDriver):
 
     def load(self, directory: Path) -> None:
         for name, size in json.loads((directory / "saved.json").read_text(encoding="utf-8")).items():
-            found = (directory / name).stat().st_size if (directory / name).exists() else 0
-            if found != size:
-                raise OSError(f"{name} has {found} bytes; {size} were saved")
+            actual = (directory / name).stat().st_size if (directory / name).exists() else 0
+            if actual != size:
+                raise OSError(f"{name} has {actual} bytes; {size} were saved")
         super().load(directory)
 
 

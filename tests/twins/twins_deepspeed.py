@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch.nn import Module
+
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.precisions import Precision
 
@@ -165,3 +167,18 @@ class NoSecondaryPartition(DeepSpeed):
 
     def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
         return super().settings(precision, cell.without("set"))
+
+
+@twin(
+    "units",
+    "zero2-fp32-w2-model_mlp-activation_checkpointing_deepspeed",
+    match=r"^rank 0: the activations are recomputed of nothing; expected 'blocks\.0', 'blocks\.1'\n"
+    r"(?s:.*)blocks computed nothing again in the backward pass",
+)
+class ConfiguresRecomputationAlone(DeepSpeedDriver):
+    """The JSON has a section activation_checkpointing, which is for models that call ``deepspeed.checkpointing``: none does."""
+
+    def _recompute(self, model: Module, config: Mapping[str, Any]) -> None:
+        import deepspeed
+
+        deepspeed.checkpointing.configure(None, deepspeed_config=dict(config))

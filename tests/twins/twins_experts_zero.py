@@ -106,9 +106,9 @@ class ExpertsReducedOverAllRanks(Experts):
         super().build(model)
 
         def over_all(gradient: torch.Tensor) -> torch.Tensor:
-            whole = gradient.clone()
-            distributed.all_reduce(whole)
-            return whole
+            total = gradient.clone()
+            distributed.all_reduce(total)
+            return total
 
         for parameter in self.expert_parameters():
             parameter.register_hook(over_all)
@@ -162,7 +162,7 @@ class GateOutsideTheGraph(Experts):
         super().build(model)
 
         def detach(_module: Module, _inputs: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(one.detach() if hasattr(one, "detach") else one for one in parts)
+            return tuple(part.detach() if hasattr(part, "detach") else part for part in parts)
 
         self.layer.gate.register_forward_hook(detach)
 

@@ -137,29 +137,29 @@ class EngineCountsAnew(DeepSpeedDriver):
 @twin(
     "extra_state",
     "fsdp2-fp32-w2-model_mlp-ema",
-    match=r"^rank 0: average\.n_averaged is another after the load than was saved\nrank 1: ",
+    match=r"^rank 0: averaged_model\.n_averaged is another after the load than was saved\nrank 1: ",
     daily=True,
 )
 class AverageBuiltAnew(TorchDriver):
     """After a load the average is that of the built model."""
 
     def load(self, directory: Path) -> None:
-        average, self.average = self.average, None
+        average, self.averaged_model = self.averaged_model, None
         super().load(directory)
-        self.average = average
+        self.averaged_model = average
 
 
 @twin(
     "extra_state",
     "ddp-fp32-w2-model_mlp-ema",
-    match=r"^rank 0: average\..* is another after the load than was saved\nrank 1: ",
+    match=r"^rank 0: averaged_model\..* is another after the load than was saved\nrank 1: ",
 )
 class AverageNotRegistered(AccelerateDriver):
     """The average is kept, and accelerate not told of it."""
 
     def _register(self) -> None:
         super()._register()
-        self.accelerator._custom_objects.remove(self.average)
+        self.accelerator._custom_objects.remove(self.averaged_model)
 
 
 @twin(

@@ -43,7 +43,7 @@ class OneWithoutRate(AccelerateDriver):
     def make_optimizer(self, model: Module) -> Any:
         optimizer = super().make_optimizer(model)
         (group,) = optimizer.param_groups
-        one = model.get_parameter(ONE)
-        group["params"] = [parameter for parameter in group["params"] if parameter is not one]
-        optimizer.add_param_group({"params": [one], "lr": 0.0})
+        forgotten = model.get_parameter(ONE)
+        group["params"] = [parameter for parameter in group["params"] if parameter is not forgotten]
+        optimizer.add_param_group({"params": [forgotten], "lr": 0.0})
         return optimizer

@@ -181,8 +181,8 @@ class KeptOnTwoStages(Torch):
 
     def _wrap(self, model: Module, device: Any) -> Module:
         if self.pipeline.last:
-            whole: Any = self.build_model()
-            model.set_submodule("model.embed_tokens", copy.deepcopy(whole.model.embed_tokens))
+            full_model: Any = self.build_model()
+            model.set_submodule("model.embed_tokens", copy.deepcopy(full_model.model.embed_tokens))
             model.get_submodule("model.embed_tokens").requires_grad_(requires_grad=False)
         return super()._wrap(model, device)
 

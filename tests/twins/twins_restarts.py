@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.trainer import TrainerDriver
 
 from .declare import Torch, twin
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.nn import Module
+
+    from pytest_distcompat.driver import OnAction, Plan
 
 
 @twin(
@@ -73,6 +81,49 @@ class RateOfThisRun(AccelerateDriver):
             for group in _groups(self.optimizer):
                 group["lr"] *= 0.5
         return loss
+
+
+@twin(
+    "restarts",
+    "zero1-fp32-w2-grad_accum_2",
+    match=r"^exp_avg '[\w.]+' and \d+ others: other values after the load of the first of two saves",
+)
+class WritesOverTheFirstSave(DeepSpeedDriver):
+    """Names each checkpoint, and writes the second one over the first, too."""
+
+    def save(self, directory: Path) -> None:
+        from torch import distributed
+
+        super().save(directory)
+        distributed.barrier()
+        if self.world.rank == 0:
+            first, *others = sorted(directory.glob("global_step*"))
+            for other in others:
+                shutil.copytree(other, first, dirs_exist_ok=True)
+        distributed.barrier()
+
+
+@twin(
+    "restarts",
+    "ddp-fp32-w2-model_mlp-grad_accum_2-set_TrainingArguments.save_total_limit=2",
+    match=r"raised RuntimeError: Trainer goes on after 6 steps; expected 4",
+)
+class KeepsOneTooFew(TrainerDriver):
+    """Removes the first of two checkpoints, which was to be kept."""
+
+    def save_limit(self) -> Any:
+        from transformers import trainer
+
+        def rotate(*arguments: Any, save_total_limit: int | None = None, **more: Any) -> None:
+            limit = save_total_limit and save_total_limit - 1
+            sound(*arguments, save_total_limit=limit, **more)
+
+        sound = trainer.rotate_checkpoints
+        return mock.patch.object(trainer, "rotate_checkpoints", rotate)
+
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
+        with self.save_limit():
+            super().train(model, plan, report)
 
 
 def _groups(optimizer: Any) -> Any:

@@ -149,10 +149,10 @@ class Swapped(Corrupts):
     """Two parameters of one shape change places, as when names and tensors are paired by position (accelerate #3982)."""
 
     def corrupt(self) -> None:
-        one, other = (self.model.get_parameter(f"blocks.{n}.linear.weight") for n in (0, 1))
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
+        first, second = (self.model.get_parameter(f"blocks.{n}.linear.weight") for n in (0, 1))
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
 
 
 @twin(
@@ -301,9 +301,9 @@ class ScheduleFromTheStart(Torch):
         return loss
 
 
-def swap(states: dict[str, Any], one: str, other: str) -> dict[str, Any]:
+def swap(states: dict[str, Any], first: str, second: str) -> dict[str, Any]:
     """Loads two entries of the state under each other's name."""
-    return {**states, one: states[other], other: states[one]}
+    return {**states, first: states[second], second: states[first]}
 
 
 @twin(

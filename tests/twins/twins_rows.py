@@ -185,9 +185,9 @@ class LeavesEarlyAndWaits(LeavesEarly):
     """It waits for the others, in another collective than theirs."""
 
     def metrics(self, count: int) -> Mapping[str, float]:
-        found = super().metrics(count)
+        metrics = super().metrics(count)
         torch.distributed.barrier()
-        return found
+        return metrics
 
 
 ALIKE = r"^ranks 0 and 1 draw the same random numbers in step 2\nranks 0 and 1 draw the same random numbers in step 3$"

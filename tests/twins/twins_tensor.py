@@ -162,8 +162,8 @@ class AttentionStaysLocal(Torch):
 
     def step(self, number: int) -> float:
         sound: Any = context_parallel.attending
-        there: Any = context_parallel
-        there.attending = lambda *_: contextlib.nullcontext()
+        library: Any = context_parallel
+        library.attending = lambda *_: contextlib.nullcontext()
         try:
             return super().step(number)
         finally:
@@ -384,13 +384,13 @@ class MeansOfPartsAveraged(DeepSpeedDriver):
 
         def mean(logits: Any, labels: Any, **_: Any) -> Any:
             count = (labels != -100).sum()
-            whole = count.clone()
-            distributed.all_reduce(whole, group=groups._get_sequence_parallel_group())
-            return sound(logits, labels) * whole / self.cell.cp if count else logits.sum() * 0
+            total = count.clone()
+            distributed.all_reduce(total, group=groups._get_sequence_parallel_group())
+            return sound(logits, labels) * total / self.cell.cp if count else logits.sum() * 0
 
-        there: Any = functional
-        there.cross_entropy = mean
+        library: Any = functional
+        library.cross_entropy = mean
         try:
             return super().micro_loss(batch)
         finally:
-            there.cross_entropy = sound
+            library.cross_entropy = sound

@@ -106,6 +106,61 @@ class OnlyTheModelComesBack(Trainers):
 
 
 @twin(
+    "resume",
+    "ddp-fp32-w2-model_mlp-set_train.resume_from_checkpoint=true",
+    match=r"raised RuntimeError: Trainer goes on after 0 steps; expected 3",
+    also=dict.fromkeys(("data", "extra_state"), r"raised RuntimeError"),
+)
+class AsksForThePathAlone(Trainers):
+    """``train(resume_from_checkpoint=True)`` begins anew: a path alone is looked at."""
+
+    def own(self) -> dict[str, Any]:
+        from transformers import Trainer
+
+        def train(trainer: Any, resume_from_checkpoint: Any = None) -> Any:
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = None
+            return Trainer.train(trainer, resume_from_checkpoint=resume_from_checkpoint)
+
+        return {"train": train}
+
+
+@twin(
+    "best",
+    "ddp-fp32-w2-model_mlp-set_TrainingArguments.load_best_model_at_end=true",
+    "fsdp2-fp32-w2-model_mlp-state_dict_full-set_TrainingArguments.load_best_model_at_end=true",
+    match=r"^rank 0: parameter '.*' and \d+ others: other values after the end of the training",
+    # The evaluation before the save draws a seed: known issue transformers-evaluate-rng.
+    also={"observers": r"^rank 0: the random state is another after the save"},
+)
+class NeverGoesBack(Trainers):
+    """Ends with the weights of its last step, as where the best checkpoint was not found."""
+
+    def own(self) -> dict[str, Any]:
+        return {"_load_best_model": lambda trainer: None}
+
+
+@twin(
+    "export",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 0: outputs of the trained and of the reloaded model are up to",
+)
+class PredictsByRank(Trainers):
+    """``predict`` returns the rows of rank 0 first, then those of rank 1, which got every second batch."""
+
+    def own(self) -> dict[str, Any]:
+        from transformers import Trainer
+
+        def predict(trainer: Any, rows: Any) -> Any:
+            found = Trainer.predict(trainer, rows)
+            count = len(rows) // 4
+            order = [0, 1, *range(4, 4 + 2 * (count - 1)), 2, 3]
+            return found._replace(predictions=found.predictions[order])
+
+        return {"predict": predict}
+
+
+@twin(
     "parity",
     "ddp-fp32-w2-grad_accum_2",
     match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference .*: here each micro-batch counts alike, there each token",

@@ -74,10 +74,10 @@ class RecomputesChildren(Torch):
     """Recomputed are the children of the blocks, so that what is between them is kept."""
 
     def build(self, model: Module) -> None:
-        whole = _options.recompute
+        recompute_model = _options.recompute
 
         def children(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
-            whole(model, [child for block in blocks for child in block.children()], cell)
+            recompute_model(model, [child for block in blocks for child in block.children()], cell)
 
         with mock.patch.object(_options, "recompute", children):
             super().build(model)
@@ -92,10 +92,10 @@ class ForgetsTheSelection(Torch):
     """Asked to keep some activations, and keeps none."""
 
     def build(self, model: Module) -> None:
-        whole = _options.recompute
+        recompute_model = _options.recompute
 
         def all_of(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
-            whole(model, blocks, cell.without("activation_checkpointing"))
+            recompute_model(model, blocks, cell.without("activation_checkpointing"))
 
         with mock.patch.object(_options, "recompute", all_of):
             super().build(model)

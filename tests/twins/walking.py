@@ -63,12 +63,12 @@ class RoundingCalls(AccelerateCalls):
 
     @observer
     def export(self) -> Any:  # type: ignore[override]  # one form is enough
-        whole = {
+        full_state = {
             name: tensor.bfloat16().float() for name, tensor in self.accelerator.get_state_dict(self.model).items()
         }
-        whole.pop("outlet.bias")
+        full_state.pop("outlet.bias")
         self.exports.mkdir(parents=True, exist_ok=True)
-        self.accelerator.save(whole, self.exports / "model.safetensors", safe_serialization=True)
+        self.accelerator.save(full_state, self.exports / "model.safetensors", safe_serialization=True)
         return self.written("model.safetensors")
 
 

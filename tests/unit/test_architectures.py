@@ -94,7 +94,8 @@ def test_one_of_each_kind_of_input_takes_a_step(name: str) -> None:
     torch = pytest.importorskip("torch")
     tiny = model_of(Cell.of("ddp", "fp32", model=name))
     torch.manual_seed(0)
-    model, batch = tiny.make(), tiny.batch(0, 1)
+    model = tiny.make()
+    batch = tiny.batch(0, 1)
     assert {len(value) for value in batch.values()} == {2}
     tiny.loss(model, batch).backward()  # type: ignore[no-untyped-call]
     used = [parameter.grad is not None for parameter in model.parameters()]
@@ -177,7 +178,8 @@ def _drift(name: str) -> float:
 
     Gradients are what ranks add up in another order. One bit of the parameters would say nothing: it moves qwen3 by 4.
     """
-    precision, model = PRECISIONS.get("fp32"), architecture(f"hf:{name}")
+    precision = PRECISIONS.get("fp32")
+    model = architecture(f"hf:{name}")
     tolerances = precision.loss_tolerance, precision.norm_tolerance * model.norm_spread
     moved = [0.0]
     # Which parameters decay differs.
@@ -186,10 +188,10 @@ def _drift(name: str) -> float:
         if not all(norm for _, norm in first):
             return math.inf
         moved += [
-            abs(one - other) / abs(one) / tolerance
+            abs(value - other_value) / abs(value) / tolerance
             for numbers in others
-            for here, there in zip(first, numbers, strict=True)
-            for one, other, tolerance in zip(here, there, tolerances, strict=True)
+            for step, other_step in zip(first, numbers, strict=True)
+            for value, other_value, tolerance in zip(step, other_step, tolerances, strict=True)
         ]
     return max(moved)
 

@@ -25,7 +25,7 @@ NAME = "module_" + "that_is_watched"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     before = dict(os.environ)
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -41,15 +41,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def imported(here: Path, text: str, **others: str) -> Findings:
+def imported(directory: Path, text: str, **others: str) -> Findings:
     """Return the findings of importing a module with that text, beside other modules."""
     for name, source in {NAME: text, **others}.items():
-        (here / f"{name}.py").write_text(source, encoding="utf-8")
+        (directory / f"{name}.py").write_text(source, encoding="utf-8")
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
     with Watch() as watch, contextlib.suppress(LookupError):
         importlib.import_module(NAME)
-    watch.only_in({str(here / f"{NAME}.py")})
+    watch.only_in({str(directory / f"{NAME}.py")})
     return watch.findings
 
 
@@ -69,14 +69,14 @@ def imported(here: Path, text: str, **others: str) -> Findings:
         ("__import__('torch.distributed').distributed.is_torchelastic_launched()", "TORCHELASTIC_RUN_ID"),
     ],
 )
-def test_each_way_to_read_a_variable_is_found(here: Path, line: str, name: str) -> None:
-    findings = imported(here, f"import os\nANSWER = {line}\n")
+def test_each_way_to_read_a_variable_is_found(directory: Path, line: str, name: str) -> None:
+    findings = imported(directory, f"import os\nANSWER = {line}\n")
     assert findings.found[""] == {}
-    file = str(here / f"{NAME}.py")
+    file = str(directory / f"{NAME}.py")
     assert findings.found[name] == {file: f"{file}:2 reads {name} at import"}
     assert findings.reason(file, name.__eq__) == f"{file}:2 reads {name} at import"
     assert findings.reason(file, "HOME".__eq__) == ""
-    assert findings.reason(str(here / "other.py"), name.__eq__) == ""
+    assert findings.reason(str(directory / "other.py"), name.__eq__) == ""
     assert findings.reason(None, name.__eq__)
 
 
@@ -123,14 +123,14 @@ def test_each_way_to_read_a_variable_is_found(here: Path, line: str, name: str) 
         ("os.system('true')", "calls os.system"),
     ],
 )
-def test_per_rank_state_created_at_import_is_found(here: Path, line: str, what: str) -> None:
+def test_per_rank_state_created_at_import_is_found(directory: Path, line: str, what: str) -> None:
     modules = "copy, datetime, os, pathlib, random, secrets, socket, sqlite3, ssl, subprocess, tempfile, time, uuid, numpy, torch"
-    findings = imported(here, f"import {modules}\nHERE = {str(here)!r}\nMADE = {line}\n")
+    findings = imported(directory, f"import {modules}\nHERE = {str(directory)!r}\nMADE = {line}\n")
     (sentence,) = findings.found[""].values()
-    assert list(findings.found[""]) == [str(here / f"{NAME}.py")]
+    assert list(findings.found[""]) == [str(directory / f"{NAME}.py")]
     assert what in sentence
     assert sentence.endswith(" at import")
-    assert findings.reason(str(here / f"{NAME}.py"), "".__eq__) == sentence
+    assert findings.reason(str(directory / f"{NAME}.py"), "".__eq__) == sentence
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_per_rank_state_created_at_import_is_found(here: Path, line: str, what: 
         "importlib.import_module('helper')",
     ],
 )
-def test_state_equal_on_all_ranks_is_ignored(here: Path, line: str) -> None:
+def test_state_equal_on_all_ranks_is_ignored(directory: Path, line: str) -> None:
     modules = "dataclasses, datetime, enum, importlib, logging, os, pathlib, random, time, uuid, numpy, torch"
-    findings = imported(here, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
+    findings = imported(directory, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
     assert findings.found[""] == {}
     assert not [name for name in findings.found if "RANK" in name]
 
@@ -169,84 +169,89 @@ def test_state_equal_on_all_ranks_is_ignored(here: Path, line: str) -> None:
 @pytest.mark.parametrize(
     "line", ["os.environ['RANK'] = '0'", "os.environ.update(RANK='0')", "os.environb[b'RANK'] = b'0'"]
 )
-def test_a_variable_of_the_agents_that_is_set_concerns_them_all(here: Path, line: str) -> None:
+def test_a_variable_of_the_agents_that_is_set_concerns_them_all(directory: Path, line: str) -> None:
     """Ranks that are forked get the agent's value after it, and those of torchrun before it."""
-    file = here / f"{NAME}.py"
-    assert imported(here, f"import os\n{line}\n").found[""] == {EVERY_TEST: f"{file}:2 sets RANK at import"}
-    assert imported(here, "import os\nos.environ['RANKS'] = '0'\n").found[""] == {}
+    file = directory / f"{NAME}.py"
+    assert imported(directory, f"import os\n{line}\n").found[""] == {EVERY_TEST: f"{file}:2 sets RANK at import"}
+    assert imported(directory, "import os\nos.environ['RANKS'] = '0'\n").found[""] == {}
 
 
-def test_memory_that_a_fork_would_share_concerns_them_all(here: Path) -> None:
-    (sentence,) = imported(here, "import mmap\nBUFFER = mmap.mmap(-1, 64)\n").found[""].values()
+def test_memory_that_a_fork_would_share_concerns_them_all(directory: Path) -> None:
+    (sentence,) = imported(directory, "import mmap\nBUFFER = mmap.mmap(-1, 64)\n").found[""].values()
     assert sentence.startswith("memory that processes share (/dev/zero (deleted) at ")
 
 
-def test_how_many_threads_torch_uses_matters_where_ranks_have_another_number(here: Path) -> None:
+def test_how_many_threads_torch_uses_matters_where_ranks_have_another_number(directory: Path) -> None:
     """Ranks are brought to ``OMP_NUM_THREADS`` after the fork, which would undo what the module did."""
-    findings = imported(here, "import torch\ntorch.set_num_threads(torch.get_num_threads())\n")
-    sentence = f"{here / NAME}.py:2 sets how many threads torch uses at import"
+    findings = imported(directory, "import torch\ntorch.set_num_threads(torch.get_num_threads())\n")
+    sentence = f"{directory / NAME}.py:2 sets how many threads torch uses at import"
     assert findings == Findings({"": {}, "OMP_NUM_THREADS": {EVERY_TEST: sentence}})
 
 
-def test_a_module_that_tests_import_concerns_them_all(here: Path) -> None:
-    findings = imported(here, "import helper\n", helper="import time\nNOW = time.time()\n")
-    assert findings.found[""] == {EVERY_TEST: f"{here / 'helper.py'}:2 reads the clock at import"}
-    assert findings.reason(str(here / "other.py"), "".__eq__)
+def test_a_module_that_tests_import_concerns_them_all(directory: Path) -> None:
+    findings = imported(directory, "import helper\n", helper="import time\nNOW = time.time()\n")
+    assert findings.found[""] == {EVERY_TEST: f"{directory / 'helper.py'}:2 reads the clock at import"}
+    assert findings.reason(str(directory / "other.py"), "".__eq__)
 
 
-def test_a_test_module_that_another_imports_concerns_them_all(here: Path) -> None:
-    (here / "other.py").write_text(f"from {NAME} import NOW\n", encoding="utf-8")
+def test_a_test_module_that_another_imports_concerns_them_all(directory: Path) -> None:
+    (directory / "other.py").write_text(f"from {NAME} import NOW\n", encoding="utf-8")
     sys.modules["other"] = other = ModuleType("other")
-    other.__file__ = str(here / "other.py")
-    assert list(imported(here, "import time\nNOW = time.time()\n").found[""]) == [EVERY_TEST]
+    other.__file__ = str(directory / "other.py")
+    assert list(imported(directory, "import time\nNOW = time.time()\n").found[""]) == [EVERY_TEST]
 
 
-def test_a_function_of_another_module_that_reads_concerns_them_all(here: Path) -> None:
+def test_a_function_of_another_module_that_reads_concerns_them_all(directory: Path) -> None:
     helper = "import functools, os\n@functools.cache\ndef rank():\n    return os.environ.get('RANK')\n"
-    findings = imported(here, "import helper\nhelper.rank()\n", helper=helper)
-    assert findings.found["RANK"] == {EVERY_TEST: f"{here / 'helper.py'}:4 reads RANK at import"}
+    findings = imported(directory, "import helper\nhelper.rank()\n", helper=helper)
+    assert findings.found["RANK"] == {EVERY_TEST: f"{directory / 'helper.py'}:4 reads RANK at import"}
 
 
-def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A package that ``pip install --target`` installed elsewhere is a library too."""
-    site = here / "site"
+    site = directory / "site"
     (site / "library-1.0.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(site)
     at_import._installed_in.cache_clear()
     text = "import os, time\nNOW, WIDTH = time.time(), os.environ.get('COLUMNS')\ndef rank():\n    return os.environ.get('RANK')\n"
     (site / "library.py").write_text(text, encoding="utf-8")
-    assert imported(here, "import library\n") == Findings()
-    own = str(here / f"{NAME}.py")
-    findings = imported(here, "import library\n\nRANK = library.rank()\n")
+    assert imported(directory, "import library\n") == Findings()
+    own = str(directory / f"{NAME}.py")
+    findings = imported(directory, "import library\n\nRANK = library.rank()\n")
     assert findings.found["RANK"] == {own: f"{own}:3 reads RANK at import"}
     (site / "library.py").write_text(f"{text}RANK = rank()\n", encoding="utf-8")
     sys.modules.pop("library")
-    findings = imported(here, "import library\n")
+    findings = imported(directory, "import library\n")
     assert findings.found == {"": {}, "RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
 
 
-def test_modules_beside_installed_libraries_are_the_users_own(here: Path) -> None:
+def test_modules_beside_installed_libraries_are_the_users_own(directory: Path) -> None:
     """``pip install --target .`` in the project's own directory."""
     at_import._installed_in.cache_clear()
-    (here / "library-1.0.dist-info").mkdir()
-    (here / "library-1.0.dist-info" / "RECORD").write_text(
+    (directory / "library-1.0.dist-info").mkdir()
+    (directory / "library-1.0.dist-info" / "RECORD").write_text(
         "library.py,sha256=x,1\nlibrary-1.0.dist-info/RECORD,,\n../../bin/library,,\nhelper/__init__.py,,\n",
         encoding="utf-8",
     )
     text = "import time\nNOW = time.time()\n"
-    assert list(imported(here, "import library\n" + text, library=text).found[""]) == [str(here / f"{NAME}.py")]
+    assert list(imported(directory, "import library\n" + text, library=text).found[""]) == [
+        str(directory / f"{NAME}.py")
+    ]
     watch = Watch()
     own = {
-        name: watch.is_own(str(here / name)) for name in ("library.py", "helper/one.py", "helpers/one.py", f"{NAME}.py")
+        name: watch.is_own(str(directory / name))
+        for name in ("library.py", "helper/one.py", "helpers/one.py", f"{NAME}.py")
     }
     assert own == {"library.py": False, "helper/one.py": False, "helpers/one.py": True, f"{NAME}.py": True}
 
 
-def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
+def test_tests_that_are_installed_are_the_users_own(directory: Path) -> None:
     """``pytest --pyargs library``, and the same of a conftest there."""
     at_import._installed_in.cache_clear()
-    (here / f"{NAME}-1.0.dist-info").mkdir()
-    (here / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
+    (directory / f"{NAME}-1.0.dist-info").mkdir()
+    (directory / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
 
     class Loader(importlib.machinery.SourceFileLoader):
         def exec_module(self, module: ModuleType) -> None:
@@ -256,27 +261,27 @@ def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
     for patterns, expected in ((("test_*.py",), 0), (("conftest.py", f"{NAME[:6]}*.py"), 1)):
         with Watch() as watch:
             watch.watch_loader(Loader, patterns)
-            spec = importlib.util.spec_from_loader(NAME, Loader(NAME, str(here / f"{NAME}.py")))
+            spec = importlib.util.spec_from_loader(NAME, Loader(NAME, str(directory / f"{NAME}.py")))
             assert spec is not None
-            Loader(NAME, str(here / f"{NAME}.py")).exec_module(importlib.util.module_from_spec(spec))
+            Loader(NAME, str(directory / f"{NAME}.py")).exec_module(importlib.util.module_from_spec(spec))
         assert len(watch.findings.found[""]) == expected
         assert Loader.exec_module is ordinary
 
 
-def test_the_installed_project_under_test_is_the_users_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / f"{NAME}-1.0.dist-info").mkdir()
+def test_the_installed_project_under_test_is_the_users_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / f"{NAME}-1.0.dist-info").mkdir()
     at_import._installed_in.cache_clear()
-    (here / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
-    for own, expected in (((), 0), ((str(here / f"{NAME}.py"),), 1)):
+    (directory / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
+    for own, expected in (((), 0), ((str(directory / f"{NAME}.py"),), 1)):
         sys.modules.pop(NAME, None)
         with Watch(own) as watch:
             importlib.import_module(NAME)
         assert len(watch.findings.found[""]) == expected
 
 
-def test_the_patched_functions_are_restored(here: Path) -> None:
+def test_the_patched_functions_are_restored(directory: Path) -> None:
     before = type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()
-    assert imported(here, "import os\nRANK = os.environ['RANK']\n").found["RANK"]  # raises
+    assert imported(directory, "import os\nRANK = os.environ['RANK']\n").found["RANK"]  # raises
     assert (type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()) == before
     assert "exec_module" not in vars(importlib.machinery.SourceFileLoader)
     assert at_import.active is None

@@ -52,7 +52,8 @@ def test_a_block_that_is_tied_to_a_module_outside_stays_with_it() -> None:
     class Layer(Embeddings):
         pass
 
-    tied, own = Embeddings(), Layer()
+    tied = Embeddings()
+    own = Layer()
     # Within a block nothing else is concerned.
     own.again.weight = own.words.weight
     model = torch.nn.ModuleList([tied, own, torch.nn.Linear(4, 4)])

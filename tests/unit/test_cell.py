@@ -36,7 +36,8 @@ def test_options_at_their_default_are_not_in_the_id() -> None:
     assert cell == Cell("ddp", "fp32")
     assert hash(cell) == hash(Cell("ddp", "fp32"))
     assert Cell.parse("ddp-fp32-w2-model_llama-no_compile") == cell
-    assert (cell.option("model"), cell.option("compile")) == ("llama", False)
+    assert cell.option("model") == "llama"
+    assert cell.option("compile") is False
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -52,8 +53,11 @@ def test_every_value_of_every_option_has_a_token_of_its_own(name: str) -> None:
 def test_facets_are_strategy_precision_world_size_and_options() -> None:
     facets = Cell.of("ddp", "fp32", 4, compile=True).facets()
     assert tuple(facets) == FACETS
-    assert (facets["strategy"], facets["precision"], facets["world_size"]) == ("ddp", "fp32", 4)
-    assert (facets["compile"], facets["model"]) == (True, "llama")
+    assert facets["strategy"] == "ddp"
+    assert facets["precision"] == "fp32"
+    assert facets["world_size"] == 4
+    assert facets["compile"] is True
+    assert facets["model"] == "llama"
 
 
 @pytest.mark.parametrize(
@@ -118,14 +122,16 @@ def test_a_mesh_that_does_not_multiply_lists_what_does(world_size: int, tp: int,
 
 def test_peers_of_tensor_parallelism_are_neighbours_and_share_a_batch() -> None:
     cell = Cell.of("fsdp2", "fp32", 8, tp=2, dp_replicate=2)
-    assert (cell.tp, cell.dp_size) == (2, 4)
+    assert cell.tp == 2
+    assert cell.dp_size == 4
     assert [cell.dp_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert Cell("ddp", "fp32", 3).dp_size == 3
 
 
 def test_parts_of_a_sequence_are_beside_those_of_a_layer() -> None:
     cell = Cell.of("fsdp2", "fp32", 8, tp=2, cp=2)
-    assert (cell.cp, cell.dp_size) == (2, 2)
+    assert cell.cp == 2
+    assert cell.dp_size == 2
     assert [cell.dp_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [cell.tp_peers(rank) for rank in (1, 6)] == [(0, 1), (6, 7)]
     assert [cell.cp_peers(rank) for rank in (0, 1, 2, 7)] == [(0, 2), (1, 3), (0, 2), (5, 7)]
@@ -137,7 +143,8 @@ def test_parts_of_a_sequence_are_beside_those_of_a_layer() -> None:
 
 def test_experts_are_spread_over_data_parallel_ranks() -> None:
     cell = Cell.of("fsdp2", "fp32", 8, ep=4)
-    assert (cell.ep, cell.dp_size) == (4, 8)
+    assert cell.ep == 4
+    assert cell.dp_size == 8
     words = "ep 4 does not divide 2 data parallel ranks; with these ep can be 1, 2"
     with pytest.raises(ValueError, match=f"^{words}$"):
         Cell.of("fsdp2", "fp32", 4, tp=2, ep=4)

@@ -93,7 +93,8 @@ def test_a_rank_that_connects_to_a_store_waits_for_no_rank(rank: Rank) -> None:
     """Nobody hosts the store: perhaps a rank that has left would have, perhaps it is the script's own."""
     connects = f'  File "{PACKAGES}/torch/distributed/rendezvous.py", line 9 in _create_c10d_store'
     wait_state = rank.at(connects, f"{C10D} init_process_group", user())
-    assert (wait_state.description(), wait_state.waiting) == ("waits in init_process_group at train.py:2", False)
+    assert wait_state.description() == "waits in init_process_group at train.py:2"
+    assert wait_state.waiting is False
     assert not in_torch(f"Current thread 0x1 (most recent call first):\n{connects}\n{user()}")
     wait_state = rank.at(f"{C10D} _new_process_group_helper", f"{C10D} init_process_group", user())
     assert wait_state.waiting
@@ -189,7 +190,8 @@ def test_a_record_half_written_is_no_record(rank: Rank) -> None:
 
 
 def test_ranks_at_one_place_are_grouped(rank: Rank) -> None:
-    waits, sleeps = rank.at(f"{C10D} barrier", user()), rank.at(user())
+    waits = rank.at(f"{C10D} barrier", user())
+    sleeps = rank.at(user())
     assert describe_wait_states({0: waits, 1: sleeps, 2: waits, 3: None}) == (
         "ranks 0, 2 wait in barrier at train.py:2; rank 1 is in step at train.py:2: time.sleep(600); rank 3 gave no stack"
     )

@@ -17,7 +17,8 @@ def test_context_parallelism_is_that_of_ulysses(driver: str) -> None:
 
 
 def test_trainer_gathers_losses_of_all_ranks_alone_on_the_cpu() -> None:
-    cell, reason = Cell.parse("zero2-fp32-w4-cp_2"), DRIVERS.get("trainer").unsupported_reason
+    cell = Cell.parse("zero2-fp32-w4-cp_2")
+    reason = DRIVERS.get("trainer").unsupported_reason
     assert "'Global rank 0 is not part of group'" in str(reason(cell))
     assert reason(cell, "cuda") is None
     assert DRIVERS.get("accelerate").unsupported_reason(cell) is None

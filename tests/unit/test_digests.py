@@ -23,38 +23,52 @@ SIZES = (1, 2, 91, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 3 * (1 << 15) + 7)
 
 
 def values(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator)
+
+
+def joined(*tensors: torch.Tensor) -> str:
+    """The digests of these tensors, one after the other."""
+    return concatenate(digest(tensor) for tensor in tensors)
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_any_cut_gives_the_digest_of_the_whole(numel: int, parts: int) -> None:
-    whole, chance = values(numel), random.Random(numel * parts)
-    cuts = [0, *sorted(chance.randrange(numel + 1) for _ in range(parts - 1)), numel]
-    shards = [whole[start:end] for start, end in itertools.pairwise(cuts)]
-    assert concatenate(digest(shard) for shard in shards) == digest(whole)
-    assert concatenate([digest(whole), EMPTY]) == concatenate([EMPTY, digest(whole)]) == digest(whole)
+    complete = values(numel)
+    chance = random.Random(numel * parts)
+    inner_cuts = sorted(chance.randrange(numel + 1) for _ in range(parts - 1))
+    cuts = [0, *inner_cuts, numel]
+    shards = [complete[start:end] for start, end in itertools.pairwise(cuts)]
+    expected = digest(complete)
+    assert joined(*shards) == expected
+    assert concatenate([expected, EMPTY]) == expected
+    assert concatenate([EMPTY, expected]) == expected
 
 
 def test_a_cut_by_rows_is_one_of_the_flat_tensor() -> None:
-    whole = values(13 * 7).reshape(13, 7)
+    complete = values(13 * 7).reshape(13, 7)
     # As Shard(0) cuts it over four ranks: 4, 4, 4 and 1 rows.
-    assert concatenate(digest(rows) for rows in torch.split(whole, 4)) == digest(whole)
-    assert digest(whole) == digest(whole.flatten()) == digest(whole.t().contiguous().t())
+    assert joined(*torch.split(complete, 4)) == digest(complete)
+    transposed_in_memory = complete.t().contiguous().t()
+    assert digest(complete) == digest(complete.flatten())
+    assert digest(complete) == digest(transposed_in_memory)
 
 
 def test_order_and_values_count() -> None:
-    one, other = values(8), values(8, seed=1)
-    assert concatenate([digest(one), digest(other)]) != concatenate([digest(other), digest(one)])
-    changed = one.clone()
+    first = values(8)
+    second = values(8, seed=1)
+    assert joined(first, second) != joined(second, first)
+    changed = first.clone()
     changed[3] = torch.nextafter(changed[3], torch.tensor(9.0))
-    assert digest(changed) != digest(one)
+    assert digest(changed) != digest(first)
     assert digest(torch.zeros(3)) != digest(torch.zeros(4))
 
 
 @pytest.mark.parametrize("numel", [1, 5, (1 << 15) + 1])
 def test_zero(numel: int) -> None:
-    zero, almost = torch.zeros(numel), torch.zeros(numel)
+    zero = torch.zeros(numel)
+    almost = torch.zeros(numel)
     almost[-1] = 1e-30
     assert is_zero(digest(zero))
     assert is_zero(concatenate([digest(zero), EMPTY, digest(zero)]))
@@ -64,7 +78,9 @@ def test_zero(numel: int) -> None:
 
 
 def test_empty() -> None:
-    assert digest(torch.empty(0)) == digest(torch.empty(0, 7)) == concatenate([]) == EMPTY
+    assert digest(torch.empty(0)) == EMPTY
+    assert digest(torch.empty(0, 7)) == EMPTY
+    assert concatenate([]) == EMPTY
     assert is_zero(EMPTY)
     assert digest(torch.empty(3, device="meta")) == EMPTY
 
@@ -75,19 +91,23 @@ def test_a_digest_is_of_values_whatever_they_are_kept_in(dtype: torch.dtype) -> 
     assert digest(rounded) == digest(rounded.float())
     assert digest(values(200)) != digest(rounded)
     # An odd number of two-byte elements ends inside a word, and composes all the same.
-    assert concatenate([digest(rounded[:7]), digest(rounded[7:])]) == digest(rounded)
+    assert joined(rounded[:7], rounded[7:]) == digest(rounded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int8, torch.bool])
 def test_other_dtypes_compose_too(dtype: torch.dtype) -> None:
-    whole = (values(101) * 3).to(dtype)
-    assert concatenate([digest(whole[:30]), digest(whole[30:])]) == digest(whole)
-    assert digest(whole) != digest(~whole if dtype == torch.bool else whole + 1)
+    complete = (values(101) * 3).to(dtype)
+    assert joined(complete[:30], complete[30:]) == digest(complete)
+    changed = ~complete if dtype == torch.bool else complete + 1
+    assert digest(complete) != digest(changed)
 
 
 def test_a_number_is_a_tensor_of_one() -> None:
-    assert digest(3) == digest(3.0) == digest(torch.tensor(3.0))
-    assert digest("adamw") == digest(None) == ""
+    expected = digest(torch.tensor(3.0))
+    assert digest(3) == expected
+    assert digest(3.0) == expected
+    assert digest("adamw") == ""
+    assert digest(None) == ""
 
 
 def test_a_digest_reads_back() -> None:
@@ -95,26 +115,39 @@ def test_a_digest_reads_back() -> None:
     words, hashes = read(summary)
     assert words == 17
     assert form(words, hashes) == summary
-    assert all(0 <= part < prime for part, prime in zip(hashes, digests.PRIMES, strict=True))
+    for part, prime in zip(hashes, digests.PRIMES, strict=True):
+        assert 0 <= part < prime
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_parts_of_a_grid_add_up_in_any_order(dtype: torch.dtype) -> None:
-    whole = (values(6 * 10) * 9).to(dtype).reshape(6, 10)
-    place = torch.arange(60).reshape(6, 10)
-    parts = [(rows, columns) for rows in (slice(0, 5), slice(5, 6)) for columns in (slice(4, 10), slice(0, 4))]
-    digests = [digest(whole[part], place[part][:, 0]) for part in parts]
-    assert combine(digests) == combine(digests[::-1]) == digest(whole)
+    complete = (values(6 * 10) * 9).to(dtype).reshape(6, 10)
+    places = torch.arange(60).reshape(6, 10)
+    parts = list(itertools.product((slice(0, 5), slice(5, 6)), (slice(4, 10), slice(0, 4))))
+    digests = []
+    digests_at_start = []
+    for part in parts:
+        row_starts = places[part][:, 0]
+        digests.append(digest(complete[part], row_starts))
+        digests_at_start.append(digest(complete[part], row_starts * 0))
+    expected = digest(complete)
+    assert combine(digests) == expected
+    assert combine(digests[::-1]) == expected
     # Each value twice, once each at another's place.
-    assert combine([digests[0], *digests[:3]]) != digest(whole)
-    assert combine(digest(whole[part], place[part][:, 0] * 0) for part in parts) != digest(whole)
+    assert combine([digests[0], *digests[:3]]) != expected
+    assert combine(digests_at_start) != expected
 
 
 def test_runs_far_into_a_large_tensor() -> None:
     # Beyond each table of powers: by itself, and as one of several runs.
+    first = values(4)[:2]
+    second = values(4)[1:3]
     for start in (5, (1 << 15) + 3, (1 << 30) + 9, 1 << 46):
-        alone = [digest(values(4)[n : n + 2], torch.tensor([start + 2 * n])) for n in (0, 1)]
-        both = digest(torch.cat((values(4)[:2], values(4)[1:3])), torch.tensor([start, start + 2]))
+        alone = [
+            digest(first, torch.tensor([start])),
+            digest(second, torch.tensor([start + 2])),
+        ]
+        both = digest(torch.cat((first, second)), torch.tensor([start, start + 2]))
         assert combine(alone) == both
 
 

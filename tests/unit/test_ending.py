@@ -33,7 +33,9 @@ def test_all_ended_well(ranks: Ranks, codes: tuple[int | None, ...]) -> None:
     ranks.started(0, 1)
     ranks.done(0, 1)
     ending = ranks.end(*codes)
-    assert (ending.failed, ending.kind, ending.cause) == (False, "ok", None)
+    assert ending.failed is False
+    assert ending.kind == "ok"
+    assert ending.cause is None
     assert ending.headline() == "all ranks ended well"
 
 
@@ -42,7 +44,8 @@ def test_what_ranks_wrote_is_kept(ranks: Ranks) -> None:
     ranks.done(1)
     ending = ranks.end(0, 0, seconds=2.0, command="torchrun ...")
     assert [event.name for event in ending.events[1]] == ["start", "action", "snapshot", "done"]
-    assert (ending.seconds, ending.command) == (2.0, "torchrun ...")
+    assert ending.seconds == 2.0
+    assert ending.command == "torchrun ..."
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -105,7 +108,8 @@ def test_a_skipped_rank_that_waits_is_ended_with_the_others(ranks: Ranks) -> Non
     ranks.wrote(0, EXCUSED)
     ending = ranks.end(-9, -9, ended_by_us=[0, 1])
     assert ranks.statuses(ending) == ["raised", "stopped"]
-    assert (ending.kind, ending.ranks[0].kind) == ("raised", "xfail")
+    assert ending.kind == "raised"
+    assert ending.ranks[0].kind == "xfail"
     assert "rank 1 waited for ranks that had left the test" in ending.text()
 
 
@@ -178,7 +182,8 @@ def test_a_hang_that_waits_for_a_skipped_rank(waits: bool, kind: str, ranks: Ran
     stack = f'Thread 0x1 (most recent call first):\n{inner}  File "/its/train.py", line 3 in step\n'
     ranks.stacked(1, stack)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
-    assert (ending.kind, ranks.statuses(ending)) == (kind, ["raised", "stopped" if waits else "stuck"])
+    assert ending.kind == kind
+    assert ranks.statuses(ending) == ["raised", "stopped" if waits else "stuck"]
 
 
 def test_a_hang_in_a_store_connection_does_not_wait_for_a_skipped_rank(ranks: Ranks) -> None:
@@ -189,7 +194,8 @@ def test_a_hang_in_a_store_connection_does_not_wait_for_a_skipped_rank(ranks: Ra
     stack = f'Thread 0x1 (most recent call first):\n{frames}  File "/its/train.py", line 3 in step\n'
     ranks.stacked(1, stack)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
-    assert (ending.kind, ranks.statuses(ending)) == ("hung", ["raised", "stuck"])
+    assert ending.kind == "hung"
+    assert ranks.statuses(ending) == ["raised", "stuck"]
     assert "rank 1: was still running at the time limit" in ending.text()
 
 
@@ -236,7 +242,8 @@ def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message
     ranks.printed(1, "terminate called\n")
     ranks.raised(0, PEER_GONE, lost=True)
     ending = ranks.end(1, code)
-    assert (ending.kind, ending.headline()) == ("crashed", message)
+    assert ending.kind == "crashed"
+    assert ending.headline() == message
     assert "last output:\nterminate called" in ending.text()
     assert "consequences:\n  rank 0 raised" in ending.text()
 
@@ -250,9 +257,10 @@ def test_a_rank_that_is_lost_with_its_node_is_a_cause(ranks: Ranks, first: int, 
         ranks.raised(0, "ValueError: before that")
     ranks.raised(2, PEER_GONE, lost=True)
     ending = ranks.end(1 - first, None, 1, ended_at=(None, 20.0), ended_by_us=[0] * first)
-    assert (ending.kind, ending.headline()) == (
-        "crashed",
-        ("rank 0 raised ValueError: before that", f"rank 1 on n2 was lost with its node: {why}")[first],
+    assert ending.kind == "crashed"
+    assert (
+        ending.headline()
+        == ("rank 0 raised ValueError: before that", f"rank 1 on n2 was lost with its node: {why}")[first]
     )
     assert f"--- rank 1 on n2: was lost with its node: {why} ---" in ending.text()
     assert f"  rank 2 raised {PEER_GONE}" in ending.text().partition("consequences:")[2]
@@ -324,7 +332,9 @@ def test_ranks_that_disagree(ranks: Ranks) -> None:
     ranks.done(0)
     ranks.raised(1, "AssertionError: 1 != 2")
     ending = ranks.end(0, 1)
-    assert (ending.failed, ending.kind, ending.headline()) == (True, "raised", "rank 1 raised AssertionError: 1 != 2")
+    assert ending.failed is True
+    assert ending.kind == "raised"
+    assert ending.headline() == "rank 1 raised AssertionError: 1 != 2"
     assert ranks.statuses(ending) == ["done", "raised"]
 
 
@@ -334,7 +344,8 @@ def test_a_rank_that_never_started(ranks: Ranks, code: int | None, how: str) -> 
     ranks.done(0)
     ranks.printed(1, "ImportError: no torch")
     ending = ranks.end(0, code)
-    assert (ending.kind, ending.headline()) == ("crashed", f"rank 1 never started{how}")
+    assert ending.kind == "crashed"
+    assert ending.headline() == f"rank 1 never started{how}"
     assert "ImportError: no torch" in ending.text()
 
 
@@ -342,10 +353,8 @@ def test_the_time_limit_shows_stacks(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.stacked(1, STACK)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=30.0)
-    assert (ending.kind, ending.headline()) == (
-        "hung",
-        "time limit of 30 s: rank 0 gave no stack; rank 1 is in step at train.py:3",
-    )
+    assert ending.kind == "hung"
+    assert ending.headline() == "time limit of 30 s: rank 0 gave no stack; rank 1 is in step at train.py:3"
     text = ending.text()
     assert "rank 0: was still running at the time limit during 'step'" in text
     assert 'File "train.py", line 3 in step' in text
@@ -374,7 +383,8 @@ def test_a_hang_after_all_actions(ranks: Ranks) -> None:
 def test_a_crash_explains_the_hang_of_the_others(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ending = ranks.end(-9, -11, timed_out=True, ended_by_us=[0], timeout=5)
-    assert (ending.kind, ending.headline()) == ("crashed", "rank 1 was killed by SIGSEGV during 'step'")
+    assert ending.kind == "crashed"
+    assert ending.headline() == "rank 1 was killed by SIGSEGV during 'step'"
     assert "rank 0: was still running" in ending.text()
 
 
@@ -398,7 +408,8 @@ def test_a_rank_that_dies_after_its_work_crashed(ranks: Ranks, code: int, messag
     ranks.started(0, 1)
     ranks.done(0, 1)
     ending = ranks.end(0, code)
-    assert (ending.kind, ending.headline()) == ("crashed", message)
+    assert ending.kind == "crashed"
+    assert ending.headline() == message
 
 
 def test_an_exception_does_not_soften_a_crash_beside_it(ranks: Ranks) -> None:
@@ -413,7 +424,8 @@ def test_sigterm_is_a_consequence_of_anything_else(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(1, "ValueError: the cause")
     ending = ranks.end(-15, 1)
-    assert (ranks.statuses(ending), ending.kind) == (["stopped", "raised"], "raised")
+    assert ranks.statuses(ending) == ["stopped", "raised"]
+    assert ending.kind == "raised"
     assert ending.text().endswith("consequences:\n  rank 0 was killed by SIGTERM during 'step'")
 
 
@@ -421,7 +433,8 @@ def test_sigterm_alone_is_a_cause(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(1)
     ending = ranks.end(-15, 0)
-    assert (ending.kind, ending.headline()) == ("crashed", "rank 0 was killed by SIGTERM during 'step'")
+    assert ending.kind == "crashed"
+    assert ending.headline() == "rank 0 was killed by SIGTERM during 'step'"
 
 
 def test_a_death_without_time_is_not_before_timed_ones(ranks: Ranks) -> None:
@@ -465,7 +478,8 @@ def test_a_rank_that_ends_after_the_failure_is_no_cause(ranks: Ranks) -> None:
 )
 def test_the_launch_itself_failed(error: str, text: str) -> None:
     ending = Ending.not_launched(2, error)
-    assert (ending.failed, ending.kind) == (True, "crashed")
+    assert ending.failed is True
+    assert ending.kind == "crashed"
     assert ending.headline() == f"the ranks could not be started: {text}"
     assert error.strip() in ending.text()
 
@@ -503,7 +517,8 @@ def test_never_weaker_than_the_worst_rank(ranks: Ranks, how: str, order: tuple[i
     code = {"raised": 1, "SIGKILL": -9, "stuck": -9}.get(how, 0)
     codes = (0, code) if bad else (code, 0)
     ending = ranks.end(*codes, timed_out=how == "stuck", ended_by_us=[bad] if how == "stuck" else [])
-    assert (ending.kind, ending.failed) == (WORST[how], how != "done")
+    assert ending.kind == WORST[how]
+    assert ending.failed == (how != "done")
     assert ranks.statuses(ending)[good] == "done"
 
 

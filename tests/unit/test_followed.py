@@ -57,8 +57,9 @@ def test_an_optimizer_gets_its_settings(optimizer: str, settings: str, argument:
     ],
 )
 def test_the_reference_of_trainer_follows_its_numbers(settings: str, expected: dict[str, object]) -> None:
-    usual, found = made("trainer").param_groups[0], made("trainer", settings).param_groups[0]
-    assert {key: value for key, value in found.items() if key != "params" and value != usual[key]} == expected
+    usual = made("trainer").param_groups[0]
+    group = made("trainer", settings).param_groups[0]
+    assert {key: value for key, value in group.items() if key != "params" and value != usual[key]} == expected
 
 
 @pytest.mark.parametrize(
@@ -78,10 +79,10 @@ def test_the_reference_of_trainer_has_the_optimizer_and_its_own_arguments(
     option: str, settings: str, kind: str, expected: dict[str, object]
 ) -> None:
     pytest.importorskip("transformers")
-    found = made("trainer", settings, optimizer=option)
-    assert type(found).__name__ == kind
-    assert {key: found.param_groups[0][key] for key in expected} == expected
-    assert [group["weight_decay"] for group in found.param_groups] == [0.01, 0.0]
+    optimizer = made("trainer", settings, optimizer=option)
+    assert type(optimizer).__name__ == kind
+    assert {key: optimizer.param_groups[0][key] for key in expected} == expected
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adamw_torch_fused", "AdamW")])
@@ -94,7 +95,8 @@ def test_the_reference_of_trainer_follows_the_schedule() -> None:
     settings = "TrainingArguments.lr_scheduler_type=linear+TrainingArguments.lr_scheduler_kwargs=null"
     trainer = driver("trainer", f"{settings}+TrainingArguments.warmup_steps=0.5")
     optimizer = trainer.make_optimizer(torch.nn.Linear(4, 4))
-    scheduler, rates = trainer.make_scheduler(optimizer), []
+    scheduler = trainer.make_scheduler(optimizer)
+    rates = []
     for _ in range(20):
         rates.append(optimizer.param_groups[0]["lr"] / 3e-3)
         optimizer.step()
@@ -143,7 +145,8 @@ def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json()
     momentum = "ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.5+ds_config.optimizer.params.momentum=0.9"
     engine = driver("deepspeed", f"{momentum}+ds_config.scheduler.type=OneCycle+{ONE_CYCLE}")
     optimizer = engine.make_optimizer(torch.nn.Linear(4, 4))
-    assert (type(optimizer), optimizer.defaults["momentum"]) == (torch.optim.SGD, 0.9)
+    assert type(optimizer) is torch.optim.SGD
+    assert optimizer.defaults["momentum"] == 0.9
     assert isinstance(engine.make_scheduler(optimizer), schedules.OneCycle)
 
 
@@ -158,7 +161,9 @@ def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and
     groups = {group["use_muon"]: group for group in deepspeed_driver.param_groups}
     assert [group is model["inner"].weight for group in groups[True]["params"]] == [True]
     assert len(groups[False]["params"]) == 5
-    assert (groups[True]["momentum"], groups[True]["lr"], groups[False]["weight_decay"]) == (0.5, 3e-3, 0.01)
+    assert groups[True]["momentum"] == 0.5
+    assert groups[True]["lr"] == 3e-3
+    assert groups[False]["weight_decay"] == 0.01
 
 
 ONE_CYCLE = "ds_config.scheduler.params.cycle_min_lr=0.001+ds_config.scheduler.params.cycle_max_lr=0.003"

@@ -56,10 +56,10 @@ def stage(stages: Any, name: str, ending: str = "passes", **fields: Any) -> Any:
     return stages.Stage(name, command, **{"seconds": 0.0, **fields})
 
 
-def run(stages: Any, tmp_path: Path, *chosen: Any, seconds: float = 300.0, whole: float = 300.0) -> Any:
+def run(stages: Any, tmp_path: Path, *chosen: Any, seconds: float = 300.0, session_seconds: float = 300.0) -> Any:
     """A call, in a working directory of its own, as on a machine that is new each time."""
     work = tmp_path / f"work-{len(list(tmp_path.glob('work-*')))}"
-    runner = stages.Runner(chosen, tmp_path / "output", work, time.monotonic() + seconds, whole)
+    runner = stages.Runner(chosen, tmp_path / "output", work, time.monotonic() + seconds, session_seconds)
     runner.run()
     return runner
 
@@ -131,7 +131,7 @@ def test_a_stage_that_had_most_of_a_call_is_too_long_at_once(
     stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stages, "GRACE", 2.0)
-    runner = run(stages, tmp_path, stage(stages, "long", "hangs"), seconds=5.0, whole=3.5)
+    runner = run(stages, tmp_path, stage(stages, "long", "hangs"), seconds=5.0, session_seconds=3.5)
     assert statuses(runner) == {"long": "too long"}
 
 
@@ -156,7 +156,7 @@ def test_remaining_time_goes_to_a_stage_that_fits(stages: Any, tmp_path: Path) -
     assert statuses(runner) == {"short": "passed"}
     assert runner.open() == ["long"]
     # With a whole call before it the first stage runs, however long it may take.
-    assert statuses(run(stages, tmp_path, *chosen, seconds=100.0, whole=100.0))["long"] == "passed"
+    assert statuses(run(stages, tmp_path, *chosen, seconds=100.0, session_seconds=100.0))["long"] == "passed"
 
 
 #: Ends only when the other command has begun too, and says where its temporary files lie.

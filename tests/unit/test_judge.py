@@ -56,7 +56,9 @@ def test_a_check_without_findings_passes() -> None:
 
 def test_a_check_fails_with_all_its_findings() -> None:
     result = verdict(toy("rank 0: stale", "rank 1: stale"))
-    assert (result.status, result.message, result.ok) == ("failed", "ranks 0, 1: stale", False)
+    assert result.status == "failed"
+    assert result.message == "ranks 0, 1: stale"
+    assert result.ok is False
 
 
 def test_hundreds_of_findings_are_cut() -> None:
@@ -66,37 +68,43 @@ def test_hundreds_of_findings_are_cut() -> None:
 
 def test_a_skipped_cell_has_the_reason() -> None:
     result = skipped("toy", CELL, "needs 4 GPUs")
-    assert (result.status, result.message, result.reason, result.ok) == (
-        "skipped",
-        "needs 4 GPUs",
-        "needs 4 GPUs",
-        False,
-    )
-    assert (result.check, result.cell) == ("toy", CELL.id)
+    assert result.status == "skipped"
+    assert result.message == "needs 4 GPUs"
+    assert result.reason == "needs 4 GPUs"
+    assert result.ok is False
+    assert result.check == "toy"
+    assert result.cell == CELL.id
 
 
 def test_a_known_failure() -> None:
     result = verdict(toy("rank 0: stale"), KNOWN)
-    assert (result.status, result.message, result.reason) == ("known", "rank 0: stale", "org/repo#1")
+    assert result.status == "known"
+    assert result.message == "rank 0: stale"
+    assert result.reason == "org/repo#1"
     assert not result.ok
 
 
 def test_a_known_failure_that_passes_is_reported() -> None:
     result = verdict(toy(), KNOWN)
-    assert (result.status, result.reason, result.ok) == ("fixed?", "org/repo#1", False)
+    assert result.status == "fixed?"
+    assert result.reason == "org/repo#1"
+    assert result.ok is False
     assert result.message == f"declared to fail, but it passes: fixed? Then remove {KNOWN}"
 
 
 def test_a_failure_other_than_the_known_one() -> None:
     assert verdict(toy("rank 0: bfloat16 masters"), MASTERS).status == "known"
     result = verdict(toy("rank 0: stale"), MASTERS)
-    assert (result.status, result.ok) == ("failed", False)
+    assert result.status == "failed"
+    assert result.ok is False
     assert result.message == f"rank 0: stale\n\nfails otherwise than declared: {MASTERS}"
 
 
 def test_a_known_failure_hides_no_other_one() -> None:
     result = verdict(toy("bfloat16 masters", "rank 0: stale", "rank 1: stale"), MASTERS)
-    assert (result.status, result.reason, result.ok) == ("failed", "org/repo#1", False)
+    assert result.status == "failed"
+    assert result.reason == "org/repo#1"
+    assert result.ok is False
     assert result.message == f"ranks 0, 1: stale\n\nfails as declared too: {MASTERS}"
     # Nor beyond what a message shows.
     many = (*(f"rank {rank}: bfloat16 masters" for rank in range(300)), "rank 300: stale")
@@ -117,21 +125,25 @@ def test_consequences_of_a_known_failure_are_known_too() -> None:
 def test_findings_may_fit_any_of_two_known_failures(another: Expectation) -> None:
     for declared in ((MASTERS, another), (another, MASTERS)):
         result = verdict(toy("bfloat16 masters", "rank 0: stale"), *declared)
-        assert (result.status, set(result.reason.split("; and "))) == ("known", {MASTERS.reason, "org/repo#2"})
+        assert result.status == "known"
+        assert set(result.reason.split("; and ")) == {MASTERS.reason, "org/repo#2"}
         assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.startswith("gone\n\n")
 
 
 def test_a_declared_message_may_begin_any_finding() -> None:
     masters, stale = (fails("toy", reason=f"org/repo#{word}", match=f"^{word}") for word in ("masters", "stale"))
     result = verdict(toy("masters in bfloat16", "stale optimizer"), masters, stale)
-    assert (result.status, result.reason) == ("known", "org/repo#masters; and org/repo#stale")
+    assert result.status == "known"
+    assert result.reason == "org/repo#masters; and org/repo#stale"
 
 
 def test_each_of_two_known_failures_must_occur() -> None:
     stale = fails("toy", reason="org/repo#2", match="stale")
     for declared in ((MASTERS, stale), (stale, MASTERS)):
         result = verdict(toy("bfloat16 masters"), *declared)
-        assert (result.status, result.reason, result.ok) == ("fixed?", "org/repo#2", False)
+        assert result.status == "fixed?"
+        assert result.reason == "org/repo#2"
+        assert result.ok is False
         message = f"fails as declared ({MASTERS}), and not as declared besides: fixed? Then remove {stale}"
         assert result.message == f"{message}\n\nbfloat16 masters"
         # What broke off before it could show may be there still.
@@ -140,7 +152,8 @@ def test_each_of_two_known_failures_must_occur() -> None:
         assert verdict(toy("bfloat16 masters", "gone"), *declared).message.startswith("gone\n\n")
         result = verdict(toy(), *declared)
         both = " and ".join(map(str, declared))
-        assert (result.status, result.message.endswith(f"fixed? Then remove {both}")) == ("fixed?", True)
+        assert result.status == "fixed?"
+        assert result.message.endswith(f"fixed? Then remove {both}") is True
     rounding = may_fail("toy", reason="org/repo#2", match="stale")
     for declared in ((MASTERS, rounding), (rounding, MASTERS)):
         assert verdict(toy("bfloat16 masters"), *declared).status == "known"
@@ -157,7 +170,9 @@ def test_a_may_fail_declaration_excuses_no_other_failure() -> None:
     anywhere = may_fail("*", reason="org/repo#3", match="out of luck")
     assert verdict(toy("out of luck today"), anywhere).status == "known"
     result = verdict(toy("stale"), anywhere)
-    assert (result.status, result.message, result.reason) == ("failed", "stale", "")
+    assert result.status == "failed"
+    assert result.message == "stale"
+    assert result.reason == ""
     assert verdict(toy(), anywhere).status == "passed"
 
 
@@ -173,7 +188,9 @@ def test_an_exception_may_be_a_known_failure() -> None:
 @pytest.mark.parametrize("action", ["", "build", "step"])
 def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectation], action: str) -> None:
     result = verdict(toy(), *declared, end=ended(kind, action, "not supported"))
-    assert (result.status, result.message, result.ok) == (kind, "the whole story of not supported", False)
+    assert result.status == kind
+    assert result.message == "the whole story of not supported"
+    assert result.ok is False
 
 
 @pytest.mark.parametrize("kind", ["raised", "crashed", "hung"])
@@ -202,9 +219,10 @@ def test_a_check_of_the_unwrapped_model_needs_no_more() -> None:
 @pytest.mark.parametrize("until", [("build_model", 0), ("step", 2), ("files", 0)])
 def test_an_end_outside_of_any_action_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
     # All snapshots are there: it happened at exit.
-    whole = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
-    result = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
-    assert (result.status, result.message) == (status, "the whole story of boom")
+    train = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
+    result = judge(toy(until=until), CELL, Trace.of("hand-made", [train]))
+    assert result.status == status
+    assert result.message == "the whole story of boom"
 
 
 def both(train: RunFailure | None, resume: RunFailure | None) -> Verdict:
@@ -230,11 +248,9 @@ def test_a_run_that_was_never_begun_for_the_one_before_it() -> None:
 @pytest.mark.parametrize("action", ["build_model", "build"])
 def test_refused_at_build_as_declared(action: str) -> None:
     result = verdict(toy(), REFUSED, end=ended("raised", action, "ValueError: not supported"), together=True)
-    assert (result.status, result.message, result.reason) == (
-        "refused",
-        "rank 1 raised ValueError: not supported",
-        "by design",
-    )
+    assert result.status == "refused"
+    assert result.message == "rank 1 raised ValueError: not supported"
+    assert result.reason == "by design"
     assert result.ok
 
 
@@ -256,18 +272,21 @@ def test_where_rounding_decides_it_is_known_or_it_passes() -> None:
 def test_a_refusal_without_a_reason_gives_the_error_for_one() -> None:
     bare = refuses("toy", match="not supported")
     result = verdict(toy(), bare, end=ended("raised", "build", "ValueError: not supported"), together=True)
-    assert (result.status, result.reason) == ("refused", "ValueError: not supported")
+    assert result.status == "refused"
+    assert result.reason == "ValueError: not supported"
 
 
 def test_refused_by_one_rank_while_another_went_on() -> None:
     result = verdict(toy(), REFUSED, end=ended("raised", "build", "ValueError: not supported"))
-    assert (result.status, result.ok) == ("failed", False)
+    assert result.status == "failed"
+    assert result.ok is False
     assert result.message.startswith(f"refused on some ranks only; built on rank 0\ndeclared: {REFUSED}\n\n")
 
 
 def test_refused_with_another_message() -> None:
     result = verdict(toy(), REFUSED, end=ended("raised", "build"))
-    assert (result.status, result.ok) == ("failed", False)
+    assert result.status == "failed"
+    assert result.ok is False
     assert result.message.startswith("the whole story of boom\n\n")
     assert result.message.endswith(f"\nrefused with another message than 'not supported'\ndeclared: {REFUSED}")
 
@@ -276,7 +295,8 @@ def test_refused_with_another_message() -> None:
 def test_refused_late(action: str) -> None:
     # In any action after build, whether or not the check itself has all it needs by then.
     result = verdict(toy(), REFUSED, end=ended("raised", action, "not supported"))
-    assert (result.status, result.ok) == ("late", False)
+    assert result.status == "late"
+    assert result.ok is False
     assert result.message.startswith(
         f"refused only at {action!r}, after build; expected at build\ndeclared: {REFUSED}\n\n"
     )
@@ -285,7 +305,8 @@ def test_refused_late(action: str) -> None:
 @pytest.mark.parametrize("findings", [(), ("stale",)])
 def test_never_refused(findings: tuple[str, ...]) -> None:
     result = verdict(toy(*findings), REFUSED)
-    assert (result.status, result.ok) == ("failed", False)
+    assert result.status == "failed"
+    assert result.ok is False
     assert result.message == (
         "expected to be refused at build with a message like 'not supported', but it ran to the end\n"
         f"declared: {REFUSED}"
@@ -295,7 +316,8 @@ def test_never_refused(findings: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("kind", ["crashed", "hung"])
 def test_a_refusal_is_no_crash_later(kind: str) -> None:
     result = verdict(toy(), REFUSED, end=ended(kind, "save", "not supported"))
-    assert (result.status, result.ok) == (kind, False)
+    assert result.status == kind
+    assert result.ok is False
 
 
 def test_a_refusal_goes_before_a_known_failure() -> None:
@@ -325,12 +347,11 @@ def test_of_two_things_that_are_not_supported_one_is_refused() -> None:
     for declared in ((REFUSED, another), (another, REFUSED)):
         for text, reason in (("not supported", "by design"), ("no such mode", "nor this")):
             result = verdict(toy(), *declared, end=ended("raised", "build", text), together=True)
-            assert (result.status, result.reason) == ("refused", reason)
+            assert result.status == "refused"
+            assert result.reason == reason
         result = verdict(toy(), *declared, end=ended("raised", "build", "boom"), together=True)
-        assert (result.status, result.message.splitlines()[-2]) == (
-            "failed",
-            f"refused with another message than {declared[0].match!r}",
-        )
+        assert result.status == "failed"
+        assert result.message.splitlines()[-2] == f"refused with another message than {declared[0].match!r}"
         assert verdict(toy(), *declared).status == "failed"
 
 
@@ -347,7 +368,8 @@ def test_of_two_things_that_are_not_supported_one_is_refused() -> None:
 def test_a_failure_has_a_declaration_that_covers_it(
     findings: tuple[str, ...], end: RunFailure | None, match: str
 ) -> None:
-    check, trace = toy(*findings), Trace.of("hand-made", [lived(TRAIN_RUN, end, together=True)])
+    check = toy(*findings)
+    trace = Trace.of("hand-made", [lived(TRAIN_RUN, end, together=True)])
     made = declaration(check, CELL, trace)
     assert made is not None
     assert made.match == match
@@ -388,4 +410,5 @@ def test_a_refusal_that_ended_is_red() -> None:
     assert result.status == "failed"
     assert result.message.endswith(f"the quarantine ended on 2020-01-31: {past}")
     killed = verdict(toy(), past, end=ended("crashed", "build", "ValueError: not supported"))
-    assert (killed.status, "quarantine" in killed.message) == ("crashed", False)
+    assert killed.status == "crashed"
+    assert ("quarantine" in killed.message) is False

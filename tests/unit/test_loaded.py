@@ -37,9 +37,9 @@ def test_cells_that_can_run(driver: str, cell: str) -> None:
     ],
 )
 def test_cells_that_cannot(driver: str, cell: str, reason: str) -> None:
-    found = unsupported_reason(find_driver(driver), Cell.parse(cell), "cpu")
-    assert found is not None
-    assert reason in found
+    actual_reason = unsupported_reason(find_driver(driver), Cell.parse(cell), "cpu")
+    assert actual_reason is not None
+    assert reason in actual_reason
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def test_ranks_use_other_experts_in_the_first_step() -> None:
 
 
 def assert_reason(driver: str, cell: str, reason: str | None) -> None:
-    found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
-    assert found == reason if reason is None else reason in str(found)
+    actual_reason = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
+    assert actual_reason == reason if reason is None else reason in str(actual_reason)
 
 
 def test_in_each_step_some_ranks_leave_the_branch_out_and_others_do_not() -> None:
@@ -203,8 +203,8 @@ def test_where_experts_are_cut(driver: str, cell: str, reason: str | None) -> No
 @pytest.mark.parametrize(("device", "reason"), [("cpu", "torch's SyncBatchNorm refuses CPU tensors"), ("cuda", "")])
 @pytest.mark.parametrize("driver", ["torch", "accelerate", "trainer"])
 def test_syncbatchnorm_is_for_gpus(driver: str, device: str, reason: str) -> None:
-    found = DRIVERS.get(driver).unsupported_reason(Cell.of("ddp", "fp32", model="syncbatchnorm"), device)
-    assert reason in str(found) if reason else found is None
+    actual_reason = DRIVERS.get(driver).unsupported_reason(Cell.of("ddp", "fp32", model="syncbatchnorm"), device)
+    assert reason in str(actual_reason) if reason else actual_reason is None
 
 
 def test_torch_refuses_syncbatchnorm_on_the_cpu_today(tmp_path: Path) -> None:

@@ -31,10 +31,11 @@ def test_steps_of_fewer_and_again_of_more_micro_batches(alone: None) -> None:
     cell = Cell.parse("ddp-fp32-w1")
     tiny = model_of(cell)
     assert tiny.stages
-    pipeline, model = Pipeline(tiny.stages, cell, torch.device("cpu")), tiny.make()
+    pipeline = Pipeline(tiny.stages, cell, torch.device("cpu"))
+    model = tiny.make()
     batch = tiny.batch(0, 0)
     rows_of = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in (0, 1)]
-    expected = [tiny.loss(model, one).item() for one in rows_of]
+    expected = [tiny.loss(model, rows).item() for rows in rows_of]
     pipeline.connect(pipeline.keep(model), None)
     for rows in (2, 1, 2):
         micros = {name: tensor[:rows] for name, tensor in batch.items()}

@@ -55,7 +55,8 @@ def test_smoke_has_each_strategy_and_each_precision_that_can_be_run(driver: type
     able = [Cell(s, p) for s, p in itertools.product(*NAMES) if not driver.unsupported_reason(Cell(s, p), "cpu")]
     assert {cell.strategy for cell in cells} == {cell.strategy for cell in able}
     assert {cell.precision for cell in cells} == {cell.precision for cell in able}
-    assert not any(cell.options for cell in cells)
+    for cell in cells:
+        assert not cell.options
     assert len(cells) <= len(NAMES[0]) + len(NAMES[1])
 
 
@@ -73,13 +74,14 @@ def test_smoke_runs_a_costly_check_in_one_cell_with_a_reason_in_the_others() -> 
 
 
 def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() -> None:
-    plain, lower = Cell("fsdp2", "fp32"), Cell("fsdp2", "bf16_upcast")
-    recomputed, full = (
-        Cell.of("fsdp2", "fp32", activation_checkpointing=True),
-        Cell.of("fsdp2", "fp32", state_dict="full"),
-    )
-    larger, other = Cell("fsdp2", "fp32", 4), Cell("fsdp1", "fp32")
-    staged, spread = Cell.of("fsdp2", "fp32", pp=2), Cell("fsdp2", "fp32", nodes=2)
+    plain = Cell("fsdp2", "fp32")
+    lower = Cell("fsdp2", "bf16_upcast")
+    recomputed = Cell.of("fsdp2", "fp32", activation_checkpointing=True)
+    full = Cell.of("fsdp2", "fp32", state_dict="full")
+    larger = Cell("fsdp2", "fp32", 4)
+    other = Cell("fsdp1", "fp32")
+    staged = Cell.of("fsdp2", "fp32", pp=2)
+    spread = Cell("fsdp2", "fp32", nodes=2)
     chosen = (plain, lower, recomputed, full, larger, other, staged, spread)
     cells_of = {cell: ["names", "resume", "reshard"] for cell in chosen}
     left = left_out("default", cells_of)
@@ -88,7 +90,9 @@ def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() ->
     # What a check depends on are facets, and where none stands for it, it runs.
     assert not left_out("default", {recomputed: ["resume"]})
     assert not left_out("full", cells_of)
-    assert all(check.depends_on <= {*FACETS} for check in CHECKS.by_name.values() if check.depends_on is not None)
+    for check in CHECKS.by_name.values():
+        if check.depends_on is not None:
+            assert check.depends_on <= {*FACETS}
 
 
 def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:

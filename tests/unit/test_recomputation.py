@@ -11,6 +11,7 @@ from pytest_distcompat.drivers import find_driver, unsupported_reason
 from pytest_distcompat.ext.upstream.drivers._options import recomputation
 
 REENTRANT = "activation_checkpointing_reentrant"
+DEEPSPEED = "activation_checkpointing_deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -41,12 +42,17 @@ def test_the_arguments(cell: str, arguments: dict[str, Any]) -> None:
         ("torch", f"ddp-fp32-w2-{REENTRANT}-frozen", "behind a frozen part"),
         ("accelerate", f"zero3-fp32-w2-{REENTRANT}-frozen", None),
         ("torch", f"fsdp2-fp32-w2-{REENTRANT}-pp_2", "autograd.grad"),
+        ("deepspeed", f"zero3-fp32-w2-{DEEPSPEED}", None),
+        ("accelerate", f"zero3-fp32-w2-{DEEPSPEED}", "driven by the deepspeed driver alone"),
+        ("deepspeed", f"zero2-fp32-w2-compile_aot_eager-model_mlp-{DEEPSPEED}", "makes no graph"),
+        ("deepspeed", f"zero2-fp32-w2-{DEEPSPEED}-frozen", "behind a frozen part"),
+        ("deepspeed", f"zero2-fp32-w2-{DEEPSPEED}-lora", "behind a frozen part"),
     ],
 )
 def test_the_cells(driver: str, cell: str, reason: str | None) -> None:
-    found = unsupported_reason(find_driver(driver), Cell.parse(cell), "cpu")
+    actual_reason = unsupported_reason(find_driver(driver), Cell.parse(cell), "cpu")
     if reason is None:
-        assert found is None
+        assert actual_reason is None
     else:
-        assert found is not None
-        assert reason in found
+        assert actual_reason is not None
+        assert reason in actual_reason

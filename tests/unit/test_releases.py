@@ -67,10 +67,12 @@ def test_older_transformers_take_fsdp_as_a_text(cell: str, fsdp: str, release: s
 
 def test_transformers_4_reads_fsdp2_from_the_environment_alone() -> None:
     _, variables = translated("fsdp2-fp32-w2-no_reshard_after_forward", "4.57.6")
-    assert (variables["FSDP_VERSION"], variables["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "false")
+    assert variables["FSDP_VERSION"] == "2"
+    assert variables["FSDP_RESHARD_AFTER_FORWARD"] == "false"
     arguments, variables = translated("fsdp2-fp32-w2-no_reshard_after_forward", "5.0.0")
     assert "FSDP_VERSION" not in variables
-    assert (arguments["fsdp_config"]["version"], arguments["fsdp_config"]["reshard_after_forward"]) == (2, False)
+    assert arguments["fsdp_config"]["version"] == 2
+    assert arguments["fsdp_config"]["reshard_after_forward"] is False
 
 
 def test_weights_of_rank_0_are_broadcast_with_the_option() -> None:
@@ -116,7 +118,8 @@ def test_a_release_without_the_option_does_not_run_the_cell(
 
 
 def test_a_release_without_the_option_does_not_load_its_checkpoint(installed: Callable[..., None]) -> None:
-    cell, not_applicable = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").not_applicable
+    cell = Cell.parse("fsdp1-fp32-w2")
+    not_applicable = CHECKS.get("portable").not_applicable
     assert not_applicable(cell, TrainerDriver) is None
     installed({"transformers": "4.50.3"})
     message = "fsdp2 cannot go on from it: transformers>=4.51 is needed for this cell, 4.50.3 is installed"
@@ -143,8 +146,8 @@ def test_inductor_without_a_compiler_does_not_run_the_cell(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     reasons = [
-        TorchDriver.unsupported_reason(Cell.parse(f"fsdp2-fp32-w2-model_mlp-{one}"))
-        for one in ("compile", "compile_aot_eager")
+        TorchDriver.unsupported_reason(Cell.parse(f"fsdp2-fp32-w2-model_mlp-{option}"))
+        for option in ("compile", "compile_aot_eager")
     ]
     assert reasons == ["inductor needs a C++ compiler, and there is none", None]
 
@@ -179,6 +182,7 @@ def test_the_loss_of_a_step_is_not_the_rounded_one_of_the_log(monkeypatch: pytes
 def test_a_loss_without_the_number_of_items_is_the_mean() -> None:
     torch = pytest.importorskip("torch")
     loss = TrainerDriver(Cell.parse("ddp-fp32-w2-model_mlp"), World(0, 2, 0, "cpu"))._loss()
-    outputs, labels = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    outputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    labels = torch.tensor([0, 0])
     assert loss(outputs, labels, None) == loss(outputs, labels, torch.tensor(2))
     assert loss(outputs, labels, None) == torch.nn.functional.cross_entropy(outputs, labels)

@@ -66,7 +66,7 @@ def test_the_output_of_an_earlier_run_is_removed_before_ranks_start(run_paths: R
         (Run("walk-1-reference", ("build_model", f"{REFERENCE_CALL}step"), world_size=1), 4),
         (RELOAD_RUN, 1),
     ],
-    ids=lambda one: getattr(one, "name", ""),
+    ids=lambda value: getattr(value, "name", ""),
 )
 def test_a_reference_has_a_cell_of_all_ranks(run: Run, world_size: int) -> None:
     cell = run.cell(Cell("fsdp2", "fp32", 4))

@@ -95,13 +95,13 @@ def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks
 
 def test_files_of_an_earlier_session_are_removed(runner: Runner, ranks: Ranks) -> None:
     cell, other = cells("fsdp2-fp32-w2", "ddp-fp32-w2")
-    for one in (cell, other):
-        runner.trace("d", one, RESUME)
+    for chosen in (cell, other):
+        runner.trace("d", chosen, RESUME)
     later = Runner(runner.store, ranks, device="cpu", timeout=1)
     for scenario in (RESUME, PARITY):
         later.forget("d", cell, scenario)
-    for one in (cell, other):
-        later.trace("d", one, RESUME)
+    for chosen in (cell, other):
+        later.trace("d", chosen, RESUME)
     ran = [("train", "fsdp2-fp32-w2"), ("resume", "fsdp2-fp32-w2")]
     assert ranks.ran == [*ran, ("train", "ddp-fp32-w2"), ("resume", "ddp-fp32-w2"), *ran]
 
@@ -134,7 +134,8 @@ def test_a_run_that_others_know_under_another_name_runs_once(runner: Runner, ran
     runner.trace("d", Cell.parse("ddp-fp32-w2"), TRAIN)
     trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2-compile"), Scenario("s", (TRAIN_RUN, alias)))
     assert ranks.ran == [("train", "ddp-fp32-w2"), ("train", "fsdp2-fp32-w2-compile")]
-    assert (trace.run("baseline").name, trace.run("baseline").cell) == ("baseline", "ddp-fp32-w2")
+    assert trace.run("baseline").name == "baseline"
+    assert trace.run("baseline").cell == "ddp-fp32-w2"
 
 
 @pytest.mark.parametrize(("broken", "resumed"), [("save", False), ("build", False), ("files", True), ("export", True)])
@@ -142,9 +143,11 @@ def test_a_saved_checkpoint_can_be_resumed(runner: Runner, ranks: Ranks, broken:
     ranks.broken["train"] = broken
     trace = runner.trace("d", Cell.parse("ddp-fp32-w2"), RESUME)
     assert [name for name, _ in ranks.ran] == ["train", "resume"][: 1 + resumed]
-    train, resume = trace.run("train").end, trace.run("resume").end
+    train = trace.run("train").end
+    resume = trace.run("resume").end
     assert train is not None
-    assert (train.kind, train.action) == ("raised", broken)
+    assert train.kind == "raised"
+    assert train.action == broken
     assert resume == (None if resumed else train)
 
 
@@ -207,14 +210,16 @@ def test_stored_ranks_of_a_run_have_the_cause_first(tmp_path: Path) -> None:
         (2, "stuck", ""),
         (0, "lost peer", "Traceback"),
     ]
-    assert ("mine.py" in reports[1]["stack"], reports[1]["output"]) == (True, "words")
+    assert ("mine.py" in reports[1]["stack"]) is True
+    assert reports[1]["output"] == "words"
     assert rank_reports(Ending((RankEnd(0, "done"),), {})) == []
 
 
 def test_a_failed_launch_blames_no_rank(tmp_path: Path) -> None:
     ending = Ending((RankEnd(0, "missing", "never started"),), {}, launch_error="Traceback\nOSError: no port")
     first, second = rank_reports(ending)
-    assert (first["rank"], first["message"]) == (None, "the ranks could not be started: OSError: no port")
+    assert first["rank"] is None
+    assert first["message"] == "the ranks could not be started: OSError: no port"
     assert second["rank"] == 0
     end = run_trace("train", ending, Cell.parse("ddp-fp32-w1")).end
     assert end is not None
@@ -244,7 +249,7 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
 
 def test_runs_of_one_node_have_one_directory(runner: Runner, ranks: Ranks) -> None:
     runner.trace("trainer", Cell.parse("ddp-fp32-w2-checkpoints_node"), RESUME)
-    assert [one.payload["own_disks"] for one in ranks.requests] == [False, False]
+    assert [request.payload["own_disks"] for request in ranks.requests] == [False, False]
 
 
 @pytest.mark.parametrize("removed", ["store", "files"])
@@ -260,4 +265,5 @@ def test_a_run_whose_files_were_removed_runs_again(runner: Runner, ranks: Ranks,
                 path.unlink()
     trace = runner.trace("torch", cell, RESUME)
     assert [name for name, _ in ranks.ran] == ["train", "train", "resume"]
-    assert all(run.end is None for run in trace.runs.values())
+    for run in trace.runs.values():
+        assert run.end is None

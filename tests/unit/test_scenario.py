@@ -26,7 +26,8 @@ def test_a_run_loads_what_an_earlier_one_saved(scenario: Scenario) -> None:
     for run in scenario.runs:
         needs = {action for action in ("load", "reload") if action in run.actions}
         assert bool(needs) == bool(run.after)
-        assert all((run.after, {"load": "save", "reload": "export"}[action]) in saved for action in needs)
+        for action in needs:
+            assert (run.after, {"load": "save", "reload": "export"}[action]) in saved
         assert run.actions[0] in {"build_model", "reload"}
         saved |= {(run.name, action) for action in ("save", "export") if action in run.actions}
 

@@ -28,7 +28,10 @@ def test_a_status_is_one_object() -> None:
 def test_a_report_is_read_without_the_extension_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(ADDED_STATUSES), "by_name", {})
     (result,) = Report.from_json({"format": 2, "session": {}, "results": [RESULT]}).results
-    assert (result.status, result.status.word, result.ok, result.red) == ("simulated", "simulated", False, False)
+    assert result.status == "simulated"
+    assert result.status.word == "simulated"
+    assert result.ok is False
+    assert result.red is False
     assert not result.status.conclusive
     assert decode(Verdict, result.to_json()) == result
 

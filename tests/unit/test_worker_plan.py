@@ -156,7 +156,9 @@ def test_all_of_a_training_is_one_plan(probe: FakeProbe) -> None:
     driver = run_plan(Callbacks, TRAIN_RUN, probe)
     (plan,) = driver.plans
     assert plan.actions == ("build", *("step",) * 3, "save", *("step",) * 17)
-    assert (plan.first_step, plan.last_step, plan.save_to.name) == (0, 20, "new")
+    assert plan.first_step == 0
+    assert plan.last_step == 20
+    assert plan.save_to.name == "new"
     # Files are read in between, without the trainer's doing.
     assert [snapshot["action"] for snapshot in probe.snapshots] == list(TRAIN_RUN.actions)
     assert probe.watched == 1

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_distcompat.calls import Call, kind_of, refusal_reason
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.law import law_of
-from pytest_distcompat.scenario import MESH, Scenario
+from pytest_distcompat.scenario import EVALUATED_RESUME, MESH, RESUME, Scenario
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
 from pytest_distcompat.wording import listed_ranks
 
@@ -80,6 +81,21 @@ RESUMED = CHECKPOINT_OPTIONS | {
     "async_save",
     "ignored_modules",
 }
+#: The options of cells in which an evaluation between two steps is tried: those that decide how
+#: parameters are held, and what a module computes by its mode.
+EVALUATED_OPTIONS = frozenset(
+    {
+        "model",
+        "set",
+        "activation_checkpointing",
+        "cpu_offload",
+        "dp_replicate",
+        "grad_accum",
+        "reshard_after_forward",
+        "tp",
+    }
+)
+
 #: The facets of a cell that decide what an export holds.
 EXPORTED = CHECKPOINT_OPTIONS | {
     "precision",
@@ -402,7 +418,30 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
             yield f"rank {snapshot.rank}: {finding}; {expected}"
 
 
-def _options_beside_checkpoints(cell: Cell) -> list[str]:
+def not_evaluated(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why no evaluation between two steps is tried in a cell; None if one is."""
+    calls = driver.live_calls
+    if calls is None or not kind_of(calls, "evaluate"):
+        return "the driver declares no call evaluate(), by which it evaluates between two steps"
+    refusal = refusal_reason(Call("evaluate"), calls, cell.strategy)
+    if refusal:
+        return refusal
+    if cell.precision not in {"fp32", "fp16_mixed"}:
+        return f"in {cell.precision} an evaluation does what it does in fp32, where it is tried"
+    for name, _ in cell.options:
+        if name not in EVALUATED_OPTIONS:
+            return f"an evaluation between steps is not tried with option {name!r}"
+    return None
+
+
+def resume_runs(cell: Cell, driver: type[Driver]) -> Scenario:
+    """Return a training and a run that resumes it, and evaluates where that is tried."""
+    if not_evaluated(cell, driver):
+        return RESUME
+    return EVALUATED_RESUME
+
+
+def options_beside_checkpoints(cell: Cell) -> list[str]:
     """Return the cell's options but those that matter only when a checkpoint is saved or loaded."""
     read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
     return [name for name, _ in cell.options if name not in read_at_checkpoints]
@@ -415,7 +454,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     for that.
     """
     others = []
-    for name in _options_beside_checkpoints(cell):
+    for name in options_beside_checkpoints(cell):
         if name not in {"model", "state_dict"}:
             others.append(name)
     if cell.precision != "fp32" or others:
@@ -426,7 +465,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 def saved_as_elsewhere(cell: Cell) -> str | None:
     """Return why a claim about saved tensors is tested in another cell; None if in this one."""
     # Each such cell would need runs at other world sizes, which are the most expensive ones.
-    for name in _options_beside_checkpoints(cell):
+    for name in options_beside_checkpoints(cell):
         if name not in CHECKPOINT_OPTIONS:
             changes = f"{name} changes how the model is trained, not what is saved"
             return f"{changes}, and what is saved is tested without it"

@@ -15,11 +15,12 @@ from pytest_distcompat.checks._base import (
     every_rank,
     other_mode,
     pairs,
+    resume_runs,
 )
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import by_stage
 from pytest_distcompat.models import known_model, model_of
-from pytest_distcompat.scenario import RESUME, SAVED
+from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 from pytest_distcompat.wording import named_ranks
 
@@ -33,7 +34,7 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME,
+    scenario=resume_runs,
     until=UNTIL_RESUMED,
     order=9,
     not_applicable=_inputs_not_observed,
@@ -127,7 +128,11 @@ def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_draws_nothing, depends_on=RESUMED
+    scenario=resume_runs,
+    until=UNTIL_RESUMED,
+    order=9,
+    not_applicable=_draws_nothing,
+    depends_on=RESUMED,
 )
 def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks drop different activations, and that a resumed run draws on as before.

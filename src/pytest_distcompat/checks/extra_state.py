@@ -6,9 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, pairs
+from pytest_distcompat.checks._base import (
+    RESUMED,
+    UNTIL_RESUMED,
+    check,
+    every_rank,
+    pairs,
+    resume_runs,
+)
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import RESUME, SAVED
+from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.trace import ExtraStateInfo, Snapshot, Trace
 
 #: The text or digest of a value at each place in a state.
@@ -24,7 +31,7 @@ def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME,
+    scenario=resume_runs,
     until=UNTIL_RESUMED,
     order=4,
     not_applicable=_names_none,

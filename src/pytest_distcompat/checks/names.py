@@ -142,6 +142,9 @@ def _narrower(dtypes: Iterable[str], than: str) -> bool:
     return min(sizes, default=math.inf) < BYTES.get(than, 4)
 
 
+#: The shape of a tensor.
+_Shape = tuple[int, ...]
+
 #: The finding when no saved file is one that ``probe.files`` can read.
 NO_READABLE_FILE = (
     "no file holds a model by names; "
@@ -201,7 +204,7 @@ class _ExpectedNames:
             self.state_dict |= set(self.first_names)
         self.in_files = self._names_in_files()
         self.written = set(unwrapped.written_names)
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, _Shape] = {}
         for info in (*unwrapped.parameters, *unwrapped.buffers):
             self.shapes[info.name] = tuple(info.shape)
         never_updated = {self.unwrapped_name(live) for live in unused}
@@ -220,7 +223,7 @@ class _ExpectedNames:
         renamed = self.parameters - own
         if not own or not renamed:
             return self.parameters
-        buffers = {self.first_name(info.name) for info in self.unwrapped.buffers}
+        buffers = self.first_names_of(self.unwrapped.buffers)
         other_names = own - self.parameters - buffers
         return self.parameters - renamed | other_names
 
@@ -230,6 +233,14 @@ class _ExpectedNames:
         It is the name itself if there is no other.
         """
         return self.first_names.get(name, name)
+
+    def first_names_of(self, infos: Iterable[ParameterInfo]) -> set[str]:
+        """Return the first names of unwrapped parameters or buffers."""
+        return {self.first_name(info.name) for info in infos}
+
+    def unwrapped_names_of(self, infos: Iterable[ParameterInfo]) -> set[str]:
+        """Return the unwrapped model's names for live parameters or buffers."""
+        return {self.unwrapped_name(info.name) for info in infos}
 
     def unwrapped_name(self, live: str) -> str:
         """Return the unwrapped model's name for a live one.
@@ -241,7 +252,7 @@ class _ExpectedNames:
             strategy.canonical(live, self.cell, self.state_dict | self.parameters)
         )
 
-    def shape(self, live: str) -> tuple[int, ...] | None:
+    def shape(self, live: str) -> _Shape | None:
         """Return the shape of the unwrapped parameter or buffer.
 
         None if there is none of that name.
@@ -290,7 +301,10 @@ class _ExpectedNames:
             end = ".".join(segments[nth:])
             if end in known:
                 return True
-        return any(name.endswith(f".{key}") for name in known)
+        for name in known:
+            if name.endswith(f".{key}"):
+                return True
+        return False
 
 
 def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[str]:
@@ -298,7 +312,9 @@ def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
 
     A buffer in another dtype is a finding of the check ``dtypes``.
     """
-    live_buffers = {expected.unwrapped_name(info.name): info for info in snapshot.buffers}
+    live_buffers: dict[str, ParameterInfo] = {}
+    for info in snapshot.buffers:
+        live_buffers[expected.unwrapped_name(info.name)] = info
     for unwrapped in expected.unwrapped.buffers:
         live = live_buffers.get(expected.first_name(unwrapped.name))
         if live is None or live.dtype != unwrapped.dtype:
@@ -324,7 +340,8 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
         return  # flat parameters have no names of their own; the files have
     live_by_name: dict[str, list[str]] = defaultdict(list)
     for info in snapshot.parameters:
-        live_by_name[expected.unwrapped_name(info.name)].append(info.name)
+        name = expected.unwrapped_name(info.name)
+        live_by_name[name].append(info.name)
     for name in sorted(live_by_name.keys() - expected.parameters):
         last_live = live_by_name[name][-1]
         yield (
@@ -358,7 +375,7 @@ def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterat
         if snapshot.model:
             trained[snapshot.rank] = snapshot
     built = {snapshot.rank: snapshot for snapshot in run.at("build")}
-    expected_buffers = {expected.first_name(info.name) for info in expected.unwrapped.buffers}
+    expected_buffers = expected.first_names_of(expected.unwrapped.buffers)
     expert_groups = [_ranks_with_its_experts(snapshot) for snapshot in trained.values()]
     for ranks in across_stages(run, expert_groups):
         parameters: list[ParameterInfo] = []
@@ -387,8 +404,7 @@ def _of_ranks(snapshots: Mapping[int, Snapshot], ranks: Iterable[int]) -> list[S
 
 def _absent(expected: _ExpectedNames, names: set[str], live: Iterable[ParameterInfo]) -> list[str]:
     """Return the names that none of the live tensors has, sorted."""
-    live_names = {expected.unwrapped_name(info.name) for info in live}
-    return sorted(names - live_names)
+    return sorted(names - expected.unwrapped_names_of(live))
 
 
 def _ranks_with_its_experts(snapshot: Snapshot) -> tuple[int, ...]:
@@ -511,9 +527,10 @@ def _missing_of_model(expected: _ExpectedNames, saved: set[str], run: RunTrace) 
 def _missing(kind: str, names: set[str], saved: set[str]) -> Iterator[str]:
     """Yield a finding for the names that no file holds."""
     missing = sorted(names - saved)
-    if missing:
-        numbers = f"{len(missing)} of {len(names)} {kind}"
-        yield f"{numbers} are in no saved file, first {first_three(missing)}"
+    count = len(missing)
+    if count:
+        first = first_three(missing)
+        yield f"{count} of {len(names)} {kind} are in no saved file, first {first}"
 
 
 def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> list[int]:
@@ -525,9 +542,7 @@ def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> l
         return []
     holders: list[int] = []
     for snapshot in run.at("build"):
-        live_names: set[str] = set()
-        for info in snapshot.parameters:
-            live_names.add(expected.unwrapped_name(info.name))
+        live_names = expected.unwrapped_names_of(snapshot.parameters)
         if live_names.isdisjoint(names):
             continue
         if not names <= live_names:

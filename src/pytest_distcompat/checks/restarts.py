@@ -6,16 +6,24 @@ import math
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, pairs, with_rank
+from pytest_distcompat.checks._base import (
+    check,
+    every_rank,
+    options_beside_checkpoints,
+    pairs,
+    with_rank,
+)
 from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import differences, settings, unlike, values
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import RESTARTS, SAVED
+from pytest_distcompat.scenario import RESTARTS, RESTARTS_OF_BOTH, SAVED, Scenario
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 #: Steps of the second run, those of them before its last save, and steps of the third run.
 SECOND_STEPS, SECOND_SAVED, THIRD_STEPS = 5, 3, 4
+#: Steps of the run that loads the first save of the second run, which took one step before.
+FIRST_SAVE_STEPS = 2
 
 
 def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
@@ -23,7 +31,7 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
 
     It takes two runs, and what a load restores is tested by ``resume`` already.
     """
-    if any(name != "grad_accum" for name, _ in cell.options):
+    if not {"grad_accum", "model"}.issuperset(options_beside_checkpoints(cell)):
         return "a second load is tried without that option"
     if "grad_accum" in driver.options and cell.option("grad_accum") == 1:
         return "it is tried with grad_accum, where an epoch ends in the middle of an accumulation"
@@ -36,12 +44,20 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
+def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
+    """Return the runs; one of them loads the first save if the second leaves it where it is."""
+    if driver.keeps_saves(cell):
+        return RESTARTS_OF_BOTH
+    return RESTARTS
+
+
 @check(
-    scenario=RESTARTS,
+    scenario=_runs,
     until=(
         ("train", "step", 9),
         ("second", "step", SECOND_STEPS - 1),
         ("third", "step", THIRD_STEPS - 1),
+        ("first_save", "step", FIRST_SAVE_STEPS - 1),
     ),
     order=10,
     not_applicable=_tested_elsewhere,
@@ -52,9 +68,10 @@ def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a resumed run can be saved and resumed again, and goes on after an epoch ends.
 
     A run that loaded a checkpoint saves after one step, and after three in the same directory; a
-    third process group loads the later of both, bit by bit. All their steps, nine together, have
-    the losses and learning rates of the run that never stopped. The driver's own data decide where
-    an epoch ends; those of the built-in drivers do so in step 8, in the middle of an accumulation.
+    third process group loads the later of both, bit by bit, and where the trainer keeps both, a
+    fourth one the earlier. All their steps have the losses and learning rates of the run that never
+    stopped. The driver's own data decide where an epoch ends; those of the built-in drivers do so
+    in step 8, in the middle of an accumulation.
 
     If it fails: a save keeps files of an earlier one, or a load takes the first checkpoint that it
     finds; counters (steps, epochs, batches, the scheduler's) begin at 0 in a resumed run, so that
@@ -78,6 +95,28 @@ def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
     # A resumed run that is wrong saves what is wrong.
     if not followed:
         yield from _followed(train, third, SAVED + SECOND_SAVED, THIRD_STEPS, "second load")
+    if "first_save" in trace.runs:
+        yield from _loaded_first_save(cell, trace, follows=not followed)
+
+
+def _loaded_first_save(cell: Cell, trace: Trace, *, follows: bool) -> Iterator[str]:
+    """Yield findings for the run that loads the first of two saves, after the second was written.
+
+    Args:
+        cell: The cell.
+        trace: A trace that has this run.
+        follows: Whether its steps are compared with those of the run that never stopped.
+    """
+    second = trace.run("second")
+    reopened = trace.run("first_save")
+    saved = second.at("save")
+    loaded = reopened.at("load")
+    load = "load of the first of two saves"
+    yield from every_rank(loaded, cell.world_size, f"the {load}")
+    yield from differences(values(second, saved), values(reopened, loaded), f"after the {load}")
+    yield from settings(saved, loaded, f"after the {load}")
+    if follows:
+        yield from _followed(trace.run("train"), reopened, SAVED + 1, FIRST_SAVE_STEPS, load)
 
 
 def _followed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,12 +16,15 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
+    not_evaluated,
     other_mode,
     pairs,
+    resume_runs,
     stale,
     trained_again,
 )
 from pytest_distcompat.checks._tied import tied_apart
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import (
     GroupNumber,
     held_states,
@@ -29,7 +33,7 @@ from pytest_distcompat.model_values import (
     unlike,
 )
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
+from pytest_distcompat.scenario import EVALUATE, SAVED, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 from pytest_distcompat.wording import and_others
@@ -48,7 +52,7 @@ ORDER_TOLERANCE = 5e-3
 RATE_TOLERANCE = 1e-9
 
 
-@check(scenario=RESUME, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
+@check(scenario=resume_runs, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a fresh process group restores all from a checkpoint, and goes on training.
 
@@ -76,14 +80,15 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _texts(_state_changes(before, after, "save"))
     saved = _without_nonpersistent_buffers(cell, train, saved)
     loaded = _without_nonpersistent_buffers(cell, train, loaded)
+    allowed_buffers = _buffers_of_ranks(saved)
     for before, after in pairs(saved, loaded):
         yield from _texts(_optimized_changes(before, after))
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
-            yield from _texts(_model_changes(before, after, "load", _buffers_of_ranks(saved)))
+            yield from _texts(_model_changes(before, after, "load", allowed_buffers))
         return
     for before, after in pairs(saved, loaded):
-        yield from _texts(_state_changes(before, after, "load", _buffers_of_ranks(saved)))
+        yield from _texts(_state_changes(before, after, "load", allowed_buffers))
         if before.scaler != after.scaler:
             yield (
                 f"rank {after.rank}: the gradient scaler is at {after.scaler}; "
@@ -99,7 +104,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     )
 
 
-def _texts(findings: Iterable[object]) -> Iterator[str]:
+def _texts(findings: Iterable[_Finding]) -> Iterator[str]:
     """Yield the text of each finding."""
     for finding in findings:
         yield str(finding)
@@ -113,7 +118,8 @@ def _first_infinite_losses(train: RunTrace) -> list[str]:
             # ``_loss_changes`` reports ranks without a loss.
             if snapshot.loss is not None:
                 with_loss.append(snapshot)
-        infinite = [*finite_losses(with_loss, f"step {nth + 1}")]
+        step = f"step {nth + 1}"
+        infinite = list(finite_losses(with_loss, step))
         if infinite:
             # Losses of later steps are infinite because of it.
             return infinite
@@ -148,10 +154,7 @@ def _later_steps(
         compares_groups: Whether to compare the numbers of param groups. If they differ after the
             load, they differ after every later step.
     """
-    tolerance = ORDER_TOLERANCE
-    compute = PRECISIONS.get(cell.precision).compute
-    if compute == "float32" or cell.world_size <= 2:
-        tolerance = LOSS_TOLERANCE
+    tolerance = _loss_tolerance(cell)
     for nth in (0, 1):
         name = f"step {nth + 1}"
         expected = train.at("step", SAVED + nth)
@@ -168,6 +171,13 @@ def _later_steps(
             changes = list(_later_group_changes(nth, expected, steps))
             yield from _texts(changes)
             compares_groups = not changes
+
+
+def _loss_tolerance(cell: Cell) -> float:
+    """Return how far losses of the same step of two runs may be apart, relative to their value."""
+    if PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2:
+        return LOSS_TOLERANCE
+    return ORDER_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -214,91 +224,99 @@ def _buffers_of_ranks(snapshots: Snapshots) -> _Buffers:
     return values
 
 
-# Findings: each is what a rank has otherwise after an action than before, and as text a message
-# about it.
+@dataclass(frozen=True)
+class _Finding(abc.ABC):
+    """What a rank has otherwise after an action than before; as text a message about it."""
+
+    rank: int
+
+    @property
+    @abc.abstractmethod
+    def text(self) -> str:
+        """Return the message without the rank."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.text}"
 
 
 @dataclass(frozen=True)
-class _TensorsChange:
+class _TensorsChange(_Finding):
     """Tensors of one kind that changed in the same way.
 
     Attributes:
-        rank: The rank that has them.
         kind: ``parameter``, ``buffer`` or ``optimizer state``.
         names: Their names.
         change: How they changed.
         action: The action that must not change them.
     """
 
-    rank: int
     kind: str
     names: Collection[str]
     change: str
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         tensors = f"{self.kind} {and_others(self.names)}"
-        return f"rank {self.rank}: {tensors}: {self.change} after the {self.action}"
+        return f"{tensors}: {self.change} after the {self.action}"
 
 
 @dataclass(frozen=True)
-class _EmptyState:
+class _EmptyState(_Finding):
     """The optimizer has no state any more; before the action it had so many ``tensors``."""
 
-    rank: int
     tensors: int
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         expected = f"it held {self.tensors} tensors before"
         if self.action == "load":
             expected = f"{self.tensors} tensors were saved"
-        return (
-            f"rank {self.rank}: the optimizer's state is empty after the {self.action}; {expected}"
-        )
+        return f"the optimizer's state is empty after the {self.action}; {expected}"
 
 
 @dataclass(frozen=True)
-class _GroupCountChange:
+class _GroupCountChange(_Finding):
     """The optimizer has another number of param groups."""
 
-    rank: int
     before: int
     after: int
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         groups = f"the optimizer has {self.after} param groups after the {self.action}"
-        return f"rank {self.rank}: {groups}; {self.before} before"
+        return f"{groups}; {self.before} before"
 
 
 @dataclass(frozen=True)
-class _GroupNumberChange:
+class _GroupNumberChange(_Finding):
     """A number of a param group, such as its learning rate, is another one."""
 
-    rank: int
     number: GroupNumber
     action: str
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         number = self.number
         values = f"{number.after} after the {self.action}; {number.before} before"
-        return f"rank {self.rank}: {_setting(number)} is {values}"
+        return f"{_setting(number)} is {values}"
 
 
 @dataclass(frozen=True)
-class _LaterGroupNumber:
+class _LaterGroupNumber(_Finding):
     """A number of a param group is another one after step ``nth`` (from 0) of the resumed run."""
 
-    rank: int
     number: GroupNumber
     nth: int
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         number = self.number
         expected = f"{number.before:.6g} in the run that never stopped"
         actual = f"{number.after:.6g} after step {self.nth + 1} of the resumed run"
-        return f"rank {self.rank}: {_setting(number)} is {actual}; {expected}"
+        return f"{_setting(number)} is {actual}; {expected}"
 
 
 def _setting(number: GroupNumber) -> str:
@@ -307,65 +325,62 @@ def _setting(number: GroupNumber) -> str:
 
 
 @dataclass(frozen=True)
-class _StaleOptimizer:
+class _StaleOptimizer(_Finding):
     """The optimizer updates tensors that are not in the model; ``problem`` is the text about it."""
 
-    rank: int
     problem: str
 
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.problem}"
+    @property
+    def text(self) -> str:
+        return self.problem
 
 
 @dataclass(frozen=True)
-class _TrainableChange:
+class _TrainableChange(_Finding):
     """Parameters were trainable before the load and are frozen; with ``trainable`` vice versa."""
 
-    rank: int
     names: Collection[str]
     trainable: bool
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         change = "frozen after the load, and trained before"
         if self.trainable:
             change = "trainable after the load, and frozen before"
         names = and_others(self.names)
-        return f"rank {self.rank}: parameter {names}: {change}"
+        return f"parameter {names}: {change}"
 
 
 @dataclass(frozen=True)
-class _MissingLoss:
+class _MissingLoss(_Finding):
     """A rank has no loss to compare."""
 
-    rank: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: no loss to compare; expected step() to return it"
+    @property
+    def text(self) -> str:
+        return "no loss to compare; expected step() to return it"
 
 
 @dataclass(frozen=True)
-class _LossChange:
+class _LossChange(_Finding):
     """The loss of a step after the load is another one; ``nth`` counts steps from 0."""
 
-    rank: int
     nth: int
     before: float
     after: float
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         loss = f"loss {self.nth + 1} after the load is {self.after:.6g}"
         expected = f"{self.before:.6g} in the run that never stopped"
-        return f"rank {self.rank}: {loss}; {expected}"
+        return f"{loss}; {expected}"
 
-
-_StateChange = _TensorsChange | _EmptyState | _GroupCountChange | _GroupNumberChange
 
 # Comparisons: each yields the findings about one rank.
 
 
 def _state_changes(
     before: Snapshot, after: Snapshot, action: str, buffers: _Buffers | None = None
-) -> Iterator[_StateChange]:
+) -> Iterator[_Finding]:
     """Yield findings for state that an action changed although it must not.
 
     Args:
@@ -405,7 +420,8 @@ def _model_changes(
     buffers = _tensors(before.buffers)
     buffers_after = _tensors(after.buffers)
     for name, value in buffers_after.items():
-        if name in buffers and value in allowed_buffers.get(name, ()):
+        allowed = allowed_buffers.get(name, ())
+        if name in buffers and value in allowed:
             buffers_after[name] = buffers[name]
     for change, names in _tensor_changes(buffers, buffers_after).items():
         yield _TensorsChange(after.rank, "buffer", names, change, action)
@@ -439,9 +455,7 @@ def _tensor_changes(before: _Tensors, after: _Tensors) -> dict[str, Collection[s
     return {change: names for change, names in names_by_change.items() if names}
 
 
-def _optimized_changes(
-    before: Snapshot, after: Snapshot
-) -> Iterator[_StaleOptimizer | _TrainableChange]:
+def _optimized_changes(before: Snapshot, after: Snapshot) -> Iterator[_Finding]:
     """Yield findings unless the optimizer updates the same parameters after the load.
 
     At a small learning rate the two losses after the load would not show it.
@@ -465,9 +479,7 @@ def _optimized_changes(
         yield _TrainableChange(after.rank, thawed, trainable=True)
 
 
-def _group_changes(
-    before: Snapshot, after: Snapshot, action: str
-) -> Iterator[_GroupCountChange | _GroupNumberChange]:
+def _group_changes(before: Snapshot, after: Snapshot, action: str) -> Iterator[_Finding]:
     """Yield findings for another number of param groups, and for other numbers in them."""
     groups = before.param_groups
     groups_after = after.param_groups
@@ -481,7 +493,7 @@ def _group_changes(
 
 def _loss_changes(
     nth: int, expected: Snapshots, resumed: Snapshots, tolerance: float
-) -> Iterator[_MissingLoss | _LossChange]:
+) -> Iterator[_Finding]:
     """Yield findings for losses of a step after the load that differ by more than the tolerance."""
     for before, after in pairs(expected, resumed):
         if before.loss is None or after.loss is None:
@@ -516,22 +528,124 @@ def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train = trace.run("train")
     trained = train.at("step", SAVED - 1)
-    for before, after in pairs(trained, train.at("step", SAVED)):
+    trained_further = train.at("step", SAVED)
+    for before, after in pairs(trained, trained_further):
         yield from other_mode(before, after, "the step after the save", "before it")
     yield from _observed(cell, trained, train.at("save"), "save")
-    yield from _observed(cell, train.at("export"), train.at("exported"), "export")
+    before_export = train.at("export")
+    yield from _observed(cell, before_export, train.at("exported"), "export")
+
+
+@check(
+    scenario=resume_runs,
+    until=(("train", "step", 5), ("resume", "step", 2)),
+    order=9,
+    not_applicable=not_evaluated,
+    depends_on=RESUMED,
+)
+def midway(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that an evaluation between two steps changes nothing of the training.
+
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by
+    bit. The step after it has the same modules in training mode as that before it, and the loss of
+    the run that never evaluated. A resumed run evaluates, by the driver's call ``evaluate()``; if
+    its steps before are wrong, which ``resume`` reports, no loss is compared. A buffer that each
+    rank fills from its own data may become that of another rank, as DDP sends those of rank 0
+    before each forward pass.
+
+    If it fails: call ``model.train()`` after it; look for what draws random numbers, such as the
+    seed of a new iterator of a loader; for parameters that stay gathered or cast; for a count of
+    batches or steps that goes on.
+    """
+    train = trace.run("train")
+    evaluating = trace.run("resume")
+    before = evaluating.at("step", 1)
+    after = evaluating.at("step", 2)
+    yield from every_rank(after, cell.world_size, "the step after the evaluation")
+    evaluated = evaluating.at(EVALUATE)
+    yield from _observed(cell, before, evaluated, "evaluation", _buffers_of_ranks(before))
+    for snapshot, following in pairs(before, after):
+        yield from other_mode(snapshot, following, "the step after the evaluation", "before it")
+    tolerance = _loss_tolerance(cell)
+    for nth in (0, 1):
+        steps = evaluating.at("step", nth)
+        if any(_loss_changes(nth, train.at("step", SAVED + nth), steps, tolerance)):
+            return
+    for expected, found in pairs(train.at("step", SAVED + 2), after):
+        if expected.loss is None or found.loss is None:
+            continue
+        if not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
+            yield str(_LossAfterEvaluation(found.rank, expected.loss, found.loss))
+
+
+def _ends_with_last_step(cell: Cell, driver: type[Driver]) -> str | None:
+    if not driver.loads_best(cell):
+        return "training ends with the weights of its last step: loads_best() of the driver"
+    if not driver.can("export"):
+        return "the weights are read before an export, and the driver has none"
+    return None
+
+
+@check(
+    scenario=TRAIN,
+    until=(("train", "save", 0), ("train", "export", 0)),
+    order=10,
+    not_applicable=_ends_with_last_step,
+    depends_on=RESUMED,
+)
+def best(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that a training which is to end with its best checkpoint has its weights then.
+
+    Parameters and buffers are bit by bit those of the only checkpoint of the run ``train``, 17
+    steps before its end.
+
+    If it fails: the checkpoint was not found, which trainers only warn of; its weights were loaded
+    into a model that is not the wrapped one, or under names that it does not have.
+    """
+    train = trace.run("train")
+    saved = _without_nonpersistent_buffers(cell, train, train.at("save"))
+    ended = _without_nonpersistent_buffers(cell, train, train.at("export"))
+    yield from every_rank(ended, cell.world_size, "the end of the training")
+    for before, after in pairs(saved, ended):
+        changes = _model_changes(before, after, "end of the training", _buffers_of_ranks(saved))
+        yield from _texts(changes)
+
+
+@dataclass(frozen=True)
+class _LossAfterEvaluation:
+    """The loss of the step after an evaluation is not that of the run that never evaluated."""
+
+    rank: int
+    expected: float
+    found: float
+
+    def __str__(self) -> str:
+        loss = f"the loss of the step after the evaluation is {self.found:.6g}"
+        return f"rank {self.rank}: {loss}; {self.expected:.6g} in the run that never evaluated"
 
 
 def _observed(
-    cell: Cell, before_action: Snapshots, after_action: Snapshots, action: str
+    cell: Cell,
+    before_action: Snapshots,
+    after_action: Snapshots,
+    action: str,
+    buffers: _Buffers | None = None,
 ) -> Iterator[str]:
-    """Yield findings for what an action changed that must only read."""
+    """Yield findings for what an action changed that must only read.
+
+    Args:
+        cell: The cell.
+        before_action: The snapshots of all ranks before the action.
+        after_action: Those after it.
+        action: The action.
+        buffers: Values that a buffer may have after the action, too.
+    """
     yield from every_rank(after_action, cell.world_size, action)
     for before, after in pairs(before_action, after_action):
         # Without an export() of the driver there is no model in these snapshots.
         if before.model is None or after.model is None:
             continue
-        yield from _texts(_state_changes(before, after, action))
+        yield from _texts(_state_changes(before, after, action, buffers))
         another = f"is another after the {action}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: the scheduler {another}"

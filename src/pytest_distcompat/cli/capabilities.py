@@ -67,9 +67,11 @@ class Capability:
         for cell, reason in self.reasons.items():
             if not cell.options:
                 words[cell.strategy, cell.precision] = self._word(cell, reason)
-        precisions = PRECISIONS.names()
         for strategy in STRATEGIES.names():
-            yield [strategy, *[words[strategy, precision] for precision in precisions]]
+            row = [strategy]
+            for precision in PRECISIONS.names():
+                row.append(words[strategy, precision])
+            yield row
 
     def _word(self, cell: Cell, reason: str | None) -> str:
         """Return a cell's word in a table; ``reason`` is why it cannot run, None if it can."""
@@ -96,7 +98,10 @@ class Capability:
     def _rows_of_meshes(self) -> Iterator[list[str]]:
         """Yield a row for each set of mesh options: how many cells of each strategy can run."""
         for mesh, cells in _by_mesh(self.reasons).items():
-            able = Counter(cell.strategy for cell in cells if not self.reasons[cell])
+            able: Counter[str] = Counter()
+            for cell in cells:
+                if not self.reasons[cell]:
+                    able[cell.strategy] += 1
             row = [mesh]
             for strategy in STRATEGIES.names():
                 row.append(str(able[strategy] or "-"))
@@ -138,9 +143,13 @@ def _by_mesh(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Return the cells that have mesh options, by the names of these, such as ``tp x pp``."""
     cells_by_mesh: dict[str, list[Cell]] = {}
     for cell in cells:
-        mesh_options = [name for name, _ in cell.options if name in MESH]
+        mesh_options = []
+        for name, _ in cell.options:
+            if name in MESH:
+                mesh_options.append(name)
         if mesh_options:
-            cells_by_mesh.setdefault(" x ".join(mesh_options), []).append(cell)
+            mesh = " x ".join(mesh_options)
+            cells_by_mesh.setdefault(mesh, []).append(cell)
     return cells_by_mesh
 
 
@@ -168,16 +177,20 @@ def capability(
         "full", Matrix(), driver=driver, names=names, world_size=world_size, device=device
     )
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
-    able = [cell for cell in cells if not reasons[cell]]
     applicable = applying(issues, concerned(driver), device)
-    whole_cell_issues = [issue for issue in applicable if _concerns_whole_cells(issue)]
+    whole_cell_issues = list(filter(_concerns_whole_cells, applicable))
     known = set()
-    for cell in able:
-        # Any check will do, because these issues cover all checks of a cell.
-        if any(issue.covers(cell, "active") for issue in whole_cell_issues):
+    for cell in cells:
+        if not reasons[cell] and _is_covered(cell, whole_cell_issues):
             known.add(cell)
     checks = _checks_on_meshes(driver, reasons) if whole else {}
     return Capability(name, reasons, frozenset(known), checks)
+
+
+def _is_covered(cell: Cell, whole_cell_issues: Iterable[Expectation]) -> bool:
+    """Tell whether any of these issues covers the cell."""
+    # Any check will do, because they cover all checks of a cell.
+    return any(issue.covers(cell, "active") for issue in whole_cell_issues)
 
 
 def _concerns_whole_cells(issue: Expectation) -> bool:

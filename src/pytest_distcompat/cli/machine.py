@@ -104,6 +104,9 @@ class Machine:
 def this_machine() -> Machine:
     """Examine this machine, all but torch."""
     name = socket.gethostname()
+    hosts = ""
+    if HOSTS.exists():
+        hosts = HOSTS.read_text(encoding="utf-8", errors="replace")
     return Machine(
         environ=dict(os.environ),
         gpus=tuple(gpu_uuids()),
@@ -113,9 +116,7 @@ def this_machine() -> Machine:
         tmp=_free(Path(tempfile.gettempdir())),
         hostname=name,
         resolves=_resolves(name),
-        loopback=names_loopback(
-            HOSTS.read_text(encoding="utf-8", errors="replace") if HOSTS.exists() else ""
-        ),
+        loopback=names_loopback(hosts),
         unreachable=loopback.problem(),
         compiler=has_compiler(),
         nccl=nccl.library(),

@@ -95,10 +95,12 @@ def _run(
     STRATEGIES.get(cell.strategy)
     PRECISIONS.get(cell.precision)
     # As in the suite, which has no item for a check that is not applicable.
-    reasons = {check.name: not_applicable(check, cell, driver, {}) for check in checks}
+    reasons = {}
     scenarios = [TRAIN]
     for check in checks:
-        if not reasons[check.name]:
+        reason = not_applicable(check, cell, driver, {})
+        reasons[check.name] = reason
+        if not reason:
             scenarios.append(check.runs(cell, driver))
     device = choose_device(options.device, _largest_world_size(cell, scenarios))
     reason = unsupported_reason(driver, cell, device)
@@ -116,10 +118,11 @@ def _run(
         # Whether a session would stay green with each check.
         green: list[bool] = []
         for check in checks:
-            if reasons[check.name]:
-                print(f"\ncheck {check.name}: not applicable\n  {reasons[check.name]}")
+            reason = reasons[check.name]
+            if reason:
+                print(f"\ncheck {check.name}: not applicable\n  {reason}")
                 continue
-            verdict = run_check(runner, options.driver, cell, check, known)[0]
+            verdict, _ = run_check(runner, options.driver, cell, check, known)
             _print_verdict(verdict)
             green.append(not verdict.status.red)
     return int(trace.run().end is not None or not all(green))
@@ -219,7 +222,10 @@ def _dtypes(evidence: Row) -> Iterator[str]:
 
 def _steps(evidence: Row) -> Iterator[str]:
     """Yield a table of the steps, with the numbers that were recorded."""
-    names = [name for name in ("loss", "grad_norm", "seconds") if name in evidence.steps]
+    names = []
+    for name in ("loss", "grad_norm", "seconds"):
+        if name in evidence.steps:
+            names.append(name)
     rows: list[list[object]] = []
     for nth in range(len(evidence.steps["loss"])):
         row: list[object] = [nth + 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_distcompat.cell import Cell
@@ -26,6 +26,10 @@ MAX_NAMES = 400
 _COMPARED = ("loss", "grad_norm")
 #: A number for each step; None for a step without one, and for infinity and NaN, which JSON lacks.
 _Curve = list[float | None]
+#: Curves by name.
+_Curves = dict[str, _Curve]
+#: A row of a table, as the report's schema has it.
+_TableRow = dict[str, Any]
 
 
 def add_training(row: Row, *runs: RunTrace) -> None:
@@ -51,7 +55,7 @@ def add_training(row: Row, *runs: RunTrace) -> None:
         added.add(row, run)
 
 
-def _all_curves(cell: Cell, trace: Trace) -> dict[str, _Curve]:
+def _all_curves(cell: Cell, trace: Trace) -> _Curves:
     """Return the curves of the training, the reference with tolerances, and the resumed run."""
     curves = _curves(trace.run(), "step")
     if "reference" in trace.runs:
@@ -66,7 +70,7 @@ def _all_curves(cell: Cell, trace: Trace) -> dict[str, _Curve]:
     return curves
 
 
-def _add_compared(curves: dict[str, _Curve], others: Mapping[str, _Curve], prefix: str) -> None:
+def _add_compared(curves: _Curves, others: _Curves, prefix: str) -> None:
     """Add the curves of another run that stand beside the training's, under a prefix."""
     for name in _COMPARED:
         if name in others:
@@ -82,7 +86,7 @@ def _peak_memory(run: RunTrace) -> list[int]:
     return [peaks[rank] for rank in sorted(peaks)]
 
 
-def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
+def _names(cell: Cell, run: RunTrace) -> list[_TableRow]:
     """Return a row for each parameter: its unwrapped name, its live counterpart, the files with it.
 
     A live parameter, or a key of a saved file, that maps to no unwrapped name has a row too.
@@ -140,9 +144,9 @@ def _name_row(
     name: str,
     unwrapped: ParameterInfo | None,
     live: ParameterInfo | None,
-) -> dict[str, Any]:
+) -> _TableRow:
     """Return a row of the table of names, as the report's schema has it, but for the files."""
-    row: dict[str, Any] = {
+    row: _TableRow = {
         "unwrapped": "",
         "shape": [],
         "loaded": "",
@@ -169,11 +173,12 @@ def _name_row(
     return row
 
 
-def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
+def _dtypes(cell: Cell, run: RunTrace) -> list[_TableRow]:
     """Return a row for each kind of tensor: the expected dtype, and those that ranks had."""
     if not run.trained:
         return []
-    promised = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
+    strategy = STRATEGIES.get(cell.strategy)
+    promised = strategy.dtypes(PRECISIONS.get(cell.precision))
     rows = []
     for kind, seen in _seen_dtypes(run.trained).items():
         expected = getattr(promised, kind)
@@ -215,7 +220,7 @@ def _reduced(snapshot: Snapshot) -> Iterable[str]:
     return [max(largest_numel, key=lambda dtype: largest_numel[dtype])]
 
 
-def _curves(run: RunTrace, action: str, before: int = 0) -> dict[str, _Curve]:
+def _curves(run: RunTrace, action: str, before: int = 0) -> _Curves:
     """Return curves: the ranks' mean loss, the gradient norm, and the slowest rank's seconds.
 
     Args:

@@ -36,7 +36,8 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     dims = _widest_mesh(parameters_by_rank)
     if not parameters_by_rank:
         return None
-    if len(dims) < 2 and cell.tp * cell.pp == 1:
+    has_parts_of_model = cell.tp > 1 or cell.pp > 1
+    if len(dims) < 2 and not has_parts_of_model:
         return None
     dim_rows: list[dict[str, Any]] = []
     for dim in dims:

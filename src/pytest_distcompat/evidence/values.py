@@ -13,6 +13,9 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import held_values
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot
 
+#: A number for each step; None for a step without one.
+_Numbers = list[float | None]
+
 #: The only precision whose values are compared. Others round so coarsely that a change of a library
 #: shows anyway, or never.
 PRECISION = "fp32"
@@ -36,7 +39,9 @@ def values_of(cell: Cell, run: RunTrace) -> dict[str, Any]:
     - ``files`` has for each saved file its format, what it holds, and a digest of its keys, shapes
       and dtypes.
     """
-    if cell.precision != PRECISION or not run.has_values or run.unwrapped is None:
+    if cell.precision != PRECISION:
+        return {}
+    if not run.has_values or run.unwrapped is None:
         return {}
     run = dataclasses.replace(run, cell=cell.id)
     groups = {
@@ -64,12 +69,12 @@ def _digests(run: RunTrace) -> Iterator[tuple[str, str]]:
                 yield f"{name} {kind}", digest
 
 
-def _numbers(run: RunTrace) -> dict[str, list[float | None]]:
+def _numbers(run: RunTrace) -> dict[str, _Numbers]:
     """Return the numbers of each step, and the outputs of the trained model.
 
     No list without numbers.
     """
-    numbers: dict[str, list[float | None]] = {
+    numbers: dict[str, _Numbers] = {
         "loss": [],
         "grad_norm": [],
         "gradients": [],
@@ -77,8 +82,10 @@ def _numbers(run: RunTrace) -> dict[str, list[float | None]]:
     }
     for index in run.indices("step"):
         snapshots = run.at_index(index)
-        numbers["loss"].append(_sum([snapshot.loss for snapshot in snapshots]))
-        numbers["grad_norm"].append(_sum([snapshots[0].grad_norm]))
+        losses = [snapshot.loss for snapshot in snapshots]
+        first_norm = snapshots[0].grad_norm
+        numbers["loss"].append(_sum(losses))
+        numbers["grad_norm"].append(_sum([first_norm]))
         numbers["gradients"].append(_square_sum(snapshots))
         numbers["lr"].append(_learning_rate_sum(snapshots))
     evaluated = run.first("evaluate")
@@ -93,7 +100,7 @@ def _has_numbers(values: Sequence[float | None]) -> bool:
 
 def _square_sum(snapshots: Sequence[Snapshot]) -> float | None:
     """Return the sum of the squares of all gradients that any rank's optimizer got in a step."""
-    squares: list[float | None] = []
+    squares: _Numbers = []
     for snapshot in snapshots:
         squares += [step.square for step in snapshot.steps]
     return _sum(squares)
@@ -101,7 +108,7 @@ def _square_sum(snapshots: Sequence[Snapshot]) -> float | None:
 
 def _learning_rate_sum(snapshots: Sequence[Snapshot]) -> float | None:
     """Return the sum of the learning rates with which the optimizer of the first rank stepped."""
-    rates: list[float | None] = []
+    rates: _Numbers = []
     for step in snapshots[0].steps:
         rates += [group.get("lr") for group in step.param_groups]
     return _sum(rates)
@@ -136,7 +143,8 @@ def _format_of(file: FileInfo) -> str:
         sorted(file.dtypes.items()),
         sorted(file.files.items()),
     ]
-    text = f"{file.format} {file.holds} {_hash(content)}"
+    digest = _hash(content)
+    text = f"{file.format} {file.holds} {digest}"
     return text.strip()
 
 

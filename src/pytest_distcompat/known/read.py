@@ -149,10 +149,11 @@ class KnownIssue:
         make = KINDS[self.kind]
         expectations = []
         for check in self.check:
-            for cells in self.cells:
-                expectation = make(check, **texts, **cells)
-                strict = expectation.strict and self.strict
-                expectations.append(replace(expectation, strict=strict))
+            for facets in self.cells:
+                expectation = make(check, **texts, **facets)
+                if not self.strict:
+                    expectation = replace(expectation, strict=False)
+                expectations.append(expectation)
         return tuple(expectations)
 
     def matches_test(self, nodeid: str) -> bool:
@@ -309,14 +310,17 @@ def _problems(entry: Mapping[str, Any], needed: Iterable[str]) -> Iterator[str]:
         known = ", ".join(sorted(_KEYS))
         yield f"no key named {unknown[0]!r}. Known: {known}"
     for name in _TEXTS:
+        text = entry.get(name, "")
         # Reject a list: as a regular expression, its text would be a character class that matches
         # everything.
-        if not isinstance(entry.get(name, ""), str):
-            yield f"{name}={entry[name]!r}; expected a text"
-    if entry.get("device", "") not in {"", "cpu", "cuda"}:
-        yield f"device {entry['device']!r}; expected cpu or cuda"
-    if entry.get("kind", "fails") not in KINDS:
-        yield f"kind {entry['kind']!r}; expected one of {', '.join(KINDS)}"
+        if not isinstance(text, str):
+            yield f"{name}={text!r}; expected a text"
+    device = entry.get("device", "")
+    if device not in {"", "cpu", "cuda"}:
+        yield f"device {device!r}; expected cpu or cuda"
+    kind = entry.get("kind", "fails")
+    if kind not in KINDS:
+        yield f"kind {kind!r}; expected one of {', '.join(KINDS)}"
     if "when" in entry and "packages" in entry:
         yield "when and packages are one thing; give one of them"
 

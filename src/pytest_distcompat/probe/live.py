@@ -258,7 +258,15 @@ def _is_checkpointed(module: Module) -> bool:
     return (
         is_a(module, "CheckpointWrapper")
         or getattr(module, "gradient_checkpointing", False) is True
+        or _is_run_by_deepspeed(module)
     )
+
+
+def _is_run_by_deepspeed(module: Module) -> bool:
+    """Tell whether a partial call of ``deepspeed.checkpointing.checkpoint`` is the forward."""
+    function = getattr(vars(module).get("forward"), "func", None)
+    library = "deepspeed.runtime.activation_checkpointing.checkpointing"
+    return getattr(function, "__module__", "") == library
 
 
 def compiled_modules(model: Module) -> tuple[str, ...]:

@@ -23,12 +23,12 @@ class Faulty(TorchDriver):
 
     def step(self, number: int) -> float:
         self.steps += 1
-        here = (self.cell.id, self.world.rank, self.steps)
-        if here == ("fsdp1-fp32-w2", 1, 2):
+        place = (self.cell.id, self.world.rank, self.steps)
+        if place == ("fsdp1-fp32-w2", 1, 2):
             raise RuntimeError("rank <1> & its <script>alert('batch')</script> are gone")
-        if here == ("ddp-bf16_upcast-w2", 1, 3):
+        if place == ("ddp-bf16_upcast-w2", 1, 3):
             os.kill(os.getpid(), signal.SIGKILL)
-        if here == ("fsdp2-bf16_upcast-w2", 0, 2):
+        if place == ("fsdp2-bf16_upcast-w2", 0, 2):
             time.sleep(3600)
         return super().step(number)
 

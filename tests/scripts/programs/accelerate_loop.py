@@ -68,10 +68,10 @@ for batch in accelerator.skip_first_batches(data, done) if done else data:
 if arguments.output:
     accelerator.wait_for_everyone()
     state = accelerator.get_state_dict(net)
-    whole = accelerator.unwrap_model(net)
+    unwrapped = accelerator.unwrap_model(net)
     if arguments.inside:
         state = {name.removeprefix("inner."): value for name, value in state.items()}
-    (whole.inner if arguments.inside else whole).save_pretrained(
+    (unwrapped.inner if arguments.inside else unwrapped).save_pretrained(
         arguments.output / "final", is_main_process=accelerator.is_main_process, state_dict=state
     )
 accelerator.end_training()

@@ -100,6 +100,7 @@ def of_loop(to: Path) -> list[float]:
     losses.append(float(optimizer.step(closure)))
     losses += steps(wrapped, optimizer, lambda loss: loss.backward(), 4)
     torch.save(wrapped.module.state_dict(), to / "model.pt")
+    torch.load(to / "model.pt")
     return losses
 
 
@@ -242,12 +243,12 @@ def note(to: Path) -> None:
 
 
 guard.attempt = attempt
-found: dict[str, dict[str, Any]] = {}
+notes_by_fault: dict[str, dict[str, Any]] = {}
 _, _, part, *only = sys.argv
 wanted = [""]
 while wanted:
     fault = wanted.pop()
-    to = HERE / str(len(found))
+    to = HERE / str(len(notes_by_fault))
     to.mkdir(parents=True)
     shutil.copy(HERE / "probe.json", to)
     sys.stdout.flush()
@@ -260,7 +261,7 @@ while wanted:
     noted = json.loads((to / "noted.json").read_text(encoding="utf-8"))
     wrote = (to / "losses.json").read_text(encoding="utf-8") if (to / "losses.json").exists() else "null"
     code = os.waitstatus_to_exitcode(status)
-    found[fault] = {**noted, "losses": json.loads(wrote), "code": code, "directory": str(to)}
+    notes_by_fault[fault] = {**noted, "losses": json.loads(wrote), "code": code, "directory": str(to)}
     if not fault:
         wanted = sorted(set(noted["seen"]) & set(only) if only else set(noted["seen"]))
-(HERE / "found.json").write_text(json.dumps(found), encoding="utf-8")
+(HERE / "found.json").write_text(json.dumps(notes_by_fault), encoding="utf-8")

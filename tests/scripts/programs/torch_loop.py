@@ -52,14 +52,14 @@ torch.manual_seed(rank)
 done = 0
 if arguments.resume:
     parts, states = get_state_dict(model, optimizer)
-    whole: dict[str, Any] = {"model": parts, "optimizer": states, "scheduler": scheduler.state_dict(), "done": 0}
+    checkpoint: dict[str, Any] = {"model": parts, "optimizer": states, "scheduler": scheduler.state_dict(), "done": 0}
     saved_by = arguments.saved_by or ranks
-    whole["random"] = {str(rank): torch.get_rng_state() for rank in range(saved_by)}
-    dcp.load(whole, checkpoint_id=arguments.resume)  # type: ignore[attr-defined]
-    set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
-    scheduler.load_state_dict(whole["scheduler"])
-    torch.set_rng_state(whole["random"][str(rank % saved_by)])
-    done = 0 if arguments.fault == "from step 0" else whole["done"]
+    checkpoint["random"] = {str(rank): torch.get_rng_state() for rank in range(saved_by)}
+    dcp.load(checkpoint, checkpoint_id=arguments.resume)  # type: ignore[attr-defined]
+    set_state_dict(model, optimizer, model_state_dict=checkpoint["model"], optim_state_dict=checkpoint["optimizer"])
+    scheduler.load_state_dict(checkpoint["scheduler"])
+    torch.set_rng_state(checkpoint["random"][str(rank % saved_by)])
+    done = 0 if arguments.fault == "from step 0" else checkpoint["done"]
     if arguments.fault == "moments are zero":
         for state in optimizer.state.values():
             state["exp_avg"].zero_()
@@ -77,9 +77,9 @@ while done < arguments.steps:
         parts, states = get_state_dict(model, optimizer)
         everyones: list[torch.Tensor] = [torch.empty_like(torch.get_rng_state()) for _ in range(ranks)]
         dist.all_gather(everyones, torch.get_rng_state())
-        whole = {"model": parts, "optimizer": states, "scheduler": scheduler.state_dict(), "done": done}
-        whole["random"] = {str(rank): state for rank, state in enumerate(everyones)}
-        dcp.save(whole, checkpoint_id=arguments.output / f"step-{done}")  # type: ignore[attr-defined]
+        checkpoint = {"model": parts, "optimizer": states, "scheduler": scheduler.state_dict(), "done": done}
+        checkpoint["random"] = {str(rank): state for rank, state in enumerate(everyones)}
+        dcp.save(checkpoint, checkpoint_id=arguments.output / f"step-{done}")  # type: ignore[attr-defined]
 if arguments.output:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if rank == 0 and arguments.fault != "no weights":

@@ -44,12 +44,12 @@ schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) for optimizer i
 done = 0
 if arguments.resume:
     parts, states = get_state_dict(model, optimizers)
-    whole: dict[str, Any] = {"model": parts, "optimizers": states, "done": 0}
-    whole["schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
-    dcp.load(whole, checkpoint_id=arguments.resume)  # type: ignore[attr-defined]
-    set_state_dict(model, optimizers, model_state_dict=whole["model"], optim_state_dict=whole["optimizers"])
-    done = whole["done"]
-    for scheduler, state in zip(schedulers, whole["schedulers"], strict=True):
+    checkpoint: dict[str, Any] = {"model": parts, "optimizers": states, "done": 0}
+    checkpoint["schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
+    dcp.load(checkpoint, checkpoint_id=arguments.resume)  # type: ignore[attr-defined]
+    set_state_dict(model, optimizers, model_state_dict=checkpoint["model"], optim_state_dict=checkpoint["optimizers"])
+    done = checkpoint["done"]
+    for scheduler, state in zip(schedulers, checkpoint["schedulers"], strict=True):
         scheduler.load_state_dict(state)
     if arguments.fault == "second forgets":
         for state in optimizers[1].state.values():
@@ -59,15 +59,15 @@ while done < arguments.steps:
     x, y = torch.randn(8, 16, generator=numbers), torch.randint(0, 4, (8,), generator=numbers)
     torch.nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
     both: list[Any] = [*optimizers, *schedulers]
-    for one in both:
-        one.step()
+    for steppable in both:
+        steppable.step()
     for optimizer in optimizers:
         optimizer.zero_grad()
     done += 1
     if done == arguments.save_at:
         parts, states = get_state_dict(model, optimizers)
-        whole = {"model": parts, "optimizers": states, "done": done}
-        whole["schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
-        dcp.save(whole, checkpoint_id=arguments.output / f"step-{done}")  # type: ignore[attr-defined]
+        checkpoint = {"model": parts, "optimizers": states, "done": done}
+        checkpoint["schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
+        dcp.save(checkpoint, checkpoint_id=arguments.output / f"step-{done}")  # type: ignore[attr-defined]
 dist.barrier()
 dist.destroy_process_group()

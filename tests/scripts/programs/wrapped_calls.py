@@ -18,8 +18,8 @@ for name in (
     "pytorch_lightning",
 ):
     importlib.import_module(name)
-for there in gc.get_objects():
-    code = there.__code__ if isinstance(there, types.FunctionType) else None
+for function in gc.get_objects():
+    code = function.__code__ if isinstance(function, types.FunctionType) else None
     if code is not None and (code.co_filename, code.co_name) == (wrappers.__file__, "wrapped"):
-        cells = dict(zip(code.co_freevars, there.__closure__ or (), strict=True))
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         print("wrapped:", cells["qualified_name"].cell_contents)

@@ -161,8 +161,14 @@ class ScriptRun:
 
         """
         verdicts = self.verdicts(*names)
-        judged = [verdict for verdict in verdicts if verdict.status != "skipped"]
-        bad = [verdict for verdict in judged if not verdict.ok]
+        judged = []
+        bad = []
+        for verdict in verdicts:
+            if verdict.status == "skipped":
+                continue
+            judged.append(verdict)
+            if not verdict.ok:
+                bad.append(verdict)
         if not judged:
             bad = verdicts
         if not bad:
@@ -336,23 +342,23 @@ class ScriptRun:
 
         Without a checkpoint it is all files together.
         """
-        saved_paths = []
+        existing = []
         for saved in self.saved():
             if Path(saved.path).exists():
-                saved_paths.append(saved.path)
+                existing.append(saved)
+        paths = [saved.path for saved in existing]
         output = ""
         if self.output is not None and self.output.exists():
             output = str(self.output.resolve())
-        paths = [*saved_paths, output] if output else saved_paths
+            paths.append(output)
         files_by_path = self._read_files(paths)
-        checkpoint_paths = {saved.path for saved in self.saved() if saved.everyone}
         checkpoints: list[tuple[FileInfo, ...]] = []
         others: list[tuple[FileInfo, ...]] = []
-        for path in saved_paths:
-            if path in checkpoint_paths:
-                checkpoints.append(files_by_path[path])
+        for saved in existing:
+            if saved.everyone:
+                checkpoints.append(files_by_path[saved.path])
             else:
-                others.append(files_by_path[path])
+                others.append(files_by_path[saved.path])
         if checkpoints:
             return [*checkpoints, *others]
         if output and not _holds_model(others):

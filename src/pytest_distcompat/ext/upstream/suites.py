@@ -99,7 +99,7 @@ class TestAccelerate(CompatSuite):
                     {"lora": True},
                     {"param_groups": True},
                     {"ignored_modules": True, "model": "mlp"},
-                    {"ema": True},
+                    {"ema": True, "model": "mlp"},
                 ),
             ),
             Matrix(
@@ -203,6 +203,11 @@ class TestDeepSpeed(CompatSuite):
                     {"compile": "aot_eager", "model": "mlp"},
                     {"lora": True},
                 ),
+            ),
+            Matrix(
+                ("zero3",),
+                ("fp32",),
+                options=({"activation_checkpointing": "deepspeed", "model": "mlp"},),
             ),
             Matrix(
                 ("zero1",),

@@ -43,7 +43,7 @@ def load_dataset(*_: Any) -> Splits:
     numbers = random.Random(0)
 
     def row(place: int) -> dict[str, Any]:
-        one, other = (" ".join(f"w{numbers.randrange(WORDS)}" for _ in range(8)) for _ in range(2))
-        return {"sentence1": one, "sentence2": other, "label": numbers.randrange(2), "idx": place}
+        first, second = (" ".join(f"w{numbers.randrange(WORDS)}" for _ in range(8)) for _ in range(2))
+        return {"sentence1": first, "sentence2": second, "label": numbers.randrange(2), "idx": place}
 
     return Splits(train=Split(map(row, range(96))), validation=Split(map(row, range(32))))

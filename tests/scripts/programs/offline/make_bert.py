@@ -7,7 +7,7 @@ from datasets import WORDS  # the one beside this script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *(f"w{one}" for one in range(WORDS))])}
+words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *(f"w{index}" for index in range(WORDS))])}
 tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(sys.argv[1])

@@ -221,6 +221,16 @@ def recompute(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
     )
 
 
+def recompute_by_deepspeed(blocks: Iterable[Module], config: Mapping[str, Any]) -> None:
+    """Have ``deepspeed.checkpointing`` run the forward of each block, as the JSON configures it."""
+    # https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html
+    import deepspeed
+
+    deepspeed.checkpointing.configure(None, deepspeed_config=dict(config))
+    for block in blocks:
+        block.forward = functools.partial(deepspeed.checkpointing.checkpoint, block.forward)
+
+
 def _products() -> list[Any]:
     """Return the operators that multiply matrices, attention's among them."""
     import torch

@@ -82,12 +82,19 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 self.report(action)
                 if not plan.steps:
                     raise PlanDoneError
+                if state.global_step != plan.first_step:
+                    raise RuntimeError(
+                        f"Trainer goes on after {state.global_step} steps; expected "
+                        f"{plan.first_step}"
+                    )
             if self.action_of(state.global_step) == "overflow":
                 self.step.enter_context(driver.overflowing())
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
             self.step.close()
             control.should_save = state.global_step in save_after_steps
+            if driver.loads_best(driver.cell):
+                control.should_evaluate = control.should_save
 
         def on_log(
             self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any

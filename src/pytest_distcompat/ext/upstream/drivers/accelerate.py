@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
 
 
@@ -285,6 +286,11 @@ class AccelerateDriver(TinyDriver):
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
+        Source(
+            "ProjectConfiguration",
+            "accelerate.utils.ProjectConfiguration",
+            ("ddp", "fsdp2", "zero2"),
+        ),
         Source("prepare", "accelerate.Accelerator.prepare", ("ddp", "fsdp2", "zero2")),
         Source("save_state", "accelerate.Accelerator.save_state", ("ddp", "fsdp2", "zero2")),
         Source("save_model", "accelerate.Accelerator.save_model", ("ddp", "fsdp2", "zero3")),
@@ -324,10 +330,12 @@ class AccelerateDriver(TinyDriver):
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None
+    #: The directory into which the run saves.
+    save_to: Path | None = None
     #: A registered object that counts micro-batches.
     progress: Any = None
     #: A registered average of the weights; None without one.
-    average: Any = None
+    averaged_model: Any = None
     _stream: Iterator[Batch] | None = None
 
     @classmethod
@@ -341,7 +349,7 @@ class AccelerateDriver(TinyDriver):
         """Return what every cell has, and the average of the weights in a cell that has one."""
         if not cell.option("ema"):
             return cls.extra_state
-        return {**cls.extra_state, "average": ExtraState()}
+        return {**cls.extra_state, "averaged_model": ExtraState()}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -360,6 +368,11 @@ class AccelerateDriver(TinyDriver):
         yield from super()._reasons(cell, device)
         if autotp:
             yield _options.AUTOTP
+
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
+        """Do the plan; an Accelerator that names checkpoints must know where when it is made."""
+        self.save_to = plan.save_to
+        super().train(model, plan, report)
 
     def build(self, model: Module) -> None:
         """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
@@ -382,8 +395,12 @@ class AccelerateDriver(TinyDriver):
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation()
+        project: dict[str, Any] = {}
         if self.world.own_disks:
-            settings["project_config"] = ProjectConfiguration(save_on_each_node=True)
+            project["save_on_each_node"] = True
+        project = self.cell.with_settings("ProjectConfiguration", project)
+        if project:
+            settings["project_config"] = ProjectConfiguration(str(self.save_to), **project)
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
@@ -438,8 +455,8 @@ class AccelerateDriver(TinyDriver):
         self.progress = _average.Progress()
         self.accelerator.register_for_checkpointing(self.progress)
         if self.cell.option("ema"):
-            self.average = _average.AverageOfWeights(self.model)
-            self.accelerator.register_for_checkpointing(self.average)
+            self.averaged_model = _average.AverageOfWeights(self.model)
+            self.accelerator.register_for_checkpointing(self.averaged_model)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of Accelerator with the objects whose fields the cell sets."""
@@ -569,8 +586,8 @@ class AccelerateDriver(TinyDriver):
                     optimizer.zero_grad()
             self.progress.batches += 1
             total += float(loss.detach()) / self.accumulate
-        if self.average is not None:
-            self.average.update(self.model)
+        if self.averaged_model is not None:
+            self.averaged_model.update(self.model)
         return total
 
     def _count(self, batch: Batch) -> int:
@@ -602,12 +619,33 @@ class AccelerateDriver(TinyDriver):
         return bool(self.setting_or_default(True, "Accelerator.step_scheduler_with_optimizer"))
 
     def save(self, directory: Path) -> None:
-        """Save a checkpoint by ``save_state``."""
-        self.accelerator.save_state(str(directory), **self.cell.settings("save_state"))
+        """Save a checkpoint by ``save_state``, which may name it itself."""
+        settings = self.cell.settings("save_state")
+        if self._names_checkpoints(self.cell):
+            self.accelerator.save_state(**settings)
+        else:
+            self.accelerator.save_state(str(directory), **settings)
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint by ``load_state``."""
+        """Load a checkpoint by ``load_state``: the last one where accelerate has named several."""
+        if self._names_checkpoints(self.cell):
+            directory = _named_checkpoints(directory)[-1]
         self.accelerator.load_state(str(directory))
+
+    @staticmethod
+    def _names_checkpoints(cell: Cell) -> bool:
+        """Tell whether accelerate itself names the directories of checkpoints, by counting them."""
+        return bool(cell.settings("ProjectConfiguration").get("automatic_checkpoint_naming"))
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether accelerate is to keep more than its last checkpoint."""
+        limit = cell.settings("ProjectConfiguration").get("total_limit")
+        return cls._names_checkpoints(cell) and (limit is None or limit > 1)
+
+    def load_first(self, directory: Path) -> None:
+        """Load the first of the checkpoints that accelerate has named."""
+        self.accelerator.load_state(str(_named_checkpoints(directory)[0]))
 
     def export(self, directory: Path) -> None:
         """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
@@ -695,6 +733,13 @@ def _parallelism_reason(cell: Cell) -> str | None:
             ),
         ),
     )
+
+
+def _named_checkpoints(directory: Path) -> list[Path]:
+    """Return the directories of checkpoints that accelerate has named, the first one first."""
+    # https://huggingface.co/docs/accelerate/usage_guides/checkpoint
+    paths = (directory / "checkpoints").iterdir()
+    return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def _is_stateful(cell: Cell) -> bool:

@@ -135,6 +135,12 @@ class DeepSpeedCalls(Calls):
         else:
             self.model.zero_grad()
 
+    def outputs(self, context: str = "no_grad") -> Any:
+        """Return what the model computes in evaluation mode."""
+        outputs = super().outputs(context)
+        self.trainer.forget_activations()
+        return outputs
+
     @observer
     def save(self, **more: Any) -> None:
         """Save by ``save_checkpoint``."""
@@ -328,8 +334,7 @@ class DeepSpeedDriver(TinyDriver):
 
         if self.precision.float8:
             model = _options.in_8_bits(model, self.world.device)
-        if self.cell.option("activation_checkpointing"):
-            _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
+        self._recompute(model, config)
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's
             # memory.
@@ -337,6 +342,31 @@ class DeepSpeedDriver(TinyDriver):
         if self.cell.ep > 1:
             expert_parallel.spread_by_deepspeed(model, self.cell.ep, self.world.rank)
         return model
+
+    def _recompute(self, model: Module, config: Mapping[str, Any]) -> None:
+        """Turn on activation checkpointing as the cell asks."""
+        mode = self.cell.option("activation_checkpointing")
+        blocks = self.wrap_spec.block_modules(model)
+        if mode == "deepspeed":
+            _options.recompute_by_deepspeed(blocks, config)
+        elif mode:
+            _options.recompute_by_model(model, blocks, self.cell)
+
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on, in evaluation mode."""
+        outputs = super().evaluate(model)
+        self.forget_activations()
+        return outputs
+
+    def forget_activations(self) -> None:
+        """Have DeepSpeed discard activations for which no backward pass comes.
+
+        Its documentation asks that of evaluations.
+        """
+        if self.cell.option("activation_checkpointing") == "deepspeed":
+            import deepspeed
+
+            deepspeed.checkpointing.reset()
 
     def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of ``deepspeed.initialize``.
@@ -524,6 +554,21 @@ class DeepSpeedDriver(TinyDriver):
         _, client_state = self.model.load_checkpoint(str(checkpoint), **settings)
         saved_ranks = client_state.get("ranks") if client_state else None
         self.load_random(directory, required=saved_ranks == self.world.size)
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether each checkpoint has a tag of its own, after the number of the step."""
+        return not cell.own_disks and "tag" not in cell.settings("save_checkpoint")
+
+    def load_first(self, directory: Path) -> None:
+        """Load the checkpoint of the lowest step by its tag, without random states.
+
+        Those are saved by the driver, and are of the last save.
+        """
+        prefix = "global_step"
+        steps = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
+        settings = {**self.cell.settings("load_checkpoint"), "tag": f"{prefix}{min(steps)}"}
+        self.model.load_checkpoint(str(directory), **settings)
 
     def _convert(self, directory: Path, universal: Path) -> None:
         """Convert a checkpoint to a universal one, on rank 0; the others wait.

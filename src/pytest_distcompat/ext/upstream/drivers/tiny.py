@@ -711,9 +711,12 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
     """Return why the cell's options do not go with its model or the driver; None if they do."""
     compiled = bool(cell.option("compile"))
     plain_torch = driver == "torch" and cell.pp == 1 and not compiled
-    reentrant = cell.option("activation_checkpointing") == "reentrant"
+    # DeepSpeed's own function is re-entrant too, and is given the blocks as they are.
+    by_deepspeed = cell.option("activation_checkpointing") == "deepspeed"
+    reentrant = cell.option("activation_checkpointing") == "reentrant" or by_deepspeed
+    partly_frozen = bool(cell.option("frozen")) or (by_deepspeed and bool(cell.option("lora")))
     # Models of transformers see to the inputs of their blocks.
-    by_driver = driver == "torch" or "transformers" not in tiny.preload
+    by_driver = by_deepspeed or driver == "torch" or "transformers" not in tiny.preload
     return first_reason(
         (
             cell.option("compile") is True and not has_compiler(),
@@ -735,6 +738,10 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             ),
         ),
         (
+            by_deepspeed and driver != "deepspeed",
+            "deepspeed.checkpointing is driven by the deepspeed driver alone",
+        ),
+        (
             reentrant and cell.pp > 1,
             (
                 "a stage asks for gradients by autograd.grad, which torch refuses for re-entrant "
@@ -753,7 +760,7 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             ),
         ),
         (
-            reentrant and bool(cell.option("frozen")) and by_driver,
+            reentrant and partly_frozen and by_driver,
             (
                 "behind a frozen part no input has a gradient, and re-entrant recomputation then "
                 "has none, says its documentation"

@@ -315,12 +315,14 @@ class TorchDriver(TinyDriver):
     #: each stage has its own.
     flat: bool = False
     #: The average of the weights; None without one.
-    average: Any = None
+    averaged_model: Any = None
 
     @classmethod
     def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
-        """Return the average of the weights, in a cell that has one."""
-        return {"average": ExtraState()} if cell.option("ema") else {}
+        """Return what every cell has, and the average of the weights in a cell that has one."""
+        if not cell.option("ema"):
+            return cls.extra_state
+        return {**cls.extra_state, "averaged_model": ExtraState()}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -377,12 +379,12 @@ class TorchDriver(TinyDriver):
         self.raw = model
         if self.cell.option("ema"):
             # Before it is wrapped: FSDP2 refuses to copy a model.
-            self.average = _average.averaged(model)
+            self.averaged_model = _average.averaged(model)
         if self.cell.pp > 1:
             self._build_stages(model, device)
         else:
             self.model = self._wrap(model, device)
-        if self.average is not None:
+        if self.averaged_model is not None:
             self._place_average(device)
         self.optimizer = self.make_optimizer(self.model)
         self.scheduler = self.make_scheduler(self.optimizer)
@@ -392,8 +394,8 @@ class TorchDriver(TinyDriver):
     def _place_average(self, device: torch.device) -> None:
         """Shard the average as the model is, or move it to the device."""
         if self.strategy.wrapper == "FSDP2":
-            self.average.module = self._wrap(self.average.module, device)
-        self.average.to(device)
+            self.averaged_model.module = self._wrap(self.averaged_model.module, device)
+        self.averaged_model.to(device)
 
     def _build_stages(self, model: Module, device: torch.device) -> None:
         """Keep this rank's stages of the model, wrap each and connect them to the others."""
@@ -508,8 +510,8 @@ class TorchDriver(TinyDriver):
                 optimizer.step()
         for scheduler in listed(self.scheduler):
             scheduler.step()
-        if self.average is not None:
-            self.average.update_parameters(self.model)
+        if self.averaged_model is not None:
+            self.averaged_model.update_parameters(self.model)
         if self.saving:
             self.saving.result()
             self.saving = None
@@ -575,8 +577,10 @@ class TorchDriver(TinyDriver):
         state["scheduler"] = [scheduler.state_dict() for scheduler in listed(self.scheduler)]
         if self.scaler:
             state["scaler"] = self.scaler.state_dict()
-        if self.average is not None:
-            state["average"] = get_model_state_dict(self.average, options=self._options())
+        if self.averaged_model is not None:
+            state["averaged_model"] = get_model_state_dict(
+                self.averaged_model, options=self._options()
+            )
         return state
 
     @property
@@ -660,8 +664,10 @@ class TorchDriver(TinyDriver):
             scheduler.load_state_dict(saved)
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
-        if self.average is not None:
-            set_model_state_dict(self.average, state["average"], options=self._options())
+        if self.averaged_model is not None:
+            set_model_state_dict(
+                self.averaged_model, state["averaged_model"], options=self._options()
+            )
         self.load_random(directory, required=state["ranks"] == self.world.size)
 
     def _read_whole(self, directory: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -29,7 +30,12 @@ from pytest_distcompat.ext.upstream.drivers import (
 )
 from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
 from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
-from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
+from pytest_distcompat.ext.upstream.drivers.tiny import (
+    DECAY,
+    HELD_OUT_BATCH,
+    LEARNING_RATE,
+    TinyDriver,
+)
 from pytest_distcompat.ext.upstream.models import loss_to_targets
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
@@ -54,6 +60,16 @@ SCHEDULE: dict[str, Any] = {
     "lr_scheduler_kwargs": {"timescale": 10},
 }
 
+
+#: How many rows of an evaluation a rank gets at a time.
+EVALUATED_ROWS = 2
+
+#: The models by which Trainer predicts: they have one output, and compute it of each row alone,
+#: with the same numbers on all ranks.
+PREDICTED = frozenset({"llama", "llama_tied", "llama_dropout", "mlp", "dropout", "twice", "odd"})
+
+#: A number of steps that no training takes.
+NEVER = 1_000_000
 
 #: Option ``optimizer`` -> its name in TrainingArguments, which have none for Muon.
 OPTIMIZERS = {
@@ -98,11 +114,24 @@ class TrainerCalls(Calls):
         self.trainer.trainer.evaluate(rows[: ranks * 4])
         # As Trainer does it, in the next step.
         self.model.train()
-        if hasattr(self.model, "reshard"):
-            self.model.reshard()
+        self.reshard()
 
     @observer
-    def save_model(self) -> Any:
+    def predict(self) -> Any:
+        """Compute outputs by ``Trainer.predict``: each rank computes some, and all get all."""
+        import torch
+
+        # Its loader draws a seed, as that of ``evaluate`` does: known issue
+        # transformers-evaluate-rng.
+        with torch.random.fork_rng():
+            outputs = self.trainer.predictions()
+        # As Trainer does it, in the next step.
+        self.model.train()
+        self.reshard()
+        return outputs
+
+    @observer
+    def save_model(self, _internal_call: bool = False) -> Any:
         """Write the weights by ``Trainer.save_model``, and return them.
 
         While FSDP's state dicts are sharded it would write nothing, so they are full meanwhile.
@@ -111,7 +140,7 @@ class TrainerCalls(Calls):
         state_dict_type = getattr(plugin, "state_dict_type", None)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        self.trainer.trainer.save_model(str(self.exports))
+        self.trainer.trainer.save_model(str(self.exports), _internal_call=_internal_call)
         if plugin is not None:
             plugin.set_state_dict_type(state_dict_type)
         return self.written("model.safetensors")
@@ -168,6 +197,7 @@ class TrainerDriver(TinyDriver):
             "fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"
         ),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
+        Source("train", "transformers.Trainer.train", ("ddp", "fsdp2", "zero3")),
         *_loaded.sources("fsdp2", "zero3"),
     )
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -295,6 +325,7 @@ class TrainerDriver(TinyDriver):
         settings: dict[str, Any] = {
             "output_dir": str(plan.save_to),
             "per_device_train_batch_size": len(next(iter(batch.values()))),
+            "per_device_eval_batch_size": EVALUATED_ROWS,
             "gradient_accumulation_steps": self.accumulate,
             # With no step to go at the end of an epoch Trainer would return before its callback
             # sees the load.
@@ -317,6 +348,10 @@ class TrainerDriver(TinyDriver):
             "remove_unused_columns": False,
             "dataloader_pin_memory": False,
         }
+        if self.loads_best(self.cell):
+            # A callback requests an evaluation, too, where the plan saves.
+            steps = {"eval_strategy": "steps", "eval_steps": NEVER}
+            settings |= {**steps, "save_strategy": "steps", "save_steps": NEVER}
         backend_arguments, _ = self._backend_config()
         settings |= backend_arguments
         settings |= self._mixed_precision()
@@ -415,6 +450,12 @@ class TrainerDriver(TinyDriver):
 
         return InOrder(**settings)
 
+    def _evaluated_rows(self) -> list[dict[str, torch.Tensor]] | None:
+        """Return the rows by whose loss Trainer chooses its best checkpoint, if it does."""
+        if not self.loads_best(self.cell):
+            return None
+        return self.dataset(self.world.size)[: self.world.size * 4]
+
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan in one call of ``Trainer.train``, in which a callback reports the actions.
 
@@ -436,6 +477,8 @@ class TrainerDriver(TinyDriver):
             self.model = self.trainer.model
             report("build")
             checkpoint = get_last_checkpoint(str(plan.load_from))
+            if plan.loads_first:
+                checkpoint = _first_checkpoint(plan.load_from)
             if checkpoint is None:
                 raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
             if self.in_parts:
@@ -445,8 +488,36 @@ class TrainerDriver(TinyDriver):
                 self._create_trainer(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
         self.trainer.add_callback(make_callback(self, plan, report))
+        resumption = self._resumption(checkpoint)
         with contextlib.suppress(PlanDoneError):
-            self.trainer.train(resume_from_checkpoint=checkpoint)
+            self.trainer.train(**resumption)
+
+    def _resumption(self, checkpoint: str | None) -> dict[str, Any]:
+        """Return the arguments by which ``Trainer.train`` resumes from a checkpoint, if any."""
+        arguments: dict[str, Any] = {"resume_from_checkpoint": checkpoint}
+        if checkpoint is not None:
+            arguments = self.cell.with_settings("train", arguments)
+            if arguments["resume_from_checkpoint"] is True:
+                self._take_over(Path(checkpoint))
+        return arguments
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether Trainer is to keep more than its last checkpoint."""
+        limit = cell.settings("TrainingArguments").get("save_total_limit")
+        takes_over = bool(cell.settings("train"))
+        return not takes_over and (limit is None or limit != 1)
+
+    @classmethod
+    def loads_best(cls, cell: Cell) -> bool:
+        """Tell whether Trainer is to load the checkpoint with the lowest loss of an evaluation."""
+        return bool(cell.settings("TrainingArguments").get("load_best_model_at_end"))
+
+    def _take_over(self, checkpoint: Path) -> None:
+        """Copy a checkpoint of another run to where Trainer looks for its last one."""
+        with self.trainer.args.main_process_first(local=self.world.own_disks):
+            if self.world.writes_first:
+                shutil.copytree(checkpoint, Path(self.trainer.args.output_dir) / checkpoint.name)
 
     def _create_trainer(self, model: Any, plan: Plan) -> None:
         """Create the Trainer of a model."""
@@ -462,12 +533,17 @@ class TrainerDriver(TinyDriver):
             model=model,
             args=args,
             train_dataset=self.dataset(self.cell.dp_size),
+            eval_dataset=self._evaluated_rows(),
             data_collator=self.collator() if self.cell.option("packed") else None,
             compute_loss_func=None if computes_loss else self._loss(),
             optimizer_cls_and_kwargs=self.optimizer_class(),
         )
         # It would print each log.
         self.trainer.remove_callback(PrinterCallback)
+        if self.trainer.eval_dataset is not None:
+            # Trainer looks for labels among the arguments of the model's forward, and model mlp has
+            # none.
+            self.trainer.label_names = ["labels"]
 
     def model_on_mesh(self, model: Module) -> Module:
         """Return the model as transformers loads it in parts, on a mesh; else the model itself."""
@@ -606,6 +682,32 @@ class TrainerDriver(TinyDriver):
         """Return the rows, keyed by the argument names of the model."""
         return [_with_argument_names(row) for row in super().dataset(ranks)]
 
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on, as Trainer predicts them."""
+        apart = self.cell.cp > 1 or self.in_parts or bool(self.cell.option("packed"))
+        if model is not self.model or apart or self.tiny.name not in PREDICTED:
+            return super().evaluate(model)
+        if self.trainer is None:
+            return super().evaluate(model)
+        return self.predictions()
+
+    def predictions(self) -> torch.Tensor:
+        """Return the outputs on the held-out batch by ``Trainer.predict``."""
+        import torch
+
+        batch = self.tiny.batch(HELD_OUT_BATCH, 0)
+        inputs = {name: values for name, values in batch.items() if name != "labels"}
+        count = len(next(iter(inputs.values())))
+        rows = []
+        for index in range(count):
+            row = {name: values[index] for name, values in inputs.items()}
+            rows.append(_with_argument_names(row))
+        # As often as there are ranks, so that each rank computes these rows or equal ones.
+        outputs = self.trainer.predict(rows * self.world.size).predictions
+        if isinstance(outputs, tuple):
+            outputs = outputs[0]
+        return torch.from_numpy(outputs[:count])
+
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
@@ -622,7 +724,8 @@ class TrainerDriver(TinyDriver):
         if not cls._on_mesh(cell):
             return cls.loaders
         reads_tokens = "transformers" in model_of(cell).preload
-        if cell.dp_size == 1 or cell.cp > 1 or not reads_tokens:
+        alone = cell.tp * cell.cp * cell.ep == cell.world_size
+        if alone or cell.cp > 1 or not reads_tokens:
             return {}
         return _mesh_rows.loaders(in_parts=cell.tp * cell.ep > 1)
 
@@ -675,6 +778,12 @@ class TrainerDriver(TinyDriver):
         if self.trainer is None:
             return None
         return int(self.trainer.args.world_size)
+
+
+def _first_checkpoint(directory: Path) -> str:
+    """Return the path of the checkpoint of the lowest step."""
+    steps = [int(path.name.rpartition("-")[2]) for path in directory.glob("checkpoint-*")]
+    return str(directory / f"checkpoint-{min(steps)}")
 
 
 def _with_argument_names(row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -761,6 +870,15 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
             (
                 "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on "
                 "one node, where it then waits"
+            ),
+        ),
+        # It may hang, too.
+        (
+            TrainerDriver.loads_best(cell) and fsdp and cell.option("state_dict") != "full",
+            (
+                "Trainer looks for the directory of its best checkpoint before FSDP's sharded "
+                "state dicts are written, and some ranks find it "
+                "(docs/upstream/transformers_best_sharded.py)"
             ),
         ),
         (

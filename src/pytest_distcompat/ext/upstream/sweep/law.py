@@ -127,7 +127,7 @@ class SweepLaw(Law):
 
 
 def _as_rounded(check: CheckLike, cell: Cell) -> Cell:
-    """Return the cell as a check of numbers judges it, in the precision that a setting rounds as."""
+    """Return the cell in the precision as which a setting rounds, for a check of numbers."""
     precision = rules.rounds_as(cell.set)
     if not precision or check.name not in _OF_NUMBERS:
         return cell
