@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import msgspec
+try:
+    import msgspec
+except ModuleNotFoundError as error:
+    # A rank of a script under ``uv run`` has the packages of the script alone.
+    if error.name != "msgspec":
+        raise
+    msgspec = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 
@@ -41,9 +48,13 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 def decode(kind: type[T], data: Any) -> T:
     """Return the value that ``encode`` and JSON wrote.
 
-    Keys that a newer version wrote are passed over. Raises: ValueError: A field is missing, or is
-    of another type than the dataclass says.
+    Keys that a newer version wrote are passed over.
+
+    Raises:
+        ValueError: A field is missing, or is of another type than the dataclass says.
     """
+    if msgspec is None:
+        return typing.cast("T", _unchecked(kind, data))
     try:
         return msgspec.convert(data, kind, dec_hook=_from_name)
     except msgspec.ValidationError as error:
@@ -56,10 +67,35 @@ def prepare(*kinds: type) -> None:
     A test may break what that needs.
     """
     for kind in kinds:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError):
             decode(kind, {})
 
 
 def _from_name(kind: Any, name: Any) -> Any:
     """Return the value of a type that is written as a name: the status of a verdict."""
     return kind.from_name(name)
+
+
+def _unchecked(kind: Any, data: Any) -> Any:
+    """Return the value that ``encode`` and JSON wrote, of which no type is checked.
+
+    Where msgspec is missing, a rank reads only what this package wrote in the same run.
+
+    Raises:
+        TypeError: A field without a default is missing.
+    """
+    if dataclasses.is_dataclass(kind):
+        types = typing.get_type_hints(kind)
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(kind):
+            if field.name in data:
+                values[field.name] = _unchecked(types[field.name], data[field.name])
+        return kind(**values)  # type: ignore[operator]
+    if isinstance(data, list):
+        # JSON has no tuples, and a dataclass of ours no lists.
+        kind_of_values, *_ = typing.get_args(kind) or (Any,)
+        return tuple(_unchecked(kind_of_values, value) for value in data)
+    if isinstance(data, Mapping):
+        _, kind_of_values = typing.get_args(kind) or (str, Any)
+        return {name: _unchecked(kind_of_values, value) for name, value in data.items()}
+    return data

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pytest_distcompat.ext.scripts.environment import ProbeConfig, with_probe
 from pytest_distcompat.launch.forensics.ending import RankProcess, conclude
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.status import Verdict
+from pytest_distcompat.trace import ExtraState
 
 from .conftest import PROGRAMS, Launch
 
@@ -269,7 +271,7 @@ def test_a_rank_needs_no_package_but_those_of_its_script(tmp_path: Path) -> None
     """As under ``uv run``, whose environment has the script's packages alone."""
     program = (
         "import sys, pathlib\n"
-        "sys.modules['psutil'] = sys.modules['pytest'] = sys.modules['filelock'] = None\n"
+        "sys.modules.update(dict.fromkeys(['psutil', 'pytest', 'filelock', 'msgspec']))\n"
         "from pytest_distcompat.ext.scripts import instrumentation, hosted_rank, recorder\n"
         "rank = hosted_rank.HostedRank(pathlib.Path(sys.argv[1]), 0)\n"
         "rank.begin()\n"
@@ -278,3 +280,17 @@ def test_a_rank_needs_no_package_but_those_of_its_script(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
     events = LogReader(tmp_path, [0]).read()[0]
     assert [event.name for event in events] == ["start", "error"]
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_an_environment_without_this_package(steps: int, tmp_path: Path) -> None:
+    """A Python that has nothing installed, as that of ``uv run`` has only what the script asks for."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    ProbeConfig(steps, blocks=("Block",), extra_state={"average": ExtraState(changes=False)}).write(run)
+    python = tmp_path / "venv" / "bin" / "python"
+    environment = {"RANK": "0", "PATH": os.environ["PATH"]}
+    subprocess.run([str(python), "-c", ""], env=with_probe(environment, run), check=True)
+    assert not list(run.glob("probe-*.failed"))
+    assert [event.name for event in LogReader(run, [0]).read()[0]] == ["start", "done"]

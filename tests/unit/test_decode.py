@@ -37,6 +37,16 @@ def test_what_is_written_is_read_back() -> None:
     assert decode(Record, json.loads(json.dumps(data))) == Record(3, 0.5, record.shards, Status.FAILED)
 
 
+def test_a_rank_without_msgspec_reads_what_this_package_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_distcompat.decode.msgspec", None)
+    record = Record(3, 0.5, {"weight": (Shard((0, 4)), Shard((), "bfloat16"))})
+    data = json.loads(json.dumps(encode(record) | {"colour": "red"}))
+    del data["status"]
+    assert decode(Record, data) == record
+    with pytest.raises(TypeError, match="rank"):
+        decode(Record, {})
+
+
 def test_a_loss_that_is_no_number_is_read_back() -> None:
     data = json.loads(json.dumps(encode(Record(0, math.nan)) | {"status": "passed"}))
     assert math.isnan(decode(Record, data).loss or 0)

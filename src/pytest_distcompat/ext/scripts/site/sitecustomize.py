@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+#: The directory that has this package: ``src`` of a clone, or ``site-packages``.
+_LIBRARY = _HERE.parents[3]
 _RUN = "DISTCOMPAT_RUN"
 
 
@@ -32,7 +34,7 @@ class _OurPackage(importlib.abc.MetaPathFinder):
         del path, target
         if fullname != "pytest_distcompat":
             return None
-        return importlib.machinery.PathFinder.find_spec(fullname, [str(_HERE.parents[2])])
+        return importlib.machinery.PathFinder.find_spec(fullname, [str(_LIBRARY)])
 
 
 def _import_own_sitecustomize() -> None:
