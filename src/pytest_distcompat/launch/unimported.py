@@ -34,6 +34,9 @@ _imported: dict[str, set[str]] = {}
 _running: list[str] = []
 #: The hidden modules, by name.
 _hidden: dict[str, ModuleType] = {}
+#: The names of hidden modules that were attributes of their packages. Others are not: a package may
+#: give the name of a module to something else, as Lightning's ``__version__``, which is a text.
+_were_attributes: set[str] = set()
 #: By the name of each module that the fork server was told to import: what is given back with it.
 #: Ranks import these, and to look through all that was recorded would copy the memory that they
 #: share with the fork server.
@@ -170,6 +173,7 @@ def _hide(names: Sequence[str]) -> None:
         parent = loaded(package)
         if parent is not None and name in _hidden and vars(parent).get(attribute) is _hidden[name]:
             delattr(parent, attribute)
+            _were_attributes.add(name)
 
 
 def keep_visible() -> None:
@@ -207,7 +211,7 @@ def _give_back(name: str) -> None:
         sys.modules[imported] = module
         package, _, attribute = imported.rpartition(".")
         parent = loaded(package)
-        if parent is not None:
+        if parent is not None and imported in _were_attributes:
             setattr(parent, attribute, module)
         del _hidden[imported]
         _given_back.append(imported)
