@@ -227,6 +227,8 @@ def test_a_module_that_cannot_be_imported(
     ("attribute", "value", "expected"),
     [
         ("options", "compile", "options is 'compile'; expected a tuple of names"),
+        ("options", property(lambda self: ()), "options is a property; expected a tuple of names, which is read on"),
+        ("reshards", property(lambda self: ()), "reshards is a property; expected a tuple of names, which is read on"),
         ("libraries", "torch", "libraries is 'torch'; expected a tuple of names"),
         ("blocks", ("Linear", 3), "blocks is ('Linear', 3); expected a tuple of names"),
         ("reshards", True, "reshards is True; expected a tuple of names"),

@@ -16,6 +16,9 @@ from pytest_distcompat.strategies import STRATEGIES
 
 #: The attributes that are tuples of names.
 _TUPLES_OF_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ignored_modules")
+#: Those of them that are read on a driver object, which has its cell: a property may compute them.
+#: The others are read on the class, before there is an object.
+_MAY_BE_PROPERTIES = ("blocks", "ignored_modules")
 
 
 def check_declared(driver: type[Driver], name: str) -> None:
@@ -54,10 +57,15 @@ def check_declared(driver: type[Driver], name: str) -> None:
 
 
 def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
-    """Raise UsageProblem unless the attribute is a tuple or list of texts, or a property."""
+    """Raise UsageProblem unless the attribute is a tuple or list of texts, or may be a property."""
     value: Any = getattr(driver, attribute)
     if isinstance(value, property):
-        return
+        if attribute in _MAY_BE_PROPERTIES:
+            return
+        raise UsageProblem(
+            f"driver {name!r}: {attribute} is a property; expected a tuple of names, "
+            "which is read on the class"
+        )
     has_names = False
     if isinstance(value, (tuple, list)):
         has_names = all(isinstance(item, str) for item in value)
