@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -70,3 +71,17 @@ def test_what_a_call_gives_itself_is_not_drawn() -> None:
     assert "load_module_only" not in names
     assert call_arguments(DeepSpeedCalls, "step") == ()
     assert Argument("keep_vars", (True,)) in call_arguments(DeepSpeedCalls, "module_state_dict")
+
+
+class Calls:
+    passes_on: ClassVar[dict[str, str]] = {"save": "engine_of_test.main:Engine.save"}
+
+    def save(self, how: str = "all") -> None:
+        """Save it; the size and the level are left to the search."""
+        self.engine.save(how, tag="step")  # type: ignore[attr-defined]  # with latest=True
+
+
+@pytest.mark.usefixtures("library")
+def test_an_argument_that_only_a_comment_names_is_tried() -> None:
+    names = [argument.name for argument in call_arguments(Calls, "save")]
+    assert names == ["latest", "size", "level"]

@@ -9,7 +9,8 @@ import ast
 import functools
 import importlib.util
 import inspect
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,27 @@ def call_arguments(calls: type, name: str) -> tuple[Argument, ...]:
     target = getattr(calls, "passes_on", {}).get(name)
     if not target:
         return ()
-    own_source = inspect.getsource(getattr(calls, name))
+    given = _names_given(getattr(calls, name))
     arguments: list[Argument] = []
     for argument in arguments_of(target):
-        if argument.name not in own_source:
+        if argument.name not in given:
             arguments.append(argument)
     return tuple(arguments)
+
+
+def _names_given(function: Callable[..., Any]) -> set[str]:
+    """Return a function's parameters, and the keywords in its calls.
+
+    They are read from its syntax tree, in which its comments and texts name nothing.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        if isinstance(node, ast.keyword) and node.arg is not None:
+            names.add(node.arg)
+    return names
 
 
 def _function(target: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
