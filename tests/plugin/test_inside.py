@@ -214,7 +214,7 @@ def test_after(): raise AssertionError("nobody gets here")
         pytest.param(
             60,
             "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(100)",
-            ["rank 1 ended without a report", "consequences:", "  rank 0 *was killed"],
+            ["rank 1 ended without a report", "consequences:", "  rank 0 was killed by SIGTERM"],
             {0: 1, 1: -9},
             id="killed_while_the_other_sleeps",
             marks=pytest.mark.nightly,
@@ -277,6 +277,17 @@ def test_a_rank_that_leaves_says_why(body: str, expected: str, torchrun: Torchru
     failed = [name for name, outcome in run.outcomes.items() if outcome == "failed"]
     assert len(failed) == 1, run.out
     show(run.text(failed[0]), expected)
+    assert run.code == 1
+
+
+def test_a_rank_that_hangs_on_after_sigterm_ends_the_session(torchrun: Torchrun) -> None:
+    """The session went on for one phase, which failed as the one of a rank that had ended without a report."""
+    source = "import os, signal, time\nRANK = os.environ['RANK']\ndef test_it():\n"
+    source += "    if RANK == '1':\n        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(100)\n"
+    run = torchrun(f"{source}def test_next(): pass\n")
+    assert run.outcomes == {"test_it": "failed"}, run.out
+    assert [report["when"] for report in run.reports if report["outcome"] == "failed"] == ["call"]
+    show(run.text("test_it"), "rank 1 was killed by SIGTERM")
     assert run.code == 1
 
 

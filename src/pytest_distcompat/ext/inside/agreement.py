@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,10 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
         events[rank] = [Start(pid, rank=rank)]
     processes = dict.fromkeys(pids, RankProcess())
     for rank, report in reports.items():
-        if report.phase is None:
+        if report.phase is None and report.terminated:
+            # The rank ends now, as SIGTERM would have ended it at once without our handler.
+            processes[rank] = RankProcess(code=-signal.SIGTERM, stack=report.stack)
+        elif report.phase is None:
             processes[rank] = RankProcess(ended_by_us=True, stack=report.stack)
         else:
             events[rank] += _events(report, report.phase, all_skip=all_skip)

@@ -400,7 +400,12 @@ class Lockstep:
             # it is stuck, this one is stuck too, and reports its stack.
             if clock.now() > step.deadline or problem == STUCK or terminated:
                 report = PhaseReport(
-                    self.rank, step.location, clock.now(), stuck=not terminated, stack=_stacks()
+                    self.rank,
+                    step.location,
+                    clock.now(),
+                    stuck=not terminated,
+                    terminated=terminated,
+                    stack=_stacks(),
                 )
                 if self._send(step, report):
                     self._give_up(step)
