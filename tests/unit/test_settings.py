@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -89,8 +90,6 @@ HERE = "tests_of_settings"
 @pytest.fixture
 def fields(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The fields of an object of this module, by name."""
-    import sys
-
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
 
     def of(name: str, kind: str = "fields", becomes: str = "") -> dict[str, Field]:
@@ -377,6 +376,25 @@ def test_what_is_no_setting_is_refused(wrong: str) -> None:
 def test_a_driver_says_which_objects_it_does_not_make() -> None:
     cell = Cell.of("ddp", "fp32", set="fully_shard.reshard_after_forward=2")
     assert DRIVERS.get("torch").unsupported_reason(cell) == "the torch driver has no fully_shard under ddp"
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_made"),
+    [
+        ("TrainingArguments.load_best_model_at_end=true", True),
+        ("TrainingArguments.load_best_model_at_end=true+TrainingArguments.save_total_limit=1", True),
+        ("TrainingArguments.max_grad_norm=0.5", False),
+    ],
+)
+def test_a_driver_may_set_some_fields_of_an_object_under_a_strategy(setting: str, *, is_made: bool) -> None:
+    reason = DRIVERS.get("trainer").unsupported_reason(Cell.of("zero3", "fp32", model="mlp", set=setting))
+    assert (reason is None) == is_made, reason
+
+
+def test_of_an_object_only_the_fields_that_are_meant_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    source = Source("Plugin", f"{HERE}.Plugin", ("zero3",), only=("flag", "size"))
+    assert [field.name for field in read_fields([source])] == ["Plugin.flag", "Plugin.size"]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,13 @@ class TrainerDriver(TinyDriver):
             ("ddp", "fsdp2", "zero2"),
             becomes="pytest_distcompat.ext.upstream.drivers.trainer.json_of",
         ),
+        # ZeRO-3 loads the best checkpoint into its engine, in which no rank has the whole model.
+        Source(
+            "TrainingArguments",
+            "transformers.TrainingArguments",
+            ("zero3",),
+            only=("load_best_model_at_end", "save_total_limit"),
+        ),
         Source(
             "fsdp_config",
             "pytest_distcompat.ext.upstream.drivers.trainer.read_fsdp_config",

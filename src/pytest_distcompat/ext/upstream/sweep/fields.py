@@ -63,6 +63,7 @@ class Source:
         precision: The precision under which it matters.
         becomes: The import path of a function from what ``target`` makes to the settings of
             ``ds_config`` that come of it.
+        only: The names of the fields that are meant; empty for all.
     """
 
     name: str
@@ -71,12 +72,13 @@ class Source:
     kind: str = "fields"
     precision: str = "fp32"
     becomes: str = ""
+    only: tuple[str, ...] = ()
 
     def names(self, setting: str, strategy: str) -> bool:
         """Tell whether a setting is one of this object, or of DeepSpeed's JSON if that comes of it.
 
         Args:
-            setting: The full name of a setting.
+            setting: The full name of a setting, also with its value.
             strategy: A strategy; under ZeRO the object becomes JSON, if it does.
         """
         if self.becomes and strategy.startswith("zero") and setting.startswith("ds_config."):
@@ -84,7 +86,13 @@ class Source:
         if self.kind == "subclasses":
             return False
         prefix = "env" if self.kind == "environment" else self.name
-        return setting.startswith(f"{prefix}.")
+        name, _, _ = setting.partition("=")
+        owner, _, field = name.partition(".")
+        return owner == prefix and self.means(field)
+
+    def means(self, field: str) -> bool:
+        """Tell whether a field is one of those that are meant."""
+        return not self.only or field in self.only
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,8 @@ def _fields_with_places(source: Source, target: Any) -> Iterator[Field]:
 def _fields(source: Source, members: Iterable[_Member]) -> Iterator[Field]:
     """Yield the members of a source as fields with the values to try."""
     for member in members:
+        if not source.means(member.name):
+            continue
         yield Field(
             f"{source.name}.{member.name}",
             _type_name(member.type),
