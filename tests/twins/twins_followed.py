@@ -6,6 +6,7 @@ from typing import Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.trainer import TrainerDriver
 
 from .declare import CLIPPING, GRADIENTS, twin
 
@@ -22,6 +23,20 @@ class AveragesAnyway(DeepSpeedDriver):
     def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         config.pop("gradient_allreduce_op")
         return super()._arguments(config)
+
+
+@twin(
+    "parity",
+    "zero2-fp32-w2-set_TrainingArguments.neftune_noise_alpha=1.0",
+    match=r"^TrainingArguments\.neftune_noise_alpha=1\.0 has no effect: the training equals the reference",
+)
+class ForgetsTheNoise(TrainerDriver):
+    """A setting without a reference is lost on the way."""
+
+    def arguments(self, plan: Any) -> dict[str, Any]:
+        arguments = super().arguments(plan)
+        del arguments["neftune_noise_alpha"]
+        return arguments
 
 
 @twin(

@@ -77,10 +77,14 @@ class SweepLaw(Law):
         """Return a check's findings; with contradictory settings, those against both references.
 
         If the check holds against one reference, only a finding remains that another check holds
-        against the other one alone.
+        against the other one alone. A setting that is meant to change what the check looks at must
+        have findings; without any it had no effect.
         """
         cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
+        changing = rules.changes(cell.set, check.name)
+        if changing:
+            return [] if findings else [_no_effect(changing)]
         if OTHER_REFERENCE not in trace.runs:
             return findings
         if not findings:
@@ -124,6 +128,11 @@ class SweepLaw(Law):
                 if check.costly:
                     reasons[name] = "the sweep runs it"
         return {**reasons, **_left_out_of_sweep(cell, checks)}
+
+
+def _no_effect(setting: str) -> str:
+    """Return the finding that a training with a setting is the one without it."""
+    return f"{setting} has no effect: the training equals the reference, which is without it"
 
 
 def _as_rounded(check: CheckLike, cell: Cell) -> Cell:

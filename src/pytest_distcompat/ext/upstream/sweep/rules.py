@@ -25,7 +25,8 @@ _AUTO = "auto"
 #: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``. ``older``: of
 #: releases before today's. ``axis``: the facet of a cell, with a value, that asks what is excluded.
 #: ``places``: other settings that say the same. ``meant``: the values at which the setting is meant
-#: to fail the checks in ``without``; all without this key. ``rounds_as``: the precision whose
+#: to fail the checks in ``without`` and ``changes``; all without this key. ``changes``: checks that
+#: must have findings, for without any the setting had no effect. ``rounds_as``: the precision whose
 #: tolerances apply.
 _KEYS = {
     "values",
@@ -41,6 +42,7 @@ _KEYS = {
     "axis",
     "places",
     "meant",
+    "changes",
     "rounds_as",
 }
 
@@ -135,9 +137,28 @@ def meant_to_fail(setting: str) -> list[str]:
         drivers_values = {_AUTO, *rule["twice"][:1]}
         if value in drivers_values:
             return []
-    if value not in rule.get("meant", (value,)):
+    if not _is_meant(rule, value):
         return []
     return list(rule.get("without", ()))
+
+
+def changes(settings: Iterable[str], check: str) -> str:
+    """Return the first of the settings that is meant to change what a check looks at.
+
+    For example ``TrainingArguments.neftune_noise_alpha=1.0`` for ``parity``, since noise on
+    embeddings changes every loss. Empty if there is none.
+    """
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        rule = rule_of(name)
+        if check in rule.get("changes", ()) and _is_meant(rule, value):
+            return setting
+    return ""
+
+
+def _is_meant(rule: Mapping[str, Any], value: str) -> bool:
+    """Tell whether a value is one of those at which a rule means to fail checks."""
+    return value in rule.get("meant", (value,))
 
 
 def rounds_as(settings: Iterable[str]) -> str:
