@@ -1,8 +1,8 @@
 """How much a reader must hold in the head at once: what a line of code contains, by package.
 
 ``python benchmarks/density.py [DIRECTORY ...]`` prints a Markdown table; by default of this package, as a whole and by
-subpackage. A code line is one that has a token other than a comment or a docstring. To compare, give directories of others,
-as ``python benchmarks/density.py $(python -c 'import _pytest; print(*_pytest.__path__)')``.
+subpackage. A code line is one that has a token other than a comment or a docstring. Nodes a line depend on how long the
+lines are, nodes a statement do not. Annotations of types count in both. To compare, give directories of others, as ``python benchmarks/density.py $(python -c 'import _pytest; print(*_pytest.__path__)')``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Density:
 
     code_lines: int = 0
     nodes: int = 0
+    statements: int = 0
+    nodes_of_annotations: int = 0
     comprehensions: int = 0
     conditional_expressions: int = 0
     empty_names: int = 0
@@ -39,6 +41,11 @@ class Density:
             self.nodes += 1
             if isinstance(node, ast.expr | ast.stmt):
                 lines.add(node.lineno)
+            if isinstance(node, ast.stmt):
+                self.statements += 1
+            for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+                if annotation is not None:
+                    self.nodes_of_annotations += len(list(ast.walk(annotation)))
             if isinstance(node, COMPREHENSIONS):
                 self.comprehensions += 1
             if isinstance(node, ast.IfExp):
@@ -54,6 +61,8 @@ class Density:
             name,
             f"{self.code_lines}",
             f"{self.nodes / self.code_lines:.1f}",
+            f"{(self.nodes - self.nodes_of_annotations) / self.code_lines:.1f}",
+            f"{self.nodes / self.statements:.1f}",
             f"{self.comprehensions / thousands:.0f}",
             f"{self.conditional_expressions / thousands:.0f}",
             f"{self.empty_names}",
@@ -88,10 +97,18 @@ def main() -> None:
         for directory in sorted(package.iterdir()):
             if (directory / "__init__.py").exists():
                 directories.append(directory)
-    print(
-        "| files | code lines | nodes a line | comprehensions / 1000 | conditional expressions / 1000 | `one`, `found` |"
+    columns = (
+        "files",
+        "code lines",
+        "nodes a line",
+        "without annotations",
+        "nodes a statement",
+        "comprehensions / 1000",
+        "conditional expressions / 1000",
+        "`one`, `found`",
     )
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| {' | '.join(columns)} |")
+    print(f"|{' --- |' * len(columns)}")
     for directory in directories:
         density = density_of(sorted(directory.rglob("*.py")))
         if density.code_lines:
