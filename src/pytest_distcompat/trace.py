@@ -349,6 +349,8 @@ class Loader:
         moves: It does so with another number of ranks too.
         rows: The number of its rows, if not that of all loaders: a data set may have fewer than
             there are ranks.
+        reseeded: The name of the loader that it is with another seed, if there is such: its order
+            is another.
     """
 
     shuffled: bool = True
@@ -357,6 +359,7 @@ class Loader:
     resumes: bool = True
     moves: bool = True
     rows: int = 0
+    reseeded: str = ""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ def order_of(name: str, epoch: int) -> list[int]:
     rows = list(range(23))
     if name != "in order":
         rows = [(7 * row + epoch) % 23 for row in rows]
+    if name == "reversed":
+        rows.reverse()
     if name == "drop_last":
         return rows[:20]
     return rows if name == "uneven" else rows + rows[:1]
@@ -96,19 +98,59 @@ def test_a_row_again_that_no_batch_needs() -> None:
     assert any("uneven: epoch 1: 1 rows are given twice, first 0; expected none" in text for text in texts)
 
 
-def test_more_rows_are_dropped_than_fill_no_batch() -> None:
+def test_a_rank_lacks_a_batch_is_said_once() -> None:
     short = epochs("drop_last", 0)
     short[0].pop()
     assert findings({("rows", "drop_last", 0): short}) == [
-        "drop_last: epoch 1: 5 of 23 rows are given to no rank, first 2",
-        "drop_last: epoch 1: ranks are given 4, 5 batches; expected equally many",
+        "drop_last: epoch 1: ranks are given 4, 5 batches; expected equally many"
     ]
 
 
-def test_a_rank_has_no_second_epoch() -> None:
-    texts = findings({("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []})
-    assert "in order: epoch 2: 11 of 23 rows are given to no rank, first 2" in texts
-    assert "in order: epoch 2: ranks are given 6, 0 batches; expected equally many" in texts
+def test_more_rows_are_dropped_than_fill_no_batch() -> None:
+    short = {
+        ("rows", "drop_last", rank): [epochs("drop_last", rank)[0][:-1], epochs("drop_last", rank)[1]]
+        for rank in (0, 1)
+    }
+    assert findings(short) == ["drop_last: epoch 1: 7 of 23 rows are given to no rank, first 2"]
+
+
+def test_a_rank_has_no_second_epoch_is_said_once() -> None:
+    change = {("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []}
+    assert findings(change) == ["in order: rank 1 is given rows in 1 of 2 epochs"]
+
+
+def test_a_rank_has_no_rows_where_nothing_fills_batches() -> None:
+    loader = Loader(shuffled=False, filled=False, rows=1)
+    assert rows_of(loader, [[0]], []) == []
+
+
+def test_a_silent_rank_is_said_once() -> None:
+    made = trace()
+    runs = []
+    for run in made:
+        snapshots = tuple(snapshot for snapshot in run.snapshots if snapshot.rank != 1)
+        runs.append(RunTrace(run.name, run.world_size, snapshots))
+    assert CHECKS.get("coverage").findings(CELL, Trace.of("made", runs)) == ["rank 1: no report after rows"]
+
+
+def seeds(*orders: str) -> list[str]:
+    """Findings about a loader and the same one with another seed, with the rows of these loaders."""
+    loaders = {"seedable": Loader(), "data_seed": Loader(reseeded="seedable")}
+    snapshots = []
+    for rank in (0, 1):
+        infos = []
+        for (name, loader), order in zip(loaders.items(), orders, strict=True):
+            given = tuple(tuple(batches(order_of(order, epoch), rank, 2)) for epoch in (0, 1))
+            infos.append(RowsInfo(name, 0, 0, loader, given))
+        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=tuple(infos)))
+    return CHECKS.get("coverage").findings(CELL, Trace.of("made", [RunTrace("rows", 2, tuple(snapshots))]))
+
+
+def test_another_seed_gives_another_order() -> None:
+    assert seeds("shuffle", "reversed") == []
+    assert seeds("shuffle", "shuffle") == [
+        "data_seed: its order is that of seedable; expected another one, as the seed is another"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +262,16 @@ def test_on_a_mesh_loaders_are_not_moved_to_more_ranks() -> None:
 
 def one_row(*batches_by_rank: Epoch) -> list[str]:
     """Findings about a data set of one row, of which each rank is given these batches."""
-    loader = Loader(shuffled=False, rows=1)
+    return rows_of(Loader(shuffled=False, rows=1), *batches_by_rank)
+
+
+def rows_of(loader: Loader, *batches_by_rank: Epoch) -> list[str]:
+    """Findings about a loader of which each rank is given these batches in both epochs, if there are any."""
     snapshots = []
     for rank, given in enumerate(batches_by_rank):
         epoch = tuple(tuple(batch) for batch in given)
-        rows = (RowsInfo("one row", 0, 0, loader, (epoch, epoch)),)
+        both = (epoch, epoch) if epoch or loader.filled else ()
+        rows = (RowsInfo("one row", 0, 0, loader, both),)
         snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=rows))
     made = Trace.of("made", [RunTrace("rows", len(snapshots), tuple(snapshots))])
     return CHECKS.get("coverage").findings(Cell("ddp", "fp32", len(snapshots)), made)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import pytest
-
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
@@ -41,9 +39,23 @@ def test_rows_are_counted_twice() -> None:
     assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == expected
 
 
-@pytest.mark.parametrize(("wrong", "shown"), [({}, "missing"), ({"mean": math.nan}, "nan")])
-def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float], shown: str) -> None:
-    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == [f"rank 1: mean is {shown}; 11 in one process"]
+def test_a_metric_is_no_number() -> None:
+    assert findings({"mean": 11.0}, {"mean": math.nan}, alone={"mean": 11.0}) == [
+        "rank 1: mean is nan; 11 in one process"
+    ]
+
+
+def test_metrics_that_a_rank_lacks_are_said_once() -> None:
+    alone = {"mean": 11.0, "rows": 23.0, "sum": 253.0}
+    assert findings(alone, {"mean": 11.0}, alone=alone) == [
+        "rank 1: metrics() returns no 'rows' and 1 others, as one process does"
+    ]
+
+
+def test_a_metric_that_one_process_lacks() -> None:
+    assert findings({"mean": 11.0, "rows": 23.0}, {"mean": 11.0}, alone={"mean": 11.0}) == [
+        "rank 0: rows is 23; missing in one process"
+    ]
 
 
 def test_nothing_is_evaluated() -> None:

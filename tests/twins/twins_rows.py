@@ -114,6 +114,81 @@ class PreparedTwice(Prepared):
             yield from ((epoch, batch.tolist()) for batch in loader)
 
 
+class Seeded(AccelerateDriver):
+    """accelerate with a loader, and the same one with another seed."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {name: _rows.ACCELERATE[name] for name in ("seedable", "data_seed")}
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^data_seed: its order is that of seedable; expected another one, as the seed is another$",
+    sound="twins.twins_rows:Seeded",
+)
+class OneSeedForAll(Seeded):
+    """The loader ignores the seed."""
+
+    def rows(self, _loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        return super().rows("seedable", count, start, directory)
+
+
+class Plain(AccelerateDriver):
+    """accelerate with a loader for which nobody calls ``set_epoch``; accelerate loses its epoch in a checkpoint."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {"seedable, no set_epoch": Loader(resumes=False, moves=False)}
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^seedable, no set_epoch: epoch 2 has the order of epoch 1; expected another one$",
+    sound="twins.twins_rows:Plain",
+)
+class CountsNoEpochs(Plain):
+    """A loop makes its loader anew for each epoch."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        for number in (0, 1):
+            for epoch, rows in super().rows(loader, count, start, directory / str(number)):
+                if epoch == 0:
+                    yield number, rows
+
+
+class OwnSamplers(AccelerateDriver):
+    """accelerate with samplers of the user's own, of rows and of whole batches."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {
+        name: _rows.ACCELERATE[name]
+        for name in (
+            "sampler",
+            "batch_sampler",
+            "batch_sampler, drop_last",
+            "batch_size=None",
+            "batch_size=None, drop_last",
+        )
+    }
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^batch_size=None: epoch 1: 23 rows are given (twice|up to \d times), first 0; expected less than 4",
+    sound="twins.twins_rows:OwnSamplers",
+)
+class WholeBatchesForAll(OwnSamplers):
+    """Loaders without a batch size are not prepared, so that each rank has all batches."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        if loader != "batch_size=None":
+            yield from super().rows(loader, count, start, directory)
+            return
+        batches = [tuple(range(first, min(first + 2, count))) for first in range(0, count, 2)]
+        for epoch in range(start[0], 2):
+            done = start[1] if epoch == start[0] else 0
+            yield from ((epoch, batch) for batch in batches[done:])
+
+
 @twin("coverage", DDP, match=r"^shuffle: epoch 2 has the order of epoch 1; expected another one$")
 class SameOrder(Rows):
     """Nobody calls ``set_epoch``."""

@@ -18,6 +18,7 @@ from pytest_distcompat.scenario import EVALUATION, MESH, ROWS
 from pytest_distcompat.scenario import coverage as runs_of_loaders
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
+from pytest_distcompat.wording import and_others
 
 #: The batches that one rank is given, in order: the rows of each.
 Batches = Sequence[Sequence[int]]
@@ -102,28 +103,64 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that each loader gives every row to one rank in each epoch, also when resumed.
 
     The rows do not divide by the ranks, so some may be given twice to fill the last batches. A
-    shuffled loader has another order in each epoch. Resumed between epochs, or in the middle of the
-    second, it goes on with the next rows; at another world size, twice as many ranks share those
-    left. On a mesh ranks that hold parts of the same layers (``tp``), the same sequences (``cp``)
-    or stages of one pipeline (``pp``) are given the same rows, and count once.
+    shuffled loader has another order in each epoch, and with another seed. Resumed between epochs,
+    or in the middle of the second, it goes on with the next rows; at another world size, twice as
+    many ranks share those left. On a mesh ranks that hold parts of the same layers (``tp``), the
+    same sequences (``cp``) or stages of one pipeline (``pp``) are given the same rows, and count
+    once.
 
     If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers
     do (``DistributedSampler`` and the trainer's). With the same order in each epoch ``set_epoch``
     is not called. A resumed run needs the epoch's seed and the number of batches done.
     """
-    yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
+    silent = [*every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")]
+    if silent:
+        # Whatever the others were not given follows from it.
+        yield from silent
+        return
     full_run = _rows_by_loader(trace.runs.get("rows"))
     resumed_run = _rows_by_loader(trace.runs.get("resumed_rows"))
     resharded_run = _rows_by_loader(trace.runs.get("moved_rows"))
     for name, rows_by_rank in full_run.items():
-        findings = list(_unlike_peers(cell, rows_by_rank))
-        full_rows = _once_for_peers(cell, rows_by_rank)
-        findings += _other_epochs(full_rows)
-        findings += _not_continued(rows_by_rank, resumed_run.get(name, {}))
-        if name in resharded_run:
-            findings += _not_continued_resharded(full_rows, resharded_run[name])
+        findings = list(_without_an_epoch(rows_by_rank))
+        if not findings:
+            findings += _unlike_peers(cell, rows_by_rank)
+            full_rows = _once_for_peers(cell, rows_by_rank)
+            findings += _other_epochs(full_rows)
+            findings += _same_with_another_seed(rows_by_rank, full_run)
+            findings += _not_continued(rows_by_rank, resumed_run.get(name, {}))
+            if name in resharded_run:
+                findings += _not_continued_resharded(full_rows, resharded_run[name])
         for finding in dict.fromkeys(findings):
             yield f"{name}: {finding}"
+
+
+def _without_an_epoch(rows_by_rank: RowsByRank) -> Iterator[str]:
+    """Yield a finding for each rank that is given rows in fewer epochs than another one.
+
+    What is compared with its rows would only say so again.
+    """
+    most = max(len(infos[0].epochs) for infos in rows_by_rank.values())
+    for rank, infos in sorted(rows_by_rank.items()):
+        loader = infos[0].expected
+        count = len(infos[0].epochs)
+        # Where nothing makes ranks equal, a rank may rightly have no rows at all.
+        has_rows = count > 0 or loader.filled or loader.dropped
+        if has_rows and count < most:
+            yield f"rank {rank} is given rows in {count} of {most} epochs"
+
+
+def _same_with_another_seed(
+    rows_by_rank: RowsByRank, full_run: Mapping[str, RowsByRank]
+) -> Iterator[str]:
+    """Yield a finding if a loader has the order of that which differs in the seed alone."""
+    base = next(iter(rows_by_rank.values()))[0].expected.reseeded
+    if base not in full_run:
+        return
+    infos = _only_records(rows_by_rank)
+    base_infos = _only_records(full_run[base])
+    if _epoch_of_each(infos, 0) == _epoch_of_each(base_infos, 0):
+        yield f"its order is that of {base}; expected another one, as the seed is another"
 
 
 def _rows_by_loader(run: RunTrace | None) -> Mapping[str, RowsByRank]:
@@ -221,21 +258,23 @@ def _not_each_once(
     times_given = _times_given([*batches_by_rank, *before])
     # After the last batch, none is left to tell how many rows a step has but those before.
     rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
-    yield from _missing_rows(times_given, loader, rows_of_step)
+    unequal = [*_unequal_batches(batches_by_rank, loader)]
+    if not unequal:
+        # The rows of the batches that some ranks lack are given to none.
+        yield from _missing_rows(times_given, loader, rows_of_step)
     yield from _repeated_rows(times_given, loader, rows_of_step)
     for place, batches in enumerate(batches_by_rank):
         if () in batches:
             number = list(batches).index(()) + 1
             batch = f"batch {number} of data parallel rank {place}"
             yield f"{batch} has no rows: a mean over it is no number"
-    if loader.filled or loader.dropped:
-        yield from _unequal_batches(batches_by_rank)
+    yield from unequal
 
 
-def _unequal_batches(batches_by_rank: Sequence[Batches]) -> Iterator[str]:
-    """Yield a finding if ranks are given more batches than others."""
+def _unequal_batches(batches_by_rank: Sequence[Batches], loader: Loader) -> Iterator[str]:
+    """Yield a finding if ranks are given more batches than others, and none may be."""
     lengths = [str(len(batches)) for batches in batches_by_rank]
-    if len(set(lengths)) > 1:
+    if (loader.filled or loader.dropped) and len(set(lengths)) > 1:
         yield f"ranks are given {', '.join(lengths)} batches; expected equally many"
 
 
@@ -372,22 +411,14 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
         yield "metrics() returns no metric in one process, so there is nothing to compare with"
         return
     for snapshot in snapshots:
-        for name in sorted(reference.metrics.keys() | snapshot.metrics.keys()):
-            metric = snapshot.metrics.get(name)
+        missing = sorted(reference.metrics.keys() - snapshot.metrics.keys())
+        if missing:
+            names = and_others(missing)
+            yield f"rank {snapshot.rank}: metrics() returns no {names}, as one process does"
+        for name, metric in sorted(snapshot.metrics.items()):
             expected = reference.metrics.get(name)
-            if not _are_close(metric, expected):
-                values = f"{_metric_text(metric)}; {_metric_text(expected)} in one process"
+            if expected is None:
+                yield f"rank {snapshot.rank}: {name} is {metric:.6g}; missing in one process"
+            elif not math.isclose(metric, expected, rel_tol=TOLERANCE):
+                values = f"{metric:.6g}; {expected:.6g} in one process"
                 yield f"rank {snapshot.rank}: {name} is {values}"
-
-
-def _are_close(metric: float | None, expected: float | None) -> bool:
-    """Tell whether two metrics are there and equal but for rounding."""
-    if metric is None or expected is None:
-        return False
-    return math.isclose(metric, expected, rel_tol=TOLERANCE)
-
-
-def _metric_text(metric: float | None) -> str:
-    if metric is None:
-        return "missing"
-    return f"{metric:.6g}"

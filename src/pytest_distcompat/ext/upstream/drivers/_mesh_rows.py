@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,10 @@ def loaders(*, in_parts: bool) -> Mapping[str, Loader]:
     """
     if not in_parts:
         return _rows.TRAINER
-    found: dict[str, Loader] = {}
+    not_resumed: dict[str, Loader] = {}
     for name, loader in _rows.TRAINER.items():
-        found[name] = Loader(
-            loader.shuffled, loader.filled, loader.dropped, resumes=False, moves=False
-        )
-    return found
+        not_resumed[name] = dataclasses.replace(loader, resumes=False, moves=False)
+    return not_resumed
 
 
 def rows_on_mesh(

@@ -34,7 +34,9 @@ _STATEFUL = {
     "use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}
 }
 #: Settings of accelerate's loaders, by the loader's name: those of DataLoaderConfiguration and
-#: those of DataLoader together; ``rows`` and ``iterable`` are about the data set.
+#: those of DataLoader together. ``rows`` and ``iterable`` are about the data set, ``seed`` is that
+#: of ``set_seed``, and with ``calls_set_epoch`` False nobody calls ``set_epoch``. ``samples`` names
+#: what a user passes to DataLoader instead of ``shuffle``: see ``_samplers``.
 _ACCELERATE: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "seedable": {"use_seedable_sampler": True},
@@ -97,16 +99,55 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
         "batch_size": SPLIT,
         "rows": 1,
     },
+    # As a plain loop has it, which reads the loader once an epoch: accelerate counts the epochs.
+    "shuffle, no set_epoch": {"calls_set_epoch": False},
+    "seedable, no set_epoch": {"use_seedable_sampler": True, "calls_set_epoch": False},
+    "dispatch_batches, no set_epoch": {
+        "use_seedable_sampler": True,
+        "dispatch_batches": True,
+        "calls_set_epoch": False,
+    },
+    "in order, no set_epoch": {"shuffle": False, "calls_set_epoch": False},
+    "set_seed": {"seed": 1},
+    "data_seed": {"use_seedable_sampler": True, "data_seed": 1},
+    "sampler": {"samples": "sampler"},
+    "sampler, use_seedable_sampler": {"samples": "RandomSampler", "use_seedable_sampler": True},
+    "sampler, dispatch_batches": {"samples": "sampler", "dispatch_batches": True},
+    "sampler with a generator": {"samples": "sampler with a generator"},
+    "batch_sampler": {"samples": "BatchSampler", "use_seedable_sampler": True},
+    "batch_sampler, drop_last": {
+        "samples": "BatchSampler",
+        "use_seedable_sampler": True,
+        "drop_last": True,
+    },
+    "batch_sampler with set_epoch": {"samples": "batch_sampler with set_epoch"},
+    # https://docs.pytorch.org/docs/stable/data.html#disable-automatic-batching
+    "batch_size=None": {"samples": "batches in order", "shuffle": False},
+    "batch_size=None, drop_last": {
+        "samples": "batches in order",
+        "shuffle": False,
+        "drop_last": True,
+    },
+    "batch_size=None, shuffle": {"samples": "batches", "use_seedable_sampler": True},
+    "batch_size=None with set_epoch": {"samples": "batches with set_epoch"},
 }
+#: Loaders with another seed than that of another loader alone -> that loader.
+_RESEEDED = {"set_seed": "shuffle", "data_seed": "seedable"}
+#: What a user passes to DataLoader so that the data set is given the rows of a whole batch.
+_WHOLE_BATCHES = frozenset({"batches", "batches in order", "batches with set_epoch"})
+#: The ways of sampling in which the order depends on seed and epoch alone.
+_BY_EPOCH = frozenset({"sampler", "batch_sampler with set_epoch", "batches with set_epoch"})
 if version_of("torchdata"):
     _ACCELERATE |= _STATEFUL
 
 
-def _expected(settings: Mapping[str, Any]) -> Loader:
-    """Return what a loader of accelerate with these settings must do."""
+def _expected(name: str) -> Loader:
+    """Return what accelerate's loader of that name must do."""
+    settings = _ACCELERATE[name]
     shuffled = settings.get("shuffle", True) and "iterable" not in settings
     # The order is that of a seed, or not shuffled: on any number of ranks the same rows come first.
-    repeatable = not shuffled or "use_seedable_sampler" in settings
+    by_seed = "use_seedable_sampler" in settings or settings.get("samples") in _BY_EPOCH
+    repeatable = not shuffled or by_seed
     counts_own_batches = "split_batches" in settings or "use_stateful_dataloader" in settings
     return Loader(
         shuffled,
@@ -116,12 +157,27 @@ def _expected(settings: Mapping[str, Any]) -> Loader:
         resumes="rows" not in settings,
         moves=repeatable and not counts_own_batches and "rows" not in settings,
         rows=settings.get("rows", 0),
+        reseeded=_RESEEDED.get(name, ""),
     )
 
 
-ACCELERATE: dict[str, Loader] = {
-    name: _expected(settings) for name, settings in _ACCELERATE.items()
-}
+ACCELERATE: dict[str, Loader] = {name: _expected(name) for name in _ACCELERATE}
+
+
+def accelerate_loaders(ranks: int) -> dict[str, Loader]:
+    """Return the loaders that accelerate can prepare for so many data parallel ranks.
+
+    For one of them it can prepare none of whole batches:
+    docs/upstream/accelerate_sampled_batches.py.
+    """
+    if ranks > 1:
+        return ACCELERATE
+    return {name: loader for name, loader in ACCELERATE.items() if not _has_whole_batches(name)}
+
+
+def _has_whole_batches(name: str) -> bool:
+    """Tell whether the data set of accelerate's loader of that name is asked for whole batches."""
+    return _ACCELERATE[name].get("samples") in _WHOLE_BATCHES
 
 
 def iterable(rows: Sequence[Any]) -> Any:
@@ -150,20 +206,33 @@ def accelerate_loader(
     from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
 
+    from pytest_distcompat.ext.upstream.drivers._samplers import WholeBatches, sampling
+
     settings = dict(_ACCELERATE[name])
     settings.pop("rows", None)
+    settings.pop("calls_set_epoch", None)
+    seed = settings.pop("seed", 0)
     is_iterable = settings.pop("iterable", False)
+    samples = settings.pop("samples", None)
     arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not is_iterable}
     for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
         if key in settings:
             arguments[key] = settings.pop(key)
+    if samples:
+        arguments = sampling(samples, range(count), BATCH, arguments.get("drop_last", False))
     on_device = parallel or {"cpu": device == "cpu"}
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings), **on_device)
-    set_seed(0)
+    set_seed(seed)
     data: Any = range(count)
     if is_iterable:
         data = iterable(data)
-    return accelerator, accelerator.prepare(DataLoader(data, **arguments))
+    if samples in _WHOLE_BATCHES:
+        data = WholeBatches(count)
+    loader: DataLoader[Any] = DataLoader(data, **arguments)
+    if samples in _WHOLE_BATCHES and accelerator.num_processes == 1:
+        # accelerate can prepare it for several ranks alone; one rank reads all its rows anyway.
+        return accelerator, loader
+    return accelerator, accelerator.prepare(loader)
 
 
 def accelerate_rows(
@@ -191,16 +260,17 @@ def accelerate_rows(
     accelerator, loader = accelerate_loader(name, count, device, parallel)
     first_epoch, done = start
     stateful = "stateful" in name
+    calls_set_epoch = not stateful and _ACCELERATE[name].get("calls_set_epoch", True)
     saved = directory / f"{name}-{first_epoch}-{done}"
     if saved.exists():
         accelerator.load_state(str(saved))
     saves = start == (0, 0)
     for epoch in range(first_epoch, EPOCHS):
         skipped = 0
-        if not stateful:
+        if calls_set_epoch:
             loader.set_epoch(epoch)
-            if epoch == first_epoch:
-                skipped = done
+        if not stateful and epoch == first_epoch:
+            skipped = done
         batches = loader
         if skipped:
             batches = accelerator.skip_first_batches(loader, skipped)
@@ -232,6 +302,9 @@ def accelerate_metrics(
         if expected.rows:
             # The check of coverage shows what such a small data set breaks.
             continue
+        if expected.reseeded or not _ACCELERATE[name].get("calls_set_epoch", True):
+            # They differ from another loader in the order of their rows.
+            continue
         accelerator, loader = accelerate_loader(name, count, device, parallel)
         gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
         squares = torch.cat(gathered).double() ** 2
@@ -251,6 +324,7 @@ TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
     "sequential": {"train_sampling_strategy": "sequential"},
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "seed": {"seed": 1},
     "data_seed": {"data_seed": 7, "seed": 1},
     "use_seedable_sampler=False": {"use_seedable_sampler": False},
     "dispatch_batches, dataloader_drop_last": {
@@ -280,6 +354,7 @@ TRAINER: dict[str, Loader] = {
         shuffled="iterable" not in name and name != "sequential",
         dropped="drop_last" in name,
         moves=False,
+        reseeded={"seed": "shuffle", "data_seed": "seed"}.get(name, ""),
     )
     for name in TRAINER_SETTINGS
 }

@@ -706,7 +706,8 @@ class AccelerateDriver(TinyDriver):
         parallel_ranks = cell.tp * cell.cp * cell.ep
         if cell.strategy != "fsdp2" and parallel_ranks > 1:
             return {}
-        return cls.loaders
+        prepared = _rows.accelerate_loaders(cell.dp_size)
+        return {name: loader for name, loader in cls.loaders.items() if name in prepared}
 
     def trainer_world_size(self) -> int | None:
         """Return accelerate's number of processes."""
