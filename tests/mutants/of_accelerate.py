@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutation import Edit, Mutant
 
 ACCELERATOR = "accelerate/accelerator.py"
+DATA_LOADER = "accelerate/data_loader.py"
 DEEPSPEED = "accelerate/utils/deepspeed.py"
 FSDP = "accelerate/utils/fsdp_utils.py"
 SCHEDULER = "accelerate/scheduler.py"
@@ -205,6 +206,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "acc-3762-fsdp2-no-sync",
+        (PULLS + "3762",),
+        "FSDP2: no_sync does nothing, and gradients are reduced in every micro-batch",
+        (
+            Edit(
+                ACCELERATOR,
+                "        if self.is_fsdp2:\n            model.set_requires",
+                "        if False:\n            model.set_requires",
+            ),
+        ),
+    ),
+    Mutant(
         "acc-3904-dcp-optim",
         (PULLS + "3904",),
         "DCP fills the empty state of a fresh optimizer: moments are lost silently",
@@ -248,6 +261,25 @@ MUTANTS = (
                 "        for (param_name, full_param), sharded_param in zip(full_sd.items(), meta_sharded_sd.values()):\n",
             ),
         ),
+    ),
+    Mutant(
+        "acc-4021-dtype-of-shards",
+        (PULLS + "4021",),
+        "FSDP2: the weights of rank 0 are taken before the upcast, and the ranks broadcast unequal sizes",
+        (
+            Edit(FSDP, "    original_sd = model.state_dict()\n", ""),
+            Edit(
+                FSDP,
+                "    fsdp2_plugin.set_auto_wrap_policy(model)\n",
+                "    fsdp2_plugin.set_auto_wrap_policy(model)\n    original_sd = model.state_dict()\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-4071-skipped-epoch",
+        (PULLS + "4071",),
+        "a loader that skips batches forgets its epoch: a resumed run reads the rest of another order",
+        (Edit(DATA_LOADER, "            iteration=dataloader.iteration,\n", "", count=2),),
     ),
     Mutant(
         "acc-4119-path-marker",

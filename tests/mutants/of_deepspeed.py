@@ -9,6 +9,7 @@ UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
 UTILS = "deepspeed/runtime/utils.py"
 ULYSSES = "deepspeed/runtime/sequence_parallel/ulysses_sp.py"
 ZERO12 = "deepspeed/runtime/zero/stage_1_and_2.py"
+ZERO3_HOOKS = "deepspeed/runtime/zero/parameter_offload.py"
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues/"
 PULLS = "https://github.com/deepspeedai/DeepSpeed/pull/"
@@ -79,6 +80,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "ds-7659-scalar-state",
+        (PULLS + "7659", ISSUES + "7650"),
+        "an elastic checkpoint slices state without dimensions, as the step of AdamW: IndexError on save",
+        (Edit(ZERO12, "if torch.is_tensor(value) and value.dim() > 0:", "if torch.is_tensor(value):"),),
+    ),
+    Mutant(
         "ds-7786-z0-bf16-ckpt",
         (PULLS + "7786",),
         "stage 0 in bf16: the optimizer is neither saved nor loaded",
@@ -126,6 +133,20 @@ MUTANTS = (
                 "[p for p in param_group['params'] if is_optimized_parameter(p)]",
                 "list(param_group['params'])",
             ),
+        ),
+    ),
+    Mutant(
+        "ds-8144-delegated-hooks",
+        (PULLS + "8144", ISSUES + "7615"),
+        "ZeRO-3: a module that hands attributes on gets the hooks of its child: AttributeError in backward",
+        (
+            Edit(ZERO3_HOOKS, 'if "pre_bwd_fn" not in module.__dict__:', 'if not hasattr(module, "pre_bwd_fn"):'),
+            Edit(
+                ZERO3_HOOKS,
+                'if "applied_pre_backward_ref_cnt" not in ctx.module.__dict__:',
+                'if not hasattr(ctx.module, "applied_pre_backward_ref_cnt"):',
+            ),
+            Edit(ZERO3_HOOKS, 'if "post_bwd_fn" not in module.__dict__:', 'if not hasattr(module, "post_bwd_fn"):'),
         ),
     ),
 )

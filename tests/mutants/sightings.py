@@ -32,6 +32,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-3731-ignored-modules": (
         Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-ignored_modules", "units", "left out of the sharding"),
     ),
+    "acc-3762-fsdp2-no-sync": (
+        Sighting("accelerate", "fsdp2-fp32-w2-grad_accum_2", "accumulation", "elements of gradients were reduced"),
+    ),
     "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
     "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_upcast-w2", "dtypes", _MASTERS),),
     "acc-3971-planner": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "Missing key in checkpoint state_dict"),),
@@ -42,6 +45,17 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "active",
             "`weight` is not an nn.Module",
         ),
+    ),
+    "acc-4021-dtype-of-shards": (
+        Sighting(
+            "accelerate",
+            "fsdp2-bf16_upcast-w2-cpu_ram_efficient_loading",
+            "start",
+            "other values after build than were loaded",
+        ),
+    ),
+    "acc-4071-skipped-epoch": (
+        Sighting("accelerate", "ddp-fp32-w2", "coverage", "seedable: resumed in the middle of epoch 2"),
     ),
     "acc-4119-path-marker": (Sighting("accelerate", "fsdp2-fp32-w2", "paths", "CheckpointException|No such file"),),
     "acc-4172-ac-children": (
@@ -85,11 +99,22 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         ),
     ),
     "ds-7586-z0-load-path": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "AttributeError"),),
+    "ds-7659-scalar-state": (
+        Sighting(
+            "deepspeed",
+            "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.elastic_checkpoint=true",
+            "resume",
+            r"slice\(\) cannot be applied to a 0-dim tensor",
+        ),
+    ),
     "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "optimizer"),),
     "ds-7839-z0-zero-grad": (
         Sighting("deepspeed", "zero0-bf16_upcast-w2", "parity", "step [23]: .*the gradient norm"),
     ),
     "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_upcast-w2-frozen", "memory", "elements are trained"),),
+    "ds-8144-delegated-hooks": (
+        Sighting("deepspeed", "zero3-fp32-w2-model_twice", "active", "The size of tensor a .* must match"),
+    ),
     "pt-115607-compiled-step": (
         Sighting("mutants.drivers:CompiledStep", "ddp-fp32-w2", "parity", r"step [34]: .*in the reference"),
     ),

@@ -158,6 +158,19 @@ def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], reach_
     assert new.contexts == ()
 
 
+def test_a_replaced_block_has_a_way_for_each_outcome_of_its_condition(
+    copies: tuple[Path, Path], reach_map: ReachMap
+) -> None:
+    path = copies[1] / "accelerate" / "accelerator.py"
+    block = OLD[OLD.index("        if shard:") : OLD.index("        return model\n")]
+    path.write_text(OLD.replace(block, "        model = self.wrap(model, shard)\n"), encoding="utf-8")
+    arcs = [(line_of("if shard:"), line_of("return model"))]
+    file = AnalysedFile(copies[0] / "accelerate" / "accelerator.py", FILE)
+    reach_map.add(FILE, DDP, file.executed(arcs))
+    (place,) = reached_places(reach_map, changed_between(*copies))
+    assert set(place.ways) == {(DDP, BUILD), (BUILD,), (DDP,)}
+
+
 def test_a_changed_signature_concerns_all_that_call_the_function(
     copies: tuple[Path, Path], reach_map: ReachMap
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,15 @@ OLD = "import os\n\n\ndef build():\n    return 1\n\n\ndef save():\n    return 2\
 def reach(cells: str, *, action: str = "build", function: str = "f", line: int = 1) -> PlaceReach:
     """A place that these cells execute in that action."""
     contexts = tuple(Context("d", cell, action) for cell in cells)
-    return PlaceReach(ChangedPlace(FILE, line, (line,), 0, "x", defines=False), function, contexts)
+    place = ChangedPlace(FILE, line, (line,), 0, "x", defines=False)
+    return PlaceReach(place, function, contexts, (contexts,))
+
+
+def branched(*ways: str) -> PlaceReach:
+    """A replaced block with a way for each of these, whose words are cells that go it."""
+    contexts = [tuple(Context("d", cell, "step") for cell in way.split()) for way in ways]
+    place = ChangedPlace(FILE, 1, (1, 2, 3), 0, "x", defines=False)
+    return PlaceReach(place, "f", tuple(dict.fromkeys(sum(contexts, ()))), tuple(contexts))
 
 
 def selected(*reached: PlaceReach, turns: int | None = None) -> list[str]:
@@ -42,8 +51,31 @@ def test_a_cell_that_executes_the_same_as_an_earlier_one_comes_in_a_later_turn()
 def test_an_action_of_its_own_is_something_of_its_own() -> None:
     """A function that builds and loads has to be seen in both."""
     build, load = reach("ab", action="build"), reach("b", action="load")
-    both = PlaceReach(build.place, build.function, (*build.contexts, *load.contexts))
-    assert selected(both) == ["1 d/b: build, load", "2 d/a: build"]
+    both = (*build.contexts, *load.contexts)
+    assert selected(PlaceReach(build.place, build.function, both, (both,))) == ["1 d/b: build, load", "2 d/a: build"]
+
+
+def test_each_way_through_a_replaced_block_is_executed() -> None:
+    """A cell that goes one way shows nothing of the other."""
+    block = branched("ddp-fp32-w2 zero2-fp32-w2 fsdp2-fp32-w2", "ddp-fp32-w2 fsdp2-fp32-w2", "zero2-fp32-w2")
+    assert selected(block, turns=1) == ["1 d/zero2-fp32-w2: step", "1 d/ddp-fp32-w2: step"]
+
+
+def test_a_cell_of_another_strategy_comes_before_another_of_the_same() -> None:
+    block = branched("ddp-fp32-w2 ddp-fp32-w2-grad_accum_2 ddp-fp32-w4 fsdp2-fp32-w2 fsdp2-fp32-w4")
+    assert selected(block, turns=4) == [
+        "1 d/ddp-fp32-w2: step",
+        "2 d/fsdp2-fp32-w2: step",
+        "3 d/ddp-fp32-w2-grad_accum_2: step",
+        "4 d/ddp-fp32-w4: step",
+    ]
+
+
+def test_another_strategy_counts_by_place() -> None:
+    """What a strategy executed of one place says nothing of another."""
+    first = branched("ddp-a ddp-b fsdp2-a")
+    second = replace(branched("ddp-b"), place=ChangedPlace(FILE, 9, (9,), 0, "y", defines=False))
+    assert selected(first, second) == ["1 d/ddp-b: step", "2 d/fsdp2-a: step", "3 d/ddp-a: step"]
 
 
 def test_only_so_many_cells_for_each_place() -> None:
@@ -95,7 +127,7 @@ def test_the_command_writes_the_cells_and_says_what_none_executes(
         "new functions and classes: 1",
         "  accelerate/accelerator.py:4 def load():",
         "places outside functions, which run on import: 0",
-        "selected cells: 1; the first 1 execute each changed place that any cell executes",
+        "selected cells: 1; the first 1 execute each way through each changed place that any cell executes",
     ]
 
 

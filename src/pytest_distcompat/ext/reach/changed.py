@@ -43,11 +43,20 @@ class ChangedPlace:
 
 @dataclass(frozen=True)
 class PlaceReach:
-    """A changed place, the function of the old release that it is in, and who executes it."""
+    """A changed place, the function of the old release that it is in, and who executes it.
+
+    Attributes:
+        place: The place.
+        function: The name of the function; empty outside all functions.
+        contexts: Who executes any of its old statements.
+        ways: Who executes the same of its old statements and branches: a replaced block with a
+            condition has a way for each outcome.
+    """
 
     place: ChangedPlace
     function: str
     contexts: tuple[Context, ...]
+    ways: tuple[tuple[Context, ...], ...]
 
     @property
     def on_import(self) -> bool:
@@ -366,7 +375,7 @@ def reached_places(reach_map: ReachMap, places: Iterable[ChangedPlace]) -> list[
     reached = []
     for place in places:
         if place.file not in reach_map.files or place.defines:
-            reached.append(PlaceReach(place, "", ()))
+            reached.append(PlaceReach(place, "", (), ()))
         else:
             file_reach = reach_map.coverage_of(place.file)
             reached.append(_reached_place(file_reach, place))
@@ -374,13 +383,14 @@ def reached_places(reach_map: ReachMap, places: Iterable[ChangedPlace]) -> list[
 
 
 def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
-    """Return who executes the old statements of a place.
+    """Return who executes the old statements of a place, and its ways.
 
     Where lines are only added, the statements before and after them count.
     """
     file = file_reach.file
     function_name = ""
-    bits = 0
+    # The lines of each statement, as bits.
+    statements: dict[int, None] = {}
     # The one before may be in another branch than the new lines, and so may the one after.
     for line in place.removed or (place.after, place.after + 1):
         # A place outside all functions runs on import.
@@ -390,11 +400,29 @@ def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
         function_name = function_name or function.name
         statement = 1 << file.statement_at(line)
         if statement & function.body:
-            bits |= statement
+            statements[statement] = None
         else:
             # A changed signature, or the first lines of a body: all that execute the function.
-            bits |= function.body
-    return PlaceReach(place, function_name, file_reach.contexts_of_lines(bits))
+            statements[function.body] = None
+    bits = 0
+    ways: dict[tuple[Context, ...], None] = {}
+    for statement in statements:
+        bits |= statement
+        ways[file_reach.contexts_of_lines(statement)] = None
+    for contexts in _contexts_of_branches(file_reach, place):
+        ways[contexts] = None
+    ways.pop((), None)
+    return PlaceReach(place, function_name, file_reach.contexts_of_lines(bits), tuple(ways))
+
+
+def _contexts_of_branches(
+    file_reach: FileReach, place: ChangedPlace
+) -> Iterator[tuple[Context, ...]]:
+    """Yield who executes each branch from an old line of a place."""
+    removed = set(place.removed)
+    for number, branch in enumerate(file_reach.file.branches):
+        if branch.line in removed:
+            yield file_reach.contexts_of_branches(1 << number)
 
 
 def cells_by_specificity(reached: Iterable[PlaceReach]) -> list[CellReach]:

@@ -11,15 +11,19 @@ from pytest_distcompat.ext.reach.map import ReachMap
 from pytest_distcompat.ext.reach.tracer import BEFORE
 from pytest_distcompat.failures import UsageProblem
 
-#: The changed places that each cell executes.
-_PlacesByCell = dict[str, set["Executed"]]
+#: The ways through changed places that each cell executes.
+_WaysByCell = dict[str, set["Executed"]]
+#: The numbers of the places that cells of each strategy execute.
+_PlacesByStrategy = dict[str, set[int]]
 
 
 class Executed(NamedTuple):
-    """A changed place that an action of a cell executes; a named tuple, because it is sorted."""
+    """A way through a changed place that an action executes; a named tuple, to be sorted."""
 
     #: The number of the place among all changed places.
     place: int
+    #: The number of the way among those of the place.
+    way: int
     #: The action that executes it.
     action: str
 
@@ -31,8 +35,8 @@ class SelectedCell:
     Attributes:
         cell: Driver and cell.
         actions: The actions in which it executes changed places.
-        turn: The number of its turn, from 1. The cells of one turn together execute all changed
-            places that the cells of this and later turns execute.
+        turn: The number of its turn, from 1. The cells of one turn together execute all ways
+            through changed places that the cells of this and later turns execute.
     """
 
     cell: str
@@ -49,13 +53,14 @@ def select(
 ) -> list[SelectedCell]:
     """Return the cells that execute changed places, in the order in which to run them.
 
-    They are chosen in turns: the cells of a turn execute each place at least once. A cell that
-    executes the same places as an earlier one comes in a later turn.
+    They are chosen in turns: the cells of a turn execute each way through each place at least once.
+    A cell that executes the same as an earlier one comes in a later turn, and there after cells of
+    strategies that do not execute the place in an earlier turn.
 
     Args:
         reach_map: The map of the old release.
         reached: The changed places.
-        turns: The number of turns, and so the number of cells that execute each place, if there are
+        turns: The number of turns, and so the number of cells that execute each way, if there are
             so many; None for all.
     """
     executed = _executed_by_cell(reached)
@@ -64,77 +69,98 @@ def select(
     on_import = _import_users(reach_map, reached)
     selected: list[SelectedCell] = []
     earlier: set[str] = set()
+    places_by_strategy: _PlacesByStrategy = {}
     turn = 1
     while turns is None or turn <= turns:
-        remaining = {cell: places for cell, places in executed.items() if cell not in earlier}
+        remaining = {cell: ways for cell, ways in executed.items() if cell not in earlier}
         if turn == 1:
             remaining = _merged(remaining, on_import)
-        chosen = _one_turn(remaining)
+        chosen = _one_turn(remaining, places_by_strategy)
         if not chosen:
             break
         for cell in chosen:
-            actions = sorted({place.action for place in remaining[cell]})
+            actions = sorted({way.action for way in remaining[cell]})
             selected.append(SelectedCell(cell, tuple(actions), turn))
             earlier.add(cell)
+            places = places_by_strategy.setdefault(_strategy_of(cell), set())
+            places.update(way.place for way in remaining[cell])
         turn += 1
     return selected
 
 
-def _executed_by_cell(reached: Sequence[PlaceReach]) -> _PlacesByCell:
-    """Return the changed places that each cell executes."""
-    places_by_cell: _PlacesByCell = {}
+def _strategy_of(cell: str) -> str:
+    """Return the strategy of a driver and cell, such as ``accelerate/fsdp2-fp32-w2``."""
+    _, _, cell_id = cell.rpartition("/")
+    strategy, _, _ = cell_id.partition("-")
+    return strategy
+
+
+def _executed_by_cell(reached: Sequence[PlaceReach]) -> _WaysByCell:
+    """Return the ways through changed places that each cell executes."""
+    ways_by_cell: _WaysByCell = {}
     for number, place_reach in enumerate(reached):
-        for context in place_reach.contexts:
-            executed = Executed(number, context.action)
-            places_by_cell.setdefault(context.place, set()).add(executed)
-    return places_by_cell
+        for way, contexts in enumerate(place_reach.ways):
+            for context in contexts:
+                executed = Executed(number, way, context.action)
+                ways_by_cell.setdefault(context.place, set()).add(executed)
+    return ways_by_cell
 
 
-def _import_users(reach_map: ReachMap, reached: Sequence[PlaceReach]) -> _PlacesByCell:
+def _import_users(reach_map: ReachMap, reached: Sequence[PlaceReach]) -> _WaysByCell:
     """Return the changed places outside functions, by the cells that use their files."""
-    places_by_cell: _PlacesByCell = {}
+    ways_by_cell: _WaysByCell = {}
     for number, place_reach in enumerate(reached):
         file_id = place_reach.place.file
         if not place_reach.on_import or file_id not in reach_map.files:
             continue
         # An import comes before the first action of a rank.
-        executed = Executed(number, BEFORE)
+        executed = Executed(number, 0, BEFORE)
         file_reach = reach_map.coverage_of(file_id)
         for context in file_reach.contexts_of_lines(file_reach.union.lines):
-            places_by_cell.setdefault(context.place, set()).add(executed)
-    return places_by_cell
+            ways_by_cell.setdefault(context.place, set()).add(executed)
+    return ways_by_cell
 
 
-def _merged(first: _PlacesByCell, second: _PlacesByCell) -> _PlacesByCell:
-    """Return the places of each cell in either dictionary."""
-    merged = {cell: set(places) for cell, places in first.items()}
-    for cell, places in second.items():
-        merged.setdefault(cell, set()).update(places)
+def _merged(first: _WaysByCell, second: _WaysByCell) -> _WaysByCell:
+    """Return the ways of each cell in either dictionary."""
+    merged = {cell: set(ways) for cell, ways in first.items()}
+    for cell, ways in second.items():
+        merged.setdefault(cell, set()).update(ways)
     return merged
 
 
-def _one_turn(executed: _PlacesByCell) -> list[str]:
-    """Return cells that together execute all places that any of these cells executes.
+def _one_turn(executed: _WaysByCell, places_by_strategy: _PlacesByStrategy) -> list[str]:
+    """Return cells that together execute all ways that any of these cells executes.
 
     This is the greedy algorithm for a set cover: the next cell is the one that adds most to what
-    the chosen cells execute. A place counts the more the fewer cells execute it.
+    the chosen cells execute. A way counts the more the fewer cells execute it. Ways through places
+    that the cell's strategy does not execute in an earlier turn come first.
+
+    Args:
+        executed: The ways that each cell executes.
+        places_by_strategy: The places that cells of earlier turns execute.
     """
     cell_counts: dict[Executed, int] = {}
-    for places in executed.values():
-        for place in places:
-            cell_counts[place] = cell_counts.get(place, 0) + 1
+    for ways in executed.values():
+        for way in ways:
+            cell_counts[way] = cell_counts.get(way, 0) + 1
     uncovered = set(cell_counts)
     chosen = []
     while uncovered:
         best_cell = ""
-        best_gain = 0.0
+        best_gain = (0.0, 0.0)
         for cell in sorted(executed):
+            known_places = places_by_strategy.get(_strategy_of(cell), set())
+            gain = 0.0
+            gain_by_strategy = 0.0
             # Sorted, because the sum of floating-point numbers depends on their order.
-            added = sorted(executed[cell] & uncovered)
-            gain = sum(1 / cell_counts[place] for place in added)
-            if gain > best_gain:
+            for way in sorted(executed[cell] & uncovered):
+                gain += 1 / cell_counts[way]
+                if way.place not in known_places:
+                    gain_by_strategy += 1 / cell_counts[way]
+            if (gain_by_strategy, gain) > best_gain:
                 best_cell = cell
-                best_gain = gain
+                best_gain = (gain_by_strategy, gain)
         chosen.append(best_cell)
         uncovered -= executed[best_cell]
     return chosen
@@ -177,8 +203,8 @@ def summary(selected: Sequence[SelectedCell]) -> str:
     """Return one line with the number of selected cells, and of those of the first turn."""
     first = [cell for cell in selected if cell.turn == 1]
     return (
-        f"selected cells: {len(selected)}; the first {len(first)} execute each changed place "
-        "that any cell executes"
+        f"selected cells: {len(selected)}; the first {len(first)} execute each way through each "
+        "changed place that any cell executes"
     )
 
 

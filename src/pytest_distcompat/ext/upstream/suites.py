@@ -81,6 +81,8 @@ class TestAccelerate(CompatSuite):
                     {"model": "mlp"},
                     {"float32_norms": True},
                     {"reduce_dtype": "fp32", "model": "mlp"},
+                    # The weights of rank 0 are in bfloat16, what all ranks make of them is not.
+                    {"cpu_ram_efficient_loading": True},
                 ),
             ),
             Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "llama_tied"},)),
@@ -120,6 +122,7 @@ class TestAccelerate(CompatSuite):
                     {"grad_accum": 2},
                     {"compile": "aot_eager", "model": "mlp"},
                     {"model": "dropout"},
+                    {"model": "branch"},
                 ),
             ),
             Matrix(
@@ -202,12 +205,16 @@ class TestDeepSpeed(CompatSuite):
                 options=(
                     {"compile": "aot_eager", "model": "mlp"},
                     {"lora": True},
+                    {"model": "odd"},
                 ),
             ),
             Matrix(
                 ("zero3",),
                 ("fp32",),
-                options=({"activation_checkpointing": "deepspeed", "model": "mlp"},),
+                options=(
+                    {"activation_checkpointing": "deepspeed", "model": "mlp"},
+                    {"model": "twice"},
+                ),
             ),
             Matrix(
                 ("zero1",),
