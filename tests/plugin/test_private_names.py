@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.plugin.on_ranks.rank_output import no_terminal
-from pytest_distcompat.plugin.on_ranks.rank_session import _is_default
+from pytest_distcompat.plugin.on_ranks.session_description import _is_default
 from pytest_distcompat.plugin.reporting.representation import represent
 
 
@@ -33,7 +33,7 @@ def test_a_session_without_pytest_main() -> None:
 
 def test_the_default_of_an_option(pytester: pytest.Pytester) -> None:
     config = pytester.parseconfigure("-k", "some")
-    message = "plugin/on_ranks/rank_session.py: _is_default() asks Config._parser, which is not what it was"
+    message = "plugin/on_ranks/session_description.py: _is_default() asks Config._parser, which is not what it was"
     assert _is_default(config, "markexpr", config.option.markexpr), message
     assert not _is_default(config, "keyword", "some"), message
 

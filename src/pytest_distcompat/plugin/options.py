@@ -1,4 +1,16 @@
-"""Options of the plugin, from the command line, ini file or default, in that order."""
+"""Options of the plugin, from the command line, ini file or default, in that order.
+
+``pytest_addoption`` calls ``add``, which registers the options of the core (``OPTIONS``) and those
+of extensions. All other modules read them by ``setting(config, "distcompat_timeout")``, mostly
+through ``DistcompatSession.setting("timeout")``. Each option is a text first, as ``"300"``, whose
+``Option.read`` returns the value, here ``300.0``. Each can be given in three ways::
+
+    pytest --distcompat-timeout=300      # the command line
+    distcompat_timeout = 300             # an ini key, in pyproject.toml or pytest.ini
+                                         # neither: Option.default
+
+Every session imports this module, so that it imports other modules of the package in functions.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +38,16 @@ class Option:
     """An option and the ini key of the same name, ``distcompat_<short>``.
 
     Attributes:
+        short: The name without the prefix, as ``world_size``.
+        metavar: What stands for the value in ``--help``, as ``N|auto``.
+        default: The text that counts if nothing is set, as ``auto``.
         read: Parses the text of the option, or raises UsageProblem with the allowed values. For an
             option whose ``metavar`` begins with ``FILE`` its second argument is the directory that
             relative paths start from.
         help: What pytest's ``--help`` says of it.
         repeated: Whether the option may be given several times; its text then has one line for
             each.
-        alias: Another name, which works as well.
+        alias: Another short name, which works as well; empty for none.
     """
 
     short: str
@@ -68,15 +83,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Setting:
-    """The effective value of an option and its origin: ``option``, ``ini`` or ``default``."""
+    """The effective value of an option, and where it was set.
+
+    Attributes:
+        value: What ``Option.read`` returned, as ``300.0``.
+        text: The text for messages, as ``300``; several values are separated by commas.
+        origin: ``option`` (the command line), ``ini`` or ``default``.
+    """
 
     value: Any
     text: str
     origin: str
 
 
-# Parsers: each returns the value of an option's text, or raises UsageProblem with the allowed
-# values.
+# Parsers, for ``Option.read``: each returns the value of an option's text, or raises UsageProblem
+# with the allowed values. Functions without an underscore are for extensions too.
 
 
 def choice(*allowed: str) -> Callable[[str], str]:
@@ -114,7 +135,12 @@ def _exceeds_largest_count(digits: str) -> bool:
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser for a number that fits; ``expected`` says in words which do."""
+    """Return a parser for a number.
+
+    Args:
+        expected: Says in words which numbers are right, as ``a number above 0``.
+        fits: Tells whether a number is right. It gets NaN for a text that is no number.
+    """
 
     def read(text: str) -> float:
         try:
@@ -132,9 +158,12 @@ _seconds = _number("a number of seconds above 0", lambda number: 0 < number < ma
 
 
 def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
-    """Return a parser for names from a registry.
+    """Return a parser for names that are separated by commas or white space.
 
-    They are separated by commas or white space; empty means all.
+    ``ddp, fsdp2`` becomes ``("ddp", "fsdp2")``. An empty text becomes an empty tuple: all names.
+
+    Args:
+        registry: What the names are of: ``strategies``, ``precisions`` or ``drivers``.
     """
 
     def read(text: str) -> tuple[str, ...]:
@@ -142,7 +171,7 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
-        # Each raises UsageProblem for a name that is not known.
+        # Each function raises UsageProblem for a name that is not known.
         find: Mapping[str, Callable[[str], object]] = {
             "strategies": STRATEGIES.get,
             "precisions": PRECISIONS.get,
@@ -151,6 +180,7 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
         names = _split(text)
         for name in names:
             find[registry](name)
+        # Each once, in order.
         return tuple(dict.fromkeys(names))
 
     return read
@@ -162,6 +192,10 @@ def _split(text: str) -> list[str]:
 
 
 def _profile(text: str) -> str:
+    """Return the name of a profile, which selects the cells of each suite.
+
+    Extensions add profiles. They are loaded only for a name that the core does not know.
+    """
     from pytest_distcompat.profiles import PROFILES, all_profiles
 
     if text in PROFILES:
@@ -170,7 +204,7 @@ def _profile(text: str) -> str:
 
 
 def _known(text: str, base: Path) -> Any:
-    """Return the issues of all files in the list."""
+    """Return the ``KnownIssue`` of all TOML files in the list, each a bug that is expected."""
     from pytest_distcompat.known import read_file
 
     issues: list[Any] = []
@@ -190,10 +224,14 @@ def _part(text: str) -> float:
 
 
 def _report(text: str, base: Path) -> tuple[Path, ...]:
-    """Return the paths of report files, one for each line."""
+    """Return the paths of report files, one for each line of the text.
+
+    Everything that would make them impossible to write is an error now, not after the tests.
+    """
     from pytest_distcompat.report.write import FORMATS
 
     paths = []
+    # Each line once.
     for line in dict.fromkeys(text.splitlines()):
         if line.strip():
             paths.append(base / line.strip())
@@ -225,7 +263,8 @@ def _read_report(path: Path) -> Any:
     return Report.read(path)
 
 
-#: The help begins with a verb and names the unit and the default, in the terms of
+#: The options of the core, in the order of ``--help``: short name, metavar, default, parser, help.
+#: A help begins with a verb and names the unit and the default, in the terms of
 #: docs/architecture.md.
 _ALL = (
     Option(
@@ -370,20 +409,22 @@ _ALL = (
         "(default: fail).",
     ),
 )
-#: The options of the core, by the name of their ini key.
+#: The options of the core, by the name of their ini key, as ``distcompat_timeout``.
 OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}
-#: The name of the plugin that holds the options of a pytest.
+#: The name under which pytest's plugin manager has the ``RegisteredOptions``.
 _REGISTERED = "distcompat-options"
 
 
 @dataclass(eq=False)
 class RegisteredOptions:
-    """The options of one pytest, by the name of their ini key.
+    """The options of one pytest process: those of the core, and those of its extensions.
 
-    They are those of the core and those of its extensions.
+    It is registered as a plugin without hooks, because the plugin manager is all that
+    ``pytest_addoption`` and later hooks have in common.
     """
 
     parser: pytest.Parser
+    #: The options by the name of their ini key.
     by_name: dict[str, Option] = field(default_factory=dict)
 
     def add(self, options: Iterable[Option]) -> None:
@@ -392,6 +433,7 @@ class RegisteredOptions:
         for option in options:
             self.by_name[option.name] = option
             action = "append" if option.repeated else "store"
+            # The default is None, which tells an option that was not given.
             group.addoption(
                 *option.flags,
                 dest=option.name,
@@ -405,7 +447,10 @@ class RegisteredOptions:
 
 
 def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register the options of the core and, as soon as each is loaded, of the extensions."""
+    """Register the options of the core and of the extensions.
+
+    The hook is historic: pluggy also calls it on an extension that is loaded later.
+    """
     registered = RegisteredOptions(parser)
     registered.add(OPTIONS.values())
     pluginmanager.register(registered, _REGISTERED)
@@ -421,6 +466,10 @@ def options_of(config: pytest.Config) -> dict[str, Option]:
 
 def setting(config: pytest.Config, name: str) -> Setting:
     """Return the effective value of an option.
+
+    Args:
+        config: The configuration of pytest.
+        name: The ini key of the option, as ``distcompat_timeout``.
 
     Raises:
         pytest.UsageError: The value is wrong; the message names the allowed ones.
@@ -454,7 +503,7 @@ def setting(config: pytest.Config, name: str) -> Setting:
 
 
 def _base(config: pytest.Config, origin: str) -> Path:
-    """Return the directory that relative paths of that origin start from.
+    """Return the directory that relative paths start from; ``origin`` is that of the ``Setting``.
 
     Paths in the ini file start from the file's directory, wherever pytest is started:
     https://docs.pytest.org/en/stable/reference/reference.html#pytest.Parser.addini
@@ -467,7 +516,7 @@ def _base(config: pytest.Config, origin: str) -> Path:
 
 
 def given(config: pytest.Config) -> Sequence[str]:
-    """Return the names of the options that are set by command line or ini file."""
+    """Return the ini keys of the options that are set by command line or ini file."""
     names: list[str] = []
     for name, option in options_of(config).items():
         if config.getoption(name) is not None or _in_file(config, option):
@@ -476,7 +525,7 @@ def given(config: pytest.Config) -> Sequence[str]:
 
 
 def _in_file(config: pytest.Config, option: Option) -> str | None:
-    """Return what the ini file says of an option, under any of its names."""
+    """Return the text that the ini file has for an option; None if it sets none of its names."""
     for name in option.names:
         text: str | None = config.getini(name)
         if text:

@@ -1,7 +1,19 @@
 """From the phases of all ranks to one outcome of a marked test, and from that to pytest's report.
 
-This is the last of the three steps ``declare``, ``run``, ``outcome``. The outcome is never better
-than that of the worst rank; disagreement is a failure.
+A test with ``@pytest.mark.distcompat`` runs on *ranks*, the processes of one process group, and is
+one item in pytest. This is the last of the three steps ``declare``, ``run``, ``outcome``:
+
+1. After the ranks have ended, ``run.run_on_ranks`` calls ``merge`` with the launcher's ``Ending``:
+   how each process ended, and what each rank logged. A rank logs a ``Phase`` for setup, call and
+   teardown. ``merge`` returns one ``Outcome``, as ``Outcome("failed", "rank 1 failed: ...")``.
+2. ``run`` raises the outcome's exception, so that pytest makes a report of it, and puts the outcome
+   into the item's stash. The hook ``pytest_runtest_makereport`` calls ``finish_report``, which puts
+   the text of the ranks into that report.
+
+The outcome is never better than that of the worst rank, and ranks that disagree are a failure. The
+rank that failed first is the *cause*. A rank that only *lost its peer* (another rank is gone) or
+was *stopped* by the launcher because of another rank is a consequence. A rank that skipped, or
+failed as its xfail mark expects, while others go on is *excused*.
 """
 
 from __future__ import annotations
@@ -35,17 +47,18 @@ UNCAPTURED = "Uncaptured output"
 #: The property of a failed test with the number of the rank that failed first.
 RANK = "distcompat_rank"
 
-#: The failure of a test that passed although no rank ran it.
+#: The failure of a test that passed although no rank ran it: it has no outcome in its stash.
 NOT_RUN = (
     "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, "
     "took its call over"
 )
 
-#: The statuses of ranks that do not explain a failure: they ended well, or because of another rank.
+#: The values of ``RankEnd.status`` of ranks that do not explain a failure: they ended well, or
+#: because of another rank.
 NO_CAUSE = frozenset({"done", "lost peer", "stopped"})
 
-#: The kinds of error that a test allows: a rank that skipped, and one that failed as its xfail mark
-#: expects.
+#: The values of ``RankEnd.kind`` that a test allows: a rank that skipped, and one that failed as
+#: its xfail mark expects.
 EXCUSED = frozenset({XFAILED, SKIPPED_ELSEWHERE})
 
 
@@ -62,20 +75,27 @@ class RankFailure(Exception):
 
 
 class RankAssertionFailure(RankFailure, AssertionError):
-    """The same if an assertion, or ``pytest.fail``, is what failed on all ranks that are a cause.
+    """A failure of an item on its ranks, all of which failed by an assertion or ``pytest.fail``.
 
-    Reporters such as Allure tell a test that failed from one that is broken by it.
+    Ranks that are only a consequence do not count. Reporters such as Allure call a test failed if
+    its exception is an AssertionError, and broken otherwise.
     """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome that the parent reports.
+    """The one outcome of a test on all its ranks, which pytest's process reports.
 
     Attributes:
-        kind: ``passed``, ``failed``, ``skipped`` or ``xfailed``. A pass with a text is an
+        kind: ``passed``, ``failed``, ``skipped`` or ``xfailed``.
+        text: The text of a failure, or the reason of a skip or an xfail. A pass with a text is an
             unexpected one: a rank added a strict xfail mark to its item, and the item passed.
-        hard: Whether a failure is more than an exception, so that no xfail mark excuses it.
+        hard: Whether a failure is more than an exception (a crash, a hang, a leak), so that no
+            xfail mark excuses it.
+        location: The path, the line (from 1) and the message where it failed or skipped; None if
+            they are not known.
+        sections: The output of the ranks, as ``("Captured stdout call (rank 0)", "...")``.
+        properties: What the ranks recorded, as ``("loss (rank 1)", 0.5)``.
         assertion: Whether all ranks that are a cause of a failure failed by an assertion.
     """
 
@@ -94,6 +114,7 @@ class Outcome:
         return RankFailure(text, hard=self.hard)
 
 
+#: Where an item has its outcome, once its ranks have run it.
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
 
 
@@ -102,12 +123,12 @@ OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
 
 @dataclass(frozen=True)
 class _LoggedPhases:
-    """What the ranks logged of a test, by rank.
+    """What the ranks logged of a test.
 
     Attributes:
-        finished: The phases that the rank finished, in order.
-        unfinished: The phase in which a rank ended, as far as its subtests tell; only of ranks that
-            ran some in it.
+        finished: Each rank to the phases that it finished, in order: setup, call, teardown.
+        unfinished: A rank to the phase in which it ended, as far as its subtests tell. Only ranks
+            that logged subtests in that phase are in it.
     """
 
     finished: Mapping[int, list[Phase]]
@@ -137,7 +158,7 @@ class _LoggedPhases:
         return phases
 
     def with_outcome(self, outcome: str) -> list[Phase]:
-        """Return the whole phases of all ranks that ended so, rank by rank."""
+        """Return the whole phases of all ranks with that outcome, rank by rank."""
         phases = []
         for of_rank in self.finished.values():
             for phase in of_rank:
@@ -150,23 +171,26 @@ def merge(ending: Ending) -> Outcome:
     """Return the outcome of a test from the logs and exits of all its ranks."""
     phases = _LoggedPhases.of(ending)
     ending = count_subtests(ending, phases.unfinished)
-    outcome = (
-        _outcome_of_failed_run(ending, phases)
-        if ending.failed
-        else _outcome_of_finished_run(phases)
-    )
+    if ending.failed:
+        outcome = _outcome_of_failed_run(ending, phases)
+    else:
+        outcome = _outcome_of_finished_run(phases)
     sections = _sections(phases, ending)
     properties = _properties(phases) + outcome.properties
     return dataclasses.replace(outcome, sections=sections, properties=properties)
 
 
 def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
-    """Return the outcome of a run in which a rank raised, crashed or hung, or something leaked."""
+    """Return the outcome of a run in which a rank raised, crashed or hung, or something leaked.
+
+    Ranks that were excused have raised too.
+    """
     expected = _expected_failure(ending)
     if expected is not None:
         xfailed = Outcome("xfailed", expected.message.removeprefix("raised xfailed: "))
         return _unexpected_pass(phases) or xfailed
-    # Ranks that skipped or xfailed come after those that failed or hung.
+    # Something else went wrong. The status of ranks that skipped or xfailed is changed, so that
+    # they come after those that failed or hung.
     ranks = []
     for end in ending.ranks:
         status = "excused" if end.kind in EXCUSED else end.status
@@ -181,9 +205,11 @@ def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
             properties = ((RANK, cause.rank),)
     # Any rank may have ended by more than an exception, even if another rank raised first.
     is_stuck = any(end.status == "stuck" for end in ending.ranks)
+    # "rank 1 raised failed in setup: ..." reads better as "rank 1 failed in setup: ...".
+    text = re.sub(r"raised (?=failed|skipped|xfailed)", "", ending.text())
     return Outcome(
         "failed",
-        re.sub(r"raised (?=failed|skipped|xfailed)", "", ending.text()),
+        text,
         hard=ending.kind != "raised" or is_stuck,
         location=location,
         properties=properties,
@@ -218,7 +244,7 @@ def _failed_at(phases: Sequence[Phase]) -> tuple[str, int, str] | None:
 
 
 def _failed_by_assertion(ending: Ending, phases: _LoggedPhases) -> bool:
-    """Tell whether each rank that is a cause failed by assertions alone."""
+    """Tell whether each rank that is a cause failed by assertions alone; False without a cause."""
     causes = 0
     for end in ending.ranks:
         if end.status in NO_CAUSE or end.status == "excused":
@@ -241,6 +267,7 @@ def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
     expected_failures = phases.with_outcome("xfailed")
     if expected_failures:
         return _unexpected_pass(phases) or Outcome("xfailed", expected_failures[0].message)
+    # A rank that is done without a teardown left pytest's run of the item in some way of its own.
     incomplete = []
     for rank, of_rank in phases.finished.items():
         if not any(phase.when == "teardown" for phase in of_rank):
@@ -249,15 +276,16 @@ def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
         ranks = ", ".join(incomplete)
         text = f"rank {ranks} ended without running the test to its end"
         return Outcome("failed", text, hard=True)
+    # With a text if any rank has a strict xfail mark: see ``Outcome.text``.
     strict = _strict_passes(phases)
     text = strict[0] if strict else ""
     return Outcome("passed", text)
 
 
 def _skipped(phases: _LoggedPhases) -> Outcome | None:
-    """Return the outcome of a test that ranks skipped: a failure if not all of them did.
+    """Return the outcome of a test that ranks skipped; None if no rank skipped it.
 
-    None if no rank skipped it.
+    It is a failure if not all of them did.
     """
     skips: dict[int, Phase] = {}
     for rank, of_rank in phases.finished.items():
@@ -282,10 +310,8 @@ def _skipped(phases: _LoggedPhases) -> Outcome | None:
 def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
     """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark.
 
-    None for any other test.
-
-    What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as
-    expected.
+    It is a pass with a text, of which ``finish_report`` makes a failure. That is right even if a
+    teardown then fails as expected. None for any other test.
     """
     strict = _strict_passes(phases)
     if strict and len(strict) == len(phases.finished):
@@ -304,7 +330,10 @@ def _strict_passes(phases: _LoggedPhases) -> list[str]:
 
 
 def _properties(phases: _LoggedPhases) -> Properties:
-    """Return the properties that the ranks recorded, those of rank 0 first."""
+    """Return the properties that the ranks recorded, those of rank 0 first.
+
+    The last phase of a rank has the properties of all its phases.
+    """
     last_by_rank = {}
     for rank, of_rank in phases.finished.items():
         if of_rank:
@@ -317,8 +346,11 @@ def of_all_ranks(
 ) -> Properties:
     """Return rank 0's properties, and those of other ranks that differ from them.
 
-    The latter are named after their rank. ``properties`` are those of each rank's last report,
-    which hold those of all reports before it.
+    The latter are named after their rank: ``("loss", 0.4), ("loss (rank 1)", 0.5)``.
+
+    Args:
+        properties: Each rank to the properties in its last report, which has those of all reports
+            before it.
     """
     first = tuple(properties.get(0, ()))
     others = []
@@ -349,8 +381,12 @@ def _sections(phases: _LoggedPhases, ending: Ending) -> Sections:
 def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
     """Return the ending in which failed subtests count as failures of their ranks.
 
-    ``phases`` are the unfinished phases, by rank: such a rank may have been stopped because of
-    another rank's xfail.
+    A rank logs a failed subtest, goes on, and may then be stopped because of another rank's xfail.
+    Its failure would be lost.
+
+    Args:
+        ending: How the ranks ended.
+        phases: A rank to the phase that it did not finish, see ``_LoggedPhases.unfinished``.
     """
     ranks = []
     for end in ending.ranks:
@@ -363,7 +399,11 @@ def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
 
 
 def _failed_by_subtests(end: RankEnd, phase: Phase) -> RankEnd:
-    """Return how a rank ended that ended in this phase, of which subtests had failed."""
+    """Return how a rank ended that ended in this phase, of which subtests had failed.
+
+    If it ended because of other ranks, its failed subtests are now the reason. Otherwise its own
+    reason stays, and the text of the subtests is added.
+    """
     ended_by_others = end.status in {"stopped", "lost peer"} and not phase.lost
     if end.status == "done" or ended_by_others:
         message = f"raised failed: {phase.message}"
@@ -378,7 +418,13 @@ def _failed_by_subtests(end: RankEnd, phase: Phase) -> RankEnd:
 
 
 def disagreement(warm: str, cold: str, text: str) -> str:
-    """Return the failure of a test or check whose second run had another outcome."""
+    """Return the text of the failure of a test or check whose second run had another outcome.
+
+    Args:
+        warm: The outcome on forked ranks, as ``passed``.
+        cold: The outcome under the command ``torchrun``, as ``failed``.
+        text: The text of the cold outcome, or that of the warm one if the cold one has none.
+    """
     difference = f"{warm} on warm ranks, {cold} under torchrun"
     return f"warm ranks and torchrun's disagree: {difference}\n\n{text}".rstrip()
 
@@ -389,14 +435,19 @@ def disagreement(warm: str, cold: str, text: str) -> str:
 def finish_report(
     item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Put the outcome of the ranks into the parent's report."""
+    """Put the outcome of the ranks into the report of the item in pytest's process.
+
+    Only the call runs on ranks: setup and teardown of the item do nothing here.
+    """
     if report.when != "call":
         return
     outcome = item.stash.get(OUTCOME, None)
     if outcome is None:
+        # The call raised before the ranks ran, or another plugin did not call the item's function.
         if report.passed:
             report.outcome, report.longrepr = "failed", NOT_RUN
         return
+    # A strict xpass. If the item has the xfail mark here too, pytest has handled it.
     if (
         outcome.kind == "passed"
         and outcome.text
@@ -414,6 +465,7 @@ def finish_report(
         if error.hard or hasattr(report, "wasxfail"):
             unexcused(report)
     elif outcome.kind == "skipped" and outcome.location is not None:
+        # Where the test skipped, not the line of this plugin that called pytest.skip.
         report.longrepr = outcome.location
 
 

@@ -1,6 +1,14 @@
-"""What one rank logs of a test.
+"""Phases: what one rank logs of a marked test, made from pytest's reports on that rank.
 
-These are its phases, made from pytest's reports, and how the rank ends after each.
+A test with ``@pytest.mark.distcompat`` runs on *ranks*, the processes of a process group. On each
+of them pytest runs the item and makes a report of its setup, its call and its teardown. Ranks have
+no terminal. So ``rank_reporter`` turns each report into a ``Phase`` and writes that to the rank's
+log, as a line of JSON such as ``{"event": "phase", "when": "call", "outcome": "passed", ...}``.
+Afterwards ``marked.outcome`` reads the phases of all ranks in pytest's process.
+
+A rank may have *lost its peer*: it failed only because another rank is gone, as with "Connection
+reset by peer". Then it is no cause of the test's failure. A *subtest* is a part of a test with a
+report of its own, by pytest's fixture ``subtests``.
 """
 
 from __future__ import annotations
@@ -19,11 +27,11 @@ from pytest_distcompat.events import Event
 from pytest_distcompat.excerpt import encodable, excerpt, explained
 from pytest_distcompat.missing_module import hint_of
 
-#: The kinds of error of a rank that skipped while other ranks did not, and of one that failed as
-#: its xfail mark expects.
+#: The ``kind`` of the error that a rank logs if it skipped while other ranks did not, and if it
+#: failed as its xfail mark expects. Such a rank ends before its test does, but is not the cause.
 SKIPPED_ELSEWHERE, XFAILED = "skip", "xfail"
 
-#: Output in a report: the title and the content of each section.
+#: Output in a report: title and content of each section, as ``("Captured stdout call", "...")``.
 Sections = tuple[tuple[str, str], ...]
 
 #: The user's properties of a test (``record_property``): the name and the value of each.
@@ -34,7 +42,7 @@ Properties = tuple[tuple[str, Any], ...]
 SECTION_CHARACTERS = 65536
 
 #: The text of an exception and the value of a property are cut to this many characters: pytest's
-#: process keeps them.
+#: process has all of them in memory.
 TEXT_CHARACTERS = 2**20
 
 #: The first line of an exception is cut to this many characters where it becomes a headline.
@@ -43,10 +51,11 @@ HEADLINE_CHARACTERS = 500
 #: The title of the section that lists subtests that were skipped or failed as expected.
 SUBTESTS = "Subtests"
 
-#: The attribute of a rank's report that failed only because another rank is gone.
+#: The attribute that ``mark_exception`` sets on a rank's report if it failed only because another
+#: rank is gone.
 LOST = "distcompat_lost_peer"
 
-#: The attribute of a rank's report that failed by an assertion or ``pytest.fail``.
+#: The attribute that it sets if the report failed by an assertion or ``pytest.fail``.
 ASSERTION = "distcompat_assertion"
 
 #: How pytest begins the text of a test that passed in spite of a strict xfail mark.
@@ -60,6 +69,12 @@ class Phase(Event, name="phase"):
     Attributes:
         when: ``setup``, ``call`` or ``teardown``.
         outcome: ``passed``, ``failed``, ``skipped`` or ``xfailed``.
+        message: One line: the first of the exception, or the reason of a skip or an xfail.
+        text: pytest's whole text, with the traceback.
+        location: The path, the line (from 1) and the message of a failure or a skip; None where
+            pytest does not know them.
+        sections: The captured output to show.
+        properties: The properties that the test recorded up to now.
         subtest: The name of the subtest; empty for a whole phase.
         lost: Whether it failed only because another rank is gone.
         assertion: Whether it failed by an assertion or ``pytest.fail``.
@@ -77,9 +92,10 @@ class Phase(Event, name="phase"):
     assertion: bool = False
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the fields as plain data.
+        """Return the fields as plain data, for the line in the log.
 
-        Lone surrogates are escaped: one in a report ends a whole session of xdist.
+        Lone surrogates, characters that UTF-8 cannot encode, are escaped: one in a report ends a
+        whole session of xdist.
         """
         # Not ``dataclasses.asdict``: it copies each text by functions that a test may patch.
         fields: dict[str, Any] = _encodable(super().own_fields())
@@ -89,10 +105,9 @@ class Phase(Event, name="phase"):
     def ending(self) -> tuple[str, str] | None:
         """The kind and message of the error that ends the rank after this phase.
 
-        None if the rank goes on.
-
-        A skip ends the rank if other ranks go on. A subtest ends nothing: it counts when its phase
-        is over.
+        For example ``("failed", "failed in setup: RuntimeError: no GPU")``. None if the rank goes
+        on to its next phase. A skip and an xfail end the rank only if other ranks do otherwise
+        (``rank_reporter``). A subtest ends nothing: it counts when its phase is over.
         """
         if self.subtest:
             return None
@@ -107,6 +122,7 @@ class Phase(Event, name="phase"):
 
 
 def _encodable(value: Any) -> Any:
+    """Return the value with its texts escaped, those in containers too."""
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
@@ -120,14 +136,19 @@ def _encodable(value: Any) -> Any:
 prepare(Phase)
 
 
-# A report becomes a phase.
+# From a report to a phase.
 
 
 def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root: Path) -> None:
     """Note in a rank's report whether its exception is due to a lost peer, or an assertion.
 
-    Later only the exception's text is left. An import that fails though the module is in ``root``
-    gets a hint.
+    Later only the exception's text is left. An import that fails although the module is in the
+    repository gets a hint.
+
+    Args:
+        report: pytest's report of a phase, which is changed in place.
+        call: What pytest called, with the exception.
+        root: pytest's root directory.
     """
     from pytest_distcompat.launch.peers import lost_peer
 
@@ -145,10 +166,12 @@ def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root:
 class Phases:
     """Makes the phases of an item from its reports, in order.
 
-    Subtests count in the phase in which they ran.
+    pytest reports the subtests of a phase before the phase itself. They are collected until then,
+    because a phase fails if one of its subtests failed.
     """
 
     def __init__(self) -> None:
+        #: The subtests of the phase that is going on.
         self._subtests: list[Phase] = []
 
     def of(self, report: pytest.TestReport) -> Phase:
@@ -184,6 +207,7 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
         return dataclasses.replace(
             phase, text=excerpt(phase.text, TEXT_CHARACTERS), sections=sections
         )
+    # The output of a passed phase is left out, but not if one of its subtests failed.
     outcome = "failed" if _failures(subtests) else phase.outcome
     sections = _sections_of(report, outcome)
     properties = []
@@ -213,12 +237,15 @@ class _Result:
 
 
 def _result_of(report: pytest.TestReport) -> _Result:
-    """Read a report.
+    """Return what a report says, with xfail marks as outcomes of their own.
 
-    A strict xpass counts as passed, with its text: the parent decides by the outcomes of all ranks.
+    A strict xpass, a test that passed although a strict xfail mark expects a failure, counts as
+    passed, with its text. pytest's process makes it a failure if all ranks passed so.
     """
     text = report.longreprtext
     message = _last_line(report, text)
+    # pytest sets ``wasxfail`` if an xfail mark applies: "skipped" is then an expected failure, and
+    # "passed" an unexpected pass.
     if hasattr(report, "wasxfail"):
         if report.outcome == "skipped":
             return _Result("xfailed", str(report.wasxfail), text)
@@ -264,9 +291,14 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
 
 
 def _sections_of(report: pytest.TestReport, outcome: str) -> Sections:
-    """Return captured output as (title, content).
+    """Return captured output: that of a phase that did not pass, and all of it at the teardown.
 
-    It is that of a phase that did not pass, or at the end of a test of the whole test.
+    pytest repeats in each report the sections of earlier phases. So the last report has the output
+    of the whole test.
+
+    Args:
+        report: The report.
+        outcome: The outcome of its phase, which a failed subtest may have changed.
     """
     if report.when != "teardown" and outcome == "passed":
         return ()
@@ -277,7 +309,7 @@ def _sections_of(report: pytest.TestReport, outcome: str) -> Sections:
 
 
 def _serializable(value: Any) -> Any:
-    """Return the value of a property as a built-in.
+    """Return the value of a property as a text, a number or None.
 
     For any other object this is its text, as JUnit's file has it.
     https://docs.pytest.org/en/stable/how-to/output.html#record-property
@@ -292,9 +324,10 @@ def _serializable(value: Any) -> Any:
     return value
 
 
-# Subtests: parts of a test with reports of their own; one that fails makes its test fail. They are
+# Subtests: parts of a test with reports of their own. One that fails makes its test fail. They are
 # pytest 9's (fixture ``subtests``, unittest's ``subTest``) or those of the plugin pytest-subtests.
-# In both the terminal plugin counts them, which ranks do not have.
+# In both, pytest's terminal plugin counts the failed ones. Ranks do not have it, so they are
+# counted by the following functions.
 
 
 def name_of(report: pytest.TestReport) -> str:
@@ -303,6 +336,7 @@ def name_of(report: pytest.TestReport) -> str:
     A report of a subtest is recognized by not being a plain TestReport: pytest 8 has no class for
     it, and that of the plugin pytest-subtests has another name than that of pytest 9.
     """
+    # The headline is the test's name with that of the subtest behind it.
     if type(report) is pytest.TestReport or not hasattr(report, "context"):
         return ""
     name = str(report.head_line).removeprefix(report.location[2]).strip()
@@ -310,9 +344,13 @@ def name_of(report: pytest.TestReport) -> str:
 
 
 def with_subtests(phase: Phase, subtests: Sequence[Phase]) -> Phase:
-    """Return the phase in which these subtests ran.
+    """Return the phase with the results of the subtests that ran in it.
 
     It failed if one of them failed, whatever its own outcome is.
+
+    Args:
+        phase: The phase without them.
+        subtests: Its subtests, in order.
     """
     sections = [*phase.sections, *_sections_of_subtests(subtests)]
     failures = _failures(subtests)
@@ -324,6 +362,7 @@ def with_subtests(phase: Phase, subtests: Sequence[Phase]) -> Phase:
 
 
 def _failures(phases: Sequence[Phase]) -> list[Phase]:
+    """Return the phases, or subtests, that failed."""
     failures = []
     for phase in phases:
         if phase.outcome == "failed":
@@ -332,9 +371,9 @@ def _failures(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def _causes(failures: Sequence[Phase]) -> Sequence[Phase]:
-    """Return the failures that are not due to a lost peer; all of them if there is no other.
+    """Return the failures that are causes: all that are not due to a lost peer.
 
-    A lost peer is a consequence, no cause.
+    If there is no such failure, all of them are returned: something must be shown.
     """
     causes = []
     for failure in failures:
@@ -344,7 +383,12 @@ def _causes(failures: Sequence[Phase]) -> Sequence[Phase]:
 
 
 def _failed_by(phase: Phase, causes: Sequence[Phase]) -> Phase:
-    """Return the phase as one that failed by these subtests, and perhaps by the test itself."""
+    """Return the phase as one that failed.
+
+    Args:
+        phase: The phase.
+        causes: The subtests by which it failed; the phase itself too, if it failed by itself.
+    """
     message = causes[0].message
     if causes[0].subtest:
         message = f"subtest {causes[0].subtest}: {message}"
@@ -366,7 +410,7 @@ def _failed_by(phase: Phase, causes: Sequence[Phase]) -> Phase:
 
 
 def _sections_of_subtests(subtests: Sequence[Phase]) -> list[tuple[str, str]]:
-    """Return the output of each subtest, and a list of those that were skipped or xfailed."""
+    """Return the sections of each subtest, and a list of those that were skipped or xfailed."""
     sections = []
     lines = []
     for subtest in subtests:
@@ -381,7 +425,7 @@ def _sections_of_subtests(subtests: Sequence[Phase]) -> list[tuple[str, str]]:
 
 
 def _sections_of_lost_peers(failures: Sequence[Phase]) -> list[tuple[str, str]]:
-    """Return a section for each failure that is no cause, because it is due to a lost peer."""
+    """Return a section for each failure that is due to a lost peer and therefore no cause."""
     causes = _causes(failures)
     sections = []
     for failure in failures:
@@ -391,13 +435,21 @@ def _sections_of_lost_peers(failures: Sequence[Phase]) -> list[tuple[str, str]]:
 
 
 def _title(phase: Phase) -> str:
+    """Return what failed, for the headings of a text: ``subtest [a]`` or ``the test itself``."""
     return f"subtest {phase.subtest}" if phase.subtest else "the test itself"
 
 
 def unfinished_phase(logged: Sequence[Phase]) -> Phase | None:
-    """Return the phase that a rank did not finish; None if it finished all.
+    """Return the phase in which a rank ended, as far as its subtests tell.
 
-    It is made from the subtests that the rank logged after its last whole phase.
+    A rank that is killed in a test logs no phase for it, but it has logged the subtests before
+    that.
+
+    Args:
+        logged: All that the rank logged, whole phases and subtests in order.
+
+    Returns:
+        A phase with the results of the subtests after the last whole phase; None if there are none.
     """
     subtests: list[Phase] = []
     for phase in logged:
@@ -407,7 +459,8 @@ def unfinished_phase(logged: Sequence[Phase]) -> Phase | None:
             subtests.clear()
     if not subtests:
         return None
-    # What the phase itself did is unknown: of the first subtest only when it ran is kept.
+    # What the phase itself did is unknown. Only ``when`` of the first subtest is kept, which says
+    # whether it is the setup, the call or the teardown.
     first = subtests[0]
     empty = dataclasses.replace(
         first, outcome="passed", message="", text="", subtest="", location=None, sections=()
