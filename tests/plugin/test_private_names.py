@@ -76,7 +76,7 @@ def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
     report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
     assert report.longrepr == "[XPASS(strict)] r", (
-        "plugin/marked/phase.py: phase_of() knows a strict xpass by this text"
+        "plugin/marked/reports.py: phase_of() knows a strict xpass by this text"
     )
 
 

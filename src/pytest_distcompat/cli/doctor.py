@@ -1,11 +1,12 @@
 """``distcompat doctor``: reports what is installed, what can run here, and what is wrong.
 
 It runs no test. ``cli.main`` calls ``add`` for the parser, and then ``_doctor`` with the parsed
-arguments. The facts come from two modules: ``cli.machine`` knows packages, environment and devices
-and makes *findings* (``Finding("warning", "/dev/shm has 64 MiB free; ...")``); ``cli.capabilities``
-knows which *cells* each *driver* can run here. A driver is a trainer under test, as ``accelerate``.
-A cell is a configuration of it, as ``fsdp2-bf16-w2``: strategy, precision, 2 ranks. A *known issue*
-is a bug of another project that is present in the installed versions.
+arguments. The facts come from three modules. ``cli.machine`` knows environment and devices,
+``cli.dependencies`` the installed packages; both make *findings*, as ``Finding("warning", "/dev/shm
+has 64 MiB free; ...")``. ``cli.capabilities`` knows which *cells* each *driver* can run here. A
+driver is a trainer under test, as ``accelerate``. A cell is a configuration of it, as
+``fsdp2-bf16-w2``: strategy, precision, 2 ranks. A *known issue* is a bug of another project that is
+present in the installed versions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.cli import machine
+from pytest_distcompat.cli import dependencies, machine
 from pytest_distcompat.cli.machine import Finding, Machine
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
@@ -127,7 +128,7 @@ def _findings(
         wanted_gpus: The number of GPUs that the user wants (``--gpus``); 0 for any.
         capabilities: What each driver can run.
     """
-    yield from machine.package_findings()
+    yield from dependencies.package_findings()
     yield from machine.findings(inspected)
     visible = len(inspected.visible)
     if visible < wanted_gpus:
@@ -164,10 +165,10 @@ def _lines(
     """
     yield "installed"
     versions = []
-    for name, version in machine.installed().items():
+    for name, version in dependencies.installed().items():
         versions.append(f"{name} {version}")
     yield f"  {', '.join(versions)}"
-    for kind, origins in machine.extensions().items():
+    for kind, origins in dependencies.extensions().items():
         for origin in origins:
             yield f"  {kind} {origin}"
     yield ""

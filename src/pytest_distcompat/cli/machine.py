@@ -1,8 +1,8 @@
-"""Packages, machine and environment, and what in them makes runs fail or ignore their settings.
+"""Machine and environment, and what in them makes runs fail or ignore their settings.
 
 ``distcompat doctor`` (``cli.doctor``) calls the functions of this module and prints what they
-return. ``this_machine`` and ``torch_infos`` collect facts, ``findings`` and ``package_findings``
-say what is wrong with them. A *finding* is a line such as::
+return. ``this_machine`` and ``torch_infos`` collect facts, ``findings`` says what is wrong with
+them. A *finding* is a line such as::
 
     warning: /dev/shm has 64 MiB free; ranks share memory there: docker run --shm-size=1g, ...
 
@@ -13,7 +13,6 @@ No rank is started for this.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -22,16 +21,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
 from pytest_distcompat.devices import gpu_uuids, visible_ids
-from pytest_distcompat.installed import GET_TORCH, fits, has_compiler, versions
+from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.launch import loopback, nccl
 
 #: The file system in memory where NCCL, and DeepSpeed on the CPU, share memory between ranks.
@@ -59,16 +55,6 @@ LAUNCHER_VARIABLES = (
     "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_USE_CPU",
 )
-
-#: The name of this package.
-OURS = "pytest-distcompat"
-#: Packages that depend on one another: a version of one requires versions of the others.
-STACK = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "peft", "safetensors")
-#: The extras, as in ``pip install NAME[EXTRA]``, whose requirements count; empty for no extra.
-#: Others, such as an extra for developers, may pin versions that users do not need.
-EXTRAS = ("", *STACK, "fp8", "lora")
-#: Further packages that tests and reports need.
-FURTHER = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -347,115 +333,3 @@ def _system_findings(machine: Machine) -> Iterator[Finding]:
             "warning",
             "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run",
         )
-
-
-def installed() -> dict[str, str]:
-    """Return the installed packages with their versions."""
-    return versions((OURS, *STACK, *FURTHER))
-
-
-def extensions() -> dict[str, list[str]]:
-    """Return what other packages add by entry points: ``{"strategy": ["hsdp of my-trainer"]}``.
-
-    A kind without an addition is left out.
-    """
-    from pytest_distcompat.checks import CHECKS
-    from pytest_distcompat.drivers import DRIVERS
-    from pytest_distcompat.precisions import PRECISIONS
-    from pytest_distcompat.registry import Registry
-    from pytest_distcompat.strategies import STRATEGIES
-
-    registries: dict[str, Registry[Any]] = {
-        "driver": DRIVERS,
-        "strategy": STRATEGIES,
-        "precision": PRECISIONS,
-        "check": CHECKS,
-        "executor": Registry("pytest_distcompat.executors", object, "executor", has_modules=False),
-    }
-    added: dict[str, list[str]] = {}
-    for kind, registry in registries.items():
-        origins = []
-        for origin in registry.extensions:
-            # What this package itself adds in that way is nothing to report.
-            if not origin.endswith(f" of {OURS}"):
-                origins.append(origin)
-        if origins:
-            added[kind] = origins
-    return added
-
-
-def package_findings() -> Iterator[Finding]:
-    """Yield packages that are missing, that are too old, or whose requirements are not met."""
-    installed_versions = installed()
-    if "torch" not in installed_versions:
-        yield Finding("problem", f"torch is not installed: {GET_TORCH}")
-    for requirement in _requirements(OURS, STACK):
-        # About accelerate its driver says more, below.
-        if requirement.name != "accelerate" and not _fits(requirement, installed_versions):
-            found_package = f"{requirement.name} {installed_versions[requirement.name]}"
-            problem = f"{found_package} is older than what {OURS} was tried with"
-            yield Finding("problem", f"{problem}: {requirement}")
-    if "accelerate" in installed_versions:
-        yield from _accelerate_findings(installed_versions["accelerate"])
-    for package in STACK:
-        if package not in installed_versions:
-            continue
-        for requirement in _requirements(package, installed_versions):
-            if not _fits(requirement, installed_versions):
-                problem = f"{package} {installed_versions[package]} requires {requirement}"
-                other = f"{requirement.name} {installed_versions[requirement.name]}"
-                yield Finding("problem", f"{problem}, and {other} is installed")
-
-
-def _accelerate_findings(version: str) -> Iterator[Finding]:
-    """Yield what the driver of accelerate says about a version, as ``1.7.0``.
-
-    It raises RuntimeError for one with which it does not work, and warns of one that was not tried.
-    """
-    from pytest_distcompat.launch.accelerate_cpu import check_version
-
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            check_version(version)
-    except RuntimeError as error:
-        yield Finding("problem", str(error))
-    for warning in warned:
-        yield Finding("warning", str(warning.message))
-
-
-def _requirements(package: str, among: Collection[str]) -> Iterator[Requirement]:
-    """Yield the requirements of an installed package on other packages, each once.
-
-    Args:
-        package: The package that has the requirements, as ``transformers``.
-        among: The packages of ``STACK`` that may be required. Requirements on others are left out.
-    """
-    relevant = set(STACK) & set(among) - {package}
-    yielded: set[str] = set()
-    for text in importlib.metadata.requires(package) or ():
-        requirement = Requirement(text)
-        # As ``torch>=2.6``, without the marker that says for which extra or Python it is: several
-        # extras may have the same requirement.
-        plain_text = f"{requirement.name}{requirement.specifier}"
-        if requirement.name in relevant and plain_text not in yielded and _applies(requirement):
-            yielded.add(plain_text)
-            yield Requirement(plain_text)
-
-
-def _applies(requirement: Requirement) -> bool:
-    """Tell whether the requirement counts here.
-
-    It does if it is one of the package itself, or of one of its ``EXTRAS``, for this Python and
-    platform.
-    """
-    marker = requirement.marker
-    if marker is None:
-        return True
-    return any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
-
-
-def _fits(requirement: Requirement, installed_versions: Mapping[str, str]) -> bool:
-    """Tell whether the installed version fits, or none is installed."""
-    version = installed_versions.get(requirement.name)
-    return version is None or fits(requirement, version)

@@ -103,6 +103,19 @@ def _trace(options: argparse.Namespace) -> int:
 def _run(
     options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path
 ) -> int:
+    """Train the cell, run the checks, and print what both say.
+
+    Args:
+        options: The parsed arguments.
+        driver: The driver.
+        cell: The cell.
+        checks: The checks that the user has named.
+        store: The directory for the files of all runs. With ``--keep`` an earlier command may have
+            used it.
+
+    Returns:
+        1 if the training ended early or a check fails, else 0.
+    """
     from pytest_distcompat.drivers import unsupported_reason
     from pytest_distcompat.engine import choose_device, local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
@@ -130,7 +143,7 @@ def _run(
         raise UsageProblem(f"{cell.id}: {reason}")
     timeout = options.timeout or Request.timeout
     with local_runner(driver, [cell], device=device, timeout=timeout, store=store) as runner:
-        # The results of an earlier command in that directory may be of an older trainer.
+        # A run that is in the directory already is not repeated. It may be of an older trainer.
         for scenario in scenarios:
             runner.forget(options.driver, cell, scenario)
         trace = runner.trace(options.driver, cell, TRAIN)
@@ -147,7 +160,8 @@ def _run(
             verdict, _ = run_check(runner, options.driver, cell, check, known)
             _print_verdict(verdict)
             green.append(not verdict.status.red)
-    return int(trace.run().end is not None or not all(green))
+    ended_early = trace.run().end is not None
+    return int(ended_early or not all(green))
 
 
 def _largest_world_size(cell: Cell, scenarios: Iterable[Scenario]) -> int:

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
+from pytest_distcompat.report.pairing import earlier_verdicts
 from pytest_distcompat.report.result import Change
 from pytest_distcompat.report.values import ValueChange, value_changes, value_lines
 from pytest_distcompat.status import Verdict
@@ -195,7 +195,7 @@ def compare(before: Report, after: Report) -> Comparison:
     counts_after = counts(after)
     for name in COUNTED:
         comparison.counts[name] = (counts_before[name], counts_after[name])
-    earlier = _earlier_verdicts(before, after)
+    earlier = earlier_verdicts(before, after)
     for index, result in enumerate(after.results):
         _add_verdict(comparison, earlier.get(index), result)
     _add_vanished(comparison, before, after, earlier.values())
@@ -288,112 +288,6 @@ def _add_vanished(
 def _change(result: Verdict, before: str, after: str, why: str) -> Change:
     """Return the change of a verdict: its status before and after, empty where there was none."""
     return Change(result.suite, result.driver, result.cell, result.check, before, after, why)
-
-
-def _earlier_verdicts(before: Report, after: Report) -> dict[int, Verdict]:
-    """Return the earlier verdict for each later one, by the index of the later one in its report.
-
-    A report may have several suites of one name, in different files, and a suite may have moved to
-    another file since the earlier report. So verdicts are paired in three passes.
-    """
-    pairing = _Pairing(before, after)
-    pairing.pair(_by_item)
-    # The same suite, whatever the node ids of its items are.
-    pairing.pair(_by_place)
-    # A suite that moved to another file. Of several with its name, the first pairs with the first.
-    pairing.keep_moved_suites()
-    pairing.pair(_by_suite)
-    return pairing.earlier
-
-
-def _by_item(result: Verdict) -> Hashable:
-    # Not by the driver: an item without a verdict may have none.
-    return (result.nodeid, result.suite, result.cell, result.check)
-
-
-def _by_place(result: Verdict) -> Hashable:
-    # The place is the node id of the suite: ``tests/test_a.py::TestMyTrainer``.
-    return (result.place, result.suite, result.cell, result.check)
-
-
-def _by_suite(result: Verdict) -> Hashable:
-    # The suite is the name of its class, in whatever file.
-    return (result.suite, result.cell, result.check)
-
-
-@dataclass(frozen=True)
-class _LaterVerdict:
-    """A verdict of the later report, and its index there."""
-
-    index: int
-    verdict: Verdict
-
-
-def _position(verdict: Verdict) -> tuple[str, str]:
-    """Return what verdicts are sorted by, so that pairs do not depend on the order of the run."""
-    return verdict.place, verdict.nodeid
-
-
-class _Pairing:
-    """Pairs of an earlier and a later verdict, found by one key after another.
-
-    Attributes:
-        earlier: The earlier verdict of each pair, by the index of the later one in its report.
-    """
-
-    def __init__(self, before: Report, after: Report) -> None:
-        self._suites_before = _suites(before)
-        self._suites_after = _suites(after)
-        self._before = sorted(before.results, key=_position)
-        self._after: list[_LaterVerdict] = []
-        for index, verdict in enumerate(after.results):
-            self._after.append(_LaterVerdict(index, verdict))
-        self._after.sort(key=lambda later: _position(later.verdict))
-        self.earlier: dict[int, Verdict] = {}
-
-    def keep_moved_suites(self) -> None:
-        """Leave out, in later passes, the suites that both reports have in the same place.
-
-        Only a suite that is gone from its place can have moved to a new one.
-        """
-        moved_away: list[Verdict] = []
-        for verdict in self._before:
-            if verdict.place not in self._suites_after:
-                moved_away.append(verdict)
-        moved_here: list[_LaterVerdict] = []
-        for later in self._after:
-            if later.verdict.place not in self._suites_before:
-                moved_here.append(later)
-        self._before = moved_away
-        self._after = moved_here
-
-    def pair(self, key: Callable[[Verdict], Hashable]) -> None:
-        """Pair the verdicts that have no partner yet and are equal in this key.
-
-        Of several on either side the first is paired with the first.
-
-        Args:
-            key: Returns the key of a verdict.
-        """
-        paired_ids = {id(verdict) for verdict in self.earlier.values()}
-        unpaired: defaultdict[Hashable, deque[Verdict]] = defaultdict(deque)
-        for verdict in self._before:
-            if id(verdict) not in paired_ids:
-                unpaired[key(verdict)].append(verdict)
-        for later in self._after:
-            candidates = unpaired[key(later.verdict)]
-            if later.index not in self.earlier and candidates:
-                self.earlier[later.index] = candidates.popleft()
-
-
-def _suites(report: Report) -> set[str]:
-    """Return the node ids of the suites of all items, also of those that were not reached."""
-    suites: set[str] = set()
-    reached = [result.nodeid for result in report.results]
-    for nodeid in (*report.unreached, *reached):
-        suite, _, _ = nodeid.rpartition("::test")
-        suites.add(suite)
-    return suites
 
 
 def _settings(report: Report) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Arguments of ``@pytest.mark.distcompat`` that extensions add.
 
 An extension is a pytest plugin. It returns an ``AddedArgument`` from the hook
-``pytest_distcompat_mark_arguments``, as ``AddedArgument("reuse", ("never", "safe"))``. A test may
-then have ``@pytest.mark.distcompat(world_size=2, reuse="safe")``. ``declare.read_mark`` checks the
-value, and the extension reads it from ``Mark.added``.
+``pytest_distcompat_mark_arguments``, as ``AddedArgument("reuse", ("never", "module"))``. A test may
+then have ``@pytest.mark.distcompat(world_size=2, reuse="module")``. ``declare.read_mark`` checks
+the value, and the extension reads it from ``Mark.added``.
 
 Every session imports this module, so that it imports little.
 """
@@ -25,7 +25,7 @@ class AddedArgument:
 
     @property
     def signature(self) -> str:
-        """The argument as ``pytest --markers`` shows it: ``reuse='never'|'safe'``."""
+        """The argument as ``pytest --markers`` shows it: ``reuse='never'|'module'``."""
         values = "|".join([repr(value) for value in self.known])
         return f"{self.name}={values}"
 

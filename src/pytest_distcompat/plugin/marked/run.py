@@ -7,7 +7,7 @@ torchrun process group. This is the second of the three steps ``declare``, ``run
 2. pytest calls that as it calls any test. It is ``run_on_ranks``, which sends a ``Request`` to the
    *launcher* and waits. The launcher starts the ranks, each of which runs the item by
    ``rank_session.run``, and returns an ``Ending``: how each rank ended and what it logged.
-3. ``outcome.merge`` makes one ``Outcome`` of it, and ``run_on_ranks`` ends as that says: it
+3. ``merge.merge`` makes one ``Outcome`` of it, and ``run_on_ranks`` ends as that says: it
    returns, skips, xfails or raises, so that pytest reports it.
 """
 
@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.plugin.marked.declare import Mark, mark_of, spread_of
+from pytest_distcompat.plugin.marked.merge import UNCAPTURED, merge
 from pytest_distcompat.plugin.marked.outcome import (
     OUTCOME,
-    UNCAPTURED,
     Outcome,
     disagreement,
-    merge,
 )
 from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession

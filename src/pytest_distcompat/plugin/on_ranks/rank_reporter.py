@@ -3,7 +3,7 @@
 A *rank* is one process of the process group on which a marked test runs. ``rank_session.reporting``
 registers the plugin once in a rank and calls ``begin`` for each item. From then on each report of
 pytest becomes a ``Phase`` in the log, a line of JSON in ``rank-0.jsonl`` for rank 0. After the run
-pytest's process reads the logs of all ranks and makes one outcome of them (``marked.outcome``).
+pytest's process reads the logs of all ranks and makes one outcome of them (``marked.merge``).
 
 The plugin also decides how the rank goes on. A rank that failed ends at once. A rank that skipped
 or xfailed waits until the outcomes of the other ranks are known.
@@ -20,7 +20,8 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_kind
-from pytest_distcompat.plugin.marked.phase import Phase, Phases, mark_exception
+from pytest_distcompat.plugin.marked.phase import Phase
+from pytest_distcompat.plugin.marked.reports import Phases, mark_exception
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch.rank_log import RankLog

@@ -42,6 +42,7 @@ from pytest_distcompat.plugin.on_ranks.watched_hooks import watch_hooks
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
+    from pytest_distcompat.launch.at_import import Watch
     from pytest_distcompat.launch.rank_log import RankLog
 
 #: The two functions as ``module:function``, the form in which requests to other processes name
@@ -139,27 +140,12 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     """
     os.chdir(payload["cwd"])
     sys.argv[:] = payload["argv"]
-    options = _read_options(payload, by_hand=by_hand)
-    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them
-    # (anyio).
-    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    from _pytest.assertion.rewrite import AssertionRewritingHook
-
     from pytest_distcompat.launch import at_import
 
     # The watch that finds what the user's modules read while they are imported. It is None on a
     # rank that collects by itself: as under torchrun, it may read what it wants.
     watch = at_import.active
-    arguments = ["-p", "no:terminal", *quiet, *payload["args"]]
-    if watch is None:
-        config = pytest.Config.fromdictargs(options, arguments)
-    else:
-        # ``fromdictargs`` imports conftest.py files, whose hooks may run at once. Single hook calls
-        # can be monitored only once there is a configuration, so all of them are watched as one.
-        with watch.hook("a conftest.py"):
-            watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
-            config = pytest.Config.fromdictargs(options, arguments)
-        watch_hooks(config, watch)
+    config = _make_config(payload, _read_options(payload, by_hand=by_hand), watch)
     # A conftest may read options from the arguments.
     config.invocation_params = dataclasses.replace(
         config.invocation_params, args=tuple(payload["given"])
@@ -182,6 +168,34 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
         # What a test module read concerns its own tests only; all else concerns every test.
         watch.only_in({str(item.path) for item in session.items})
     return session
+
+
+def _make_config(
+    payload: Mapping[str, Any], options: dict[str, Any], watch: Watch | None
+) -> pytest.Config:
+    """Return pytest's configuration. This imports plugins and the first conftest.py files.
+
+    Args:
+        payload: The return value of ``describe``.
+        options: The values of options by name.
+        watch: Looks at the conftest.py files and, from then on, at the user's hooks; None for no
+            watch.
+    """
+    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them
+    # (anyio).
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments = ["-p", "no:terminal", *quiet, *payload["args"]]
+    from _pytest.assertion.rewrite import AssertionRewritingHook
+
+    if watch is None:
+        return pytest.Config.fromdictargs(options, arguments)
+    # ``fromdictargs`` imports conftest.py files, whose hooks may run at once. Single hook calls can
+    # be monitored only once there is a configuration, so all of them are watched as one.
+    with watch.hook("a conftest.py"):
+        watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
+        config = pytest.Config.fromdictargs(options, arguments)
+    watch_hooks(config, watch)
+    return config
 
 
 def _collected(config: pytest.Config) -> pytest.Session:
