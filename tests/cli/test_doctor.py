@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.cli import capabilities, doctor, machine, main
+from pytest_distcompat.cli import capabilities, dependencies, doctor, machine, main
 from pytest_distcompat.cli.capabilities import capability
 from pytest_distcompat.cli.machine import Machine
 from pytest_distcompat.driver import Driver
@@ -127,7 +127,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "accelerate": ["torch>=2.0", "numpy<1", 'torch==9; extra == "dev"', 'torch<1; python_version < "3"'],
     }
     monkeypatch.setattr("importlib.metadata.requires", wants.get)
-    monkeypatch.setattr(machine, "installed", lambda: versions)
+    monkeypatch.setattr(dependencies, "installed", lambda: versions)
     return versions
 
 
@@ -156,12 +156,12 @@ def test_contradicting_packages_are_a_problem(
     packages: dict[str, str], change: dict[str, str], expected: list[str]
 ) -> None:
     packages.update(change)
-    assert [f"{finding.level}: {finding.text}" for finding in machine.package_findings()] == expected
+    assert [f"{finding.level}: {finding.text}" for finding in dependencies.package_findings()] == expected
 
 
 def test_without_torch(packages: dict[str, str]) -> None:
     del packages["torch"]
-    (finding,) = machine.package_findings()
+    (finding,) = dependencies.package_findings()
     assert finding.text == f"torch is not installed: {GET_TORCH}"
     missing = {"error": "ModuleNotFoundError: No module named 'torch'"}
     assert reported(dataclasses.replace(GOOD, torch=missing)) == [], "once is enough"
@@ -232,7 +232,7 @@ def test_a_machine_on_which_no_cell_can_run_has_a_problem() -> None:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A good machine and good packages."""
     monkeypatch.setattr(machine, "this_machine", lambda: GOOD)
-    monkeypatch.setattr(machine, "package_findings", lambda: iter(()))
+    monkeypatch.setattr(dependencies, "package_findings", lambda: iter(()))
     monkeypatch.setattr(machine, "torch_infos", lambda: TORCH)
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.launch.forensics.ending import RankEnd
-from pytest_distcompat.plugin.marked.outcome import merge
-from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase, with_subtests
+from pytest_distcompat.plugin.marked.merge import merge
+from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
+from pytest_distcompat.plugin.marked.subtests import with_subtests
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.plugin.on_ranks.rank_output import no_terminal
-from pytest_distcompat.plugin.on_ranks.rank_session import _is_default
+from pytest_distcompat.plugin.on_ranks.session_description import _is_default
 from pytest_distcompat.plugin.reporting.representation import represent
 
 
@@ -33,7 +33,7 @@ def test_a_session_without_pytest_main() -> None:
 
 def test_the_default_of_an_option(pytester: pytest.Pytester) -> None:
     config = pytester.parseconfigure("-k", "some")
-    message = "plugin/on_ranks/rank_session.py: _is_default() asks Config._parser, which is not what it was"
+    message = "plugin/on_ranks/session_description.py: _is_default() asks Config._parser, which is not what it was"
     assert _is_default(config, "markexpr", config.option.markexpr), message
     assert not _is_default(config, "keyword", "some"), message
 
@@ -76,7 +76,7 @@ def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
     report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
     assert report.longrepr == "[XPASS(strict)] r", (
-        "plugin/marked/phase.py: phase_of() knows a strict xpass by this text"
+        "plugin/marked/reports.py: phase_of() knows a strict xpass by this text"
     )
 
 

@@ -9,8 +9,9 @@ import pytest
 from tests.plugin.conftest import codes
 
 from pytest_distcompat.launch.forensics.ending import RankEnd
-from pytest_distcompat.plugin.marked.outcome import merge
-from pytest_distcompat.plugin.marked.phase import XFAILED, Phase, Phases
+from pytest_distcompat.plugin.marked.merge import merge
+from pytest_distcompat.plugin.marked.phase import XFAILED, Phase
+from pytest_distcompat.plugin.marked.reports import Phases
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks, Run, RunPytest, Torchrun

@@ -13,9 +13,10 @@ import pytest
 
 from pytest_distcompat.cli import main
 from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.history import History
 from pytest_distcompat.report.html import sparkline, trend_html
 from pytest_distcompat.report.result import Row
-from pytest_distcompat.report.trend import History, Trend, trend
+from pytest_distcompat.report.trend import Trend, trend
 from pytest_distcompat.status import Status, Verdict
 
 from .conftest import NO_BROWSER

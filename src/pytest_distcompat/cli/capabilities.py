@@ -1,4 +1,19 @@
-"""Capabilities of drivers: the cells that can run here, why others cannot, and known issues."""
+"""Capabilities of drivers: the cells that can run here, why others cannot, and known issues.
+
+``distcompat doctor`` calls ``capability`` for each *driver* (a trainer under test, as
+``accelerate``) and prints ``Capability.lines``, without running anything::
+
+    accelerate: 512 of the 700 cells of the full profile
+               fp32  bf16
+      ddp      yes   yes
+      fsdp2    yes   -
+
+A *cell* is a configuration with an id such as ``fsdp2-bf16-w2-tp_2``: strategy, precision, 2 ranks,
+options. The *full profile* has every strategy and precision, and every option by itself. Some
+options make a *mesh*: they arrange the ranks in several dimensions, as tensor parallelism (``tp``).
+A *check* is a claim about a cell, which may not apply to it. A *known issue* is a bug of another
+project, for which a failure is expected.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +34,7 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import MESH
 from pytest_distcompat.strategies import STRATEGIES
 
-#: Why each check does not apply to a cell, by the check's name; None for one that does.
+#: The name of each check to the reason why it does not apply to a cell; None if it does.
 WhyNotByCheck = dict[str, str | None]
 
 
@@ -29,11 +44,11 @@ class Capability:
 
     Attributes:
         driver: The driver's name.
-        reasons: Why each cell of the full profile cannot run; None for a cell that can.
+        reasons: Each cell of the full profile to the reason why it cannot run; None if it can.
         known: The cells that can run and that, by a known issue, are refused or fail in every
             check.
-        checks: For each cell that can run on a mesh of several dimensions, by the name of a check:
-            why the check does not apply; None if it does.
+        checks: Each cell that can run on a mesh of several dimensions to the reasons why checks do
+            not apply; empty if nobody asked for it.
     """
 
     driver: str
@@ -47,7 +62,7 @@ class Capability:
         return sum(not reason for reason in self.reasons.values())
 
     def lines(self, *, whole: bool) -> Iterator[str]:
-        """Yield a table of strategies by precisions.
+        """Yield a line with the number of cells, and a table of strategies by precisions.
 
         Args:
             whole: Whether to add the tables of mesh options, and why cells and checks are left out.
@@ -63,6 +78,7 @@ class Capability:
 
     def _rows_of_strategies(self) -> Iterator[list[str]]:
         """Yield a row for each strategy: in which precisions it can run without options."""
+        # The full profile has a cell without options for each strategy and precision.
         words: dict[tuple[str, str], str] = {}
         for cell, reason in self.reasons.items():
             if not cell.options:
@@ -133,7 +149,7 @@ class Capability:
 
 
 def _first_of(names: Sequence[str]) -> str:
-    """Return the first name, with dots if there are more."""
+    """Return the first name, with dots if there are more: ``a, ...``."""
     if len(names) > 1:
         return f"{names[0]}, ..."
     return names[0]
@@ -170,7 +186,7 @@ def capability(
         device: ``cuda`` or ``cpu``.
         world_size: The number of ranks of each cell.
         issues: Known issues of the installed libraries.
-        whole: Whether to find out which checks apply, too.
+        whole: Whether to find out which checks apply, too, which takes longer.
     """
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
@@ -189,15 +205,17 @@ def capability(
 
 def _is_covered(cell: Cell, whole_cell_issues: Iterable[Expectation]) -> bool:
     """Tell whether any of these issues covers the cell."""
-    # Any check will do, because they cover all checks of a cell.
+    # The name of any check will do, because these issues cover all checks of a cell.
     return any(issue.covers(cell, "active") for issue in whole_cell_issues)
 
 
 def _concerns_whole_cells(issue: Expectation) -> bool:
     """Tell whether every cell that the issue covers is refused, or fails in every check."""
+    # Another issue is about one check, or is over since its last day.
     if issue.check != "*" or issue.ended:
         return False
-    # An issue that need not show is about some models or options, which its cells do not name.
+    # A strict one fails in all cells that it covers. One that is not strict need not show in each:
+    # it is about some models or options, which its cells do not name.
     return issue.strict or issue.kind == "refuses"
 
 
@@ -228,7 +246,15 @@ def _checks_on_meshes(
 def issues_here(
     issues: Iterable[KnownIssue], drivers: Sequence[type[Driver]], device: str
 ) -> list[tuple[KnownIssue, list[str]]]:
-    """Return the issues that are present on the device, each with the drivers concerned."""
+    """Return the issues that are present on the device, each with the names of its drivers.
+
+    An issue is present if the installed versions have the bug and its last day is not over.
+
+    Args:
+        issues: The known issues.
+        drivers: The drivers to look at; an issue without any of them is left out.
+        device: ``cuda`` or ``cpu``.
+    """
     applicable = []
     for issue in issues:
         names = []

@@ -1,4 +1,13 @@
-"""``doctor``: reports what is installed, what can run here, and what is wrong. Runs no test."""
+"""``distcompat doctor``: reports what is installed, what can run here, and what is wrong.
+
+It runs no test. ``cli.main`` calls ``add`` for the parser, and then ``_doctor`` with the parsed
+arguments. The facts come from three modules. ``cli.machine`` knows environment and devices,
+``cli.dependencies`` the installed packages; both make *findings*, as ``Finding("warning", "/dev/shm
+has 64 MiB free; ...")``. ``cli.capabilities`` knows which *cells* each *driver* can run here. A
+driver is a trainer under test, as ``accelerate``. A cell is a configuration of it, as
+``fsdp2-bf16-w2``: strategy, precision, 2 ranks. A *known issue* is a bug of another project that is
+present in the installed versions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.cli import machine
+from pytest_distcompat.cli import dependencies, machine
 from pytest_distcompat.cli.machine import Finding, Machine
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand; ``commands`` is what argparse's ``add_subparsers`` returned."""
     doctor = commands.add_parser(
         "doctor",
         help="what is installed, what can be run here, what is wrong",
@@ -57,6 +66,7 @@ def add(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    """Run the subcommand; return 1 if there is a problem, else 0."""
     from pytest_distcompat.cli.capabilities import capability, issues_here
     from pytest_distcompat.drivers import DRIVERS, find_driver
     from pytest_distcompat.known import read_file, shipped
@@ -95,7 +105,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _verdict(findings: Sequence[Finding], *, failed: bool, strict: bool) -> str:
-    """Return the last line: whether the command fails, and the number of findings of each level."""
+    """Return the last line: ``verdict: FAIL: 1 problem, 2 warnings, 0 notes``."""
     levels = [finding.level for finding in findings]
     parts = []
     for level in ("problem", "warning", "note"):
@@ -111,18 +121,21 @@ def _verdict(findings: Sequence[Finding], *, failed: bool, strict: bool) -> str:
 def _findings(
     inspected: Machine, wanted_gpus: int, capabilities: Sequence[Capability]
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the packages and the machine, and what is missing.
+    """Yield what is wrong with the packages and the machine, and what a suite would lack.
 
-    A suite may miss GPUs, or cells that can run here.
+    Args:
+        inspected: The facts about the machine.
+        wanted_gpus: The number of GPUs that the user wants (``--gpus``); 0 for any.
+        capabilities: What each driver can run.
     """
-    yield from machine.package_findings()
+    yield from dependencies.package_findings()
     yield from machine.findings(inspected)
     visible = len(inspected.visible)
     if visible < wanted_gpus:
         gpus = f"{visible} of {len(inspected.gpus)} are visible"
         yield Finding("problem", f"{wanted_gpus} GPUs are wanted, {gpus}")
     if not any(capability.able for capability in capabilities):
-        # A dictionary, to have each reason once and in order.
+        # No suite has a cell to run. A dictionary, to have each reason once and in order.
         reasons: dict[str | None, None] = {}
         for capability in capabilities:
             reasons |= dict.fromkeys(capability.reasons.values())
@@ -140,13 +153,22 @@ def _lines(
     *,
     whole: bool,
 ) -> Iterator[str]:
-    """Yield the lines for the terminal; ``whole``: with every reason and link."""
+    """Yield the lines for the terminal.
+
+    Args:
+        inspected: The facts about the machine.
+        world_size: The number of ranks of each cell.
+        capabilities: What each driver can run.
+        known: The known issues that are present, each with the names of the drivers concerned.
+        findings: What is wrong.
+        whole: Whether to show every reason and link (``--all``).
+    """
     yield "installed"
     versions = []
-    for name, version in machine.installed().items():
+    for name, version in dependencies.installed().items():
         versions.append(f"{name} {version}")
     yield f"  {', '.join(versions)}"
-    for kind, origins in machine.extensions().items():
+    for kind, origins in dependencies.extensions().items():
         for origin in origins:
             yield f"  {kind} {origin}"
     yield ""
@@ -177,6 +199,7 @@ def _devices(inspected: Machine) -> Iterator[str]:
     visible = f"{len(inspected.visible)} visible"
     yield f"{inspected.cores} CPU cores; {len(inspected.gpus)} GPUs, {visible}"
     torch = inspected.torch
+    # A finding says why torch cannot be imported.
     if "error" in torch:
         return
     gpus = f"{len(torch['gpus'])} GPUs"

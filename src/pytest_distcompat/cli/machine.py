@@ -1,9 +1,18 @@
-"""Packages, machine and environment, and what in them makes runs fail or ignore their settings."""
+"""Machine and environment, and what in them makes runs fail or ignore their settings.
+
+``distcompat doctor`` (``cli.doctor``) calls the functions of this module and prints what they
+return. ``this_machine`` and ``torch_infos`` collect facts, ``findings`` says what is wrong with
+them. A *finding* is a line such as::
+
+    warning: /dev/shm has 64 MiB free; ranks share memory there: docker run --shm-size=1g, ...
+
+A *rank* is a process of a torchrun process group, which trains a model together with other ranks.
+No rank is started for this.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -12,26 +21,24 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
 from pytest_distcompat.devices import gpu_uuids, visible_ids
-from pytest_distcompat.installed import GET_TORCH, fits, has_compiler, versions
+from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.launch import loopback, nccl
 
-#: Where NCCL, and DeepSpeed on the CPU, share memory between ranks.
+#: The file system in memory where NCCL, and DeepSpeed on the CPU, share memory between ranks.
 SHM = Path("/dev/shm")  # noqa: S108 - only inspected
-#: More than docker's default of 64 MiB:
+#: The free bytes that it needs: 256 MiB, more than docker's default of 64 MiB. See
 #: https://docs.docker.com/reference/cli/docker/container/run/#shm-size
 LEAST_SHM = 256 << 20
-#: A session of the default profile keeps checkpoints of some hundreds of MiB, until pytest removes
-#: them.
+#: The free bytes that the directory for temporary files needs: 2 GiB. A session of the default
+#: profile keeps checkpoints of some hundreds of MiB, until pytest removes them.
 LEAST_TMP = 2 << 30
+#: The file with the names of addresses, read before a name server is asked.
 HOSTS = Path("/etc/hosts")
 #: The time limit for the import of torch, in seconds.
 IMPORT_TIMEOUT_S = 300.0
@@ -41,7 +48,7 @@ RESOLVE_TIMEOUT_S = 2.0
 
 #: Variables by which a trainer takes its process for a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Variables that accelerate prefers to a trainer's own settings.
+#: Variables by which accelerate decides, whatever a trainer's own settings are.
 LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
@@ -49,48 +56,44 @@ LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_CPU",
 )
 
-OURS = "pytest-distcompat"
-#: Packages that depend on one another: a version of one requires versions of the others.
-STACK = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "peft", "safetensors")
-#: The extras for packages of the stack. Others, such as an extra for developers, may pin versions
-#: that users do not need.
-EXTRAS = ("", *STACK, "fp8", "lora")
-#: Further packages that tests and reports need.
-FURTHER = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
-
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding about the machine.
+    """Something that is wrong with the machine or its packages, or may be."""
 
-    Its level is ``problem`` (runs fail or differ from their settings), ``warning`` or ``note``.
-    """
-
+    #: ``problem`` (runs fail, or differ from their settings), ``warning`` or ``note``.
     level: str
+    #: What is wrong and, if that is known, how to mend it.
     text: str
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about the machine.
+    """Facts about the machine."""
 
-    ``torch`` holds ``torch_facts.infos``, or only ``error``; it is empty if nobody asked. Sizes are
-    in bytes, None where unknown. ``gpus`` are all GPUs of the machine, ``visible`` those that CUDA
-    would show a process, both by UUID.
-    """
-
+    #: The environment variables.
     environ: Mapping[str, str]
+    #: What ``torch_infos`` returned; empty if it was not called.
     torch: Mapping[str, Any] = field(default_factory=dict)
+    #: The UUIDs of all GPUs of the machine.
     gpus: tuple[str, ...] = ()
+    #: The UUIDs of those that CUDA would show a process, by CUDA_VISIBLE_DEVICES.
     visible: tuple[str, ...] = ()
+    #: The CPU cores that this process may use.
     cores: int = 1
+    #: The free bytes of ``SHM``; None if it does not exist.
     shm: int | None = None
+    #: The free bytes of the directory for temporary files; None if it does not exist.
     tmp: int | None = None
+    #: The name of this machine.
     hostname: str = ""
+    #: Whether that name has an address within ``RESOLVE_TIMEOUT_S``.
     resolves: bool = True
+    #: Whether ``HOSTS`` names ::1, see ``names_loopback``.
     loopback: bool = True
     #: Why ranks cannot meet at localhost; empty if they can.
     unreachable: str = ""
+    #: Whether there is a C++ compiler.
     compiler: bool = True
     #: The NCCL that ranks load; None without one.
     nccl: nccl.Library | None = None
@@ -102,7 +105,10 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Examine this machine, all but torch."""
+    """Return the facts about this machine, all but those about torch.
+
+    These need a second process, which ``doctor`` starts at the same time.
+    """
     name = socket.gethostname()
     hosts = ""
     if HOSTS.exists():
@@ -124,9 +130,15 @@ def this_machine() -> Machine:
 
 
 def torch_infos() -> dict[str, Any]:
-    """Return facts about torch, as ``Machine.torch`` has them.
+    """Return facts about torch, for ``Machine.torch``.
 
-    Starts a Python process that imports torch.
+    A process of its own imports torch. The import may crash or hang, and this process is fast
+    without it.
+
+    Returns:
+        What ``torch_facts.infos`` says: ``cuda``, ``hip`` and ``nccl`` (versions, or empty),
+        ``gpus`` (the names of usable GPUs), ``has_nccl`` and ``gloo`` (whether torch has them). Or
+        only ``error``, if torch cannot be imported.
     """
     command = [sys.executable, "-m", "pytest_distcompat.cli.torch_facts"]
     try:
@@ -136,19 +148,24 @@ def torch_infos() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"torch was not imported within {IMPORT_TIMEOUT_S:g} s"}
     if done.returncode:
+        # The last line of a traceback: the exception.
         errors = done.stderr.strip().splitlines()
         if errors:
             return {"error": errors[-1]}
         return {"error": f"the process that imports torch ended with exit code {done.returncode}"}
+    # Libraries may have printed something at their import.
     last_line = done.stdout.splitlines()[-1]
     infos: dict[str, Any] = json.loads(last_line)
     return infos
 
 
 def names_loopback(hosts: str) -> bool:
-    """Tell whether the text of ``/etc/hosts`` names ::1."""
-    # torch looks for an IPv6 address of localhost first. Without one it takes ``::ffff:127.0.0.1``,
-    # which no such file has, and looks up the name of every address that connects.
+    """Tell whether the text of ``/etc/hosts`` has ``::1`` as an address of ``localhost``.
+
+    torch's store looks for an IPv6 address of localhost first. Without one it takes
+    ``::ffff:127.0.0.1``, which no such file has, and asks a name server for the name of every
+    address that connects.
+    """
     for line in hosts.splitlines():
         text, _, _comment = line.partition("#")
         words = text.split()
@@ -158,13 +175,14 @@ def names_loopback(hosts: str) -> bool:
 
 
 def _free(directory: Path) -> int | None:
+    """Return the free bytes of a directory's file system; None if there is no such directory."""
     with contextlib.suppress(OSError):
         return shutil.disk_usage(directory).free
     return None
 
 
 def _resolves(name: str) -> bool:
-    """Tell whether the name resolves within the time limit."""
+    """Tell whether the name of a machine has an address within ``RESOLVE_TIMEOUT_S``."""
     resolved = threading.Event()
 
     def resolve() -> None:
@@ -180,7 +198,10 @@ def _resolves(name: str) -> bool:
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """Yield what is wrong with the machine, or may be."""
+    """Yield what is wrong with the machine, or may be.
+
+    Nothing is said about torch and GPUs if ``machine.torch`` is empty.
+    """
     error = machine.torch.get("error", "")
     # If it is not installed, the findings about packages say so.
     if error and "No module named 'torch'" not in error:
@@ -196,7 +217,9 @@ def findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _gpu_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield what keeps torch from using the GPUs of this machine."""
     torch = machine.torch
+    # Such as ``0,1``; None shows all GPUs, an empty text none.
     selection = machine.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(machine.gpus)
     if count and not (torch["cuda"] or torch["hip"]):
@@ -233,8 +256,10 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _environment_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield the environment variables that change what runs do."""
     environ = machine.environ
     threads = environ.get("OMP_NUM_THREADS", "")
+    # Half of the cores: a group has two ranks at least, each with so many threads.
     most_threads = max(1, machine.cores // 2)
     if threads.isdecimal() and int(threads) > most_threads:
         yield Finding(
@@ -273,6 +298,7 @@ def _environment_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _system_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield what is wrong with memory, disk, network and compiler."""
     if machine.shm is None or machine.shm < LEAST_SHM:
         size = "is not there"
         if machine.shm is not None:
@@ -307,104 +333,3 @@ def _system_findings(machine: Machine) -> Iterator[Finding]:
             "warning",
             "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run",
         )
-
-
-def installed() -> dict[str, str]:
-    """Return the installed packages with their versions."""
-    return versions((OURS, *STACK, *FURTHER))
-
-
-def extensions() -> dict[str, list[str]]:
-    """Return what other packages add by entry points.
-
-    By kind: ``{"strategy": ["hsdp of my-trainer"]}``.
-    """
-    from pytest_distcompat.checks import CHECKS
-    from pytest_distcompat.drivers import DRIVERS
-    from pytest_distcompat.precisions import PRECISIONS
-    from pytest_distcompat.registry import Registry
-    from pytest_distcompat.strategies import STRATEGIES
-
-    registries: dict[str, Registry[Any]] = {
-        "driver": DRIVERS,
-        "strategy": STRATEGIES,
-        "precision": PRECISIONS,
-        "check": CHECKS,
-        "executor": Registry("pytest_distcompat.executors", object, "executor", has_modules=False),
-    }
-    added: dict[str, list[str]] = {}
-    for kind, registry in registries.items():
-        origins = []
-        for origin in registry.extensions:
-            if not origin.endswith(f" of {OURS}"):
-                origins.append(origin)
-        if origins:
-            added[kind] = origins
-    return added
-
-
-def package_findings() -> Iterator[Finding]:
-    """Yield packages that are missing, that are too old, or whose requirements are not met."""
-    installed_versions = installed()
-    if "torch" not in installed_versions:
-        yield Finding("problem", f"torch is not installed: {GET_TORCH}")
-    for requirement in _requirements(OURS, STACK):
-        # The driver of accelerate gives its reason, below.
-        if requirement.name != "accelerate" and not _fits(requirement, installed_versions):
-            found_package = f"{requirement.name} {installed_versions[requirement.name]}"
-            problem = f"{found_package} is older than what {OURS} was tried with"
-            yield Finding("problem", f"{problem}: {requirement}")
-    if "accelerate" in installed_versions:
-        yield from _accelerate_findings(installed_versions["accelerate"])
-    for package in STACK:
-        if package not in installed_versions:
-            continue
-        for requirement in _requirements(package, installed_versions):
-            if not _fits(requirement, installed_versions):
-                problem = f"{package} {installed_versions[package]} requires {requirement}"
-                other = f"{requirement.name} {installed_versions[requirement.name]}"
-                yield Finding("problem", f"{problem}, and {other} is installed")
-
-
-def _accelerate_findings(version: str) -> Iterator[Finding]:
-    """Yield what the driver of accelerate says about its version."""
-    from pytest_distcompat.launch.accelerate_cpu import check_version
-
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            check_version(version)
-    except RuntimeError as error:
-        yield Finding("problem", str(error))
-    for warning in warned:
-        yield Finding("warning", str(warning.message))
-
-
-def _requirements(package: str, among: Collection[str]) -> Iterator[Requirement]:
-    """Yield what the package requires of these packages, each once.
-
-    The extras that concern the stack count too.
-    """
-    relevant = set(STACK) & set(among) - {package}
-    yielded: set[str] = set()
-    for text in importlib.metadata.requires(package) or ():
-        requirement = Requirement(text)
-        # Without its marker: a package may be required by several extras.
-        plain_text = f"{requirement.name}{requirement.specifier}"
-        if requirement.name in relevant and plain_text not in yielded and _applies(requirement):
-            yielded.add(plain_text)
-            yield Requirement(plain_text)
-
-
-def _applies(requirement: Requirement) -> bool:
-    """Tell whether the requirement is one of the package itself, or of one of its ``EXTRAS``."""
-    marker = requirement.marker
-    if marker is None:
-        return True
-    return any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
-
-
-def _fits(requirement: Requirement, installed_versions: Mapping[str, str]) -> bool:
-    """Tell whether the installed version fits, or none is installed."""
-    version = installed_versions.get(requirement.name)
-    return version is None or fits(requirement, version)

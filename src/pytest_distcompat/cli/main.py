@@ -1,4 +1,11 @@
-"""Parser of the command line, and the call of the subcommand."""
+"""The command ``distcompat``: the parser of its command line, and the call of the subcommand.
+
+``main`` is the entry point of the script ``distcompat`` and of ``python -m pytest_distcompat.cli``.
+A subcommand, as ``distcompat doctor``, is a module with a function ``add``, which adds a parser to
+``commands`` (argparse's object for subcommands) and sets two defaults there: ``call``, a function
+of the parsed arguments that returns the exit code, and perhaps ``finds_drivers``, true for
+subcommands that import a trainer of the user's. Extensions add subcommands by entry points.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +25,15 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.process import do_nothing
 from pytest_distcompat.registry import installed_entry_points
 
-#: The entry points by which extensions add commands: functions of the parser's subparsers.
+#: The group of entry points by which extensions add subcommands; each is a function like ``add``.
 COMMANDS = "pytest_distcompat.commands"
-#: The exit codes: nothing is wrong; news or problems; wrong arguments, as in pytest and argparse; a
-#: shell's after Ctrl-C.
+#: The exit codes. ``OK``: nothing is wrong. ``NEWS``: news, problems or red sessions. ``USAGE``:
+#: wrong arguments, as in argparse. ``INTERRUPTED``: Ctrl-C, as in shells.
 OK, NEWS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands.
-
-    ``call`` of the parsed arguments is the subcommand's function.
-    """
+    """Return the parser of all subcommands, with those of extensions."""
     root = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
     root.add_argument("--version", action="store_true", help="print the version")
     root.set_defaults(call=None, finds_drivers=False)
@@ -43,9 +47,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand, and return the exit code.
+    """Run the subcommand, and return the exit code; ``arguments`` are ``sys.argv`` by default.
 
-    It is 0, 1 for news, problems and red sessions, or 2 for wrong arguments.
+    argparse itself ends the process for wrong arguments and for ``--help``.
     """
     root = parser()
     options = root.parse_args(arguments)
@@ -64,7 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _exit_code_of(options: argparse.Namespace) -> int:
-    """Call the subcommand, and return the exit code. Print a user's problem in one line."""
+    """Call the subcommand, and return the exit code.
+
+    A mistake of the user's is printed to stderr, without a traceback.
+    """
     try:
         with _ended_by_sigterm():
             return int(options.call(options))
@@ -74,10 +81,12 @@ def _exit_code_of(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader closed the pipe: distcompat diff ... | head
+        # The reader closed the pipe: distcompat diff ... | head. Python would write to it once
+        # more.
         sys.stderr.close()
         return NEWS
     except OSError as error:
+        # A full disk is no bug of this program.
         if not is_full(error):
             raise
         place = f"{error.filename}: " if error.filename else ""
@@ -109,6 +118,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _end(number: int, *_: object) -> None:
+    """Handle a signal: raise SystemExit with the exit code that shells have for it."""
     # Ignore further signals, which a scheduler sends while directories are being removed.
     signal.signal(number, do_nothing)
     raise SystemExit(128 + number)

@@ -1,4 +1,8 @@
-"""Output of subcommands: tables, files, and errors that name the file."""
+"""Output of the subcommands of ``distcompat``: tables, files, and errors that name the file.
+
+Subcommands of extensions use it too. A ``UsageProblem`` is an error of the user's, which
+``cli.main`` prints in one line.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ WRITTEN = f"written in the format of its suffix ({', '.join(FORMATS)}); may be g
 
 
 def report_file(text: str) -> Path:
-    """Return the path of a report's file.
+    """Return the path of a report's file: a ``type`` for argparse's ``add_argument``.
 
     Raises:
         argparse.ArgumentTypeError: Its suffix is that of no format.
@@ -34,9 +38,9 @@ def report_file(text: str) -> Path:
 
 @contextlib.contextmanager
 def named_in_errors(name: object = None) -> Iterator[None]:
-    """Turn an OSError of the block into a UsageProblem.
+    """Turn an OSError of the block into a UsageProblem: ``last.json: No such file or directory``.
 
-    Its message names the file, or ``name`` if that is given.
+    Its message names the file of the error, or ``name`` if that is given.
     """
     try:
         yield
@@ -45,13 +49,13 @@ def named_in_errors(name: object = None) -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file. Raises UsageProblem."""
+    """Write a file; raise UsageProblem if that fails."""
     with named_in_errors(path):
         replace_file(path, [text])
 
 
 def write_reports(paths: Iterable[Path], report: Report) -> None:
-    """Write a report to each file, in the format of its suffix. Raises UsageProblem."""
+    """Write a report to each file, in the format of its suffix; raise UsageProblem on failure."""
     for path in paths:
         with named_in_errors(path):
             write_report(path, report)
@@ -60,7 +64,13 @@ def write_reports(paths: Iterable[Path], report: Report) -> None:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "  "
 ) -> Iterator[str]:
-    """Yield a line for the heads and one for each row, in columns of equal width."""
+    """Yield a line for the heads and one for each row, with the columns aligned.
+
+    Args:
+        heads: The heads of the columns.
+        rows: The values of each row, which become texts.
+        indent: What each line begins with.
+    """
     lines = [list(heads)]
     for row in rows:
         lines.append(list(map(str, row)))
@@ -75,14 +85,14 @@ def table(
 
 
 def columns() -> int:
-    """Return how many columns a line may have; 0 if any: a file has no width."""
+    """Return how many characters a line may have; 0 if the output is a file, which has no width."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
     return 0
 
 
 def fitted(line: str, width: int) -> str:
-    """Return the line, cut if it has more than ``width`` columns; a width of 0 is none."""
+    """Return the line, cut if it has more than ``width`` characters; 0 stands for any width."""
     if not width or len(line) <= width:
         return line
     return f"{line[: width - 4]} ..."

@@ -1,4 +1,10 @@
-"""``diff``, ``merge``, ``report``, ``trend``: commands for the JSON reports of earlier sessions."""
+"""``diff``, ``merge``, ``report``, ``trend``: commands for the JSON reports of earlier sessions.
+
+A session with ``--distcompat-report last.json`` writes a report: its *verdicts* (passed, failed,
+...), each of one check in one configuration. ``cli.main`` calls ``add`` for the parser of the
+command ``distcompat``, and then the function of the subcommand, which returns the exit code. The
+work is done in ``report/``; the functions here read files, call it, and print.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from pytest_distcompat.report.trend import trend
 
 
 def add(commands: Any) -> None:
-    """Add the subcommands to the parser's."""
+    """Add the subcommands; ``commands`` is what argparse's ``add_subparsers`` returned."""
     diff = commands.add_parser(
         "diff",
         help="what is newly broken, newly fixed, newly missing",
@@ -84,6 +90,7 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    """Print what differs between two reports; return 1 if something is newly broken or missing."""
     differences = compare(Report.read(options.before), Report.read(options.after))
     if options.json:
         document = differences.to_json(str(options.before))
@@ -96,9 +103,16 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
+    """Write one or more reports as one, in other formats: the commands ``merge`` and ``report``.
+
+    Returns:
+        1 if ``merge`` lacks the report of a shard, else 0. A shard is the part of the tests that
+        one machine ran (``--distcompat-shard 2/3``).
+    """
     reports = [Report.read(path) for path in options.reports]
     report = reports[0]
-    # A shard is merged even alone: that shows which ones are missing.
+    # ``whole`` is true for ``merge``. It merges a shard even alone: that shows which ones are
+    # missing.
     is_shard = options.whole and "shard" in report.session
     if len(reports) > 1 or is_shard:
         report = merge(reports)
@@ -108,6 +122,8 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _trend(options: argparse.Namespace) -> int:
+    """Write the page of many nights, and print which checks are broken and which are flaky."""
+    # The generator fills the list while ``trend`` reads the reports, so it is looked at afterwards.
     problems: list[str] = []
     shown = trend(_nights(options.directory, problems))
     if problems:

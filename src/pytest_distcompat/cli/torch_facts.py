@@ -1,4 +1,10 @@
-"""Facts about torch and the GPUs as a line of JSON, for a parent that does not import torch."""
+"""Facts about torch and the GPUs as a line of JSON, for a parent that does not import torch.
+
+``distcompat doctor`` runs ``python -m pytest_distcompat.cli.torch_facts`` in a process of its own
+(``cli.machine.torch_infos``) and reads the last line of its output, for example::
+
+    {"cuda": "12.8", "hip": "", "gpus": ["NVIDIA H100"], "nccl": "2.27.3", "has_nccl": true, ...}
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,13 @@ from typing import Any
 
 
 def infos() -> dict[str, Any]:
-    """Return the versions of torch's libraries, or empty texts, and the names of usable GPUs."""
+    """Return what this torch is built for and which GPUs it can use.
+
+    Returns:
+        ``cuda`` and ``hip``: the version for which torch is built; empty if it is not. ``gpus``:
+        the names of the GPUs that it can use. ``nccl``: the version of NCCL; empty without GPUs.
+        ``has_nccl`` and ``gloo``: whether process groups can use these backends.
+    """
     import torch
     from torch import distributed
 

@@ -1,4 +1,18 @@
-"""``trace``: trains one cell and prints what its ranks' probes recorded, without pytest."""
+"""``distcompat trace``: trains one cell and prints what its ranks recorded, without pytest.
+
+For example ``distcompat trace accelerate fsdp2-bf16-w2 --check names``:
+
+- A *driver* is the trainer under test, here the built-in one for accelerate.
+- A *cell* is a configuration of it: strategy, precision, 2 ranks, and perhaps options.
+- *Ranks* are the processes of the process group that trains. After each action of a training, as
+  ``build``, ``step`` and ``save``, the *probe* of a rank records a snapshot of model and optimizer.
+  All snapshots of a process group from start to end are a ``RunTrace``.
+- A *check* is a claim about a cell. Its *verdict* is passed, failed, crashed and so on.
+
+``cli.main`` calls ``add`` for the parser, and then ``_trace`` with the parsed arguments. The
+printed tables come from the same *evidence* as those of the HTML report: a ``Row`` that
+``evidence.cells.add_training`` fills in.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +34,12 @@ if TYPE_CHECKING:
     from pytest_distcompat.status import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
 
-#: Makes the value of a table's column from a row of the evidence.
+#: Makes the value of a table's column from an entry of ``Row.names``, a parameter.
 Column = Callable[[dict[str, Any]], object]
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand; ``commands`` is what argparse's ``add_subparsers`` returned."""
     trace = commands.add_parser(
         "trace",
         help="train one cell; show names, dtypes, placements",
@@ -62,6 +76,11 @@ def add(commands: Any) -> None:
 
 
 def _trace(options: argparse.Namespace) -> int:
+    """Run the subcommand: check its arguments, and make the directory of the runs.
+
+    Returns:
+        The exit code.
+    """
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
@@ -84,6 +103,19 @@ def _trace(options: argparse.Namespace) -> int:
 def _run(
     options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path
 ) -> int:
+    """Train the cell, run the checks, and print what both say.
+
+    Args:
+        options: The parsed arguments.
+        driver: The driver.
+        cell: The cell.
+        checks: The checks that the user has named.
+        store: The directory for the files of all runs. With ``--keep`` an earlier command may have
+            used it.
+
+    Returns:
+        1 if the training ended early or a check fails, else 0.
+    """
     from pytest_distcompat.drivers import unsupported_reason
     from pytest_distcompat.engine import choose_device, local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
@@ -92,10 +124,13 @@ def _run(
     from pytest_distcompat.scenario import TRAIN
     from pytest_distcompat.strategies import STRATEGIES
 
+    # Each raises UsageProblem for a name that does not exist.
     STRATEGIES.get(cell.strategy)
     PRECISIONS.get(cell.precision)
-    # As in the suite, which has no item for a check that is not applicable.
+    # Check to the reason why it is not applicable to the cell; None if it is. As in a suite, which
+    # has no item for it, such a check does not run.
     reasons = {}
+    # The lists of runs that the training and the checks need.
     scenarios = [TRAIN]
     for check in checks:
         reason = not_applicable(check, cell, driver, {})
@@ -108,7 +143,7 @@ def _run(
         raise UsageProblem(f"{cell.id}: {reason}")
     timeout = options.timeout or Request.timeout
     with local_runner(driver, [cell], device=device, timeout=timeout, store=store) as runner:
-        # The results of an earlier command in that directory may be of an older trainer.
+        # A run that is in the directory already is not repeated. It may be of an older trainer.
         for scenario in scenarios:
             runner.forget(options.driver, cell, scenario)
         trace = runner.trace(options.driver, cell, TRAIN)
@@ -125,7 +160,8 @@ def _run(
             verdict, _ = run_check(runner, options.driver, cell, check, known)
             _print_verdict(verdict)
             green.append(not verdict.status.red)
-    return int(trace.run().end is not None or not all(green))
+    ended_early = trace.run().end is not None
+    return int(ended_early or not all(green))
 
 
 def _largest_world_size(cell: Cell, scenarios: Iterable[Scenario]) -> int:
@@ -147,7 +183,12 @@ def _print_verdict(verdict: Verdict) -> None:
 
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Yield the lines about a training, as far as it got, and about its failure."""
+    """Yield the lines about a training, as far as it got, and about its failure.
+
+    Args:
+        cell: The cell.
+        trace: What the ranks of its training recorded.
+    """
     from pytest_distcompat.evidence.cells import add_training
     from pytest_distcompat.report.result import Row
 
@@ -174,7 +215,11 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
-    """Yield a table of the parameters and buffers: their names, dtypes and placements."""
+    """Yield a table of the parameters and buffers: their names, dtypes and placements.
+
+    A parameter has a name in the unwrapped model, before any strategy wraps it
+    (``layer.weight``), and one in the live model (``module.layer.weight`` under DDP).
+    """
     stored_by_name = _stored_elements(run)
     columns: dict[str, Column] = {
         "unwrapped name": lambda row: row["unwrapped"] or "none",
@@ -185,6 +230,7 @@ def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
         "kind": lambda row: row["kind"],
         "placement": lambda row: row.get("placement", ""),
         "of each rank": lambda row: stored_by_name.get(row["live"], ""),
+        # None: the optimizer has copies of flattened tensors instead, as under ZeRO.
         "held": lambda row: "flat" if row["held"] is None else row["held"],
         "files": lambda row: len(row["files"]),
     }
@@ -199,9 +245,9 @@ def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
 
 
 def _live_name(row: Mapping[str, Any]) -> object:
-    """Return the live name of a row, ``=`` for the unwrapped one.
+    """Return the live name of a parameter, ``=`` if it is the unwrapped name.
 
-    Of what is in files alone, it is its key there.
+    For a tensor that only files have, it is its key there.
     """
     if row["live"] == row["unwrapped"]:
         return "="
@@ -209,7 +255,7 @@ def _live_name(row: Mapping[str, Any]) -> object:
 
 
 def _dtypes(evidence: Row) -> Iterator[str]:
-    """Yield a table of the expected and the actual dtypes."""
+    """Yield a table of the expected and the actual dtypes of each kind of tensor."""
     rows: list[tuple[object, ...]] = []
     for row in evidence.dtypes:
         differs = row["expected"] and row["seen"] != [row["expected"]]
@@ -221,7 +267,7 @@ def _dtypes(evidence: Row) -> Iterator[str]:
 
 
 def _steps(evidence: Row) -> Iterator[str]:
-    """Yield a table of the steps, with the numbers that were recorded."""
+    """Yield a table with a row for each optimizer step: loss, gradient norm and seconds."""
     names = []
     for name in ("loss", "grad_norm", "seconds"):
         if name in evidence.steps:
@@ -238,6 +284,8 @@ def _steps(evidence: Row) -> Iterator[str]:
 
 def _model(run: RunTrace) -> Iterator[str]:
     """Yield the lines about the whole model and the optimizer."""
+    # The snapshot of the lowest rank after the trainer has wrapped the model; None if none got
+    # there.
     built = run.first("build")
     if built is None or built.model is None:
         return
@@ -263,9 +311,10 @@ def _model(run: RunTrace) -> Iterator[str]:
 
 
 def _stored_elements(run: RunTrace) -> dict[str, str]:
-    """Return the elements that each rank stores of each live name, as text.
+    """Return each live name to the number of elements that each rank stores of it, as text.
 
-    It is one number if all ranks store as many.
+    ``64|64|0`` is 64 on ranks 0 and 1 and none on rank 2. It is one number if all ranks store as
+    many.
     """
     numels_by_name: dict[str, list[int]] = {}
     for snapshot in run.at("build"):

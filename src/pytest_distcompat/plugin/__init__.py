@@ -1,7 +1,21 @@
-"""Hooks of the pytest plugin; the modules that do the work are imported when they are needed.
+"""Hooks of the pytest plugin: what pytest calls, and to which module each call goes.
 
-A session without distributed tests imports this file, ``options`` and what these two import at
-their top, nothing else.
+pytest loads this module in every session in which the package is installed (entry point
+``pytest11``). There are two kinds of distributed tests:
+
+- A *marked test* has ``@pytest.mark.distcompat(world_size=2)``. It runs on *ranks*, the processes
+  of a torchrun process group, and not in pytest's process. ``marked/`` does the work.
+- A *suite* is a subclass of ``CompatSuite``, with an item for each check in each *cell*, such as
+  ``TestMyTrainer::test[fsdp2-bf16-w2:names]``: strategy, precision and 2 ranks, then the check.
+  ``suite/`` does the work.
+
+The same hooks run in xdist's controller, in its workers, and on ranks, where pytest runs one item
+again (``on_ranks/``). ``ON_RANK in config.stash`` tells that this process is a rank. The stash is
+pytest's dictionary for the data of plugins.
+
+A session without distributed tests must not pay for the plugin. It imports this file, ``options``
+and what these two import at their top, nothing else. So the other modules are imported in
+functions.
 """
 
 from __future__ import annotations
@@ -25,18 +39,17 @@ if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
 
 _MARK = "distcompat"
-# Defined here and not in rank_session: a session without distributed tests does not import that
-# module.
+#: Set once distributed tests were collected in this process, which is no rank.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
-_COLLECTED: pytest.StashKey[list[pytest.Item]] = (
-    pytest.StashKey()
-)  # the items before any plugin changed their order
-# Whether this process applies the known issues that the user declares to its reports.
+#: The items in the order of collection, before any plugin changed it.
+_COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
+#: Whether this process applies the known issues that the user declares (``--distcompat-known``) to
+#: its reports.
 _APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register the hooks of extensions."""
+    """Register the hooks that extensions may implement."""
     from pytest_distcompat import hookspecs
 
     pluginmanager.add_hookspecs(hookspecs)
@@ -47,7 +60,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     options.add(parser, pluginmanager)
 
 
-@pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others
+# First, because the hooks of other plugins open report files. Before that the options are checked,
+# and an extension may change them.
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and check the options before any test runs."""
     from pytest_distcompat.plugin import fixtures
@@ -68,21 +83,26 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in given:
         # Reading a value checks it.
         options.setting(config, name)
-    # An xdist controller collects nothing: it learns of distributed tests from the reports of its
-    # workers.
+    # Other sessions are made when a distributed test is collected. An xdist controller collects
+    # nothing: it learns of distributed tests from the reports of its workers.
     if given or _is_controller(config):
         session = session_of(config)
-        # The report of one rank is not the outcome: that is decided by the reports of all ranks.
+        # On a rank no issue is applied. The report of one rank is not the outcome: that is decided
+        # by the reports of all ranks, in pytest's process.
         config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
             # Reading these properties checks the options behind them.
             _ = session.world_size, session.verified
+            # Any other process does this in ``pytest_runtestloop``, when it knows its tests.
             if session.placement.elsewhere and _is_controller(config):
                 _end_by_sigterm(config)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Return a line with the options that were set and where they were set; no line if none was."""
+    """Return a line with the options that were set and where they were set; no line if none was.
+
+    Example: ``distcompat: timeout 20 (from option); cpu x 2``.
+    """
     names = options.given(config)
     if not names:
         return []
@@ -99,13 +119,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """Return a line with the settings of the distributed tests; nothing if there are none.
 
-    It names the device, world size, time limit and launcher.
+    Example: ``distcompat: CPU, gloo, world size 2 (default), time limit 300 s (default), warm
+    launcher``.
     """
     if _IN_USE not in config.stash:
         return []
     from pytest_distcompat.cell import OPTIONS
 
     session = session_of(config)
+    # Nothing is started, so that devices and time limit mean nothing.
     if session.substitute is not None:
         return [f"distcompat: {session.substitute.title}"]
     origin = session.setting("world_size").origin
@@ -127,7 +149,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 
 
 def _devices(session: DistcompatSession) -> str:
-    """Return the devices of a session in words, and the backends of their process groups."""
+    """Return the devices of a session and the backends of its process groups: ``2 GPUs, nccl``."""
     if not session.gpus:
         return "CPU, gloo"
     device = f"{session.gpus} GPUs, nccl"
@@ -148,6 +170,7 @@ def pytest_make_collect_report(
     Only modules of distributed tests get one.
     """
     report = yield
+    # pytest leaves the call, with the exception, on the report.
     call: Any = getattr(report, "call", None)
     if (
         not report.failed
@@ -157,6 +180,7 @@ def pytest_make_collect_report(
     ):
         return report
     hint = hint_of(call.excinfo.value, collector.config.rootpath)
+    # The module's tests are not known, because it was not imported. Its text tells.
     if hint and _MARK in collector.path.read_text(encoding="utf-8", errors="replace"):
         report.sections.append((f"{_MARK}: hint", hint))
     return report
@@ -165,7 +189,12 @@ def pytest_make_collect_report(
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> pytest.Class | list[pytest.Item] | None:
-    """Collect a suite whatever its name is. A mistake in its class is a collection error."""
+    """Collect a suite whatever its name is. A mistake in its class is a collection error.
+
+    Returns:
+        The collector of a suite; an empty list for a class that is only a base of suites, so that
+        nothing is collected; None for anything else, which pytest then collects by its own rules.
+    """
     # A module that defines a suite has imported this one; other sessions must not pay for the
     # import.
     suite = sys.modules.get("pytest_distcompat.compat_suite")
@@ -188,7 +217,11 @@ def pytest_pycollect_makeitem(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize suites by their cases, and marked tests by their cells."""
+    """Parametrize suites by their cases, and marked tests by their cells.
+
+    A case is one check in one cell. A marked test has cells if its mark names strategies,
+    precisions or options.
+    """
     mark = next(metafunc.definition.iter_markers(_MARK), None)
     if mark is not None:
         from pytest_distcompat.plugin.marked import declare
@@ -214,9 +247,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Deselect the tests of other shards, check marked tests, and note if any are distributed."""
+    """Deselect the tests of other shards, check marked tests, and note if any are distributed.
+
+    A shard is the part of the tests that one of several machines runs (``--distcompat-shard 2/3``).
+    """
     collected = list(items)
+    # Other plugins, and -k, select and order the items.
     yield
+    # A rank runs only the item of its request, wherever that is. But ranks of a launch in which
+    # pytest was started by torchrun (``COLLECTS``) all select the same.
     shard = options.setting(config, "distcompat_shard").value
     if shard is not None and (ON_RANK not in config.stash or COLLECTS in config.stash):
         from pytest_distcompat.plugin.suite.order import select_shard
@@ -246,7 +285,16 @@ def _is_of_suite(item: pytest.Item) -> bool:
 def _prepare_for_ranks(
     config: pytest.Config, items: list[pytest.Item], collected: list[pytest.Item]
 ) -> None:
-    """Prepare a session with distributed tests, whose items were ``collected`` in that order."""
+    """Prepare a session with distributed tests.
+
+    Args:
+        config: The configuration of pytest.
+        items: The items that will run, which are sorted in place under ``--distcompat-budget``.
+        collected: All items in the order in which they were collected.
+
+    Raises:
+        pytest.UsageError: pytest-forked would run each test in a fork of this process.
+    """
     if config.getoption("forked", False):
         from pytest_distcompat.plugin.session import FORKED
 
@@ -279,9 +327,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Send the arguments of the command line to a worker of xdist.
+    """Send the arguments of the command line to a worker of xdist, in its ``workerinput``.
 
-    The command that repeats a test shows them.
+    The worker gets its options as values. It needs the arguments for the command that repeats a
+    test.
     """
     from pytest_distcompat.plugin.reporting.reproduce import ARGUMENTS
 
@@ -304,8 +353,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Start the fork servers, if a distributed test will run in this process."""
     config = session.config
+    # After a collection error pytest runs no test.
     if _IN_USE not in config.stash or config.option.collectonly or session.testsfailed:
         return
+    # The workers run the tests, not the controller.
     if _is_controller(config) and not hasattr(config, "workerinput"):
         return
     # On a full disk there is no launcher process; the tests themselves report what they cannot
@@ -314,6 +365,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         session_of(config).launcher.warm_up()
     if session_of(config).placement.elsewhere:
         _end_by_sigterm(config)
+    # An extension for several machines waits here until these have joined the session.
     problem = config.hook.pytest_distcompat_why_not_ready()
     if problem:
         raise pytest.UsageError(problem)
@@ -324,9 +376,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def _end_by_sigterm(config: pytest.Config) -> None:
-    """Have SIGTERM end the session as Ctrl-C does.
+    """Have SIGTERM end the session as Ctrl-C does: what ran is reported, other machines are let go.
 
-    What ran is reported, and other machines are let go.
+    Schedulers send SIGTERM when the time of a job is over.
     """
     from pytest_distcompat.plugin import interruption
 
@@ -334,13 +386,19 @@ def _end_by_sigterm(config: pytest.Config) -> None:
 
 
 def _is_controller(config: pytest.Config) -> bool:
-    """Tell whether xdist runs the tests in other processes."""
+    """Tell whether xdist runs the tests in other processes than this one.
+
+    In a worker, and without xdist, ``--dist`` is ``no``.
+    """
     return getattr(config.option, "dist", "no") != "no"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have a marked test run on its ranks instead of in this process."""
+    """Have a marked test run on its ranks instead of in this process.
+
+    Here only its function is replaced; the run follows when pytest calls it.
+    """
     marked = item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash
     if marked and isinstance(item, pytest.Function):
         from pytest_distcompat.plugin.marked import run
@@ -352,10 +410,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """Apply pytest-timeout's limit to the process group instead of this process.
 
-    The warm-up does not count, and a hang shows the stacks of the ranks. pytest-timeout's own timer
-    would end the launcher and show frames of this plugin, or end the whole session. Several items
-    of a suite share its runs, which have ``--distcompat-timeout``.
+    So the warm-up does not count, and a hang shows the stacks of the ranks. pytest-timeout's own
+    timer would end the launcher and show frames of this plugin, or end the whole session. A limit
+    for an item of a suite is ignored: several items share the runs of a suite, which have
+    ``--distcompat-timeout``.
     https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
+
+    Returns:
+        True if pytest-timeout must set no timer of its own; None for an ordinary test.
     """
     if item.get_closest_marker(_MARK) is not None:
         from pytest_distcompat.plugin.marked.run import TIME_LIMIT
@@ -371,13 +433,15 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the failure of the ranks instead of frames of this plugin.
 
-    The verdict is attached to the report.
+    The verdict of a suite's item, which is passed, failed, known and so on, is attached to the
+    report, so that xdist sends it to the controller.
     """
     report = yield
     _finish_report(item, call, report)
     if call.when == "call" and item.config.stash.get(_APPLIES_KNOWN, False):
         from pytest_distcompat.plugin import declared
 
+        # A crash, a hang or a leak, which no known issue excuses.
         hard = call.excinfo is not None and declared.is_hard(call.excinfo.value)
         declared.apply_known_issues(item, report, hard=hard)
     return report
@@ -388,7 +452,8 @@ def _finish_report(
 ) -> None:
     """Put into a report what the ranks say.
 
-    This concerns a marked test, a case of a suite, and a test that starts scripts.
+    This concerns a marked test, a case of a suite, and an ordinary test that starts ranks itself
+    (``STARTS_RANKS``), as one with the fixture for scripts does.
     """
     if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
         from pytest_distcompat.plugin.marked import outcome
@@ -407,7 +472,10 @@ def _finish_report(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End every process that the plugin started."""
+    """End every process that the plugin started.
+
+    If the module of the session was not imported, there is no session and no process.
+    """
     if "pytest_distcompat.plugin.session" in sys.modules:
         from pytest_distcompat.plugin.session import SESSION
 

@@ -1,6 +1,8 @@
-"""Access to the ``DistcompatSession`` of this process.
+"""Access to the ``DistcompatSession`` of this process: all settings and the launcher of ranks.
 
-It is made on first use, together with its hooks.
+The hooks of the plugin and of its extensions call ``session_of(config)``. It is a module of its
+own, because every session imports it, but a session without distributed tests must not import
+``plugin.session`` and what that needs.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def session_of(config: pytest.Config) -> DistcompatSession:
-    """Return the session. The first call imports what it needs and registers the hooks."""
+    """Return the session of a pytest configuration, which the first call makes.
+
+    That call also registers the hooks that gather and show results, in the process that has the
+    terminal, and lets extensions register theirs.
+    """
     from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
     if SESSION not in config.stash:

@@ -1,6 +1,13 @@
-"""``--pdb`` for tests on ranks.
+"""``--pdb`` for tests on ranks: the failed run runs again, and its rank stops where it failed.
 
-The run that failed runs again under torchrun, and its rank stops where it failed.
+A *rank* is a process of a torchrun process group. A distributed test fails on ranks that are gone
+when pytest reports the failure; a debugger in pytest's process would show frames of this plugin. So
+the failure is shown, and its *run* (the process group) is repeated by the ``torchrun`` command,
+with an option by which one rank starts pdb at its exception.
+
+With ``--pdb`` the hook ``pytest_runtestloop`` calls ``take_over``. Where an item fails on ranks,
+``DistcompatSession.note_failed_run`` has put the ``FailedRun`` into the item's stash, pytest's
+dictionary for the data of plugins.
 """
 
 from __future__ import annotations
@@ -20,14 +27,16 @@ class FailedRun(NamedTuple):
     """The run in which an item failed.
 
     Attributes:
-        command: The command that repeats the run.
-        rank: The rank that raised; None if none did.
+        command: The command that repeats the run, as ``torchrun --standalone --nproc-per-node 2 -m
+            pytest_distcompat.launch.rank .../request.json --by-hand``.
+        rank: The rank that raised first; None if none did, as after a hang.
     """
 
     command: str
     rank: int | None
 
 
+#: Where an item has the run in which it failed.
 FAILED_RUN: pytest.StashKey[FailedRun] = pytest.StashKey()
 
 
@@ -46,7 +55,8 @@ class Debugger:
 
     def __init__(self, own: Any) -> None:
         self._own = own
-        #: The runs that were debugged: checks of a cell share them.
+        #: The runs that were debugged. Several items of a suite may fail by one run, which is
+        #: debugged once.
         self._seen: set[FailedRun] = set()
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
@@ -75,9 +85,11 @@ class Debugger:
 
 
 def _debug(failed: FailedRun, terminal: Any) -> None:
-    """Run the run again, with a debugger where its rank fails.
+    """Repeat the run, with a debugger where its rank fails; or say how to do that.
 
-    Where that cannot be done here, say how to do it.
+    Args:
+        failed: The run.
+        terminal: pytest's terminal writer.
     """
     from pytest_distcompat.launch.rank import DEBUG_OPTION
 
@@ -106,6 +118,7 @@ def _debug(failed: FailedRun, terminal: Any) -> None:
     terminal.sep(
         ">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)"
     )
+    # The module instead of the script ``torchrun``: it runs in the same Python as pytest.
     _, *arguments = shlex.split(failed.command)
     launch = [
         sys.executable,

@@ -1,6 +1,19 @@
-"""Known issues that the user declares.
+"""Known issues that the user declares: applied to reports, and listed when they excuse nothing.
 
-They are applied to the reports of tests, and listed when they excuse nothing.
+A *known issue* is a bug for which a failure is expected, from a TOML file that
+``--distcompat-known`` names. Its ``where`` is its place in that file, as
+``known issues known.toml: issue 2 (its title)``. It *covers* a test, or a check in a cell of a
+suite, if it is about them, and it *excuses* their failure if the failure's message matches too. It
+may have a last day (``until``), after which it has *ended*.
+
+This happens in two processes:
+
+- Where an item runs, as in an xdist worker, issues are applied. For an item of a suite the judge
+  does that; ``note_verdict`` only notes it. For a marked test, and for one that starts ranks
+  itself, ``apply_known_issues`` turns a declared failure into an xfail. The hook
+  ``pytest_runtest_makereport`` calls it.
+- In the process with the terminal the hooks of ``Declared`` count what reports say, and print the
+  issues that can be removed.
 """
 
 from __future__ import annotations
@@ -35,12 +48,15 @@ ATTRIBUTE = "distcompat_declared"
 
 @dataclass
 class AppliedIssues:
-    """Known issues applied to an item: those that cover it, and those that excuse its failure."""
+    """The user's known issues that were applied to an item, each by its ``where``."""
 
+    #: Those that cover the item.
     covering: list[str] = field(default_factory=list)
+    #: Those of them that excuse its failure.
     used: list[str] = field(default_factory=list)
 
 
+#: Where an item has its ``AppliedIssues``.
 APPLIED: pytest.StashKey[AppliedIssues] = pytest.StashKey()
 
 
@@ -63,6 +79,7 @@ def apply_known_issues(
         declared_of(item.config.stash[SESSION]).apply_to_report(
             item, report, cell_of(item), outcome, hard=hard
         )
+    # Also that of an item of a suite, see ``Declared.note_verdict``.
     if APPLIED in item.stash:
         setattr(report, ATTRIBUTE, asdict(item.stash[APPLIED]))
 
@@ -89,29 +106,32 @@ def is_hard(error: BaseException) -> bool:
 
 
 def declared_of(session: DistcompatSession) -> Declared:
-    """Return the session's ``Declared``, which is made on first use."""
+    """Return the ``Declared`` of this process, which is made on first use."""
     if DECLARED not in session.config.stash:
         session.config.stash[DECLARED] = Declared(session)
     return session.config.stash[DECLARED]
 
 
 class Declared:
-    """Applies the user's known issues to items where they run.
+    """The user's known issues in one pytest process.
 
-    Counts them where reports are gathered.
+    It applies them where items run, and counts them where reports are gathered.
     """
 
     def __init__(self, session: DistcompatSession) -> None:
         self._session = session
+        #: The ``where`` of an issue to the number of items that it covers.
         self._covered: Counter[str] = Counter()
+        #: The ``where`` of an issue to the number of items whose failure it excuses.
         self._used: Counter[str] = Counter()
+        #: Whether the session ended before all tests ran.
         self._broken_off = False
 
     @functools.cached_property
     def _of_this_machine(self) -> tuple[KnownIssue, ...]:
-        """The user's issues of the installed versions and of this device.
+        """The user's issues that are about the installed versions and this device.
 
-        Those whose last day is over are among them.
+        Those whose last day is over are among them: a failure then says that it was excused.
         """
         issues = []
         for issue in self._session.own:
@@ -121,7 +141,7 @@ class Declared:
 
     @functools.cached_property
     def _in_force(self) -> tuple[KnownIssue, ...]:
-        """The user's issues that excuse failures here."""
+        """The user's issues that excuse failures here: those that have not ended."""
         issues = []
         for issue in self._of_this_machine:
             if not issue.ended:
@@ -131,11 +151,19 @@ class Declared:
     def note_verdict(
         self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict
     ) -> None:
-        """Note which of the user's issues cover an item of a suite, and which excuse it."""
+        """Note which of the user's issues cover an item of a suite, and which excuse it.
+
+        Args:
+            item: The item of the suite.
+            known: All issues that may cover it, those of this package too.
+            cell: The cell of the item.
+            verdict: Its verdict, for which the issues were used.
+        """
         applied = AppliedIssues()
         item.stash[APPLIED] = applied
         if verdict.status is Status.SKIPPED:
             return
+        # The verdict has the reasons of the expectations by which it was judged.
         excusing: set[str] = set()
         if verdict.status in {Status.KNOWN, Status.REFUSED}:
             excusing = set(verdict.reasons or [verdict.reason])
@@ -162,8 +190,15 @@ class Declared:
     ) -> None:
         """Turn a declared failure into an xfail, and an unexpected pass into a failure.
 
-        A pass is a failure where an issue declares strictly that the test fails. A crash or a hang
-        is ``hard`` and never excused. A report that an xfail mark decided stays as it is.
+        A pass is a failure where an issue declares strictly that the test fails. A report that an
+        xfail mark decided stays as it is.
+
+        Args:
+            item: A marked test, or a test that starts ranks itself.
+            report: The report of its call, which is changed in place.
+            cell: The cell of a marked test; None if it has none.
+            outcome: The outcome of its ranks, if that is known.
+            hard: Whether it crashed, hung or leaked, which is never excused.
         """
         applied = AppliedIssues()
         item.stash[APPLIED] = applied
@@ -201,7 +236,7 @@ class Declared:
         self._used.update(applied.used)
 
     def stale(self) -> list[str]:
-        """Return the issues that excused nothing, each with the number of items that it covers.
+        """Return a line for each issue that excused nothing, and so can be removed.
 
         If only a part of the tests was selected, or the session ended early, an issue that covers
         nothing is not stale: the tests that it covers may be among those that did not run.
@@ -246,16 +281,18 @@ class Declared:
 
 @dataclass(frozen=True)
 class _EndedIssue:
-    """An issue whose last day is over, by its place, and what it expects of an item."""
+    """An issue that covers an item and whose last day is over."""
 
+    #: The place of the issue in its file.
     where: str
+    #: What it expects of the item.
     expectation: Expectation
 
 
 def _text_of_failure(report: pytest.TestReport, outcome: Outcome | None) -> str:
-    """Return what a failure says, without the commands after it.
+    """Return what a failure says, without the commands after it that repeat the test.
 
-    These name the test, so that an issue would match the test's name.
+    These have the test's name, which the regular expression of an issue must not match.
     """
     text = report.longreprtext
     if outcome is not None and outcome.text and text.startswith(outcome.text):
@@ -264,14 +301,24 @@ def _text_of_failure(report: pytest.TestReport, outcome: Outcome | None) -> str:
 
 
 def _matching(covering: Mapping[str, Expectation], text: str) -> dict[str, Expectation]:
-    """Return the issues whose expectation matches the text of a failure."""
+    """Return the entries of ``covering`` whose expectation matches the text of a failure.
+
+    Args:
+        covering: The ``where`` of an issue to what it expects of the item.
+        text: The text of the failure.
+    """
     return {
         where: expectation for where, expectation in covering.items() if expectation.matches(text)
     }
 
 
 def _fail_unexpected_pass(report: pytest.TestReport, covering: Mapping[str, Expectation]) -> None:
-    """Make the report of a passed test a failure, if an issue says strictly that it fails."""
+    """Make the report of a passed test a failure, if an issue says strictly that it fails.
+
+    Args:
+        report: The report, which is changed in place.
+        covering: The ``where`` of an issue to what it expects of the item.
+    """
     for where, expectation in covering.items():
         if expectation.strict:
             report.outcome = "failed"
@@ -280,7 +327,7 @@ def _fail_unexpected_pass(report: pytest.TestReport, covering: Mapping[str, Expe
 
 
 def _note_ended(report: pytest.TestReport, ended: Iterable[_EndedIssue], text: str) -> None:
-    """Say in the report of a failure that an issue excused it until its last day."""
+    """Add to the report of a failure that an issue excused it until its last day."""
     for issue in ended:
         if issue.expectation.matches(text):
             note = f"the quarantine ended on {issue.expectation.until}: {issue.where}"
@@ -288,4 +335,5 @@ def _note_ended(report: pytest.TestReport, ended: Iterable[_EndedIssue], text: s
             return
 
 
+#: Where the pytest configuration has its ``Declared``.
 DECLARED: pytest.StashKey[Declared] = pytest.StashKey()

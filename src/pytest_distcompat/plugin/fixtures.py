@@ -1,4 +1,12 @@
-"""Fixtures for tests that run on ranks."""
+"""Fixtures for tests that run on ranks, and the fixture by which items of suites run.
+
+A test with ``@pytest.mark.distcompat(world_size=2)`` runs on two *ranks*: the processes of a
+torchrun process group, in each of which pytest runs the test with these fixtures.
+``pytest_configure`` registers this module as a plugin in every session. So in pytest's own process
+a fixture such as ``rank`` exists too, and fails with a hint.
+
+The docstrings of fixtures are what ``pytest --fixtures`` shows.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +104,7 @@ def process_group(request: pytest.FixtureRequest, world: World) -> Iterator[Any]
         torch.cuda.set_device(world.device)
         world.divide_memory()
     group = request.config.hook.pytest_distcompat_process_group(world=world)
+    # Ranks that several tests share keep their group, which an extension made.
     if group is not None:
         yield group
         return
@@ -105,6 +114,7 @@ def process_group(request: pytest.FixtureRequest, world: World) -> Iterator[Any]
         # connected to it.
         distributed.barrier()
     yield distributed.group.WORLD
+    # The test may have destroyed it itself.
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -115,6 +125,7 @@ def distcompat_case(request: pytest.FixtureRequest) -> BoundCase:
     from pytest_distcompat.plugin.suite.cases import NoCell
     from pytest_distcompat.plugin.suite.run import BoundCase
 
+    # A suite without any cell to run has one item, which says why.
     if isinstance(request.param, NoCell):
         pytest.skip(request.param.reason)
     return BoundCase(request.param, request.node)

@@ -1,9 +1,20 @@
 """Packing of tests on devices: how many ranks each needs, and where, and the order under xdist.
 
-xdist's workers collect the tests, and its controller hands them out. So the workers write into the
-session's store how many ranks each test needs, and the controller plans the order, from durations
-of earlier sessions. No worker reorders its own list of tests, because xdist requires that all
-workers have the same one.
+A distributed test runs on *ranks*, the processes of a process group. Its group *leases* devices
+(GPUs, or slots of the CPU) and waits while others have them. So the order of tests decides how long
+devices are idle. xdist's workers collect the tests, and its controller hands them out:
+
+1. In each worker the hook ``pytest_collection_finish`` calls ``write_demands``. It writes into the
+   *store*, a directory that all processes of the session share, how many ranks each test needs.
+2. In the controller the scheduler (``packed.PackedScheduling``) calls ``plan``, which reads that
+   and returns the order, also by the durations of earlier sessions.
+3. At the end of the session ``keep_durations`` writes the durations into pytest's cache.
+
+No worker reorders its own list of tests, because xdist requires that all workers have the same one.
+
+A *suite* is a subclass of ``CompatSuite``. It has an item for each *check* in each *cell*, as
+``TestA::test[fsdp2-bf16-w2:names]``: the item is called a *case*, its cell is ``fsdp2-bf16-w2``.
+All checks of a cell read the same *runs*, so that the first of them starts the runs for all.
 """
 
 from __future__ import annotations
@@ -19,7 +30,8 @@ from pytest_distcompat.plugin.session import DistcompatSession
 
 #: The file in the store with the ``Demands``.
 FILE = "demands.json"
-#: The key in pytest's cache with the seconds for which each demand last used its devices.
+#: The key in pytest's cache. The value has the name of each demand to the seconds for which it last
+#: used its devices.
 CACHE = "distcompat/seconds"
 
 
@@ -28,10 +40,12 @@ class Demands:
     """The demands for devices of the distributed tests that a process collected.
 
     A demand is one request for devices. Tests that share ranks or runs have one demand together.
+    The name of a demand is a node id, or that of a suite with a cell:
+    ``a.py::TestA[fsdp2-bf16-w2]``.
 
     Attributes:
-        items: The name of each test's demand, by node id.
-        world_sizes: The number of ranks of each demand, by its name.
+        items: The node id of each test to the name of its demand.
+        world_sizes: The name of each demand to its number of ranks.
         ordered: Whether a plugin or a conftest.py has ordered the tests, so that the order must
             stay.
     """
@@ -44,7 +58,8 @@ class Demands:
 def note_spread(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
     """Tell the session's placement how each test is spread over machines.
 
-    It also learns whether the test's ranks must see the same files.
+    The placement is the part of the session that knows on which machines runs are. It also learns
+    whether the ranks of a test must see the same files.
     """
     for item in items:
         mark = mark_of(item)
@@ -96,6 +111,7 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
     """
     mark = mark_of(item)
     if mark is not None:
+        # The key of tests that an extension runs on the same ranks, one after the other.
         group: str | None = session.config.hook.pytest_distcompat_group(session=session, item=item)
         name = group or item.nodeid
         return name, world_size_of(item, mark, session)
@@ -106,7 +122,10 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
 
 
 def _is_reordered(items: Sequence[pytest.Item], collected: Sequence[pytest.Item]) -> bool:
-    """Tell whether the items are in another order than that in which they were collected."""
+    """Tell whether the items are in another order than that in which they were collected.
+
+    An item that was not collected, but added by a plugin, does not count.
+    """
     position = {item: number for number, item in enumerate(collected)}
     order = []
     for item in items:
@@ -134,6 +153,7 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
         no distributed tests, or if another plugin has ordered them.
     """
     demands = read_demands(session)
+    # Somebody ordered the tests on purpose (pytest-order): the order stays.
     if demands is None or demands.ordered:
         return []
     from pytest_distcompat.lease import Demand, pack
@@ -156,6 +176,7 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
 
 
 def _cached_seconds(config: pytest.Config) -> dict[str, float]:
+    """Return the name of each demand to the seconds that it took in an earlier session."""
     # Without pytest's plugin ``cacheprovider`` the configuration has no attribute ``cache``.
     cache: pytest.Cache | None = getattr(config, "cache", None)
     if cache is None:
@@ -165,7 +186,12 @@ def _cached_seconds(config: pytest.Config) -> dict[str, float]:
 
 
 def keep_durations(session: DistcompatSession, exitstatus: int) -> None:
-    """Write the durations of the session's demands to the cache, unless it was interrupted."""
+    """Write the durations of the session's demands to the cache, unless it was interrupted.
+
+    Args:
+        session: The session of the process with the terminal.
+        exitstatus: pytest's exit code of the session.
+    """
     cache = getattr(session.config, "cache", None)
     demands = read_demands(session)
     if (
@@ -184,6 +210,7 @@ def keep_durations(session: DistcompatSession, exitstatus: int) -> None:
             seconds[name] = seconds.get(name, 0.0) + span.seconds
     if not seconds:
         return
+    # Demands that this session did not have stay.
     kept = _cached_seconds(session.config)
     for name, duration in seconds.items():
         kept[name] = round(duration, 3)

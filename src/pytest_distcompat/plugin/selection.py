@@ -1,6 +1,9 @@
 """Cases and node ids of items, and whether the user selected only a part of the tests.
 
-Node ids are without the group that xdist appends.
+Many modules of the plugin use these functions. A *case* is the parameter of an item of a suite (a
+subclass of ``CompatSuite``): one *check* in one *cell*, as ``names`` in ``fsdp2-bf16-w2``. A cell
+is a configuration: strategy, precision, 2 ranks. Under ``--dist loadgroup`` xdist appends a *group*
+to the node ids of some tests, as in ``a.py::test_sum@gpu``. Names of this plugin never have it.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.report.compare import SELECTING
 
-#: The part after the module's path, with the ``@group`` that xdist appends. The id of a parameter
-#: may contain an @ too.
+#: The part of a node id after the module's path, with the ``@group`` that xdist appends:
+#: ``test_sum[a@b]@gpu``. The id of a parameter, in brackets, may contain an @ too.
 _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
 
 
@@ -31,7 +34,7 @@ def case_of(item: pytest.Item) -> Any:
 
 
 def cell_name(item: pytest.Item, cell: Cell) -> str:
-    """Return the name of a cell of the item's suite."""
+    """Return the name of a cell of the item's suite, as ``a.py::TestA[fsdp2-bf16-w2]``."""
     assert item.parent is not None
     return f"{item.parent.nodeid}[{cell.id}]"
 
@@ -39,8 +42,8 @@ def cell_name(item: pytest.Item, cell: Cell) -> str:
 def strip_group(config: pytest.Config, nodeid: str) -> str:
     """Return the node id without the ``@group`` that xdist appends.
 
-    Workers append it under ``--dist loadgroup`` to tests with ``xdist_group``. Ranks, reports and
-    the user's next command line use the id without it.
+    Workers append it under ``--dist loadgroup`` to tests with the mark ``xdist_group``. Ranks,
+    reports and the user's next command line use the id without it.
     """
     # In a worker --dist is "no"; xdist sets the option loadgroup there instead.
     in_controller = config.getoption("dist", "no") == "loadgroup"
@@ -56,7 +59,7 @@ def strip_group(config: pytest.Config, nodeid: str) -> str:
 def is_narrowed(config: pytest.Config) -> bool:
     """Tell whether tests were selected by an expression, a node id, or earlier failures.
 
-    Nothing can then be concluded from tests that did not run.
+    The user then wants to run just these, so that it is no news that others did not run.
     """
     for name in ("keyword", "markexpr", "deselect", "lf", "stepwise"):
         if config.getoption(name, None):
@@ -65,10 +68,11 @@ def is_narrowed(config: pytest.Config) -> bool:
 
 
 def is_partial(config: pytest.Config) -> bool:
-    """Tell whether tests were selected in any way.
+    """Tell whether tests were selected in any way, also by paths or by this plugin's options.
 
-    Paths below the root and this plugin's own options select too. A baseline counts tests that
-    those leave out as missing; a known issue that covers only such tests is not stale.
+    This is about *known issues*, bugs that a user has declared: one that excused nothing is listed
+    as stale, but not if the tests that it is about were left out. It is not about the comparison
+    with an earlier report, for which ``is_narrowed`` counts.
     """
     if is_narrowed(config):
         return True
@@ -79,7 +83,10 @@ def is_partial(config: pytest.Config) -> bool:
 
 
 def _selects_all_paths(config: pytest.Config) -> bool:
-    """Tell whether the paths given cover the root directory, or all that ``testpaths`` names."""
+    """Tell whether the paths given cover the root directory, or all that ``testpaths`` names.
+
+    A path covers what is below it.
+    """
     start = config.invocation_params.dir
     given = {(start / argument).resolve() for argument in config.args}
     expected = set()

@@ -1,6 +1,24 @@
 """The plugin's state in one pytest process: device, world size, launcher, runner.
 
-Made on first use.
+``plugin.current.session_of(config)`` makes a ``DistcompatSession`` when the first distributed test
+is collected, or when an option of the plugin was set. The hooks of the plugin, its extensions and
+the fixtures take everything from it: settings, the launcher that starts ranks, the runner of
+suites. Each xdist worker has one, and so has xdist's controller.
+
+Words in this file:
+
+- *rank*: a process of a torchrun process group, on which a test runs.
+- *marked test*: a test with ``@pytest.mark.distcompat``, which runs on ranks.
+- *suite*: a subclass of ``CompatSuite``. It has a *cell* for each configuration of its trainer,
+  such as ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks), and an item for each *check* in each
+  cell.
+- *run*: one process group from start to end, for a marked test or for the checks of a cell.
+- *launcher*: starts the ranks of a run and waits for them. The warm one forks ranks from a *fork
+  server*, which has imported torch and collected the tests. The cold one is the ``torchrun``
+  command.
+- *lease*: the right of a run to use some devices for a while. A *pool* gives leases, so that all
+  processes on the machine together do not use a device twice.
+- *store*: a directory of the session, in which all its processes share files.
 """
 
 from __future__ import annotations
@@ -25,7 +43,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
-from pytest_distcompat.plugin.on_ranks import rank_session
+from pytest_distcompat.plugin.on_ranks import rank_session, session_description
 from pytest_distcompat.plugin.on_ranks.launched import ON_RANK
 from pytest_distcompat.plugin.options import Setting, setting
 from pytest_distcompat.plugin.placement import Placement
@@ -41,9 +59,12 @@ if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
     from pytest_distcompat.substitute import Substitute
 
+#: Where the pytest configuration has the session: a key of its stash, pytest's dictionary for the
+#: data of plugins.
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
-#: The file in the store that says which suites' cells the profile leaves out.
+#: The file in the store with a line for each suite some of whose cells the profile leaves out. The
+#: process that has the terminal shows the lines.
 LEFT_OUT = "left_out.json"
 
 #: The message for a plugin that forks for each test (pytest-forked).
@@ -58,30 +79,43 @@ class DistcompatWarning(pytest.PytestWarning):
 
 
 class DistcompatSession:
-    """Settings, launcher and runner of one pytest process."""
+    """Settings, launcher and runner of one pytest process.
+
+    Most properties are cached and computed on first use: to ask for GPUs or to start a launcher
+    takes time, and some sessions never need it.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        #: When the session began, by CLOCK_MONOTONIC.
+        #: When the session began, in seconds of CLOCK_MONOTONIC.
         self.began = clock.now()
-        #: Modules that the fork server imports. Optimizers and DistributedDataParallel import the
-        #: last when they are made: more than a second on every rank that has to do it itself.
+        #: Modules that the fork server imports; suites add those of their drivers. Optimizers and
+        #: DistributedDataParallel import ``torch._dynamo`` when they are made: that takes more than
+        #: a second on every rank that has to do it itself.
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
-        #: Whether the fork server makes pytest's session too, since there are marked tests.
+        #: Whether the fork server collects the tests too. True if there are marked tests, which a
+        #: rank runs as pytest items; the ranks of suites need no items.
         self.collects = False
-        #: A line for each suite of the user's some of whose cells the profile leaves out.
+        #: Module and qualified name of a suite to the line that says how many of its cells the
+        #: profile leaves out. Suites of this package have none.
         self.left_out: dict[tuple[str, str], str] = {}
+        #: None until it is first needed.
         self._launcher: Launcher | None = None
+        #: The cells, each with its driver, that started before the budget was used up.
         self._started: set[tuple[str, Cell]] = set()
+        #: The process that made the session, to notice a fork of it.
         self._process = os.getpid()
 
     def setting(self, name: str) -> Setting:
-        """Return the effective value of ``distcompat_<name>``."""
+        """Return the effective value of ``distcompat_<name>``, such as ``timeout``."""
         return setting(self.config, f"distcompat_{name}")
 
     @property
     def worker(self) -> str:
-        """The name of this process among the workers of xdist; empty in any other process."""
+        """The name of this process among the workers of xdist, as ``gw0``; empty in any other.
+
+        xdist gives each worker a dictionary ``config.workerinput``, which other processes lack.
+        """
         return str(getattr(self.config, "workerinput", {}).get("workerid", ""))
 
     @property
@@ -91,7 +125,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def substitute(self) -> Substitute | None:
-        """What an extension has in the place of ranks; None for ranks."""
+        """What an extension has in the place of ranks, such as a simulation; None for ranks."""
         chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
         return chosen
 
@@ -104,8 +138,13 @@ class DistcompatSession:
 
     @functools.cached_property
     def gpus(self) -> int:
-        """The number of GPUs to use. Raises pytest.UsageError for more than are visible."""
+        """The number of GPUs to use; 0 for runs on the CPU.
+
+        Raises:
+            pytest.UsageError: The option asks for more GPUs than are visible.
+        """
         requested = self.setting("gpus")
+        # A substitute needs no devices.
         if requested.value == 0 or self.substitute is not None:
             return 0
         available = devices.visible_gpus()
@@ -132,7 +171,10 @@ class DistcompatSession:
 
     @functools.cached_property
     def uses_mig(self) -> bool:
-        """Whether a MIG instance, a part of a GPU, is among the devices to use."""
+        """Whether a MIG instance is among the devices to use.
+
+        That is a part of a GPU with a UUID of its own. Cells with DeepSpeed are skipped then.
+        """
         if self.gpus == 0:
             return False
         names = devices.visible_ids()[: self.gpus]
@@ -149,6 +191,7 @@ class DistcompatSession:
             return self.substitute.world_size
         requested = self.setting("world_size")
         if requested.value == "auto":
+            # One rank shows little. So two ranks share the only GPU if they can.
             if self.gpus == 1 and self.ranks_each > 1 and self.nccl_takes_shared_ranks:
                 return devices.CPU_WORLD_SIZE
             return self.gpus or devices.CPU_WORLD_SIZE
@@ -173,20 +216,24 @@ class DistcompatSession:
     def runs_share(self) -> bool:
         """Whether ranks of several runs may use a GPU at the same time.
 
-        Only where the user says how many: some tests need a whole GPU. Not where time is measured.
+        They may only if the user has said how many ranks share a GPU, because some tests need a
+        whole one. They may not if a limit on the throughput makes the session measure time.
         """
         return self.setting("ranks_per_gpu").value != "auto" and not self.limits
 
     @functools.cached_property
     def nccl_takes_shared_ranks(self) -> bool:
-        """Whether the NCCL that ranks load takes several ranks of one GPU."""
+        """Whether the NCCL library that ranks load lets several ranks share one GPU."""
         from pytest_distcompat.launch import nccl
 
         library = nccl.library()
         return library is not None and library.shares_gpus
 
     def shares_through_gloo(self, world_size: int) -> bool:
-        """Tell whether ranks of a group of that size share a GPU, and NCCL does not take them."""
+        """Tell whether ranks of a group of that size use gloo on GPUs.
+
+        They do if some share a GPU, and the installed NCCL does not support that.
+        """
         return 0 < self.gpus < world_size and not self.nccl_takes_shared_ranks
 
     def too_large(self, world_size: int) -> str:
@@ -202,7 +249,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Where runs are: on this machine, unless an extension says otherwise."""
+        """On which machines runs are: on this one, unless an extension says otherwise."""
         placement: Placement | None = self.config.hook.pytest_distcompat_placement(session=self)
         return placement or Placement()
 
@@ -210,18 +257,22 @@ class DistcompatSession:
 
     @functools.cached_property
     def _strategies(self) -> tuple[str, ...]:
-        """The strategies that options select; none for all."""
+        """The strategies that ``--distcompat-strategies`` selects; empty for all."""
         strategies: tuple[str, ...] = self.setting("strategies").value
         return strategies
 
     @functools.cached_property
     def _precisions(self) -> tuple[str, ...]:
-        """The precisions that options select; none for all."""
+        """The precisions that ``--distcompat-precisions`` selects; empty for all."""
         precisions: tuple[str, ...] = self.setting("precisions").value
         return precisions
 
     def selects(self, cell: Cell, *, any_precision: bool = False) -> bool:
-        """Tell whether the options select the cell's strategy and its precision."""
+        """Tell whether the options select the cell's strategy and its precision.
+
+        With ``any_precision`` the option for precisions is ignored: some profiles run one check in
+        cells of a precision of their own.
+        """
         if self._strategies and cell.strategy not in self._strategies:
             return False
         if any_precision or not self._precisions:
@@ -229,7 +280,10 @@ class DistcompatSession:
         return cell.precision in self._precisions
 
     def over_budget(self, driver: str, cell: Cell) -> str | None:
-        """Return why that cell does not start any more; None if it does, or has started."""
+        """Return why that cell does not start any more; None if it does, or has started.
+
+        Once a cell has started, all its checks run. So each cell that may start is noted.
+        """
         budget = self.setting("budget")
         has_started = (driver, cell) in self._started
         if budget.value and not has_started:
@@ -241,15 +295,16 @@ class DistcompatSession:
 
     @functools.cached_property
     def last_report(self) -> Report | None:
-        """The baseline, or else the last report that this session will replace.
+        """The report of an earlier session, for the order of cells and the expected durations.
 
-        None if there is neither.
+        It is the baseline, or else the JSON report that this session will replace. None if there is
+        neither.
         """
         baseline: Report | None = self.setting("baseline").value
         if baseline is not None:
             return baseline
         for path in self.setting("report").value:
-            # A pipe would be waited for, and a device has no end.
+            # Not a pipe or a device, such as /dev/stdout: to read one may never end.
             if path.suffix == ".json" and path.is_file():
                 with contextlib.suppress(UsageProblem):
                     return Report.read(path)
@@ -257,10 +312,10 @@ class DistcompatSession:
 
     @functools.cached_property
     def verified(self) -> float:
-        """The share of items that are run a second time, in percent.
+        """The share of items that are run a second time under cold torchrun, in percent.
 
         Raises:
-            pytest.UsageError: The first run is cold too.
+            pytest.UsageError: The first run is cold too, so that there is nothing to compare.
         """
         percent = float(self.setting("verify").value)
         if percent and self.setting("launcher").value != "warm":
@@ -275,6 +330,7 @@ class DistcompatSession:
 
         Each day selects other items.
         """
+        # The number of days since 1970.
         today = int(clock.wall() // 86400)
         # crc32 and not hash(): all xdist workers must select the same items, and each has its own
         # hash seed.
@@ -283,9 +339,9 @@ class DistcompatSession:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Limits that the user sets for measured numbers, by name.
+        """Limits that the user sets for measured numbers: ``{"throughput": 0.9}``, or empty.
 
-        A number without a limit is left out.
+        0.9 means: fail a cell with less than 0.9 of the tokens/s of the baseline strategy.
         """
         throughput = self.setting("throughput").value
         return {"throughput": throughput} if throughput else {}
@@ -305,6 +361,7 @@ class DistcompatSession:
     def store_path(self) -> Path:
         """The path of ``store``, which need not exist yet."""
         base = session_basetemp(self.config)
+        # xdist gives each worker a directory of its own in that of the controller.
         if self.worker:
             base = base.parent
         return base / "distcompat"
@@ -324,18 +381,26 @@ class DistcompatSession:
 
     @property
     def description_file(self) -> Path:
-        """A file from which a rank makes the same pytest session, without a fork server."""
+        """The JSON file from which a rank makes the same pytest session, without a fork server.
+
+        It is written on first use. ``session_description.describe`` explains its content.
+        """
         worker = self.worker or "main"
         path = self.store / f"session-{worker}.json"
         if not path.exists():
-            description = rank_session.describe(self.config)
+            description = session_description.describe(self.config)
             path.write_text(json.dumps(description), encoding="utf-8")
         return path
 
     def share(self, name: str, data: Any) -> None:
         """Write plain data into the store, for the process that has the terminal.
 
-        All xdist workers write the same.
+        All xdist workers write the same. So the file is renamed when it is complete, and it does
+        not matter whose stays.
+
+        Args:
+            name: The name of the file, such as ``demands.json``.
+            data: What is written as JSON.
         """
         # On a full disk there is no such file; the tests themselves report what they cannot write.
         with contextlib.suppress(OSError):
@@ -344,7 +409,7 @@ class DistcompatSession:
             temporary.rename(self.store / name)
 
     def shared(self, name: str) -> Any:
-        """Return what ``share`` wrote; None if nothing did."""
+        """Return what any process of this session wrote by ``share``; None if none did."""
         path = self.store_path / name
         if not path.exists():
             return None
@@ -354,10 +419,11 @@ class DistcompatSession:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of this process.
+        """The launcher of this process, which is made on first use. It starts no process yet.
 
         Raises:
-            UsageProblem: This process is a fork of the one that made the session.
+            UsageProblem: This process is a fork of the one that made the session, as under
+                pytest-forked. It would share the connection to the launcher process.
         """
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)
@@ -369,16 +435,25 @@ class DistcompatSession:
         return self._launcher
 
     def _launcher_of_this_machine(self, warmth: Warmth) -> Launcher:
+        """Return the launcher of a substitute, else the one that ``--distcompat-launcher`` names.
+
+        The latter leases devices from the pool for each run.
+        """
         from pytest_distcompat.launch.hosting import LAUNCHERS
         from pytest_distcompat.leased import LeasedLauncher
 
         if self.substitute is not None:
             return self.substitute.launcher()
+        # The class for ``warm`` or ``torchrun``.
         kind: Any = LAUNCHERS[self.setting("launcher").value]
-        return LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
+        warm_or_cold = kind(warmth, device=self.device)
+        return LeasedLauncher(warm_or_cold, lambda: self.pool, self.notice)
 
     def _warmth(self) -> Warmth:
-        """Return what the fork servers import and do before ranks start."""
+        """Return what the fork servers import and do before ranks start.
+
+        With marked tests they also call ``rank_session.collect``, to which the payload goes.
+        """
         from pytest_distcompat.launch.request import Warmth, import_path
 
         warmth = Warmth(
@@ -391,8 +466,8 @@ class DistcompatSession:
         return dataclasses.replace(
             warmth,
             call=rank_session.COLLECT,
-            payload=rank_session.describe(self.config),
-            own=rank_session.own_files(self.config),
+            payload=session_description.describe(self.config),
+            own=session_description.own_files(self.config),
         )
 
     def _preloaded(self) -> tuple[str, ...]:
@@ -404,9 +479,9 @@ class DistcompatSession:
 
     @functools.cached_property
     def cold_launcher(self) -> Launcher:
-        """The cold torchrun command.
+        """The launcher for tests that are run a second time (``--distcompat-verify``).
 
-        It is for tests that are run a second time (``--distcompat-verify``).
+        It runs the cold ``torchrun`` command.
         """
         from pytest_distcompat.launch.hosting import TorchrunLauncher
         from pytest_distcompat.launch.request import Warmth
@@ -423,6 +498,7 @@ class DistcompatSession:
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
+        # A cached property is in ``vars`` once it was used; to read it here would make a launcher.
         if "cold_launcher" in vars(self):
             self.cold_launcher.close()
 
@@ -442,12 +518,16 @@ class DistcompatSession:
 
     @property
     def pool_options(self) -> dict[str, Any]:
-        """What a pool writes to and says, as arguments of ``Pool``."""
+        """The arguments of ``Pool`` that say where it writes and what it calls.
+
+        ``timeline`` is the directory of the file with all leases, ``worker`` the xdist worker that
+        the entries name, ``notify`` prints a message to the user.
+        """
         return {"timeline": self.store, "worker": self.worker, "notify": self.say}
 
     @functools.cached_property
     def inventory(self) -> Inventory:
-        """The devices that can be leased."""
+        """The devices that can be leased: the GPUs, or else slots of the CPU."""
         from pytest_distcompat.lease import cpu_slots, gpus
 
         if self.gpus == 0:
@@ -456,7 +536,8 @@ class DistcompatSession:
 
     def waits(self) -> str:
         """Return what a run of this process waits for; empty if it need not wait for devices."""
-        # Not by the property, which would make the pool in another thread.
+        # Not by the property: the thread that shows progress calls this, and would then make the
+        # pool.
         pool: Pool | None = vars(self).get("pool")
         return pool.waits if pool is not None else ""
 
@@ -473,6 +554,7 @@ class DistcompatSession:
         return self._runner(self.store / "verified", self.cold_launcher)
 
     def _runner(self, store: Path, launcher: Launcher) -> Runner:
+        """Return a runner that keeps its runs in the directory ``store``."""
         from pytest_distcompat.runner import Runner
 
         recorders: list[Any] = []
@@ -491,9 +573,9 @@ class DistcompatSession:
         )
 
     def _log_level(self) -> str:
-        """Return the level that pytest's plugin logging sets.
+        """Return the level of log records that pytest's plugin logging captures, as ``INFO``.
 
-        Empty if it sets none, or the user has blocked the plugin.
+        Empty if it sets none, or the user has blocked the plugin. Ranks of suites use the same.
         """
         level = self.config.getoption("log_level", None)
         if not level and self.config.pluginmanager.hasplugin("logging"):
@@ -504,7 +586,14 @@ class DistcompatSession:
 
     @functools.cached_property
     def own(self) -> tuple[KnownIssue, ...]:
-        """The known issues that the user declares, in files of ``--distcompat-known``."""
+        """The known issues that the user declares, in files of ``--distcompat-known``.
+
+        A known issue is a bug for which a failure is expected, in some checks of some cells.
+
+        Raises:
+            pytest.UsageError: An issue names a check, a strategy or a precision that does not
+            exist.
+        """
         from pytest_distcompat.plugin.suite.declared_names import check_names
 
         issues: tuple[KnownIssue, ...] = self.setting("known").value
@@ -518,9 +607,9 @@ class DistcompatSession:
 
     @functools.cache  # noqa: B019 - a session lives as long as its process
     def _known_of(self, libraries: tuple[str, ...]) -> tuple[KnownIssue, ...]:
-        """Return the known issues of these libraries.
+        """Return the known issues of these libraries on this session's device.
 
-        Cached, since every item of a suite looks the versions up.
+        Cached: to find them, the versions of all packages are read, and every item of a suite asks.
         """
         from pytest_distcompat.known import concerning, shipped
 
@@ -529,8 +618,11 @@ class DistcompatSession:
     def known_of(self, libraries: tuple[str, ...], nodeid: str) -> tuple[KnownIssue, ...]:
         """Return the known issues that may cover the item.
 
-        The user's come first, then those that come with the package. ``libraries`` are from
-        ``known.concerned``; ``nodeid`` has no group of xdist.
+        The user's come first, then those that come with the package.
+
+        Args:
+            libraries: The libraries that the item's driver uses, from ``known.concerned``.
+            nodeid: The node id of the item, without a group of xdist.
         """
         issues = []
         for issue in self._known_of(libraries):
@@ -541,9 +633,9 @@ class DistcompatSession:
     # Items.
 
     def nodeid_of(self, item: pytest.Item) -> str:
-        """Return the node id of an item without xdist's group.
+        """Return the node id of an item without ``@group``, which xdist may append.
 
-        Ranks, reports and the user's next command line have it so.
+        Ranks, reports and the user's next command line have it without.
         """
         return strip_group(self.config, item.nodeid)
 
@@ -575,6 +667,7 @@ class DistcompatSession:
 
         An xdist worker shares the stderr of its controller.
         """
+        # The user may have blocked pytest's capture.
         capture: Any = self.config.pluginmanager.getplugin("capturemanager")
         uncaptured = (
             capture.global_and_fixture_disabled()

@@ -1,6 +1,15 @@
-"""Shards of a session (``--distcompat-shard 2/3``).
+"""Shards of a session: with ``--distcompat-shard 2/3`` a machine runs part 2 of 3 of the tests.
 
-Machines that share nothing run a part of the tests each.
+The machines share nothing, not even files. So each of them divides all tests in the same way, by
+``divide``, and runs its own part: ``suite.order.select_shard`` calls it after collection. What is
+divided are *units*, whose tests stay together:
+
+- a *cell* of a suite, as ``a.py::TestA[fsdp2-bf16-w2]``. A cell is a configuration of a trainer.
+  All its checks need the same *runs*, each a process group that trains;
+- a module of other tests, as ``tests/test_b.py``.
+
+How long a unit takes is read from the report of an earlier session. There a unit has the ids of its
+runs, and a run its seconds. Several cells may need one run; in a shard that has them it runs once.
 """
 
 from __future__ import annotations
@@ -16,24 +25,27 @@ from pytest_distcompat.failures import UsageProblem
 if TYPE_CHECKING:
     from pytest_distcompat.report.document import Report
 
-#: The file in the store with the division, which xdist's controller reads.
+#: The file with the division in the session's store, a directory that its processes share. The
+#: process with the terminal reads it.
 FILE = "shards.json"
-#: The assumed duration of an ordinary test, in those of a check or of a marked test.
+#: The assumed duration of an ordinary test, if that of a check or of a marked test is 1.
 ORDINARY = 0.01
-#: The runs of each unit, by their ids, each with its seconds.
+#: A unit to its runs: the id of each to its seconds.
 SecondsOfRuns = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a session, counted from 1, and the number of parts."""
+    """A part of a session."""
 
+    #: Which part, from 1.
     number: int
+    #: The number of parts.
     count: int
 
 
 def read_shard(text: str) -> Shard | None:
-    """Return the shard that a text says; None for an empty text.
+    """Return the shard of a text such as ``2/3``; None for an empty text.
 
     Raises:
         UsageProblem: The text is neither.
@@ -53,19 +65,24 @@ def read_shard(text: str) -> Shard | None:
 def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[list[str]]:
     """Divide units into shards of about equal duration, in the same way on every machine.
 
-    A run that several units share counts once in a shard. Units are placed twice, the longest
-    first: each where it ends earliest, and each where it also adds little, which keeps units that
-    share long runs together. The shorter division counts.
+    Units are placed one after the other, the longest first. That is tried in two ways: each unit
+    goes to the shard that then ends earliest, or it also counts how much the unit adds to a shard,
+    which keeps units that share long runs together. The division whose longest shard is shorter
+    counts.
 
     Args:
-        sizes: The number of tests in each unit.
+        sizes: Each unit to the number of tests in it; ordinary tests count as ``ORDINARY``.
         last: The report with the seconds of each unit's runs; a unit that it lacks takes the median
-            for each of its tests.
+            for each of its tests. None for no report.
         count: The number of shards.
+
+    Returns:
+        The units of each shard, sorted.
     """
     seconds = _seconds_of_runs(sizes, last)
 
     def longest_first(unit: str) -> tuple[float, str]:
+        # Of equally long ones by name, so that all machines have one order.
         return -sum(seconds[unit].values()), unit
 
     order = sorted(sizes, key=longest_first)
@@ -79,8 +96,9 @@ def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[
 def _seconds_of_runs(
     sizes: Mapping[str, float], last: Report | None
 ) -> dict[str, dict[str, float]]:
-    """Return the runs that each unit needs, by their ids, each with its seconds."""
+    """Return each unit to the runs that it needs: the id of each run to its seconds."""
     runs = _recorded_runs(last) if last is not None else {}
+    # The seconds for each test, of units that the report knows.
     known = []
     for unit, size in sizes.items():
         total = sum(runs.get(unit, {}).values())
@@ -96,7 +114,7 @@ def _seconds_of_runs(
 
 
 def _recorded_runs(report: Report) -> dict[str, dict[str, float]]:
-    """Return the runs of each unit in a report, by their ids, each with its seconds."""
+    """Return each unit in a report to its runs: the id of each run to its seconds."""
     seconds_of_run: dict[str, float] = {}
     for run in report.runs:
         seconds_of_run[run["id"]] = float(run.get("seconds") or 0.0)
@@ -109,20 +127,24 @@ def _recorded_runs(report: Report) -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True)
 class _Division:
-    """The units of each shard, and the seconds that the longest shard takes."""
+    """All units, divided into shards."""
 
+    #: The seconds that the longest shard takes.
     longest: float
+    #: The units of each shard, sorted.
     shards: list[list[str]]
 
 
 @dataclass(frozen=True, order=True)
 class _Option:
-    """A shard in which a unit can be placed; the least is the best.
+    """A shard in which a unit can be placed.
+
+    The least option is the best: they are compared by their fields in this order.
 
     Attributes:
-        weighted_end: When the shard would end, in seconds, with what the unit adds counted more
-            than once.
-        units: How many units the shard has: among shards that are alike the one with the fewest.
+        weighted_end: When the shard would end, in seconds; with a weight, what the unit adds counts
+            more than once.
+        units: How many units the shard has already: of equal shards the one with the fewest.
         number: The number of the shard, from 0.
         added: The seconds that the unit adds.
     """
@@ -137,13 +159,13 @@ def _place(order: Sequence[str], seconds: SecondsOfRuns, count: int, weight: int
     """Place units one after the other, each in the shard that ends earliest with it.
 
     Args:
-        order: The units.
-        seconds: The runs of each unit, each with its seconds; a run of several units counts once in
-            a shard.
+        order: The units, in the order in which they are placed.
+        seconds: The runs of each unit; a run of several units counts once in a shard.
         count: The number of shards.
-        weight: How much the seconds that a unit adds to a shard count, beside the time at which the
-            shard would end.
+        weight: How often the seconds that a unit adds to a shard count again, beside the time at
+            which the shard would end: 0 or 1.
     """
+    # Of each shard: its units, the ids of its runs, and the seconds that it takes.
     shards: list[list[str]] = [[] for _ in range(count)]
     runs_of_shard: list[set[str]] = [set() for _ in range(count)]
     ends = [0.0] * count

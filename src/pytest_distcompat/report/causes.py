@@ -1,4 +1,15 @@
-"""Causes: failures grouped by message, since every check of a cell reports the same failed run."""
+"""Causes: failures grouped by message, since every check of a cell reports the same failed run.
+
+A report has a *verdict* (passed, failed, crashed, ...) for each *check* in each *cell* of a suite;
+a cell is a configuration of the trainer, as ``fsdp2-bf16-w2``. *Red* are those that make a session
+fail. If a training crashes, ten checks that read it are red with one message. If a trainer loses a
+name, a check is red in ten cells, with messages such as ``'layer.0' is missing on rank 1``. Both
+are one *cause*. All formats of a report call ``causes`` and list these instead of single verdicts.
+
+A *run* is one process group from start to end. If it ends early, by a crash for example, its
+message becomes that of each check that needs it, and ``Verdict.ended_run`` has its name. Otherwise
+the message of a red verdict is a *finding* of the check itself.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +22,7 @@ from pytest_distcompat.status import Verdict
 
 #: Numbers, ranks and addresses, which differ between failures of one cause.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
-#: Names in findings: of tensors, files and strategies.
+#: Names in findings: of tensors and files in quotes, and of strategies, as in ``under ddp``.
 _NAME = re.compile(r"'[^']*'|\bunder [\w#]+")
 
 #: The last line of a traceback inside a message: an exception of several ranks contains theirs.
@@ -35,12 +46,12 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """Return the headline of the first verdict."""
+        """Return the headline of the first verdict, with its own numbers and names."""
         return _headline(self.results[0])
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return what the verdicts share: the suite, and the headline without its numbers."""
+        """Return what the verdicts share: the suite's node id, and the headline without numbers."""
         return _key(self.results[0])
 
     @property
@@ -51,7 +62,7 @@ class Cause:
 
     @property
     def cells(self) -> dict[str, list[str]]:
-        """Return the failed checks by cell and driver."""
+        """Return the failed checks of each cell: ``{"ddp-fp32-w2 (torch)": ["names"]}``."""
         return cells_of(self.results)
 
     @property
@@ -69,11 +80,11 @@ def causes(results: Iterable[Verdict]) -> list[Cause]:
     The causes of a suite are together, and a cause comes before what may follow from it.
 
     A run that ends early may follow from what a check has found in the same cell: the check read
-    what the ranks recorded before. An optimizer with stale parameters is found before torch fails
-    to save it.
+    what the ranks recorded before. For example a check finds an optimizer with stale parameters,
+    and later torch fails to save that optimizer.
     """
     causes_in_order: list[Cause] = []
-    # A cell of a suite, to the number of the first cause that a check found in it.
+    # Suite and cell to the number of the first cause that a check found in that cell.
     first_cause_of_cell: dict[tuple[str, str], int] = {}
     for number, group in enumerate(_ordered_groups(results), 1):
         follows = None
@@ -87,9 +98,9 @@ def causes(results: Iterable[Verdict]) -> list[Cause]:
 
 
 def _ordered_groups(results: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Return the red verdicts of each cause, suite by suite.
+    """Return the red verdicts in groups, one for each cause, suite by suite.
 
-    In a suite those whose run ended early come last.
+    In a suite the causes by which a run ended early come last.
     """
     groups: dict[tuple[str, str], list[Verdict]] = {}
     suite_positions: dict[str, int] = {}
@@ -97,7 +108,7 @@ def _ordered_groups(results: Iterable[Verdict]) -> list[list[Verdict]]:
         if not result.red:
             continue
         suite_positions.setdefault(result.place, len(suite_positions))
-        # Two trainers may fail with the same words for different reasons.
+        # The key has the suite: two trainers may fail with the same words for different reasons.
         groups.setdefault(_key(result), []).append(result)
 
     def position(group: list[Verdict]) -> tuple[int, bool]:
@@ -114,8 +125,8 @@ def _only_earlier_cause(
     The result is None if there is no such cause, or if there are several.
 
     Args:
-        group: The verdicts of a cause.
-        first_cause_of_cell: The number of the first cause, by suite and cell.
+        group: The verdicts of a cause by which a run ended early.
+        first_cause_of_cell: Suite and cell to the number of the first cause found in that cell.
     """
     numbers = set()
     for result in group:
@@ -128,11 +139,12 @@ def _only_earlier_cause(
 
 
 def _ended_early(group: Iterable[Verdict]) -> bool:
+    """Tell whether a cause is a run that ended early, and not a finding of a check."""
     return all(result.ended_run for result in group)
 
 
 def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
-    """Return the checks of the verdicts by cell and driver."""
+    """Return the checks of the verdicts by cell: ``{"ddp-fp32-w2 (torch)": ["names"]}``."""
     checks: dict[str, list[str]] = {}
     for verdict in verdicts:
         cell = f"{verdict.cell} ({verdict.driver})"
@@ -141,7 +153,10 @@ def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
 
 
 def _key(result: Verdict) -> tuple[str, str]:
-    """Return the key of a result's cause; a result without a message is a cause of its own."""
+    """Return the key of a result's cause: results with equal keys have one cause.
+
+    A result without a message is a cause of its own.
+    """
     cause = wording(result)
     if not result.ended_run:
         # Findings of one kind name one tensor or another; exceptions that name another key have
@@ -151,17 +166,17 @@ def _key(result: Verdict) -> tuple[str, str]:
 
 
 def wording(result: Verdict) -> str:
-    """Return the headline of a result without numbers and ranks."""
+    """Return the headline of a result with ``#`` for each number and rank."""
     return constant_part(_headline(result))
 
 
 def constant_part(text: str) -> str:
-    """Return a text without numbers and ranks."""
+    """Return a text with ``#`` for each number, rank and address: ``3 differ`` is ``# differ``."""
     return _VARIABLE.sub("#", text)
 
 
 def unshown(count: int) -> str:
-    """Return the line that counts the causes that are left out."""
+    """Return the line about the causes that a list leaves out: ``and 3 more causes``."""
     plural = "s" if count > 1 else ""
     return f"and {count} more cause{plural}"
 
@@ -179,6 +194,7 @@ def _headline(result: Verdict) -> str:
         second_line, *_ = rest.splitlines()
         return f"{first_line} {second_line}"
     if rest.startswith("Traceback"):
+        # The exception at the end of the traceback, after the beginning of the first line.
         exception = _EXCEPTION.search(rest)
         if exception:
             context, _, _ = first_line.partition(": ")
@@ -187,7 +203,11 @@ def _headline(result: Verdict) -> str:
 
 
 def rank_of_cause(message: str) -> int | None:
-    """Return the rank that a finding names first, None where it names none."""
+    """Return the first rank that a message names; None if it names none.
+
+    It is 1 for ``rank 1 has ...``. Of several, as in ``ranks 0 and 2 have ...``, it is the first
+    number.
+    """
     for line in message.splitlines():
         rank = _RANK.search(line) or _RANKS.search(line)
         if rank:

@@ -1,25 +1,36 @@
-"""Comparison of two reports.
+"""Comparison of two reports: the verdicts that are newly broken, fixed or missing, and more.
 
-It lists the verdicts that are newly broken, fixed or missing, and other differences.
+``compare(before, after)`` is called at the end of a session with ``--distcompat-baseline`` and by
+the command ``distcompat diff``. Both reports have *verdicts* (passed, failed, known, ...), each of
+one *check* in one *cell* of one suite, such as the check ``names`` in ``fsdp2-bf16-w2`` (strategy,
+precision, 2 ranks) of ``TestMyTrainer``. The ``Comparison`` that it returns has text lines for the
+terminal and JSON for the report, as::
+
+    1 newly broken, 0 newly missing, 2 newly fixed, 0 still broken, 0 new
+    versions: torch 2.12.0 -> 2.13.0
+    newly broken: fsdp2-bf16-w2:names (my_driver): ok -> FAIL: 3 parameters have other names
+
+A *driver* is the trainer that a suite tests. *Red* are the statuses that make a session fail. A
+*known* failure is one that is declared, and not red.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
+from pytest_distcompat.report.pairing import earlier_verdicts
 from pytest_distcompat.report.result import Change
 from pytest_distcompat.report.values import ValueChange, value_changes, value_lines
 from pytest_distcompat.status import Verdict
 
-#: The settings that select cells.
+#: The settings that select cells: if they differ, other verdicts are no surprise.
 SELECTING = (
     "strategies",
     "precisions",
@@ -31,12 +42,12 @@ SELECTING = (
     "budget",
     "shard",
 )
-#: The counts in the last line: a suite that stops running shows in the first three.
+#: The counts that ``Comparison.counts`` has. A suite that stops running shows in the first three.
 COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
-#: A value before and now.
+#: A value in the earlier and in the later report, such as two versions of one package.
 BeforeAndNow = tuple[str, str]
-#: How many verdicts there were before, and are now.
+#: A count in the earlier and in the later report.
 _Counts = tuple[int, int]
 
 
@@ -46,15 +57,15 @@ class Comparison:
 
     Attributes:
         broken: Verdicts that are red now and were not, or are red in another way: a crash instead
-            of a finding, or with a failed teardown.
+            of a failed check, or with a failed teardown.
         fixed: Verdicts that were red, or known failures, and are neither now.
         missing: Verdicts that ran before and not now.
         still: Verdicts that are as red as they were.
         otherwise: Those of ``still`` that have another message, numbers aside.
         new: Verdicts that were not selected before, and are not red.
-        versions: The packages whose versions differ.
-        settings: The settings that differ, of those that select cells.
-        counts: How many verdicts there were, and are now, as ``COUNTED`` names them.
+        versions: The packages whose versions differ, as ``{"torch": ("2.12.0", "2.13.0")}``.
+        settings: The settings that differ, of those in ``SELECTING``.
+        counts: Each name in ``COUNTED`` to the number of such verdicts before and now.
         values: The cells whose trainings compute or save something else, whatever their verdicts.
     """
 
@@ -110,7 +121,7 @@ class Comparison:
 
 
 def changed_values(changed: Mapping[str, BeforeAndNow]) -> str:
-    """Return the values before and now as one text."""
+    """Return the values before and now as one text: ``torch 2.12.0 -> 2.13.0``."""
     texts = []
     for name, (before, after) in changed.items():
         texts.append(f"{name} {before} -> {after}")
@@ -118,6 +129,7 @@ def changed_values(changed: Mapping[str, BeforeAndNow]) -> str:
 
 
 def _counts_text(counts_by_name: Mapping[str, _Counts]) -> str:
+    """Return the counts as one text: ``selected 96, ran 94 -> 90``."""
     texts = []
     for name, (before, after) in counts_by_name.items():
         if before == after:
@@ -137,6 +149,7 @@ class _MissingFrom:
 
 
 def _missing_lines(missing: Iterable[Change]) -> Iterator[str]:
+    """Yield a line for each cell and reason, with the checks that are missing in the cell."""
     checks_of: dict[_MissingFrom, list[str]] = {}
     for change in missing:
         key = _MissingFrom(change.cell, change.driver, change.why)
@@ -148,7 +161,14 @@ def _missing_lines(missing: Iterable[Change]) -> Iterator[str]:
 
 
 def _by_cause(title: str, changes: Iterable[Change]) -> Iterator[str]:
-    """Yield a line for each cause, with the verdicts beneath it if there are several."""
+    """Yield a line for each cause, with the verdicts beneath it if there are several.
+
+    Verdicts have one cause if their messages are equal, numbers aside.
+
+    Args:
+        title: The beginning of each line, as ``newly broken``.
+        changes: The verdicts that changed.
+    """
     changes_by_cause: dict[str, list[Change]] = {}
     for change in changes:
         cause = constant_part(change.what)
@@ -175,7 +195,7 @@ def compare(before: Report, after: Report) -> Comparison:
     counts_after = counts(after)
     for name in COUNTED:
         comparison.counts[name] = (counts_before[name], counts_after[name])
-    earlier = _earlier_verdicts(before, after)
+    earlier = earlier_verdicts(before, after)
     for index, result in enumerate(after.results):
         _add_verdict(comparison, earlier.get(index), result)
     _add_vanished(comparison, before, after, earlier.values())
@@ -184,7 +204,15 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdict) -> None:
-    """Add what became of a verdict, if anything did; ``earlier`` is None if there was none."""
+    """Add a later verdict to the list of the comparison that it belongs to.
+
+    A verdict that is as good as it was belongs to none.
+
+    Args:
+        comparison: The comparison, which is changed in place.
+        earlier: The earlier verdict on the same check in the same cell; None if there was none.
+        result: The later verdict.
+    """
     status_before = earlier.status if earlier else ""
     change = _change(result, status_before, result.status, result.why)
     if result.red:
@@ -192,6 +220,7 @@ def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdic
     elif earlier is None:
         comparison.new.append(change)
     elif not result.status.conclusive:
+        # The check was skipped, or ran on simulated ranks only: what ran before is missing.
         if earlier.status.conclusive:
             comparison.missing.append(change)
     elif earlier.red or _passes_at_last(earlier, result):
@@ -199,16 +228,20 @@ def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdic
 
 
 def _passes_at_last(earlier: Verdict, result: Verdict) -> bool:
-    """Tell whether a check passes that failed for a known reason."""
+    """Tell whether a check passes that failed before as it was declared to."""
     return earlier.status == "known" and result.status == "passed"
 
 
 def _add_red(
     comparison: Comparison, earlier: Verdict | None, result: Verdict, change: Change
 ) -> None:
-    """Add a verdict that is red now.
+    """Add a verdict that is red now: it is newly broken, or as broken as it was.
 
-    It is newly broken, or broken as it was, perhaps with another message.
+    Args:
+        comparison: The comparison, which is changed in place.
+        earlier: The earlier verdict; None if there was none.
+        result: The later verdict.
+        change: Both, as the comparison lists them.
     """
     had_teardown_error = earlier is not None and bool(earlier.teardown)
     if result.teardown and not had_teardown_error:
@@ -224,15 +257,26 @@ def _add_red(
 
 
 def _wording_without_paths(result: Verdict) -> str:
-    # Names of temporary directories are no difference.
+    """Return what the message of a verdict says, without what differs from run to run.
+
+    Names of temporary directories, numbers and ranks are left out.
+    """
     return re.sub(r"\S*/\S*", "", wording(result))
 
 
 def _add_vanished(
     comparison: Comparison, before: Report, after: Report, paired: Iterable[Verdict]
 ) -> None:
-    """Add the earlier verdicts for which there is no later one, those of skipped cells aside."""
+    """Add the earlier verdicts for which there is no later one, unless they were skipped.
+
+    Args:
+        comparison: The comparison, which is changed in place.
+        before: The earlier report.
+        after: The later report.
+        paired: The earlier verdicts for which there is a later one.
+    """
     unreached = set(after.unreached)
+    # By identity: two verdicts may be equal.
     paired_ids = {id(verdict) for verdict in paired}
     for verdict in before.results:
         if id(verdict) in paired_ids or verdict.status == "skipped":
@@ -242,107 +286,15 @@ def _add_vanished(
 
 
 def _change(result: Verdict, before: str, after: str, why: str) -> Change:
+    """Return the change of a verdict: its status before and after, empty where there was none."""
     return Change(result.suite, result.driver, result.cell, result.check, before, after, why)
 
 
-def _earlier_verdicts(before: Report, after: Report) -> dict[int, Verdict]:
-    """Return the earlier verdict for each later one, by the index of the later one.
-
-    Verdicts pair by node id, else by suite. A suite that moved is found by its name; of several of
-    one name the first becomes the first.
-    """
-    pairing = _Pairing(before, after)
-    pairing.pair(_by_item)
-    pairing.pair(_by_place)
-    pairing.keep_moved_suites()
-    pairing.pair(_by_suite)
-    return pairing.earlier
-
-
-def _by_item(result: Verdict) -> Hashable:
-    # Not by the driver: an item without a verdict may have none.
-    return (result.nodeid, result.suite, result.cell, result.check)
-
-
-def _by_place(result: Verdict) -> Hashable:
-    return (result.place, result.suite, result.cell, result.check)
-
-
-def _by_suite(result: Verdict) -> Hashable:
-    return (result.suite, result.cell, result.check)
-
-
-@dataclass(frozen=True)
-class _LaterVerdict:
-    """A verdict of the later report, and its index there."""
-
-    index: int
-    verdict: Verdict
-
-
-def _position(verdict: Verdict) -> tuple[str, str]:
-    """Return what verdicts are sorted by, so that pairs do not depend on the order of the run."""
-    return verdict.place, verdict.nodeid
-
-
-class _Pairing:
-    """Pairs of an earlier and a later verdict, found by one key after another.
-
-    Attributes:
-        earlier: The earlier verdict of each pair, by the index of the later one in its report.
-    """
-
-    def __init__(self, before: Report, after: Report) -> None:
-        self._suites_before = _suites(before)
-        self._suites_after = _suites(after)
-        self._before = sorted(before.results, key=_position)
-        self._after: list[_LaterVerdict] = []
-        for index, verdict in enumerate(after.results):
-            self._after.append(_LaterVerdict(index, verdict))
-        self._after.sort(key=lambda later: _position(later.verdict))
-        self.earlier: dict[int, Verdict] = {}
-
-    def keep_moved_suites(self) -> None:
-        """Leave out, from here on, the suites that both reports have."""
-        moved_away: list[Verdict] = []
-        for verdict in self._before:
-            if verdict.place not in self._suites_after:
-                moved_away.append(verdict)
-        moved_here: list[_LaterVerdict] = []
-        for later in self._after:
-            if later.verdict.place not in self._suites_before:
-                moved_here.append(later)
-        self._before = moved_away
-        self._after = moved_here
-
-    def pair(self, key: Callable[[Verdict], Hashable]) -> None:
-        """Pair the verdicts that have no partner yet and are equal in this key.
-
-        Of several on either side the first is paired with the first.
-        """
-        paired_ids = {id(verdict) for verdict in self.earlier.values()}
-        unpaired: defaultdict[Hashable, deque[Verdict]] = defaultdict(deque)
-        for verdict in self._before:
-            if id(verdict) not in paired_ids:
-                unpaired[key(verdict)].append(verdict)
-        for later in self._after:
-            candidates = unpaired[key(later.verdict)]
-            if later.index not in self.earlier and candidates:
-                self.earlier[later.index] = candidates.popleft()
-
-
-def _suites(report: Report) -> set[str]:
-    """Return the node ids of the suites of all items, also of those that were not reached."""
-    suites: set[str] = set()
-    reached = [result.nodeid for result in report.results]
-    for nodeid in (*report.unreached, *reached):
-        suite, _, _ = nodeid.rpartition("::test")
-        suites.add(suite)
-    return suites
-
-
 def _settings(report: Report) -> dict[str, str]:
-    """Return the values of the settings that select cells."""
+    """Return the values of the settings that select cells, as ``{"profile": "default"}``.
+
+    A report of another release may lack some.
+    """
     settings = report.session.get("settings", {})
     values = {}
     for name in SELECTING:
@@ -352,7 +304,10 @@ def _settings(report: Report) -> dict[str, str]:
 
 
 def differing(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, BeforeAndNow]:
-    """Return the names whose values differ, each with its value before and after."""
+    """Return the names whose values differ, each with its value before and after.
+
+    ``none`` stands for the value on the side that lacks the name.
+    """
     names = dict.fromkeys((*before, *after))
     different = {}
     for name in names:

@@ -1,7 +1,16 @@
 """Report: the results of a session as one document, and its JSON.
 
-Every format is made from this document. ``schema.json`` beside this file describes the JSON;
-docs/reports.md explains it.
+At the end of a session ``plugin.reporting.results`` makes a ``Report``. Everything else is made
+from it: the section in pytest's terminal, and files in JSON, HTML, Markdown and plain text. The
+commands ``distcompat diff``, ``merge``, ``report`` and ``trend`` read the JSON of earlier sessions
+again, by ``Report.read``. ``schema.json`` beside this file describes the JSON; docs/reports.md
+explains it.
+
+A report is about suites: each has a *verdict* (passed, failed, ...) on each *check* in each *cell*.
+A cell is a configuration of the trainer, with an id such as ``fsdp2-bf16-w2-compile``; its *facets*
+are strategy, precision, world size and options, here ``{"strategy": "fsdp2", "precision": "bf16",
+"world_size": 2, "compile": True}``. A *run* is one process group from start to end. A *driver* is
+the trainer under test.
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ from pytest_distcompat.status import ADDED_STATUSES, Status, Verdict, all_status
 #: added at any time.
 FORMAT = 2
 
-#: How a session ended, from bad to good.
+#: How a session ended, from bad to good: the values of ``session["ending"]``.
 ENDINGS = ("internal error", "interrupted", "stopped", "finished")
 
 #: The longest message of a verdict, in characters: the full text of a failed run is stored once,
@@ -44,12 +53,15 @@ _Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _SchemaType:
-    """A type of the schema: those of Python that JSON is read as, and its name in messages."""
+    """A type of the schema."""
 
+    #: The types of Python that the JSON is read as.
     python_types: tuple[type, ...]
+    #: The name of the type in messages.
     label: str
 
 
+#: The types by the names that JSON schema has for them.
 _SCHEMA_TYPES: Mapping[str, _SchemaType] = {
     "string": _SchemaType((str,), "a text"),
     "integer": _SchemaType((int,), "a whole number"),
@@ -66,10 +78,12 @@ class Report:
     """Results of one session, or of several merged.
 
     Attributes:
-        session: Versions, device, settings, how the session ended.
+        session: Versions, device, settings, times, and how the session ended; see
+            ``plugin.reporting.session_info`` and ``schema.json``.
         results: The verdicts.
-        rows: What is known about each cell besides its verdicts.
-        runs: The process groups, as ``evidence.store`` has them.
+        rows: What is known about each cell besides its verdicts, as its cost.
+        runs: The process groups, as ``evidence.store`` has them: ``id``, ``cell``, ``seconds``,
+            ``ending``, ``ranks`` (those that failed) and so on.
         unreached: The node ids of the items that were collected and never ran.
     """
 
@@ -87,8 +101,9 @@ class Report:
     def fill_drivers(self) -> None:
         """Give each verdict and row the driver of its suite.
 
-        An item that failed outside its check does not know it.
+        An item that failed outside its check does not know the driver; other items of its suite do.
         """
+        # The driver by the name and the node id of the suite.
         drivers: dict[tuple[str, str], str] = {}
         for row in self.rows:
             if row.driver:
@@ -103,9 +118,10 @@ class Report:
         self.results = results
 
     def pieces(self) -> Iterator[str]:
-        """Yield the JSON, a result, cell or run at a time.
+        """Yield the pieces of the JSON, a result, cell or run at a time.
 
-        Each of them has a line, so that the file can be searched and compared.
+        Each of them has a line of its own, so that the file can be searched and compared. The JSON
+        of many verdicts need not be in memory as a whole.
         """
         session = {**self.session, "counts": counts(self)}
         yield f'{{\n "format": {FORMAT},\n "session": {_compact(session)}'
@@ -139,6 +155,7 @@ class Report:
             raise UsageProblem(
                 f"is no report: more than {MAX_DEPTH} objects and lists are inside one another"
             )
+        # Only the first problem is shown.
         for problem in _problems(_schema(), data):
             raise UsageProblem(f"is no report: {problem}")
         return cls(
@@ -167,8 +184,10 @@ class Report:
 def counts(report: Report) -> dict[str, int]:
     """Count the verdicts that were selected, that ran, that were not reached, and by status.
 
-    ``ran`` shows a suite that stops running: it is ``selected`` without what was skipped and what
-    was not reached.
+    Returns:
+        For example ``{"selected": 96, "ran": 94, "unreached": 0, "red": 49, "passed": 30, ...}``,
+        with a key for each status. ``ran`` is ``selected`` without what was skipped and what was
+        not reached: it shows a suite that stops running.
     """
     results_by_status: Counter[Status] = Counter()
     red = 0
@@ -189,7 +208,10 @@ def counts(report: Report) -> dict[str, int]:
 
 @functools.cache
 def facets(cell: str) -> Mapping[str, Any]:
-    """Return the facets of a cell id that are not at their default; nothing for any other text."""
+    """Return the facets of a cell id that are not at their default; nothing for any other text.
+
+    Cached: each verdict has the id of its cell.
+    """
     try:
         parsed = Cell.parse(cell)
     except ValueError:
@@ -198,6 +220,7 @@ def facets(cell: str) -> Mapping[str, Any]:
 
 
 def _result_json(result: Verdict) -> dict[str, Any]:
+    """Return a verdict as a report has it: with a shorter message and rounded times."""
     data = result.to_json()
     data["message"] = excerpt(result.message, MAX_MESSAGE)
     data["facets"] = facets(result.cell)
@@ -213,7 +236,7 @@ def _row_json(row: Row) -> dict[str, Any]:
 def _too_deep(data: Any) -> bool:
     """Tell whether the JSON is nested deeper than any report.
 
-    Recursive functions would fail on it.
+    The functions below are recursive and would fail on it. So this one goes down level by level.
     """
     containers = [data]
     for _ in range(MAX_DEPTH):
@@ -239,19 +262,25 @@ def _schema() -> dict[str, Any]:
 def _problems(schema: _Schema, data: Any, where: str = "") -> Iterator[str]:
     """Yield what in the JSON is not as the schema has it, so that it cannot be read.
 
+    This is no complete validation: reports of other releases may lack keys and have new ones. Two
+    keywords of the schema are this package's own: ``needed`` lists the keys without which an object
+    cannot be read, and ``closed`` says that no other values than those of ``enum`` can be read.
+
     Args:
         schema: The part of the schema for this part of the JSON.
         data: This part of the JSON.
         where: Its place, as ``results[3].status``; empty for the whole.
     """
     if "$ref" in schema:
+        # "#/$defs/status" stands for the definition of that name.
         _, _, definition = schema["$ref"].rpartition("/")
+        # The schema lists the statuses of this package; an extension may add some.
         if definition == "status" and data in ADDED_STATUSES.names():
             return
         schema = _schema()["$defs"][definition]
     types = _schema_types(schema)
     if types and not _has_type(data, types):
-        # What may be null may be left out: that is not said.
+        # That something may be null is not said: it is null where there is no value.
         labels = []
         for schema_type in types:
             if schema_type.label != "null":
@@ -284,9 +313,9 @@ def _object_problems(schema: _Schema, data: Mapping[str, Any], where: str) -> It
 
 
 def _schema_types(schema: _Schema) -> list[_SchemaType]:
-    """Return the types that a part of the schema allows, none for any.
+    """Return the types that a part of the schema allows; an empty list if it allows any.
 
-    A list of values without a type is one of texts.
+    An ``enum`` without a ``type`` lists texts.
     """
     names = schema.get("type", [])
     if "type" not in schema and "enum" in schema:
@@ -302,7 +331,7 @@ def _has_type(data: Any, types: Iterable[_SchemaType]) -> bool:
 
 
 def _short(data: Any) -> str:
-    """Return a value in a few words."""
+    """Return a value of the JSON in a few words, for a message."""
     if isinstance(data, dict):
         return "an object"
     if isinstance(data, list):
@@ -313,7 +342,7 @@ def _short(data: Any) -> str:
 
 
 def _list_pieces(items: Iterable[Any]) -> Iterator[str]:
-    """Yield the JSON of a list, an item a line."""
+    """Yield the JSON of a list, with a line for each item; ``[]`` for an empty list."""
     before = "[\n  "
     end = "[]"
     for item in items:
@@ -324,6 +353,7 @@ def _list_pieces(items: Iterable[Any]) -> Iterator[str]:
 
 
 def _compact(value: Any) -> str:
+    """Return the JSON of a value on one line."""
     return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
 
 

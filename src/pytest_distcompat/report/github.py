@@ -1,10 +1,16 @@
-"""Annotations of a run on GitHub: errors that it shows beside the files of a pull request.
+"""Annotations of a workflow on GitHub: errors that it shows beside the files of a pull request.
 
-There is an error for each cause in a report, and for each other test that failed.
-
-``python -m pytest_distcompat.report.github DIRECTORY CODE BELOW`` prints them for the reports in a
-directory, pytest's exit code, and the directory in which pytest ran:
+A step of the workflow calls ``python -m pytest_distcompat.report.github DIRECTORY CODE BELOW``
+after pytest has ended. DIRECTORY has the files ``report.json`` and ``junit.xml`` that the session
+wrote, CODE is pytest's exit code, and BELOW the directory in which pytest ran, relative to the
+repository. GitHub reads annotations from the output, one on each line:
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#setting-an-error-message.
+For example::
+
+    ::error file=tests/test_a.py,title=FAIL%3A ddp-fp32-w2 (torch)::3 parameters have other names
+
+There is an annotation for each *cause* in the report (failed verdicts with the same message,
+numbers aside), and for each other test that failed.
 """
 
 from __future__ import annotations
@@ -20,26 +26,28 @@ from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.text import HEADLINE, cut
 
-#: GitHub shows so many errors of a step.
+#: The number of errors of a step that GitHub shows.
 MOST = 10
 #: How many cells of a cause its annotation names.
 CELLS = 5
-#: pytest's exit codes of sessions that ran tests, or had none
+#: pytest's exit codes, as texts, of sessions that came to their end: passed, failed, or no tests
 #: (https://docs.pytest.org/en/stable/reference/exit-codes.html).
 _WITHOUT_PROBLEM = {"0", "1", "5"}
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """An error at a file and, if it is known, a line."""
+    """An error, at a file if one is known."""
 
     title: str
     message: str
+    #: The path, relative to the directory in which pytest ran; empty for none.
     file: str = ""
+    #: The line, from 1; 0 if it is not known.
     line: int = 0
 
     def command(self, below: str) -> str:
-        """Return the workflow command.
+        """Return the line that makes GitHub show the annotation.
 
         Args:
             below: The directory of the repository to which the file is relative.
@@ -58,7 +66,14 @@ class Annotation:
 
 
 def read_annotations(directory: Path, code: str) -> list[Annotation]:
-    """Return the annotations for the files that a session wrote into the directory."""
+    """Return the annotations for the files that a session wrote into the directory.
+
+    Either file may be missing, if the session ended too early.
+
+    Args:
+        directory: The directory with ``report.json`` and ``junit.xml``.
+        code: pytest's exit code, as ``1``.
+    """
     report_file = directory / "report.json"
     junit_file = directory / "junit.xml"
     report = Report.read(report_file) if report_file.exists() else Report()
@@ -96,8 +111,9 @@ def _cause_lines(cause: Cause) -> Iterator[str]:
 
 
 def _of_other_tests(junit: Path, report: Report) -> Iterator[Annotation]:
-    """Yield the failed tests that are no verdict of the report."""
-    # A verdict's class and function, as junit.xml has them.
+    """Yield an annotation for each failed test that is no verdict of the report."""
+    # Class and function of each verdict: ("TestA", "test[ddp-fp32-w2:names]"). A test case in
+    # junit.xml has classname="tests.test_a.TestA" and the same name.
     verdict_items: set[tuple[str, ...]] = set()
     for result in report.results:
         names = result.nodeid.split("::")
@@ -115,7 +131,7 @@ def _of_other_tests(junit: Path, report: Report) -> Iterator[Annotation]:
 
 
 def _failure(case: ET.Element) -> ET.Element | None:
-    """Return what says how a test failed, None for one that did not."""
+    """Return the element that says how a test failed; None for a test that did not."""
     for element in case:
         if element.tag in {"failure", "error"}:
             return element
@@ -123,15 +139,21 @@ def _failure(case: ET.Element) -> ET.Element | None:
 
 
 def _escaped(text: str) -> str:
+    """Return a message as workflow commands need it: on one line."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _escaped_property(text: str) -> str:
+    """Return a property as workflow commands need it: a comma or colon would end it."""
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the annotations, as many as GitHub shows."""
+    """Print the annotations, as many as GitHub shows; the last then says how many there are more.
+
+    Args:
+        arguments: DIRECTORY, CODE and BELOW, as the module's docstring explains them.
+    """
     directory, code, below = arguments
     annotations = read_annotations(Path(directory), code)
     if len(annotations) > MOST:

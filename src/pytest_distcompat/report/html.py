@@ -1,4 +1,14 @@
-"""HTML report: one page without network access or further files."""
+"""HTML report: one page without network access or further files.
+
+``report.write`` calls ``html`` with the ``Report`` of a session: its *verdicts* (passed, failed,
+...), each of one *check* in one *cell* of a suite. A cell is a configuration of the trainer, as
+``fsdp2-bf16-w2``: strategy, precision, 2 ranks. A *driver* is the trainer. ``distcompat trend``
+calls ``trend_html`` with the verdicts of many nights.
+
+The pages are jinja2 templates in ``templates/``. Each has a script of its own and the whole report
+as compressed JSON, with which the script filters verdicts and shows details. Without the script the
+page still has all matrices and messages.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +35,27 @@ from pytest_distcompat.status import Status, Verdict, all_statuses, explained_st
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-#: The page may load nothing. Its own script sets bars and colours.
+#: The Content-Security-Policy of a page: it may load nothing. Styles are allowed in it, because its
+#: own script sets bars and colours.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
-#: A URL in a text, without the punctuation after it. The script has the same.
+#: A URL in a text, without the punctuation after it. The page's script has the same expression.
 _URL = re.compile(r"(https?://[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}])")
 
 _TEMPLATES = resources.files("pytest_distcompat.report") / "templates"
 
 
 def html(report: Report) -> str:
-    """Return the page.
+    """Return the page of a report.
 
-    Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in
-    the head lets the browser run the page's own script, by its hash, and load nothing.
+    Everything that comes from a test is text: jinja2 escapes it, and the script sets it as text.
+    The policy in the head lets the browser run the page's own script, by its hash, and load
+    nothing.
     """
     reasons = [(status, by_reason(report.results, status)) for status in explained_statuses()]
     return _render(
         "page",
-        # Packed: a page of a hundred thousand verdicts would have 200 MB.
+        # The JSON for the script. Packed: a page of a hundred thousand verdicts would have 200 MB.
         data=base64.b64encode(_packed(report)).decode(),
         session=report.session,
         headline=headline(report),
@@ -53,7 +65,8 @@ def html(report: Report) -> str:
         suites=tables(report.results),
         settings=settings_tables(report.results),
         overview=_overview(report.results),
-        # Where a tile leads without the script, to the first verdict of its driver and strategy.
+        # Where a tile of the overview leads without the script: to the first verdict of its driver
+        # and strategy.
         anchors=_anchors(report.results),
         causes=causes(report.results),
         reasons=reasons,
@@ -67,16 +80,19 @@ def html(report: Report) -> str:
 
 
 def trend_html(trend: Trend) -> str:
-    """Return the page of a trend, which runs and loads as little as that of a report."""
+    """Return the page of a trend, with the same policy as that of a report."""
     return _render(
         "trend", trend=trend, kinds=KINDS, changes=changes, linked=linked, sparkline=sparkline
     )
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Return the SVG path through the values, 10 wide a night and 20 high.
+    """Return the SVG path through the values, 10 wide a night and 20 high: ``M5 2.0h0L15 12.0h0``.
 
     It has a gap where a night has no value.
+
+    Args:
+        values: A number for each night, such as seconds; None without one.
     """
     known_values = [value for value in values if value]
     top = max(known_values, default=1.0)
@@ -86,16 +102,23 @@ def sparkline(values: Sequence[float | None]) -> str:
         if value is None:
             after_gap = True
             continue
+        # In SVG's paths M moves to a point, L draws a line to it.
         command = "M" if after_gap else "L"
         x = 10 * night + 5
         y = 22 - 20 * value / top
-        # A line of no length is a dot: a night between two gaps.
+        # h0 draws a line of no length, which is a dot: the only mark of a night between two gaps.
         path += f"{command}{x} {y:.1f}h0"
         after_gap = False
     return path
 
 
 def _render(name: str, **values: Any) -> str:
+    """Return a page.
+
+    Args:
+        name: The name of its template and its script: ``page`` or ``trend``.
+        values: The variables of the template.
+    """
     import jinja2
     from markupsafe import Markup
 
@@ -115,12 +138,15 @@ def _render(name: str, **values: Any) -> str:
 
 
 def place(result: Verdict) -> str:
-    """Return the key by which the page's script finds a verdict: its place and its check."""
+    """Return the key by which the page's script finds a verdict: suite, cell and check.
+
+    The suite is its node id, as ``tests/test_a.py::TestMyTrainer``.
+    """
     return f"{result.place}:{result.cell}:{result.check}"
 
 
 def linked(text: str) -> Markup:
-    """Return the text escaped, with its URLs as links."""
+    """Return the text as HTML: escaped, with its URLs as links."""
     from markupsafe import Markup
 
     link = Markup('<a href="{0}" rel="noopener">{0}</a>')
@@ -133,7 +159,10 @@ def linked(text: str) -> Markup:
 
 
 def _anchors(results: list[Verdict]) -> dict[str, str]:
-    """Return the anchor of the first verdict of each driver and strategy, by the verdict's key."""
+    """Return the anchors that tiles lead to: the key of a verdict to its anchor.
+
+    Only the first verdict of each driver and strategy has one, as ``driver=torch&strategy=ddp``.
+    """
     first_of_tile: dict[str, Verdict] = {}
     for result in results:
         strategy = _strategy(result)
@@ -147,9 +176,10 @@ _Counts = list[tuple[Status, int]]
 
 
 def _overview(results: list[Verdict]) -> dict[str, dict[str, _Counts]]:
-    """Return how many verdicts have which status, by driver and strategy.
+    """Return the tiles of the overview: driver to strategy to the counts of statuses.
 
-    The worst status comes first, and of equally bad ones the most frequent.
+    Example: ``{"torch": {"ddp": [(Status.FAILED, 2), (Status.PASSED, 8)]}}``. The worst status
+    comes first, and of equally bad ones the most frequent.
     """
 
     def badness(count_of_status: tuple[Status, int]) -> tuple[int, int]:
@@ -183,19 +213,24 @@ def _statuses_by_tile(results: list[Verdict]) -> dict[_Tile, list[Status]]:
 
 
 def _packed(report: Report) -> bytes:
-    """Return the JSON, compressed a piece at a time."""
+    """Return the JSON of a report, compressed a piece at a time to save memory."""
     packed = io.BytesIO()
+    # Without a time, so that equal reports give equal pages.
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file:
         file.writelines(piece.encode() for piece in report.pieces())
     return packed.getvalue()
 
 
 def _strategy(result: Verdict) -> str:
+    """Return the strategy in the id of a verdict's cell; empty for a text that is no cell."""
     return str(facets(result.cell).get("strategy", ""))
 
 
 def _axes(results: list[Verdict]) -> dict[str, list[str]]:
-    """Return the values of each filter, in the order of their appearance."""
+    """Return the values of each filter of the page, as ``{"driver": ["torch"], ...}``.
+
+    Strategies are sorted; the others are in the order of their appearance.
+    """
     # Dicts, because they keep the order and have each only once.
     drivers: dict[str, None] = {}
     precisions: dict[str, None] = {}
@@ -203,7 +238,7 @@ def _axes(results: list[Verdict]) -> dict[str, list[str]]:
     for result in results:
         drivers[result.driver] = None
         cell = facets(result.cell)
-        # Nothing for a text that is no cell.
+        # Empty for a text that is no cell.
         if cell:
             strategies.add(str(cell["strategy"]))
             precisions[str(cell["precision"])] = None

@@ -1,4 +1,20 @@
-"""Markdown report, and a short text for chat."""
+"""Markdown report, and a short text for chat.
+
+``report.write`` calls ``markdown`` for ``.md`` files and the summary of a step on GitHub, and
+``chat`` for ``.txt`` files. Both get a ``Report``: the *verdicts* (passed, failed, ...) of a
+session, each of one *check* in one *cell* of a suite. A cell is a configuration of the trainer, as
+``fsdp2-bf16-w2``; a *driver* is the trainer. Verdicts that failed with the same message, numbers
+aside, have one *cause*. The page begins::
+
+    # Distributed compatibility
+
+    42 results, 16 runs, device cpu; torch 2.13.0
+    ...
+    ## Failures by cause
+
+    1. **FAIL**, 2 verdicts: 3 parameters have other names
+       - fsdp2-bf16-w2 (my_driver): names
+"""
 
 from __future__ import annotations
 
@@ -17,8 +33,9 @@ from pytest_distcompat.status import Verdict
 #: The longest chat message, in characters (Slack cuts at 3000:
 #: https://docs.slack.dev/reference/block-kit/blocks/section-block).
 CHAT = 2999
-#: How many causes a page and a chat message show at most.
+#: How many causes a page shows at most.
 CAUSES = 50
+#: How many causes a chat message shows at most.
 CHAT_CAUSES = 8
 
 #: Characters that Markdown would read as markup; an underscore inside a word is none.
@@ -26,16 +43,12 @@ _SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|^[#+=-])")
 
 
 def markdown(report: Report) -> str:
-    """Return the page.
-
-    It has the failures by cause, settings, matrices, checks that are not applicable, and the costs
-    of cells.
-    """
+    """Return the page: the failures by cause, then tables of settings, verdicts and costs."""
     return "\n".join(_page(report)) + "\n"
 
 
 def chat(report: Report) -> str:
-    """Return a chat message: counts, versions, the first causes. Shorter than 3000 characters."""
+    """Return a chat message of less than 3000 characters: counts, versions, the first causes."""
     text = "\n".join(_chat_lines(report))
     return cut(text, CHAT - 1) + "\n"
 
@@ -64,7 +77,7 @@ def _chat_lines(report: Report) -> Iterator[str]:
 
 
 def headline(report: Report) -> str:
-    """Return the outcome in a few words."""
+    """Return the outcome in a few words: ``Distributed compatibility: 3 failed``."""
     red = sum(result.red for result in report.results)
     parts = []
     if report.interrupted:
@@ -77,7 +90,7 @@ def headline(report: Report) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape a text, so that nothing in it is markup."""
+    """Return a text on one line, escaped so that nothing in it is markup."""
     return _SPECIAL.sub(r"\\\1", visible(" ".join(text.split())))
 
 
@@ -89,6 +102,7 @@ def _versions(report: Report) -> str:
 
 
 def _page(report: Report) -> Iterator[str]:
+    """Yield the lines of the page."""
     yield from ("# Distributed compatibility", "")
     if report.interrupted:
         yield from (f"**Interrupted**: {len(report.unreached)} items were not reached.", "")
@@ -112,6 +126,7 @@ def _page(report: Report) -> Iterator[str]:
 
 
 def _causes(all_causes: list[Cause]) -> Iterator[str]:
+    """Yield a numbered list of causes, each with its cells and a command that reproduces it."""
     if all_causes:
         yield from ("", "## Failures by cause", "")
     for number, cause in enumerate(all_causes[:CAUSES], 1):
@@ -123,12 +138,14 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
             yield f"   - {escape(cell)}: {names}"
         if cause.reproduce:
             command = visible(" ".join(cause.reproduce.split()))
+            # The indent makes the block a part of the list's item.
             yield from ("", "   ```console", f"   $ {command}", "   ```", "")
     if len(all_causes) > CAUSES:
         yield f"\n{unshown(len(all_causes) - CAUSES)}"
 
 
 def _suite(table: Table, title: str) -> Iterator[str]:
+    """Yield the matrix of a suite: a row for each cell, a column for each check; then reasons."""
     yield from ("", f"## {escape(title)}", "")
     yield _table_row(["", *map(escape, table.checks)])
     yield "|" + " --- |" * (len(table.checks) + 1)
@@ -139,10 +156,13 @@ def _suite(table: Table, title: str) -> Iterator[str]:
 
 
 def _reasons(results: Iterable[Verdict]) -> Iterator[str]:
-    """Yield the reasons of the verdicts that are neither red nor passed, one per line."""
+    """Yield the reasons of the verdicts that are neither red nor passed, one per line.
+
+    Red are those that make a session fail; their messages are among the causes.
+    """
+    # The word of the status and the reason, to the verdicts.
     names_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        # Those that are red are among the causes.
         if result.status == "passed" or result.red:
             continue
         reason = (result.status.word, result.why)
@@ -160,7 +180,7 @@ def _table_row(cells: Iterable[str]) -> str:
 
 
 def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield the reasons for which checks are not applicable, one per line."""
+    """Yield the reasons for which checks are not applicable in cells, one per line."""
     rows_by_driver: dict[str, list[Row]] = {}
     for row in rows:
         if row.not_applicable:
@@ -177,6 +197,7 @@ def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield a table of what the training of each cell cost; nothing if none was measured."""
     rows_with_cost = [row for row in rows if row.cost]
     if not rows_with_cost:
         return
@@ -196,7 +217,7 @@ class _CostColumn:
     """A column of the table of costs.
 
     Attributes:
-        field: The field of ``cost.Cost``.
+        field: The field of ``cost.Cost``, which is in seconds or bytes.
         title: What it is called here, with its unit.
         factor: What the field is multiplied by to have this unit.
         digits: How many digits are shown after the point.
@@ -210,7 +231,7 @@ class _CostColumn:
     def text(self, value: float | None) -> str:
         """Return the number as the table has it.
 
-        It is empty for None, which stands for a number that JSON does not have, such as infinity.
+        A number that JSON does not have, such as infinity, is None in a report, and empty here.
         """
         if value is None:
             return ""

@@ -1,4 +1,13 @@
-"""Merging of reports: the parts of a matrix that several jobs ran."""
+"""Merging of reports: the parts of a matrix that several jobs ran, as one report.
+
+``distcompat merge a.json b.json -o all.html`` calls ``merge`` with the reports of several jobs, for
+example of one job for each version of Python, or of the *shards* of one matrix: with
+``--distcompat-shard 2/3`` a job runs part 2 of 3 of the tests. ``report.trend`` calls it too, to
+reduce one report. A report has *verdicts* (passed, failed, ...), each of one *check* in one *cell*
+of a suite (a cell is a configuration, as ``fsdp2-bf16-w2``), and *runs*, each a process group with
+its id. Jobs number runs and devices independently. So these get the number of their report in
+front: the run ``x`` of the second report becomes ``2/x``.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +28,9 @@ _Session = dict[str, Any]
 def merge(reports: Sequence[Report]) -> Report:
     """Merge reports into one.
 
-    Of several verdicts on a check in a cell the worst counts, and one that ran counts more than one
-    that was skipped. An item that ran in any of the reports was reached. Names, dtypes, steps and
-    cost of a cell are those of the first report that has them.
+    Of several verdicts on a check in a cell the worst counts. One that ran counts as worse than one
+    that was skipped. An item that ran in any of the reports was reached. What is known about a cell
+    besides, as its cost, is that of the first report that has it.
     """
     sessions = [report.session for report in reports]
     results = _worst_results(reports)
@@ -37,6 +46,7 @@ def merge(reports: Sequence[Report]) -> Report:
 
 
 def _worst_results(reports: Iterable[Report]) -> list[Verdict]:
+    """Return the worst verdict on each check in each cell of each suite."""
     worst: dict[tuple[str, ...], Verdict] = {}
     for report in reports:
         for result in report.results:
@@ -47,6 +57,7 @@ def _worst_results(reports: Iterable[Report]) -> list[Verdict]:
 
 
 def _rows(reports: Iterable[Report]) -> list[Row]:
+    """Return one row for each cell of each suite, with what all reports know about it."""
     rows: dict[tuple[str, ...], Row] = {}
     for number, report in enumerate(reports, 1):
         for row in report.rows:
@@ -63,6 +74,7 @@ def _rows(reports: Iterable[Report]) -> list[Row]:
 def _merged_row(first: Row, second: Row) -> Row:
     """Return the row of both: all runs and reasons, and the rest of the first row that has it."""
     values = {}
+    # A field without data is empty or None.
     for field in dataclasses.fields(Row):
         name = field.name
         values[name] = getattr(first, name) or getattr(second, name)
@@ -72,10 +84,7 @@ def _merged_row(first: Row, second: Row) -> Row:
 
 
 def _runs(reports: Iterable[Report]) -> list[dict[str, Any]]:
-    """Return all runs, with the number of the report at the beginning of each id.
-
-    Without it the ids are unique in one report only.
-    """
+    """Return all runs, each with the number of its report at the beginning of its id."""
     runs = []
     for number, report in enumerate(reports, 1):
         for run in report.runs:
@@ -96,7 +105,11 @@ def _unreached(reports: Iterable[Report], results: Iterable[Verdict]) -> list[st
 
 
 def _session(sessions: Sequence[_Session]) -> _Session:
-    """Return the session of a merged report; ``merged`` has what each session was."""
+    """Return the session of a merged report.
+
+    Values that differ are joined, as ``"device": "cpu | cuda"``. The key ``merged`` has the
+    sessions themselves.
+    """
     missing = _missing_shards(sessions)
     devices = _values(sessions, "device", "?")
     merged: _Session = {
@@ -119,7 +132,7 @@ def _session(sessions: Sequence[_Session]) -> _Session:
 
 
 def _values(mappings: Iterable[dict[str, Any]], key: str, default: Any) -> list[Any]:
-    """Return what each mapping has under a key, the default where one does not have it."""
+    """Return the value of each mapping under a key; ``default`` for a mapping without the key."""
     return [mapping.get(key, default) for mapping in mappings]
 
 
@@ -159,7 +172,7 @@ def _keys(mappings: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _world_size(sessions: Iterable[_Session]) -> Any:
-    """Return the sessions' world size; a text that names all of them where they differ."""
+    """Return the sessions' number of ranks, as 2; where they differ a text, as ``2 | 4``."""
     all_sizes = _values(sessions, "world_size", "?")
     sizes = list(dict.fromkeys(all_sizes))
     if len(sizes) == 1:
@@ -168,6 +181,7 @@ def _world_size(sessions: Iterable[_Session]) -> Any:
 
 
 def _first_begin(sessions: Iterable[_Session]) -> str:
+    """Return when the first session began; ISO 8601 in UTC sorts as text. Empty if none says it."""
     begins = []
     for session in sessions:
         if session.get("began"):
@@ -176,6 +190,7 @@ def _first_begin(sessions: Iterable[_Session]) -> str:
 
 
 def _worst_ending(sessions: Iterable[_Session], missing: Sequence[str]) -> str:
+    """Return the worst of the sessions' endings; a missing shard is as bad as a stopped session."""
     endings = _values(sessions, "ending", "finished")
     if missing:
         endings.append("stopped")
@@ -186,9 +201,11 @@ def _worst_ending(sessions: Iterable[_Session], missing: Sequence[str]) -> str:
 def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
     """Return a line for each shard that has tests and no report.
 
-    Shards that divided their tests in the same way belong together.
+    The session of a shard has its ``number``, from 1, and the ``plan``: a list of the cells and
+    modules of each shard. Shards with the same plan belong together.
     """
     lines: list[str] = []
+    # A plan, as JSON, to the numbers of the shards that have a report.
     shards_by_plan: dict[str, set[int]] = {}
     for session in sessions:
         # A report that was merged before has lines of its own.
@@ -212,7 +229,10 @@ def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
 
 
 def _device_times(sessions: Iterable[_Session], name: str) -> list[dict[str, Any]]:
-    """Return the entries of ``timeline`` or ``gaps``, with the session's number before each device.
+    """Return the entries of all timelines or all gaps, with the session's number at each device.
+
+    A timeline says which run or test had a device when, gaps say when a device was free. The device
+    ``cpu-0.0`` of the second session becomes ``2/cpu-0.0``.
 
     Args:
         sessions: The sessions.
@@ -231,6 +251,7 @@ def _device_times(sessions: Iterable[_Session], name: str) -> list[dict[str, Any
 
 
 def _without_device_times(session: _Session) -> _Session:
+    """Return a session without its long lists, which the merged session has."""
     copy = dict(session)
     copy.pop("timeline", None)
     copy.pop("gaps", None)
@@ -238,7 +259,7 @@ def _without_device_times(session: _Session) -> _Session:
 
 
 def _joined(values: Iterable[str]) -> str:
-    """Return the values that are not empty as one text, each once."""
+    """Return the values that are not empty as one text, each once: ``cpu | cuda``."""
     # A dict, because it keeps the order and has each only once.
     different: dict[str, None] = {}
     for value in values:

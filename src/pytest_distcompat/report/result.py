@@ -1,4 +1,14 @@
-"""Tables of verdicts, rows of cells and changes of verdicts, as reports have them."""
+"""Tables of verdicts, rows of cells and changes of verdicts, as reports have them.
+
+A report is made of *verdicts* (``status.Verdict``): passed, failed, known and so on, each of one
+*check* in one *cell* of a suite. A cell is a configuration of the trainer with an id such as
+``fsdp2-bf16-w2`` (strategy, precision, 2 ranks). This module has what the formats of a report
+share:
+
+- ``Row``: all that is known about a cell besides its verdicts. ``report.document`` stores it.
+- ``Table``: the matrix of a suite, cells by checks. The terminal, Markdown and HTML show it.
+- ``Change``: a verdict in two reports. ``report.compare`` makes it.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +25,33 @@ from pytest_distcompat.trace import RunTrace
 class Row:
     """Data of a cell besides its verdicts.
 
-    From ``names`` on it is the evidence of its training, which ``evidence.cells`` fills in.
+    From ``names`` on it is the evidence of its training, which ``evidence.cells`` fills in at the
+    end of the session. Without a training these fields are empty.
 
     Attributes:
-        suite: The name of the suite.
-        driver: The suite's driver.
+        suite: The name of the suite, as ``TestMyTrainer``.
+        driver: The suite's driver, the trainer under test, as ``accelerate``.
         cell: The cell's id.
-        place: The suite's node id.
-        not_applicable: The checks without a verdict, each with the reason.
-        cost: The fields of ``cost.Cost``; None for a number that JSON does not have.
-        runs: The ids of the runs that its checks read.
-        names: The parameters, each with its name in the unwrapped model, in the live one and in
-            files.
-        dtypes: The dtypes of each kind of tensor, as promised and as seen.
+        place: The suite's node id, as ``tests/test_a.py::TestMyTrainer``.
+        not_applicable: The name of each check without a verdict to the reason.
+        cost: The fields of ``cost.Cost``, as ``{"step_seconds": 0.16}``; None for a number that
+            JSON does not have.
+        runs: The ids of the runs that its checks read. A run is one process group from start to
+            end.
+        names: An entry for each parameter: its name in the ``unwrapped`` model (before any strategy
+            wraps it), in the ``live`` one, the ``files`` that have it, and ``shape``, ``dtype``,
+            ``placement`` and so on.
+        dtypes: An entry for each ``kind`` of tensor: the dtype that is ``expected``, and those
+            ``seen``, as ``{"kind": "gradient", "expected": "float32", "seen": ["float32"]}``.
         mesh: The ranks at their coordinates, and the parts of the parameters that they hold; None
             for a plain list of ranks.
-        steps: Curves such as the loss: a number for each step.
+        steps: Curves by name: ``{"loss": [4.85, 4.86, ...]}``, a number for each step.
         memory: The peak memory of each rank, in bytes.
-        tensor_bytes: The bytes of each kind of tensor, by rank.
+        tensor_bytes: ``parameters``, ``gradients`` and ``optimizer`` to their bytes on each rank.
         sent: What rank 0 sends in a step, by kind of collective and mesh dimension, if an extension
             adds it.
         values: What a training in float32 computes and saves, to the last bit: ``digests``,
-            ``numbers`` and ``files``.
+            ``numbers`` and ``files``, as ``report.values`` explains them.
     """
 
     suite: str
@@ -57,7 +72,7 @@ class Row:
 
     @classmethod
     def of(cls, verdict: Verdict, **more: Any) -> Row:
-        """Return the row of the verdict's cell."""
+        """Return the row of the verdict's cell; ``more`` are further fields."""
         return cls(verdict.suite, verdict.driver, verdict.cell, verdict.place, **more)
 
 
@@ -67,25 +82,25 @@ class AddedEvidence:
 
     Attributes:
         name: A name, which no other extension has.
-        add: Fills in fields of the row, from the run of the training.
+        add: Fills in fields of the row, from what the ranks of the training recorded.
     """
 
     name: str
     add: Callable[[Row, RunTrace], None]
 
 
-#: The evidence of extensions.
+#: The evidence of extensions, which are found by entry points of that group.
 ADDED_EVIDENCE: Registry[AddedEvidence] = Registry(
     "pytest_distcompat.evidence", AddedEvidence, "evidence", has_modules=False
 )
 
 
-#: A check, and the reason for which it is not applicable.
+#: A check, and the reason for which it is not applicable: it has nothing to say in some cells.
 _CheckAndReason = tuple[str, str]
 
 
 def not_applicable_reasons(rows: Iterable[Row]) -> dict[_CheckAndReason, list[str]]:
-    """Return the cells in which a check is not applicable, by check and reason."""
+    """Return (check, reason) to the cells in which the check is not applicable for that reason."""
     cells: dict[_CheckAndReason, list[str]] = {}
     for row in rows:
         for check, reason in row.not_applicable.items():
@@ -93,13 +108,17 @@ def not_applicable_reasons(rows: Iterable[Row]) -> dict[_CheckAndReason, list[st
     return cells
 
 
-#: The key of a verdict in a table.
+#: The key of a verdict in a table: ``("fsdp2-bf16-w2", "names")``.
 _CellAndCheck = tuple[str, str]
+#: The type of a key.
 K = TypeVar("K")
 
 
 def keep_worst(verdicts: dict[K, Verdict], key: K, verdict: Verdict) -> None:
-    """Put a verdict under a key, unless one that is as bad or worse is there."""
+    """Put a verdict under a key, unless the one that is there is as bad or worse.
+
+    A verdict that ran counts as worse than a skipped one.
+    """
     earlier = verdicts.get(key)
     if earlier is None or verdict.status.weight > earlier.status.weight:
         verdicts[key] = verdict
@@ -108,6 +127,8 @@ def keep_worst(verdicts: dict[K, Verdict], key: K, verdict: Verdict) -> None:
 @dataclass(frozen=True)
 class Table:
     """Matrix of one suite: a row for each cell, a column for each check.
+
+    ``report.settings`` makes tables with other rows and columns: settings by strategies.
 
     Attributes:
         results: All verdicts of the suite.
@@ -149,7 +170,7 @@ class Table:
         return f"{first.suite} (driver {first.driver})"
 
     def word(self, cell: str, check: str) -> str:
-        """Return the word of the verdict, empty where there is none."""
+        """Return the word of the verdict, as ``FAIL``; empty where there is none."""
         verdict = self.verdicts.get((cell, check))
         if verdict is None:
             return ""
@@ -157,9 +178,9 @@ class Table:
 
 
 def tables(results: Iterable[Verdict]) -> list[Table]:
-    """Return the matrix of each suite, in the order of first appearance.
+    """Return the matrix of each suite, the suites in the order of first appearance.
 
-    All have their checks in the same order.
+    All matrices have their checks in the same order.
     """
     results_of_suites = by_suite(results)
     # Suite by suite, in whatever order their items ran.
@@ -180,9 +201,14 @@ def by_suite(results: Iterable[Verdict]) -> list[list[Verdict]]:
 
 
 def check_order(results: Iterable[Verdict]) -> list[str]:
-    """Return all checks in the order that they have in their cells.
+    """Return the names of all checks in the order that they have in their cells.
 
-    Where cells differ in it, the check that appears first is first.
+    No cell has all checks: ``names resume`` in one and ``names units resume`` in another give
+    ``names units resume``. Where cells contradict each other, the check that appears first is
+    first.
+
+    Args:
+        results: The verdicts. Those of one cell follow each other.
     """
     earlier_by_check = _earlier_checks(results)
     order: list[str] = []
@@ -194,7 +220,7 @@ def check_order(results: Iterable[Verdict]) -> list[str]:
 
 
 def _earlier_checks(results: Iterable[Verdict]) -> dict[str, set[str]]:
-    """Return, for each check, the checks that come before it in any cell.
+    """Return each check to the checks that come before it in any cell.
 
     Args:
         results: The verdicts. Those of one cell follow each other.
@@ -212,9 +238,13 @@ def _earlier_checks(results: Iterable[Verdict]) -> dict[str, set[str]]:
 
 
 def _next_check(earlier_by_check: Mapping[str, set[str]], order: Iterable[str]) -> str:
-    """Return the first check whose earlier ones are all in the order.
+    """Return the next check of the order: the first one whose earlier checks are all in it.
 
     If cells contradict each other, there may be none; then the first of all is returned.
+
+    Args:
+        earlier_by_check: The checks that are not in the order yet, see ``_earlier_checks``.
+        order: The checks that are.
     """
     placed = set(order)
     for check, earlier in earlier_by_check.items():
@@ -225,7 +255,16 @@ def _next_check(earlier_by_check: Mapping[str, set[str]], order: Iterable[str]) 
 
 
 def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
-    """Return the cells, with the check if it ran, of each reason for a status."""
+    """Return each reason for a status to the verdicts that have it.
+
+    Args:
+        results: The verdicts.
+        status: The status, as ``known``.
+
+    Returns:
+        For example ``{"https://github.com/...": ["fsdp2-bf16-w2:resume"]}``. A verdict is named by
+        cell and check, a skipped one by its cell alone, since all checks of the cell are skipped.
+    """
     # The names are keys, each once.
     names_by_reason: dict[str, dict[str, None]] = {}
     for result in results:
@@ -241,14 +280,17 @@ def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Change:
-    """Verdict that changed; ``before`` or ``after`` is empty where there was none."""
+    """A verdict that changed between two reports."""
 
     suite: str
     driver: str
     cell: str
     check: str
+    #: The name of the status in the earlier report, as ``passed``; empty if it had no verdict.
     before: str
+    #: The name of the status in the later report; empty if it has no verdict.
     after: str
+    #: The message or the reason of the later verdict, or why there is none.
     why: str = ""
 
     def __str__(self) -> str:
@@ -258,7 +300,7 @@ class Change:
 
     @property
     def what(self) -> str:
-        """Return the words of the two statuses, and why."""
+        """Return the words of the two statuses, and why: ``ok -> FAIL: 3 parameters ...``."""
         before = _word(self.before)
         after = _word(self.after)
         change = f"{before} -> {after}"
@@ -268,6 +310,7 @@ class Change:
 
 
 def _word(status: str) -> str:
+    """Return the word of a status in matrices, ``none`` for no verdict."""
     if not status:
         return "none"
     return Status.from_name(status).word

@@ -1,4 +1,12 @@
-"""Tables of the cells that set fields of libraries: settings as rows, strategies as columns."""
+"""Tables of the cells that set fields of libraries: settings as rows, strategies as columns.
+
+A *cell* is a configuration of a trainer, as ``ddp-fp32-w2``: strategy, precision, 2 ranks. Some
+cells have the option ``set``, a *setting*: a field of an object of a library and its value, as
+``TrainingArguments.optim=sgd``, or several joined by ``+``. A suite may have hundreds of them, each
+under several strategies. In the suite's matrix each would be a row with all *checks*, so the
+formats of a report also show them in a table of their own: ``text.settings_text`` in the terminal,
+``markdown`` and ``html``. It uses ``result.Table`` with other rows and columns than a matrix.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +21,9 @@ from pytest_distcompat.status import Status, Verdict
 def settings_tables(results: Iterable[Verdict]) -> list[Table]:
     """Return a table for each suite that has cells with settings.
 
-    It has a row for each setting, a column for each strategy, and in each place the worst verdict
-    of all checks. If a cell has several settings, they share a row. A refusal is worse than a
-    success, so that its message is not lost.
+    In a table ``cells`` are the settings (rows), ``checks`` are the strategies (columns), and
+    ``verdicts`` has the worst verdict of all checks at each place. If a cell has several settings,
+    they share a row.
     """
     with_settings = [result for result in results if facets(result.cell).get("set")]
     return [_table(suite_results) for suite_results in by_suite(with_settings)]
@@ -28,7 +36,8 @@ class FailingSetting:
     Attributes:
         setting: The name of the setting; of several settings of one cell the names, joined by
             ``+``.
-        verdicts: By strategy the verdict, where it is a failure or a refusal.
+        verdicts: A strategy to the verdict, where that is a failure or a refusal (the trainer said
+            that it does not support the cell).
     """
 
     setting: str
@@ -84,5 +93,8 @@ def _setting_names(option: str) -> str:
 
 
 def _badness(verdict: Verdict) -> tuple[int, bool]:
-    """Return what verdicts are compared by; of a worse one it is larger."""
+    """Return what verdicts are compared by: it is larger for a worse one.
+
+    A refusal is worse than a success of equal weight, so that its message is not lost.
+    """
     return verdict.status.weight, verdict.status is not Status.PASSED

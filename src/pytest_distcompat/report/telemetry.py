@@ -1,4 +1,17 @@
-"""OpenTelemetry spans of a session, its verdicts and its runs."""
+"""OpenTelemetry spans of a session, its verdicts and its runs, sent to the user's collector.
+
+A *span* is OpenTelemetry's record of an operation: a name, a begin, an end, attributes and a
+parent. At the end of a session ``plugin.reporting.results`` calls ``send`` with the report. If the
+environment names a collector (``OTEL_EXPORTER_OTLP_ENDPOINT``), these spans are sent::
+
+    session                     the whole session
+      verdict names             one check in one cell, an item of a suite
+        run                     a process group that the item started, with its devices
+
+The times of runs come from the session's *timeline*, a list with an entry for each *lease* of a
+device: which item (``who``) had which ``device`` from ``begin`` to ``end``, in seconds since the
+session began. Runs can share a GPU; an entry then has the ``part`` that it had, as 0.5.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +32,16 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 #: How many spans one request has at most: the default of OpenTelemetry's SDK.
 BATCH = 512
 
-#: An entry of a session's timeline: the lease of one device.
+#: An entry of a session's timeline, the lease of one device:
+#: ``{"device": "cpu-0.0", "who": "a.py::TestA::test[ddp-fp32-w2:names]", "begin": 34.3, "end":
+#: 41.2}``
 _Lease = Mapping[str, Any]
 
 
 def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[_Lease]) -> list[Verdict]:
     """Return the verdicts with their device-seconds: the time for which their item leased devices.
+
+    Two devices for 3 seconds are 6 device-seconds.
 
     Args:
         results: The verdicts.
@@ -48,7 +65,8 @@ def send(report: Report) -> str:
     (https://www.w3.org/TR/trace-context/).
 
     Returns:
-        A message for the user; empty if no collector is named.
+        A line for the user, as ``spans: 12 of 12 sent to http://localhost:4318``; empty if no
+        collector is named. If the collector refuses some, it says how many were sent.
     """
     endpoint = _endpoint()
     if not endpoint or _switched_off():
@@ -63,6 +81,7 @@ def send(report: Report) -> str:
     sent = 0
     for start in range(0, len(spans), BATCH):
         batch = spans[start : start + BATCH]
+        # The collector does not answer: it will not take the rest either.
         if exporter.export(batch).name != "SUCCESS":
             break
         sent += len(batch)
@@ -79,6 +98,7 @@ def _endpoint() -> str:
 
 
 def _switched_off() -> bool:
+    """Tell whether the user has switched OpenTelemetry off by its own environment variables."""
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     return disabled or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
 
@@ -108,13 +128,13 @@ def _spans(report: Report) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Span:
-    """What a span says.
+    """What a span says, before OpenTelemetry's object is made of it.
 
     Attributes:
-        name: Its name.
+        name: Its name, as ``verdict names``.
         begin: When it began, in seconds since the session began.
         end: When it ended, in seconds since the session began.
-        attributes: Its attributes.
+        attributes: Name to value; ``cell`` becomes the attribute ``distcompat.cell``.
         error: What failed; empty for a success.
     """
 
@@ -129,7 +149,7 @@ class _Recorder:
     """Makes OpenTelemetry's spans of one session, and keeps them in memory.
 
     Args:
-        session: The report's session.
+        session: ``Report.session``, with ``versions`` and ``began``.
     """
 
     def __init__(self, session: Mapping[str, Any]) -> None:
@@ -138,6 +158,7 @@ class _Recorder:
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+        # The attributes that all spans share.
         attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "pytest-distcompat")}
         for package, version in session["versions"].items():
             attributes[f"distcompat.version.{package}"] = version
@@ -150,7 +171,12 @@ class _Recorder:
         self._session_began = datetime.fromisoformat(began).timestamp()
 
     def record(self, span: _Span, parent: Any) -> Any:
-        """Record a child of the span with the context ``parent``; return the child's context."""
+        """Record a span, and return its context, of which its children are recorded.
+
+        Args:
+            span: What the span says.
+            parent: The context of its parent.
+        """
         from opentelemetry import trace
 
         attributes = {}
@@ -204,7 +230,8 @@ def _verdict_span(result: Verdict) -> _Span:
 def _run_spans(timeline: Iterable[_Lease]) -> Iterator[tuple[str, _Span]]:
     """Yield the span of each run, with the node id of the item that started it.
 
-    The timeline has an entry for each device of a run. All of them have the same times.
+    The timeline has an entry for each device of a run. All of them have the same item and times, by
+    which they are recognized.
     """
     leases_by_run: dict[_Run, list[_Lease]] = {}
     for lease in timeline:
@@ -228,7 +255,7 @@ def _run_spans(timeline: Iterable[_Lease]) -> Iterator[tuple[str, _Span]]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run, as the leases of its devices show it; times are seconds since the session began."""
+    """What the leases of one run have in common; times are seconds since the session began."""
 
     nodeid: str
     begin: float

@@ -1,4 +1,18 @@
-"""Terminal report: lines of spans, each a text with the name of its style."""
+"""Terminal report: the results of a session as lines of text with styles.
+
+``plugin.reporting.summary`` writes these lines at the end of pytest's output, in colours. Other
+formats use single functions, as ``counts_text`` and ``shortened``. A line is a tuple of *spans*,
+each a text with the name of its style: ``(("  1. ", ""), ("FAIL", "bad"), (" 2 verdicts", ""))``.
+
+The results are *verdicts* (passed, failed, known, ...), each of one *check* in one *cell* of a
+suite. A cell is a configuration of the trainer, as ``fsdp2-bf16-w2``: strategy, precision, 2 ranks.
+A suite is shown as a matrix, with a row for each cell and a column for each check::
+
+    TestMyTrainer (driver my_driver)
+                   active  names  resume
+      ddp-fp32-w2  ok      ok     FAIL
+      known: https://github.com/... [fsdp2-bf16-w2:resume]
+"""
 
 from __future__ import annotations
 
@@ -16,7 +30,7 @@ from pytest_distcompat.status import Status, Verdict, all_statuses, explained_st
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
 Span = tuple[str, str]
 Line = tuple[Span, ...]
-#: An entry of a report's runs, timeline or gaps.
+#: An entry of a report's runs, timeline or gaps, which are lists of dictionaries (``schema.json``).
 _Entry = dict[str, Any]
 
 #: How many of the slowest runs, and of the causes of failure, are shown.
@@ -45,9 +59,12 @@ def matrix_text(
 ) -> Iterator[Line]:
     """Yield each suite's matrix, then the reasons for what is known, not run or refused.
 
-    The reasons for which checks are not applicable come last.
-
-    A matrix wider than ``width`` characters continues in a further block, unless ``width`` is 0.
+    Args:
+        results: The verdicts of all suites.
+        cells: What is known about the cells; with it the reasons for which checks are not
+            applicable are listed too.
+        width: The width of the terminal. A wider matrix continues in a further block. 0 for no
+            limit.
     """
     all_rows = list(cells)
     for table in tables(results):
@@ -82,7 +99,7 @@ class _Column:
 
 
 def _blocks(table: Table, width: int) -> Iterator[Line]:
-    """Yield the matrix, in as many blocks as its columns need at this width."""
+    """Yield the matrix, in as many blocks of columns as it needs at this width."""
     label_width = max(map(len, table.cells), default=0)
     blocks = _divided(_columns(table), label_width, width)
     for block in blocks:
@@ -102,6 +119,7 @@ def _plain(text: str) -> Span:
 
 
 def _columns(table: Table) -> list[_Column]:
+    """Return a column for each check of a matrix."""
     columns = []
     for check in table.checks:
         longest = len(check)
@@ -120,7 +138,7 @@ def _divided(columns: Iterable[_Column], label_width: int, width: int) -> list[l
     blocks: list[list[_Column]] = []
     used = 0
     for column in columns:
-        # Two spaces before each.
+        # Two spaces stand before each column.
         needed = 2 + column.width
         if blocks and (not width or used + needed <= width):
             blocks[-1].append(column)
@@ -132,6 +150,7 @@ def _divided(columns: Iterable[_Column], label_width: int, width: int) -> list[l
 
 
 def _word(table: Table, cell: str, check: str) -> Span:
+    """Return what stands at a place of the matrix; an empty text if there is no verdict."""
     verdict = table.verdicts.get((cell, check))
     if verdict is None:
         return _plain("")
@@ -139,7 +158,13 @@ def _word(table: Table, cell: str, check: str) -> Span:
 
 
 def _row(label: str, words: Iterable[Span], block: Iterable[_Column]) -> Line:
-    """Return a row of a block, without spaces at its end."""
+    """Return a row of a block, without spaces at its end.
+
+    Args:
+        label: What stands at the left: a cell, or as many spaces.
+        words: What stands in each column.
+        block: The columns.
+    """
     spans = [_plain(f"  {label}")]
     for word, column in zip(words, block, strict=True):
         text, _ = word
@@ -151,7 +176,10 @@ def _row(label: str, words: Iterable[Span], block: Iterable[_Column]) -> Line:
 
 
 def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
-    """Yield each cause of failure with its cells and checks, and a command that reproduces it."""
+    """Yield each cause of failure with its cells and checks, and a command that reproduces it.
+
+    Failures have one cause if their messages are equal, numbers aside.
+    """
     all_causes = causes(results)
     if all_causes:
         yield _line("failures by cause", "head")
@@ -178,7 +206,7 @@ def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
 
 
 def _counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if it has to be."""
+    """Return a number with its noun: ``1 cell``, ``2 cells``."""
     if count > 1:
         return f"{count} {noun}s"
     return f"{count} {noun}"
@@ -187,7 +215,8 @@ def _counted(count: int, noun: str) -> str:
 def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
     """Yield, for each suite that ran settings, those that fail or are refused.
 
-    Each has the strategies under which it does, with the word of the verdict.
+    A setting is a field of a library that some cells set, as ``TrainingArguments.optim=sgd``. Each
+    line has the strategies under which it fails or is refused, with the word of the verdict.
     """
     for table in settings_tables(results):
         rows = failing(table)
@@ -212,7 +241,7 @@ def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
 
 
 def follows(cause: Cause) -> str:
-    """Return the words for the cause that this one may follow from; empty if there is none."""
+    """Return ``, may follow from 2`` if the cause may follow from cause 2; else an empty text."""
     if not cause.follows:
         return ""
     return f", may follow from {cause.follows}"
@@ -225,10 +254,13 @@ def runs_text(
 ) -> Iterator[Line]:
     """Yield the slowest runs, how much of the time each device was in use, and why it was not.
 
+    A run is one process group from start to end. It leases its devices for that time.
+
     Args:
-        runs: The runs of a report.
-        timeline: The leases of devices.
-        gaps: The times in which devices were not leased.
+        runs: The runs of a report, with ``seconds``, ``cell``, ``name`` and ``driver``.
+        timeline: An entry for each device of each lease, with ``device``, ``begin``, ``end`` (in
+            seconds since the session began) and perhaps ``part`` (the fraction of the device).
+        gaps: The times in which devices were not leased, with ``begin``, ``end`` and ``why``.
     """
     yield from _slowest_runs(runs)
     yield from _device_use(timeline)
@@ -236,6 +268,7 @@ def runs_text(
 
 
 def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
+    # A run that did not end has no duration.
     timed_runs = [run for run in runs if run["seconds"]]
     timed_runs.sort(key=lambda run: run["seconds"], reverse=True)
     texts = [_run_text(run) for run in timed_runs[:SLOWEST]]
@@ -244,6 +277,7 @@ def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
 
 
 def _run_text(run: _Entry) -> str:
+    """Return a run in a few words: ``6.9 s ddp-fp32-w2 train (accelerate)``."""
     length = f"{run['seconds']:.1f} s"
     run_in_cell = f"{run['cell']} {run['name']}"
     return f"{length} {run_in_cell} ({run['driver']})"
@@ -260,12 +294,13 @@ def _device_use(timeline: Iterable[_Entry]) -> Iterator[Line]:
     for lease in timeline:
         begins.append(lease["begin"])
         ends.append(lease["end"])
-        # Of a GPU that runs share, a place is a part.
+        # A GPU that runs share is leased in places, each a part of it.
         device = device_of(lease["device"])
         lease_length = lease["end"] - lease["begin"]
         seconds = lease_length * lease.get("part", 1)
         used[device] = used.get(device, 0.0) + seconds
     length = max(ends, default=0) - min(begins, default=0)
+    # Fractions of less than a second say nothing.
     if length < 1:
         return
     fractions: list[str] = []
@@ -284,7 +319,8 @@ def _idle_devices(gaps: Iterable[_Entry]) -> Iterator[Line]:
     for gap in gaps:
         reason = gap["why"]
         if "waits for" in reason:
-            # Whom a run waited for is in the report.
+            # One line for all runs that waited; for which other run each did, is in the report's
+            # files.
             reason = "a run waits for devices"
         idle_before = idle.get(reason, 0.0)
         idle[reason] = idle_before + gap["end"] - gap["begin"]
@@ -298,9 +334,11 @@ def _idle_devices(gaps: Iterable[_Entry]) -> Iterator[Line]:
 
 
 def counts_text(report: Report) -> str:
-    """Return the counts in one line, with this shard and those that are missing.
+    """Return the counts in one line: ``42 selected, 42 ran, 0 skipped: 40 passed, 2 known``.
 
-    Counts of 0 are left out, except those that show a suite that stopped running.
+    Counts of 0 are left out, except the first three, which show a suite that stopped running. If
+    the report is of a shard (one machine's part of the tests), its number comes first. In a merged
+    report the shards without a report come last.
     """
     count_by_name = counts(report)
     parts: list[str] = []
@@ -323,7 +361,7 @@ def counts_text(report: Report) -> str:
 
 
 def shortened(names: list[str], shown: int = 3) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first ``shown`` names, and how many more there are: ``a, b, c and 2 more``."""
     first_names = ", ".join(names[:shown])
     return first_names + _more(len(names) - shown)
 

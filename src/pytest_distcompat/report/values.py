@@ -1,4 +1,19 @@
-"""Compare what trainings computed and saved in two reports: bit by bit, then within rounding."""
+"""Compare what trainings computed and saved in two reports: bit by bit, then within rounding.
+
+All *checks* of a suite may pass with two versions of torch although a training computes something
+else with the new one. So the *row* of each *cell* (a configuration of the trainer, as
+``fsdp2-fp32-w2``: strategy, precision, 2 ranks) has ``values`` in a report, if the cell trains in
+float32. ``report.compare`` calls ``value_changes`` with two reports, and ``value_lines`` with the
+result. ``Row.values`` is a dictionary::
+
+    {"digests": {"build parameter": "8f...", "step 1 parameter": "3a...", ...},  # in order
+     "numbers": {"loss": [4.8, 4.7, ...], "grad_norm": [...], "outputs": [...]},
+     "files": {"export/model.safetensors": "..."}}
+
+A digest is a hash of tensors after an action, for example of all parameters after step 1. A list of
+numbers has one for each step, but ``outputs`` are those of the trained model. The text of a file
+has its format and a digest of its keys, shapes and dtypes.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +27,23 @@ from typing import Any
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 
-#: The relative difference that is rounding in the first step in which any number differs: a few
-#: roundings of float32.
+#: The largest relative difference that counts as rounding in the first step in which any number
+#: differs: a few roundings of float32.
 ROUNDING = 1e-6
-#: The relative difference that is rounding in later steps, where training has enlarged it, if the
-#: check ``parity`` has no tolerance for the number.
+#: The largest one in later steps, where training has enlarged it. It is for numbers for which the
+#: check ``parity`` has no tolerance.
 LATER = 1e-4
-#: By the name of a number, the field of a row's steps with the tolerance of the check ``parity``.
+#: The name of a list of numbers to the key of ``Row.steps`` with the tolerances of ``parity``, the
+#: check that compares losses with a training in one process.
 _TOLERANCES = {"loss": "loss_tolerance", "grad_norm": "grad_norm_tolerance"}
-#: The step of what is computed or saved after the training.
+#: The number of the step that stands for all that is computed or saved after the training.
 _AFTER_TRAINING = 10**9
 #: How many cells and files a line names.
 _NAMED = 3
 
 
 class Extent(Enum):
-    """How much the values of a cell differ; the value is the text before the number of cells."""
+    """How much the values of a cell differ; the text stands before the number of such cells."""
 
     BEYOND = "values changed beyond rounding"
     FORMAT = "files changed their format"
@@ -41,11 +57,11 @@ class ValueChange:
     Its checks may pass in both.
 
     Attributes:
-        driver: Its driver.
-        cell: The cell's id.
+        driver: The trainer, as ``accelerate``.
+        cell: The cell's id, as ``fsdp2-fp32-w2``.
         extent: How much differs.
-        first: What differs first: ``step 1 parameter``, ``the loss of step 2``, or the paths of
-            files.
+        first: What differs first: ``step 1 parameter``, ``loss of step 2``, or the paths of files
+            with what has changed in them.
         relative: The largest difference of a number, relative to it; 0 if no number differs.
     """
 
@@ -75,7 +91,7 @@ class ValueChange:
 
 
 def value_changes(before: Report, after: Report) -> list[ValueChange]:
-    """Return the changes of the cells in both reports: of their values, and of their files."""
+    """Return the changes of the cells that both reports have, in their values and their files."""
     earlier_rows: dict[tuple[str, str, str], Row] = {}
     for row in before.rows:
         if row.values:
@@ -89,7 +105,12 @@ def value_changes(before: Report, after: Report) -> list[ValueChange]:
 
 
 def _row_changes(was: Row, row: Row) -> Iterator[ValueChange]:
-    """Yield what differs between the values of a cell."""
+    """Yield what differs between the values of a cell: at most its values and its files.
+
+    Args:
+        was: The cell's row in the earlier report.
+        row: The cell's row in the later report.
+    """
     first = _first_difference(was.values, row.values)
     if first:
         relative, beyond = _numeric_difference(was, row)
@@ -102,7 +123,14 @@ def _row_changes(was: Row, row: Row) -> Iterator[ValueChange]:
 
 
 def _first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return what differs first in the order of the training; empty if nothing does."""
+    """Return what differs first in the order of the training; empty if nothing does.
+
+    Digests and numbers are of the same steps. Of both in one step the number is named.
+
+    Args:
+        before: ``Row.values`` of the earlier report.
+        after: ``Row.values`` of the later report.
+    """
     digest_name = _first_other_digest(before.get("digests", {}), after.get("digests", {}))
     differing_pairs = _differing_pairs(before, after)
     if not differing_pairs:
@@ -116,7 +144,10 @@ def _first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> st
 
 
 def _first_other_digest(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return the name of the first digest that differs; empty if none does."""
+    """Return the name of the first digest that differs; empty if none does.
+
+    One that only one report has is no difference: that report may be of another release.
+    """
     for name, digest in after.items():
         if before.get(name, digest) != digest:
             return name
@@ -127,7 +158,7 @@ def _step_of(name: str) -> int:
     """Return the step after which a digest was taken; 0 for one that was taken before the first.
 
     Args:
-        name: The name of the digest, such as ``step 2 parameter``.
+        name: The action and what was hashed, as ``step 2 parameter`` or ``build parameter``.
     """
     action, _, rest = name.partition(" ")
     if action == "build":
@@ -151,7 +182,7 @@ class _NumberPair:
 
     Attributes:
         name: The name of its list: ``loss``, ``outputs``.
-        place: Its place in the list, from 1: the number of the step, for what has one in each.
+        place: Its place in the list, from 1. That is the number of the step, but for outputs.
         before: The value in the earlier report; None if it has none.
         after: The value in the later report; None if it has none.
     """
@@ -202,10 +233,17 @@ def _number_pairs(before: _Values, after: _Values) -> Iterator[_NumberPair]:
 
 
 def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
-    """Return the largest relative difference of a number, and whether it is more than rounding.
+    """Return the largest relative difference of a number, and whether any is more than rounding.
 
     Training enlarges a difference. So in the first step in which any number differs, only a few
     roundings are allowed, and in later steps what the check ``parity`` allows.
+
+    Args:
+        was: The cell's row in the earlier report.
+        row: The cell's row in the later report.
+
+    Returns:
+        For example ``(3e-7, False)``; ``(0.0, False)`` if no number differs.
     """
     differing_pairs = _differing_pairs(was.values, row.values)
     if not differing_pairs:
@@ -229,11 +267,17 @@ def _tolerance(row: Row, pair: _NumberPair) -> float:
     allowed = row.steps.get(tolerance_name, [])
     if pair.place > len(allowed):
         return LATER
+    # None or 0 says that parity has no tolerance for this step.
     return allowed[pair.place - 1] or LATER
 
 
 def _changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return a text for each file that is new, gone, or of another format."""
+    """Return a text for each file that is new, gone, or of another format.
+
+    Args:
+        before: Path of a file to the text on its format, in the earlier report.
+        after: The same for the later report.
+    """
     changed = []
     for path in dict.fromkeys((*before, *after)):
         if path not in after:
@@ -246,7 +290,7 @@ def _changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> list[
 
 
 def _named(texts: Sequence[str]) -> str:
-    """Return some of the texts, and how many more there are."""
+    """Return the first texts, and how many more there are: ``a, b, c and 2 more``."""
     named = ", ".join(texts[:_NAMED])
     if len(texts) > _NAMED:
         named += f" and {len(texts) - _NAMED} more"
@@ -254,7 +298,7 @@ def _named(texts: Sequence[str]) -> str:
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """Return a digest of a row's values, equal for equal values."""
+    """Return a digest of ``Row.values``, equal for equal values; ``report.trend`` compares it."""
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,10 @@
-"""Report files: JSON, HTML, Markdown and a short text for chat, all from one document."""
+"""Report files: JSON, HTML, Markdown and a short text for chat, all from one document.
+
+A ``Report`` has the verdicts of a session. At the end of a session ``plugin.reporting.results``
+calls ``write_report`` for each ``--distcompat-report FILE``, and ``append_summary`` if a step of a
+GitHub workflow names a file for its summary. The commands ``distcompat merge`` and ``report`` call
+``write_report`` too. The suffix of a file says its format.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.html import html
 from pytest_distcompat.report.markdown import chat, markdown
 
-#: Suffix of the file to the function that makes its text.
+#: Suffix of a file to the function that makes its text.
 FORMATS: Mapping[str, Callable[[Report], str]] = {
     ".json": Report.to_text,
     ".md": markdown,
@@ -29,7 +35,7 @@ def write_report(path: Path, report: Report) -> None:
     """Write the report in the format of the file's suffix.
 
     Raises:
-        OSError: If it cannot be written. The file then has its earlier content.
+        OSError: The file cannot be written. It then has its earlier content.
     """
     if path.suffix == ".json":
         # The JSON of many verdicts is never in memory as a whole.
@@ -40,10 +46,14 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def replace_file(path: Path, pieces: Iterable[str]) -> None:
-    """Write the file atomically, by renaming a new file.
+    """Write the file atomically, by renaming a new file: nobody sees a part of it.
+
+    Args:
+        path: The file, which need not exist.
+        pieces: The text in pieces.
 
     Raises:
-        OSError: If it cannot be written; the error names the file.
+        OSError: The file cannot be written; the error names it.
     """
     try:
         # Follow a link, as a write does.
@@ -60,7 +70,8 @@ def replace_file(path: Path, pieces: Iterable[str]) -> None:
 def _is_replaceable(target: Path) -> bool:
     """Tell whether a new file can take the place of the path.
 
-    It cannot take that of a pipe, of /dev/stdout, or of a single mounted file.
+    It cannot take that of a pipe or of /dev/stdout, and not in a directory that cannot be written,
+    as where a single file is mounted into a container. These are written in place.
     """
     if not target.exists():
         return True
@@ -68,6 +79,7 @@ def _is_replaceable(target: Path) -> bool:
 
 
 def _replace(target: Path, pieces: Iterable[str]) -> None:
+    """Write a file beside the target, and rename it; remove it if that fails."""
     partial = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         _write_new(partial, pieces, like=target)
@@ -88,11 +100,17 @@ def _write_new(path: Path, pieces: Iterable[str], *, like: Path) -> None:
 
 
 def append_summary(path: Path, report: Report) -> None:
-    """Append the Markdown to a step's summary on GitHub; cut the end where it is too long."""
+    """Append the Markdown report to a step's summary on GitHub, cut to what GitHub shows.
+
+    Args:
+        path: The file that GitHub names, which may have text of earlier steps.
+        report: The report.
+    """
     raw = markdown(report).encode("utf-8", "replace")
     size = 0
     if path.exists():
         size = path.stat().st_size
+    # 100 bytes are for the sentence at the end.
     room = max(0, MAX_SUMMARY - size - 100)
     if len(raw) > room:
         whole_lines, _, _ = raw[:room].rpartition(b"\n")

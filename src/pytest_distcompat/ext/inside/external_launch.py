@@ -26,7 +26,7 @@ from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import apply_known_issues, declared_of
 from pytest_distcompat.plugin.marked.declare import cell_of, mark_of
 from pytest_distcompat.plugin.marked.outcome import Outcome
-from pytest_distcompat.plugin.marked.phase import LOST, Phases, mark_exception, name_of
+from pytest_distcompat.plugin.marked.reports import LOST, Phases, mark_exception, name_of
 from pytest_distcompat.plugin.marked.run import TIME_LIMIT
 from pytest_distcompat.plugin.on_ranks import launched
 from pytest_distcompat.plugin.on_ranks.launched import COLLECTS, ON_RANK, SHARED, WORLD

@@ -1,4 +1,17 @@
-"""The mark ``@pytest.mark.distcompat(...)``: reading and checking it, and its cells."""
+"""The mark ``@pytest.mark.distcompat(...)``: reading and checking it, and its cells.
+
+A test with this mark runs on *ranks*, the processes of one torchrun process group::
+
+    @pytest.mark.distcompat(world_size=2)  # once, on 2 ranks
+    @pytest.mark.distcompat(strategies=["ddp", "fsdp2"], precisions=["bf16"])  # once in each cell
+
+A *cell* is a configuration: strategy, precision, number of ranks and options, as ``fsdp2-bf16-w2``.
+The test gets its cell as the fixture ``cell``.
+
+This is the first of the three steps ``declare``, ``run``, ``outcome``. Hooks of the plugin call it
+during collection: ``parametrize`` makes an item for each cell, ``check_items`` finds wrong marks.
+Later ``run`` reads the mark of an item again, by ``mark_of`` and ``spread_of``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +28,9 @@ from pytest_distcompat.plugin.marked.arguments import AddedArgument, added_argum
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.spread import COUNTS, Spread
 
+#: The name of the mark.
 MARK = "distcompat"
+#: The arguments of the mark that the core knows: ``world_size``, ``nodes`` and so on.
 ARGUMENTS = (*COUNTS, "strategies", "precisions", "options", "timeout")
 
 
@@ -24,7 +39,13 @@ class Mark:
     """The checked arguments of ``@pytest.mark.distcompat(...)``.
 
     Attributes:
-        added: By name, the arguments that extensions have added and the mark has.
+        world_size: The number of ranks; None for the session's default.
+        nodes: The number of machines over which the ranks are spread; None for the session's.
+        strategies: The strategies of the cells, as ``("ddp", "fsdp2")``; empty if it names none.
+        precisions: The precisions of the cells; empty if it names none.
+        options: The options of the cells, as ``({"compile": True},)``; empty if it names none.
+        timeout: The time limit in seconds; None for the session's.
+        added: The arguments that extensions have added and the mark has: name to value.
     """
 
     world_size: int | None = None
@@ -37,7 +58,7 @@ class Mark:
 
     @property
     def has_cells(self) -> bool:
-        """Return whether the test runs once for each of several cells."""
+        """Tell whether the test runs once for each of several cells, and not once without one."""
         return bool(self.strategies or self.precisions or self.options)
 
 
@@ -45,7 +66,11 @@ class Mark:
 
 
 def read_mark(mark: pytest.Mark, added: Iterable[AddedArgument]) -> Mark:
-    """Read and check the arguments of a mark; ``added`` are those that extensions know.
+    """Read and check the arguments of a mark.
+
+    Args:
+        mark: pytest's mark, with the arguments as the user wrote them.
+        added: The arguments that extensions add, as ``reuse``.
 
     Raises:
         ValueError: An argument is wrong; the message says what is right.
@@ -77,9 +102,9 @@ def read_mark(mark: pytest.Mark, added: Iterable[AddedArgument]) -> Mark:
 
 
 def _read_list(name: str, value: Any) -> tuple[Any, ...]:
-    """Return the list that is the value of an argument.
+    """Return the value of an argument that takes a list.
 
-    Raises ValueError, also for a text or a dict.
+    A text or a dict, which could be iterated too, is an error: it is a forgotten pair of brackets.
     """
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {value!r}")
@@ -87,7 +112,7 @@ def _read_list(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _check_count(name: str, count: Any) -> None:
-    """Check a number of ranks or machines. ``True`` is none, although it is an ``int``."""
+    """Check a number of ranks or machines; ``True``, an ``int`` in Python, is wrong."""
     if count is None:
         return
     if type(count) is not int or count < 1:
@@ -106,6 +131,7 @@ def _check_even(mark: Mark) -> None:
 
 
 def _check_timeout(seconds: Any) -> None:
+    """Check a time limit. NaN is wrong too: it is not above 0."""
     if seconds is None:
         return
     if not isinstance(seconds, (int, float)) or not seconds > 0:
@@ -115,6 +141,7 @@ def _check_timeout(seconds: Any) -> None:
 
 
 def _check_word(argument: AddedArgument, value: Any) -> None:
+    """Check the value of an extension's argument, which must be one of a few words."""
     if value in argument.known:
         return
     given = f"{argument.name}={value!r}"
@@ -127,6 +154,7 @@ def _check_cells(arguments: Mapping[str, Any]) -> None:
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.strategies import STRATEGIES
 
+    # Each ``get`` raises UsageProblem, a ValueError, for a name that does not exist.
     for strategy in arguments["strategies"]:
         STRATEGIES.get(strategy)
     for precision in arguments["precisions"]:
@@ -145,7 +173,11 @@ def _check_cells(arguments: Mapping[str, Any]) -> None:
 
 
 def mark_of(item: pytest.Item) -> Mark | None:
-    """Return the arguments of the item's mark; None for an ordinary test."""
+    """Return the arguments of the item's mark; None for an ordinary test.
+
+    Raises:
+        ValueError: The mark is wrong, see ``read_mark``.
+    """
     mark = item.get_closest_marker(MARK)
     return None if mark is None else read_mark(mark, added_arguments(item.config))
 
@@ -160,7 +192,7 @@ def cell_of(item: pytest.Item) -> Cell | None:
 
 
 def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
-    """Return the number of ranks that the item runs on."""
+    """Return the number of ranks that the item runs on: its cell's, the mark's or the session's."""
     cell = cell_of(item)
     if cell is not None:
         return cell.world_size
@@ -173,7 +205,10 @@ def spread_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> Spre
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:
-    """Run the test once for each cell of its mark that the options select."""
+    """Run the test once for each cell of its mark that the session's options select.
+
+    If the mark names no precision, the cells are in fp32; if it names no options, they have none.
+    """
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.strategies import STRATEGIES
 
@@ -189,8 +224,10 @@ def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSessio
     for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size):
         if session.selects(cell):
             cells.append(cell)
+    # pytest can only parametrize a fixture that the test uses. This one need not.
     if "cell" not in metafunc.fixturenames:
         metafunc.fixturenames.append("cell")
+    # Indirect: the value goes to the fixture ``cell``, which returns it.
     metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
 
 
@@ -198,9 +235,10 @@ def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSessio
 
 
 def check_items(items: Iterable[pytest.Item]) -> None:
-    """Raise pytest.UsageError for a wrong mark, or one on what cannot run on ranks.
+    """Raise pytest.UsageError for a wrong mark, or one on an item that cannot run on ranks.
 
-    The arguments of a mark that a parameter or a conftest added are checked only here.
+    Most marks were checked when the test was parametrized. A mark that a parameter
+    (``pytest.param(..., marks=...)``) or a conftest added is checked only here.
     """
     for item in items:
         reason = _why_not_on_ranks(item)
@@ -236,12 +274,17 @@ def _why_not_on_ranks(item: pytest.Item) -> str | None:
 
 
 def _has_parameter_cell(item: pytest.Item) -> bool:
+    """Tell whether pytest has parametrized the item by cells."""
     callspec: Any = getattr(item, "callspec", None)
     return "cell" in getattr(callspec, "params", ())
 
 
 def _fixture_of_an_object(item: pytest.Function) -> str | None:
-    """Return a fixture of the item that an object in ``pytest.main(plugins=[...])`` defines."""
+    """Return a fixture of the item that an object in ``pytest.main(plugins=[...])`` defines.
+
+    None if there is no such fixture. Modules and names of modules are no such objects: ranks can
+    import them.
+    """
     objects = set()
     for plugin in item.config.invocation_params.plugins or ():
         if not isinstance(plugin, (str, ModuleType)):

@@ -1,52 +1,31 @@
-"""From the phases of all ranks to one outcome of a marked test, and from that to pytest's report.
+"""The one outcome of a marked test on all its ranks, and how pytest's report gets it.
 
-This is the last of the three steps ``declare``, ``run``, ``outcome``. The outcome is never better
-than that of the worst rank; disagreement is a failure.
+A test with ``@pytest.mark.distcompat`` runs on *ranks*, the processes of one process group, and is
+one item in pytest. This is the last of the three steps ``declare``, ``run``, ``outcome``:
+
+1. After the ranks have ended, ``run.run_on_ranks`` calls ``merge.merge``, which makes an
+   ``Outcome`` of what they logged, and puts it into the item's *stash*, pytest's dictionary for the
+   data of plugins.
+2. ``run`` ends the item's call as the outcome says: it skips, xfails, or raises
+   ``Outcome.failure(...)``, so that pytest makes a report of it.
+3. The hook ``pytest_runtest_makereport`` calls ``finish_report``, which puts the text and the
+   output of the ranks into that report.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.events import of_kind
-from pytest_distcompat.plugin.marked.phase import (
-    SKIPPED_ELSEWHERE,
-    STRICT_XPASS,
-    XFAILED,
-    Phase,
-    Properties,
-    Sections,
-    unfinished_phase,
-)
+from pytest_distcompat.plugin.marked.phase import Properties, Sections
 from pytest_distcompat.plugin.reporting.representation import represent
 
-if TYPE_CHECKING:
-    from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
-
-#: The title of the section with output that a rank wrote past pytest's capture.
-UNCAPTURED = "Uncaptured output"
-
-#: The property of a failed test with the number of the rank that failed first.
-RANK = "distcompat_rank"
-
-#: The failure of a test that passed although no rank ran it.
+#: The failure of a test that passed although no rank ran it: it has no outcome in its stash.
 NOT_RUN = (
     "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, "
     "took its call over"
 )
-
-#: The statuses of ranks that do not explain a failure: they ended well, or because of another rank.
-NO_CAUSE = frozenset({"done", "lost peer", "stopped"})
-
-#: The kinds of error that a test allows: a rank that skipped, and one that failed as its xfail mark
-#: expects.
-EXCUSED = frozenset({XFAILED, SKIPPED_ELSEWHERE})
 
 
 class RankFailure(Exception):
@@ -62,20 +41,27 @@ class RankFailure(Exception):
 
 
 class RankAssertionFailure(RankFailure, AssertionError):
-    """The same if an assertion, or ``pytest.fail``, is what failed on all ranks that are a cause.
+    """A failure of an item on its ranks, all of which failed by an assertion or ``pytest.fail``.
 
-    Reporters such as Allure tell a test that failed from one that is broken by it.
+    Ranks that are only a consequence do not count. Reporters such as Allure call a test failed if
+    its exception is an AssertionError, and broken otherwise.
     """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome that the parent reports.
+    """The one outcome of a test on all its ranks, which pytest's process reports.
 
     Attributes:
-        kind: ``passed``, ``failed``, ``skipped`` or ``xfailed``. A pass with a text is an
+        kind: ``passed``, ``failed``, ``skipped`` or ``xfailed``.
+        text: The text of a failure, or the reason of a skip or an xfail. A pass with a text is an
             unexpected one: a rank added a strict xfail mark to its item, and the item passed.
-        hard: Whether a failure is more than an exception, so that no xfail mark excuses it.
+        hard: Whether a failure is more than an exception (a crash, a hang, a leak), so that no
+            xfail mark excuses it.
+        location: The path, the line (from 1) and the message where it failed or skipped; None if
+            they are not known.
+        sections: The output of the ranks, as ``("Captured stdout call (rank 0)", "...")``.
+        properties: What the ranks recorded, as ``("loss (rank 1)", 0.5)``.
         assertion: Whether all ranks that are a cause of a failure failed by an assertion.
     """
 
@@ -94,309 +80,38 @@ class Outcome:
         return RankFailure(text, hard=self.hard)
 
 
+#: Where an item has its outcome, once its ranks have run it.
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
 
 
-# From the ranks to an outcome.
-
-
-@dataclass(frozen=True)
-class _LoggedPhases:
-    """What the ranks logged of a test, by rank.
-
-    Attributes:
-        finished: The phases that the rank finished, in order.
-        unfinished: The phase in which a rank ended, as far as its subtests tell; only of ranks that
-            ran some in it.
-    """
-
-    finished: Mapping[int, list[Phase]]
-    unfinished: Mapping[int, Phase]
-
-    @classmethod
-    def of(cls, ending: Ending) -> _LoggedPhases:
-        """Read the logs of all ranks."""
-        finished: dict[int, list[Phase]] = {}
-        unfinished: dict[int, Phase] = {}
-        for rank, events in ending.events.items():
-            logged = of_kind(Phase, events)
-            finished[rank] = []
-            for phase in logged:
-                if not phase.subtest:
-                    finished[rank].append(phase)
-            last = unfinished_phase(logged)
-            if last is not None:
-                unfinished[rank] = last
-        return cls(finished, unfinished)
-
-    def of_rank(self, rank: int) -> list[Phase]:
-        """Return the phases of a rank, the unfinished one last."""
-        phases = list(self.finished[rank])
-        if rank in self.unfinished:
-            phases.append(self.unfinished[rank])
-        return phases
-
-    def with_outcome(self, outcome: str) -> list[Phase]:
-        """Return the whole phases of all ranks that ended so, rank by rank."""
-        phases = []
-        for of_rank in self.finished.values():
-            for phase in of_rank:
-                if phase.outcome == outcome:
-                    phases.append(phase)
-        return phases
-
-
-def merge(ending: Ending) -> Outcome:
-    """Return the outcome of a test from the logs and exits of all its ranks."""
-    phases = _LoggedPhases.of(ending)
-    ending = count_subtests(ending, phases.unfinished)
-    outcome = (
-        _outcome_of_failed_run(ending, phases)
-        if ending.failed
-        else _outcome_of_finished_run(phases)
-    )
-    sections = _sections(phases, ending)
-    properties = _properties(phases) + outcome.properties
-    return dataclasses.replace(outcome, sections=sections, properties=properties)
-
-
-def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
-    """Return the outcome of a run in which a rank raised, crashed or hung, or something leaked."""
-    expected = _expected_failure(ending)
-    if expected is not None:
-        xfailed = Outcome("xfailed", expected.message.removeprefix("raised xfailed: "))
-        return _unexpected_pass(phases) or xfailed
-    # Ranks that skipped or xfailed come after those that failed or hung.
-    ranks = []
-    for end in ending.ranks:
-        status = "excused" if end.kind in EXCUSED else end.status
-        ranks.append(dataclasses.replace(end, status=status))
-    ending = dataclasses.replace(ending, ranks=tuple(ranks))
-    properties: Properties = ()
-    location = None
-    cause = ending.cause
-    if cause is not None:
-        location = _failed_at(phases.of_rank(cause.rank))
-        if not ending.launch_error:
-            properties = ((RANK, cause.rank),)
-    # Any rank may have ended by more than an exception, even if another rank raised first.
-    is_stuck = any(end.status == "stuck" for end in ending.ranks)
-    return Outcome(
-        "failed",
-        re.sub(r"raised (?=failed|skipped|xfailed)", "", ending.text()),
-        hard=ending.kind != "raised" or is_stuck,
-        location=location,
-        properties=properties,
-        assertion=_failed_by_assertion(ending, phases),
-    )
-
-
-def _expected_failure(ending: Ending) -> RankEnd | None:
-    """Return a rank that failed as its xfail mark expects.
-
-    None if anything else went wrong on any rank.
-    """
-    if ending.kind != "raised":
-        return None
-    for end in ending.ranks:
-        if end.status not in NO_CAUSE and end.kind not in EXCUSED:
-            return None
-    if ending.cause is not None and ending.cause.kind == XFAILED:
-        return ending.cause
-    for end in ending.ranks:
-        if end.kind == XFAILED:
-            return end
-    return None
-
-
-def _failed_at(phases: Sequence[Phase]) -> tuple[str, int, str] | None:
-    """Return the location of the first failed phase of a rank."""
-    for phase in phases:
-        if phase.outcome == "failed":
-            return phase.location
-    return None
-
-
-def _failed_by_assertion(ending: Ending, phases: _LoggedPhases) -> bool:
-    """Tell whether each rank that is a cause failed by assertions alone."""
-    causes = 0
-    for end in ending.ranks:
-        if end.status in NO_CAUSE or end.status == "excused":
-            continue
-        causes += 1
-        kinds = set()
-        for phase in phases.of_rank(end.rank):
-            if phase.outcome == "failed":
-                kinds.add(phase.assertion)
-        if kinds != {True}:
-            return False
-    return causes > 0
-
-
-def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
-    """Return the outcome of a run in which all ranks ended well."""
-    skipped = _skipped(phases)
-    if skipped is not None:
-        return skipped
-    expected_failures = phases.with_outcome("xfailed")
-    if expected_failures:
-        return _unexpected_pass(phases) or Outcome("xfailed", expected_failures[0].message)
-    incomplete = []
-    for rank, of_rank in phases.finished.items():
-        if not any(phase.when == "teardown" for phase in of_rank):
-            incomplete.append(str(rank))
-    if incomplete:
-        ranks = ", ".join(incomplete)
-        text = f"rank {ranks} ended without running the test to its end"
-        return Outcome("failed", text, hard=True)
-    strict = _strict_passes(phases)
-    text = strict[0] if strict else ""
-    return Outcome("passed", text)
-
-
-def _skipped(phases: _LoggedPhases) -> Outcome | None:
-    """Return the outcome of a test that ranks skipped: a failure if not all of them did.
-
-    None if no rank skipped it.
-    """
-    skips: dict[int, Phase] = {}
-    for rank, of_rank in phases.finished.items():
-        for phase in of_rank:
-            if phase.outcome == "skipped":
-                skips[rank] = phase
-    if not skips:
-        return None
-    if len(skips) == len(phases.finished):
-        first = skips[min(skips)]
-        return Outcome("skipped", first.message, location=first.location)
-    outcomes = []
-    for rank in phases.finished:
-        if rank in skips:
-            reason = skips[rank].message
-            outcomes.append(f"rank {rank} skipped ({reason})")
-        else:
-            outcomes.append(f"rank {rank} passed")
-    return Outcome("failed", f"ranks disagree: {'; '.join(outcomes)}")
-
-
-def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
-    """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark.
-
-    None for any other test.
-
-    What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as
-    expected.
-    """
-    strict = _strict_passes(phases)
-    if strict and len(strict) == len(phases.finished):
-        return Outcome("passed", strict[0])
-    return None
-
-
-def _strict_passes(phases: _LoggedPhases) -> list[str]:
-    """Return pytest's texts of phases that passed in spite of a strict xfail mark."""
-    texts = []
-    for of_rank in phases.finished.values():
-        for phase in of_rank:
-            if phase.text.startswith(STRICT_XPASS):
-                texts.append(phase.text)
-    return texts
-
-
-def _properties(phases: _LoggedPhases) -> Properties:
-    """Return the properties that the ranks recorded, those of rank 0 first."""
-    last_by_rank = {}
-    for rank, of_rank in phases.finished.items():
-        if of_rank:
-            last_by_rank[rank] = of_rank[-1].properties
-    return of_all_ranks(last_by_rank)
-
-
-def of_all_ranks(
-    properties: Mapping[int, Sequence[tuple[str, Any]]],
-) -> Properties:
-    """Return rank 0's properties, and those of other ranks that differ from them.
-
-    The latter are named after their rank. ``properties`` are those of each rank's last report,
-    which hold those of all reports before it.
-    """
-    first = tuple(properties.get(0, ()))
-    others = []
-    for rank, of_rank in properties.items():
-        if rank == 0:
-            continue
-        for name, value in of_rank:
-            if (name, value) not in first:
-                others.append((f"{name} (rank {rank})", value))
-    return (*first, *others)
-
-
-def _sections(phases: _LoggedPhases, ending: Ending) -> Sections:
-    """Return what all ranks wrote, as (title, content), each once."""
-    sections = []
-    for rank in phases.finished:
-        for phase in phases.of_rank(rank):
-            for title, content in phase.sections:
-                sections.append((f"{title} (rank {rank})", content))
-    # Output past pytest's capture: of C libraries, and of an interpreter that crashes.
-    for end in ending.ranks:
-        if end.output.strip():
-            title = f"{UNCAPTURED} (rank {end.rank})"
-            sections.append((title, end.output))
-    return tuple(dict.fromkeys(sections))
-
-
-def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
-    """Return the ending in which failed subtests count as failures of their ranks.
-
-    ``phases`` are the unfinished phases, by rank: such a rank may have been stopped because of
-    another rank's xfail.
-    """
-    ranks = []
-    for end in ending.ranks:
-        phase = phases.get(end.rank)
-        if phase is not None and phase.outcome == "failed":
-            ranks.append(_failed_by_subtests(end, phase))
-        else:
-            ranks.append(end)
-    return dataclasses.replace(ending, ranks=tuple(ranks))
-
-
-def _failed_by_subtests(end: RankEnd, phase: Phase) -> RankEnd:
-    """Return how a rank ended that ended in this phase, of which subtests had failed."""
-    ended_by_others = end.status in {"stopped", "lost peer"} and not phase.lost
-    if end.status == "done" or ended_by_others:
-        message = f"raised failed: {phase.message}"
-        return dataclasses.replace(
-            end, status="raised", kind="failed", message=message, text=phase.text
-        )
-    texts = []
-    for text in (phase.text, end.text):
-        if text:
-            texts.append(text)
-    return dataclasses.replace(end, text="\n\n".join(texts))
-
-
 def disagreement(warm: str, cold: str, text: str) -> str:
-    """Return the failure of a test or check whose second run had another outcome."""
+    """Return the text of the failure of a test or check whose second run had another outcome.
+
+    Args:
+        warm: The outcome on forked ranks, as ``passed``.
+        cold: The outcome under the command ``torchrun``, as ``failed``.
+        text: The text of the cold outcome, or that of the warm one if the cold one has none.
+    """
     difference = f"{warm} on warm ranks, {cold} under torchrun"
     return f"warm ranks and torchrun's disagree: {difference}\n\n{text}".rstrip()
-
-
-# From an outcome to pytest's report.
 
 
 def finish_report(
     item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Put the outcome of the ranks into the parent's report."""
+    """Put the outcome of the ranks into the report of the item in pytest's process.
+
+    Only the call runs on ranks: setup and teardown of the item do nothing here.
+    """
     if report.when != "call":
         return
     outcome = item.stash.get(OUTCOME, None)
     if outcome is None:
+        # The call raised before the ranks ran, or another plugin did not call the item's function.
         if report.passed:
             report.outcome, report.longrepr = "failed", NOT_RUN
         return
+    # A strict xpass. If the item has the xfail mark here too, pytest has handled it.
     if (
         outcome.kind == "passed"
         and outcome.text
@@ -414,6 +129,7 @@ def finish_report(
         if error.hard or hasattr(report, "wasxfail"):
             unexcused(report)
     elif outcome.kind == "skipped" and outcome.location is not None:
+        # Where the test skipped, not the line of this plugin that called pytest.skip.
         report.longrepr = outcome.location
 
 

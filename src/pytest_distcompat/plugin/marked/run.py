@@ -1,6 +1,14 @@
 """The run of a marked test: its ranks run it, in place of pytest's process.
 
-This is the second of the three steps ``declare``, ``run``, ``outcome``.
+A test with ``@pytest.mark.distcompat(world_size=2)`` runs on two *ranks*, the processes of one
+torchrun process group. This is the second of the three steps ``declare``, ``run``, ``outcome``:
+
+1. The hook ``pytest_runtest_setup`` calls ``take_over``, which replaces the item's function.
+2. pytest calls that as it calls any test. It is ``run_on_ranks``, which sends a ``Request`` to the
+   *launcher* and waits. The launcher starts the ranks, each of which runs the item by
+   ``rank_session.run``, and returns an ``Ending``: how each rank ended and what it logged.
+3. ``merge.merge`` makes one ``Outcome`` of it, and ``run_on_ranks`` ends as that says: it
+   returns, skips, xfails or raises, so that pytest reports it.
 """
 
 from __future__ import annotations
@@ -14,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.plugin.marked.declare import Mark, mark_of, spread_of
+from pytest_distcompat.plugin.marked.merge import UNCAPTURED, merge
 from pytest_distcompat.plugin.marked.outcome import (
     OUTCOME,
-    UNCAPTURED,
     Outcome,
     disagreement,
-    merge,
 )
 from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
 
-#: The time limit that pytest-timeout sets for the item, in seconds.
+#: Where an item has the time limit that pytest-timeout sets for it, in seconds.
 TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 
 
@@ -36,15 +43,16 @@ TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 
 
 def take_over(item: pytest.Function) -> None:
-    """Have the ranks run a marked test.
+    """Have the ranks run a marked test when pytest calls it.
 
-    In this process no fixture of it is set up, and its function is never called.
+    In this process no fixture of the test is set up, and its function is never called.
     """
     substitute = item.config.stash[SESSION].substitute
     if substitute is not None:
         pytest.skip(substitute.needs_ranks)
     item.fixturenames = []
     _hide_text_conditions(item)
+    # A plugin that repeats failed tests sets the item up again.
     if OUTCOME in item.stash:
         del item.stash[OUTCOME]
 
@@ -55,13 +63,15 @@ def take_over(item: pytest.Function) -> None:
     if getattr(item.obj, "is_hypothesis_test", False):
         # Hypothesis reads the fixtures of the function before it calls it.
         item.obj = runtest
+    # On the item itself: it hides the method ``runtest`` of its class, which calls the function.
     vars(item)["runtest"] = runtest
 
 
 def _hide_text_conditions(item: pytest.Function) -> None:
     """Hide marks with a text as their condition from pytest in this process.
 
-    Such a condition may read variables of a rank. The ranks evaluate all marks.
+    An example is ``@pytest.mark.skipif("int(os.environ['RANK']) > 0")``: the condition may read
+    variables that only a rank has. The ranks evaluate all marks.
     https://docs.pytest.org/en/stable/historical-notes.html#conditions-as-strings-instead-of-booleans
     """
     original = item.iter_markers_with_node
@@ -75,6 +85,7 @@ def _hide_text_conditions(item: pytest.Function) -> None:
 
 
 def _has_text_condition(mark: pytest.Mark) -> bool:
+    """Tell whether pytest would evaluate a text for this mark."""
     if mark.name not in {"skipif", "xfail"}:
         return False
     conditions = (mark.kwargs.get("condition"), *mark.args)
@@ -88,7 +99,9 @@ def run_on_ranks(item: pytest.Function) -> None:
     """Run the item on all ranks, and end as the worst of them did.
 
     Raises:
-        RankFailure: The item failed. A skip and an xfail are raised as pytest does.
+        RankFailure: The item failed.
+        pytest.skip.Exception: All ranks skipped it, or there are not enough GPUs.
+        pytest.xfail.Exception: It failed as its xfail mark expects.
     """
     session = item.config.stash[SESSION]
     mark = mark_of(item)
@@ -99,7 +112,8 @@ def run_on_ranks(item: pytest.Function) -> None:
     request = _request(item, mark, session)
     ending = _run(request, item, session)
     outcome = merge(ending)
-    # Cold torchrun starts all ranks on this machine.
+    # Some tests run a second time (``--distcompat-verify``). The cold command ``torchrun`` starts
+    # all ranks on this machine.
     if request.spread.on_one and session.verifies(session.nodeid_of(item)):
         outcome = _verify(outcome, request, session, item)
     if _shows_output_at_once(item.config):
@@ -115,13 +129,14 @@ def run_on_ranks(item: pytest.Function) -> None:
 def _why_not_run(item: pytest.Item, mark: Mark, session: DistcompatSession) -> str:
     """Return why the item's ranks cannot be started here; empty if they can."""
     spread = spread_of(item, mark, session)
+    # The session has several machines, and the mark does not say how many of them.
     if spread.uneven and mark.nodes is None:
         return f"{spread.uneven}{session.placement.hint}"
     return spread.uneven or session.too_large(spread.local_size)
 
 
 def _run(request: Request, item: pytest.Function, session: DistcompatSession) -> Ending:
-    """Have ranks do the request to run the item: those of an extension, else new ones."""
+    """Have ranks run the item: those of an extension, which tests may share, else new ones."""
     by_extension: Ending | None = item.config.hook.pytest_distcompat_run(
         session=session, item=item, request=request
     )
@@ -131,14 +146,15 @@ def _run(request: Request, item: pytest.Function, session: DistcompatSession) ->
 
 
 def _request(item: pytest.Function, mark: Mark, session: DistcompatSession) -> Request:
-    """Return the request to the launcher to run the item, whose mark says that."""
+    """Return the request to the launcher: what ranks call, with what, and how many ranks do."""
     from pytest_distcompat.launch.request import Request
 
     limit_of_test = mark.timeout or session.timeout
     timeout = min(limit_of_test, item.stash.get(TIME_LIMIT, math.inf))
     spread = spread_of(item, mark, session)
     directory = str(session.new_directory(item.originalname))
-    # Ranks of one machine share a directory below that of the request.
+    # Where the fixture ``shared_dir`` is. Ranks of one machine have it below the request's
+    # directory.
     shared = "" if spread.on_one else directory
     payload = rank_session.ItemPayload(
         nodeid=session.nodeid_of(item),
@@ -160,12 +176,9 @@ def _request(item: pytest.Function, mark: Mark, session: DistcompatSession) -> R
 
 
 def _end_as(outcome: Outcome, ending: Ending, item: pytest.Function) -> None:
-    """End the call in pytest's process as the test ended on its ranks.
-
-    Raises:
-        RankFailure: The item failed. A skip and an xfail are raised as pytest does.
-    """
+    """End the call in pytest's process as the test ended on its ranks; see ``run_on_ranks``."""
     if outcome.kind == "failed":
+        # The rank in which a debugger (--pdb) can stop: one that raised an exception.
         rank = None
         if ending.cause is not None and ending.cause.status == "raised":
             rank = ending.cause.rank
@@ -185,6 +198,12 @@ def _verify(
 ) -> Outcome:
     """Run the item again under cold torchrun.
 
+    Args:
+        outcome: The outcome of the first run, on warm ranks.
+        request: The request of the first run.
+        session: The plugin's session.
+        item: The item.
+
     Returns:
         The same outcome; a failure if the second one differs.
     """
@@ -193,6 +212,7 @@ def _verify(
     cold_request = dataclasses.replace(request, directory=directory, payload=payload)
     cold = merge(session.cold_launcher.run(cold_request))
     same_kind = cold.kind == outcome.kind
+    # A pass with a text is another outcome than one without: see ``Outcome.text``.
     if same_kind and bool(cold.text) == bool(outcome.text):
         return outcome
     text = disagreement(outcome.kind, cold.kind, cold.text or outcome.text)

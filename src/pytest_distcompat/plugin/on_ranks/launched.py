@@ -1,6 +1,12 @@
 """The rank on which this pytest runs, if any, and what fixtures read there.
 
-Every session imports this module.
+A *rank* is one process of a torchrun process group. A distributed test runs on ranks: in each of
+them there is a pytest session with one item to run. The same hooks and fixtures of the plugin run
+there as in pytest's own process, and tell by the *stash* where they are. A stash is pytest's
+dictionary for the data of plugins, which configurations and items have; its keys are the constants
+below.
+
+Every session imports this module, so that it imports little.
 """
 
 from __future__ import annotations
@@ -16,19 +22,21 @@ if TYPE_CHECKING:
 
 #: Set in the configuration of a session on a rank.
 ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
-#: Whether an item, an ordinary test, starts ranks itself: how those ended then decides over an
-#: xfail.
+#: Set in an item that is an ordinary test and starts ranks itself, as by the fixture for scripts.
+#: If these crash or hang, an xfail mark does not excuse the test.
 STARTS_RANKS: pytest.StashKey[bool] = pytest.StashKey()
+#: On a rank, in the configuration: its number, the number of ranks and its device.
 WORLD: pytest.StashKey[World] = pytest.StashKey()
+#: On a rank, in the configuration: the directory that the fixture ``shared_dir`` returns.
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
-#: Set in the configuration of a rank that collects the tests it runs; any other runs the item of
-#: its request.
+#: Set in the configuration of a rank of a launch in which pytest itself was started by torchrun. It
+#: collects tests and runs all of them; any other rank runs the item of its request.
 COLLECTS: pytest.StashKey[bool] = pytest.StashKey()
-#: Set on a rank for the processes that it starts: they inherit a launcher's variables, and are no
-#: ranks.
+#: The environment variable that says to the processes which a rank starts that they are no ranks:
+#: they inherit a launcher's variables, such as RANK.
 HIDDEN = "DISTCOMPAT_INSIDE"
 
 
 def hide_from_children() -> None:
-    """Have the processes that this one starts not take themselves for ranks."""
+    """Set ``HIDDEN``: processes that this one starts must not take themselves for ranks."""
     os.environ[HIDDEN] = "1"

@@ -1,4 +1,10 @@
-"""Output of a rank: captured into files of its run, without a terminal."""
+"""Output of a rank: captured into files of its run, without a terminal.
+
+A *rank* is one process of a torchrun process group on which pytest runs an item. Its *run* has a
+directory for the logs and outputs of all ranks. ``rank_session`` calls ``no_terminal`` when it
+makes pytest's session, ``fault_handler`` and ``capturing`` when it runs an item. What ranks wrote
+is shown later by pytest's own process, with a failure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ def no_terminal(config: pytest.Config) -> None:
     changes.
     """
     config.pluginmanager.set_blocked("terminal")
-    # Open for as long as the process lives.
+    # It stays open for as long as the process lives.
     null = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     writer = TerminalWriter(null)
     writer.hasmarkup = False
@@ -33,10 +39,14 @@ def no_terminal(config: pytest.Config) -> None:
 def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[None]:
     """Capture this rank's output as pytest does, but into named files.
 
-    These are still there when the rank dies.
-
+    pytest captures into temporary files without a name, which are gone when the rank dies.
     ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` fails when
     it changes.
+
+    Args:
+        config: The configuration of this rank's pytest.
+        directory: Where the files are: ``rank-0.stdout.captured`` for rank 0, and so on.
+        rank: The number of this rank.
     """
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
@@ -46,8 +56,9 @@ def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[Non
 
     module: Any = pytest_capture
     before = module.TemporaryFile
+    # pytest makes a file for stdout first, then one for stderr.
     paths = iter(captured_files(directory, rank))
-    # Kept ranks truncate their files for each item.
+    # "w": ranks that run several items truncate their files for each.
     module.TemporaryFile = lambda buffering: next(paths).open("w+b", buffering=buffering)
     try:
         capture.start_global_capturing()
@@ -60,11 +71,11 @@ def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[Non
 
 
 def fault_handler(config: pytest.Config) -> None:
-    """Have the stack of a crash written to this rank's stderr.
+    """Have the Python stack of a crash, as a segmentation fault, written to this rank's stderr.
 
-    Without that it goes to the stderr of the fork server that the rank was forked from.
-
-    pytest's plugin faulthandler can change its file only by calling its two hooks again.
+    pytest's plugin faulthandler was configured in the fork server that this rank was forked from,
+    and would write to the stderr of that process. The plugin opens stderr anew only if its two
+    hooks are called again.
     """
     plugin = config.pluginmanager.getplugin("faulthandler")
     if plugin is not None:

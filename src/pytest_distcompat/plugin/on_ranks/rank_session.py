@@ -1,50 +1,61 @@
-"""pytest's session on a rank: collected in the fork server, then one item is run on all ranks."""
+"""pytest's session on a rank: collected in the fork server, then one item is run on all ranks.
+
+A test with ``@pytest.mark.distcompat(world_size=2)`` is collected by pytest as usual. But its call
+in pytest's process only sends a request to the launcher (``marked.run``), which starts two *ranks*:
+the processes of one torchrun process group. On each of them pytest runs the same item, with its
+fixtures. Two functions of this module are called by their names, in other processes:
+
+1. ``collect`` makes pytest's session and collects all items. The fork server, the process that
+   ranks are forked from, calls it once (``launch.preload.collect``), so that ranks start with the
+   session in memory. It gets what ``session_description.describe`` returned in pytest's process.
+2. ``run`` runs one item. Each rank calls it (``launch.rank.perform``) with the ``payload`` of the
+   request, an ``ItemPayload``, and with the rank's log. It writes the outcome to the log as events
+   (``rank_reporter``). pytest's process reads the logs of all ranks after the run.
+
+A rank is run *by hand* if a user repeats it with the ``torchrun`` command that a failure shows.
+Then nothing is captured, and no launcher watches the ranks.
+"""
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import dataclasses
 import difflib
 import functools
-import inspect
 import json
-import math
 import os
 import pickle
-import shlex
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat import clock, decode
-from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_kind
-from pytest_distcompat.plugin.marked.phase import Phase, Phases, mark_exception
+from pytest_distcompat import decode
 from pytest_distcompat.plugin.on_ranks import launched
 from pytest_distcompat.plugin.on_ranks.launched import ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.on_ranks.rank_output import capturing, fault_handler, no_terminal
+from pytest_distcompat.plugin.on_ranks.rank_reporter import RankReporter
+from pytest_distcompat.plugin.on_ranks.watched_hooks import watch_hooks
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch.at_import import Watch
     from pytest_distcompat.launch.rank_log import RankLog
 
+#: The two functions as ``module:function``, the form in which requests to other processes name
+#: them.
 COLLECT = f"{__name__}:collect"
 RUN = f"{__name__}:run"
 
 #: The variable with the directory in which pytest makes its temporary directories.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"
 
-#: Seconds that a rank which skipped or xfailed waits for the others in a run started by hand, which
-#: no parent supervises.
-WAIT_BY_HAND_S = 5.0
-
-#: Values of options that print through the terminal plugin or write files, for ranks that do not
-#: report.
+#: Option to the value that turns it off. The options print through the terminal plugin or write
+#: files. Of several ranks of which one reports as pytest does, the others have these values
+#: (``ext/inside``). Here all ranks have them, as part of ``_OPTIONS_ON_RANKS``.
 OF_RANK_ZERO: dict[str, Any] = {
     **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
     # Report files that pytest and well-known plugins open, some already when they are configured.
@@ -52,9 +63,10 @@ OF_RANK_ZERO: dict[str, Any] = {
     "log_file": os.devnull,  # None would leave the ini key in force
 }
 
-#: Values of options that only the parent applies: they select by earlier sessions, distribute,
-#: debug or write files. Only those whose plugin is there are set. -m and -k stay: a conftest may
-#: read them to decide what to skip.
+#: Option to the value that it has on ranks, in place of the user's. Only pytest's process applies
+#: these options: they select by earlier sessions, distribute, debug or write files. An option is
+#: set only if its plugin is loaded. -m and -k stay as the user gave them: a conftest may read them
+#: to decide what to skip.
 _OPTIONS_ON_RANKS: dict[str, Any] = {
     **OF_RANK_ZERO,
     **dict.fromkeys(
@@ -72,109 +84,24 @@ _OPTIONS_ON_RANKS: dict[str, Any] = {
     "no_cov": True,
 }
 
-#: Registered names of plugins that only the parent runs: they repeat tests, or decide by tests that
-#: ran before. A rank that repeats a test alone has lost its peers, and no other test has run on its
-#: ranks. Under xdist pytest-rerunfailures starts a thread when it is configured, after which the
-#: process cannot be forked from.
+#: Registered names of plugins that only pytest's process runs. They repeat tests: a rank that
+#: repeats a test alone has lost its peers. Or they decide by tests that ran before: no other test
+#: has run on these ranks. Under xdist pytest-rerunfailures starts a thread when it is configured,
+#: and a process with threads cannot be forked safely.
 _PLUGINS_OF_THE_PARENT = ("rerunfailures", "flaky", "pytest-retry", "dependency")
 
 
-def describe(config: pytest.Config) -> dict[str, Any]:
-    """Return plain data from which ``collect`` makes the same session in another process.
-
-    Raises:
-        pytest.UsageError: An option has a value that cannot be handed to another process.
-    """
-    # Values of built-in types, and pickled ones of any other type, which a conftest.py may define.
-    values, objects = {}, {}
-    for name, value in vars(config.option).items():
-        if _is_builtin(value):
-            values[name] = value
-            continue
-        try:
-            objects[name] = base64.b64encode(pickle.dumps(value)).decode()
-        except Exception as error:
-            if not _is_default(config, name, value):
-                raise pytest.UsageError(
-                    f"the option {name!r} has a value that cannot be handed to ranks: "
-                    f"{value!r:.200} "
-                    f"({type(error).__name__}: {error}); expected one that can be pickled"
-                ) from None
-    workerinput = getattr(config, "workerinput", {})
-    worker = {name: value for name, value in workerinput.items() if isinstance(value, (str, int))}
-    return {
-        "options": base64.b64encode(pickle.dumps(values)).decode(),
-        "objects": objects,
-        "args": [str(argument) for argument in config.args],
-        "argv": list(sys.argv),
-        "given": [str(argument) for argument in config.invocation_params.args],
-        "worker": worker,
-        "cwd": str(config.invocation_params.dir),
-        "markers": list(config.getini("markers")),
-        "files": list(config.getini("python_files")),
-    }
-
-
-def _is_builtin(value: object) -> bool:
-    """Tell whether a value consists of built-in types: unpickling it imports nothing."""
-    kind = type(value)
-    if isinstance(value, (list, tuple, set)):
-        return kind in {list, tuple, set} and all(map(_is_builtin, value))
-    if isinstance(value, dict):
-        parts = [*value.keys(), *value.values()]
-        return kind is dict and all(map(_is_builtin, parts))
-    return kind in {str, int, float, bool, bytes, type(None)}
-
-
-def _is_default(config: pytest.Config, name: str, value: object) -> bool:
-    """Tell whether an option has its default, which it then has on ranks too.
-
-    argparse converts a default that is a string anew each time, so that identity does not tell.
-    ``Config._parser`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
-    """
-    parse = config._parser.parse_known_args  # noqa: SLF001 - see the docstring
-    default = getattr(parse([]), name, None)
-    if value is default or type(value) is not type(default):
-        return value is default
-    from_environment = os.environ.get("PYTEST_ADDOPTS", "")
-    given = [*config.getini("addopts"), *shlex.split(from_environment)]
-    given += map(str, config.invocation_params.args)
-    unset = object()
-    namespace = parse(given, argparse.Namespace(**{name: unset}))
-    return getattr(namespace, name, None) is unset
-
-
-def own_files(config: pytest.Config) -> tuple[str, ...]:
-    """Return the installed files of the project under test (``pip install .``).
-
-    They count as the user's own code.
-    """
-    import importlib.metadata
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        text = (config.rootpath / "pyproject.toml").read_text(encoding="utf-8")
-        project = tomllib.loads(text)["project"]
-        files = importlib.metadata.distribution(project["name"]).files or ()
-    except (OSError, ValueError, LookupError, TypeError, importlib.metadata.PackageNotFoundError):
-        return ()
-    modules = []
-    for file in files:
-        if file.suffix == ".py":
-            modules.append(str(file.locate()))
-    return tuple(modules)
-
-
 def _read_options(payload: Mapping[str, Any], *, by_hand: bool) -> dict[str, Any]:
-    """Return the values of options whose types are built-in, as a rank needs them."""
+    """Return the values of options whose types are built-in, as a rank needs them.
+
+    The others follow later, by ``_set_objects``.
+    """
     options: dict[str, Any] = pickle.loads(base64.b64decode(payload["options"]))
     for name, value in _OPTIONS_ON_RANKS.items():
         if name in options:
             options[name] = value
     if by_hand:
+        # The user looks at the terminal, perhaps in a debugger.
         options["capture"] = "no"
     # Positional arguments are passed separately; argparse warns of those that are set as values.
     options.pop("file_or_dir", None)
@@ -201,36 +128,24 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     """Collect the whole session, so that single items can run after a fork.
 
     Options are set as values, not by a command line (``Config.fromdictargs``, made for
-    subprocesses). To other plugins a rank of an xdist worker looks like that worker; any other rank
-    looks like pytest without a terminal. If it posed as a worker, plugins would break that expect
-    data from their half in the controller (pytest-randomly, pytest-cov).
+    subprocesses). To other plugins a rank of an xdist worker looks like that worker, because it has
+    the same ``config.workerinput``. Any other rank looks like pytest without a terminal: if it
+    posed as a worker, plugins would break that expect data from their half in xdist's controller
+    (pytest-randomly, pytest-cov).
 
     Args:
-        payload: The return value of ``describe``.
-        by_hand: Whether a user runs the ranks from a terminal, perhaps with a debugger; then no
+        payload: The return value of ``describe``, which explains its keys.
+        by_hand: Whether a user repeats the run from a terminal, perhaps with a debugger; then no
             output is captured.
     """
     os.chdir(payload["cwd"])
     sys.argv[:] = payload["argv"]
-    options = _read_options(payload, by_hand=by_hand)
-    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them
-    # (anyio).
-    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    from _pytest.assertion.rewrite import AssertionRewritingHook
-
     from pytest_distcompat.launch import at_import
 
+    # The watch that finds what the user's modules read while they are imported. It is None on a
+    # rank that collects by itself: as under torchrun, it may read what it wants.
     watch = at_import.active
-    arguments = ["-p", "no:terminal", *quiet, *payload["args"]]
-    if watch is None:
-        config = pytest.Config.fromdictargs(options, arguments)
-    else:
-        # Hooks may run in here already, and hook calls can be monitored only once there is a
-        # configuration.
-        with watch.hook("a conftest.py"):
-            watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
-            config = pytest.Config.fromdictargs(options, arguments)
-        _watch_hooks(config, watch)
+    config = _make_config(payload, _read_options(payload, by_hand=by_hand), watch)
     # A conftest may read options from the arguments.
     config.invocation_params = dataclasses.replace(
         config.invocation_params, args=tuple(payload["given"])
@@ -241,7 +156,8 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     config.stash[ON_RANK] = True
     no_terminal(config)
     launched.hide_from_children()
-    # Only now: their options and ini keys are registered, and the payload has their markers.
+    # Only now, and not by ``-p no:NAME``: their options and ini keys are registered, so that a
+    # user's ini file with these is no error. Their markers are in the payload.
     for name in _PLUGINS_OF_THE_PARENT:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
@@ -249,97 +165,42 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
         config.addinivalue_line("markers", line)
     session = _collected(config)
     if watch is not None:
+        # What a test module read concerns its own tests only; all else concerns every test.
         watch.only_in({str(item.path) for item in session.items})
     return session
 
 
-#: Hooks that are called once a session, so that checking what a function left open costs little.
-_ONCE = frozenset(
-    {"pytest_configure", "pytest_sessionstart", "pytest_collection", "pytest_collection_finish"}
-) | {"pytest_collection_modifyitems"}
-
-
-def _is_lazy(mark: pytest.Mark) -> bool:
-    """Tell whether a mark makes values or ids of parameters only while tests are collected."""
-    if mark.name != "parametrize":
-        return False
-    made_at_once = (list, tuple, set, frozenset, dict, range, str, type(None))
-    argvalues = (*mark.args[1:2], mark.kwargs.get("argvalues"))
-    for value in (*argvalues, mark.kwargs.get("ids")):
-        if not isinstance(value, made_at_once):
-            return True
-    return False
-
-
-def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
-    """Watch hooks of the user's own plugins, most of all of conftest.py files."""
-    hooks = _WatchedHooks(watch)
-    watch.undo.callback(config.pluginmanager.add_hookcall_monitoring(hooks.before, hooks.after))
-
-
-class _WatchedHooks:
-    """Monitor of pluggy's hook calls that has the watch look at those of the user's own functions.
+def _make_config(
+    payload: Mapping[str, Any], options: dict[str, Any], watch: Watch | None
+) -> pytest.Config:
+    """Return pytest's configuration. This imports plugins and the first conftest.py files.
 
     Args:
-        watch: Looks at what such a call does to the process.
+        payload: The return value of ``describe``.
+        options: The values of options by name.
+        watch: Looks at the conftest.py files and, from then on, at the user's hooks; None for no
+            watch.
     """
+    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them
+    # (anyio).
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments = ["-p", "no:terminal", *quiet, *payload["args"]]
+    from _pytest.assertion.rewrite import AssertionRewritingHook
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        #: What is undone when each hook call that runs has ended; that of the innermost call is
-        #: last.
-        self._running: list[contextlib.ExitStack] = []
-
-    def before(
-        self, name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]
-    ) -> None:
-        """Begin a hook call: the first half of ``add_hookcall_monitoring``."""
-        own = []
-        for implementation in implementations:
-            if self._is_own(implementation.function):
-                own.append(implementation)
-        call = contextlib.ExitStack()
-        if own or self._calls_own(name, arguments):
-            call.enter_context(self._watch.hook(name))
-        if name in _ONCE:
-            for implementation in own:
-                self._watch_alone(name, implementation, call)
-        self._running.append(call)
-
-    def after(self, *_: Any) -> None:
-        """End a hook call."""
-        self._running.pop().close()
-
-    def _is_own(self, function: Any) -> bool:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return code is not None and self._watch.is_own(code.co_filename)
-
-    def _calls_own(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Tell whether pytest's own function for that hook calls one of the user."""
-        if name == "pytest_make_collect_report":
-            return self._is_own(type(arguments["collector"]).collect)
-        return name == "pytest_generate_tests" and any(
-            map(_is_lazy, arguments["metafunc"].definition.iter_markers())
-        )
-
-    def _watch_alone(self, name: str, implementation: Any, call: contextlib.ExitStack) -> None:
-        """Watch one implementation by itself until the hook call ends, unless it wraps others."""
-        if implementation.wrapper or implementation.hookwrapper:
-            return
-        function = implementation.function
-        call.callback(setattr, implementation, "function", function)
-
-        def watched(*arguments: Any) -> Any:
-            with self._watch.hook(name, alone=True):
-                return function(*arguments)
-
-        implementation.function = watched
+    if watch is None:
+        return pytest.Config.fromdictargs(options, arguments)
+    # ``fromdictargs`` imports conftest.py files, whose hooks may run at once. Single hook calls can
+    # be monitored only once there is a configuration, so all of them are watched as one.
+    with watch.hook("a conftest.py"):
+        watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
+        config = pytest.Config.fromdictargs(options, arguments)
+    watch_hooks(config, watch)
+    return config
 
 
 def _collected(config: pytest.Config) -> pytest.Session:
     """Configure and collect, as ``pytest.main`` does before it runs tests.
 
-    The global capture is stopped: forked ranks would share its temporary file.
     ``Config._do_configure``, ``_ensure_unconfigure`` and the class of the capture manager are
     private; ``tests/plugin/test_private_names.py`` fails when they change.
     """
@@ -349,10 +210,12 @@ def _collected(config: pytest.Config) -> pytest.Session:
     config.stash[_COLLECTION_ERRORS] = errors
     config.pluginmanager.register(errors)
     config._do_configure()  # noqa: SLF001 - see the docstring
+    # The fork server calls it when it ends, so that plugins are unconfigured there too.
     preload.finishing = config._ensure_unconfigure  # noqa: SLF001 - see the docstring
     session = pytest.Session.from_config(config)
     config.hook.pytest_sessionstart(session=session)
     config.hook.pytest_collection(session=session)
+    # Forked ranks would share the temporary file of pytest's capture. Each starts its own.
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         capture.stop_global_capturing()
@@ -363,11 +226,11 @@ class CollectionErrors:
     """Plugin that remembers what a rank could not collect, which no terminal shows."""
 
     def __init__(self) -> None:
-        #: By node id, pytest's own words for the error.
+        #: Node id of a module or class to pytest's text for the error, a traceback mostly.
         self.texts: dict[str, str] = {}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Remember a module that raised, for example."""
+        """Remember the error of a module that cannot be imported, for example."""
         if report.failed:
             self.texts[report.nodeid] = report.longreprtext
 
@@ -379,6 +242,7 @@ class CollectionErrors:
         return ""
 
 
+#: Where the configuration of a rank's session has its ``CollectionErrors``.
 _COLLECTION_ERRORS: pytest.StashKey[CollectionErrors] = pytest.StashKey()
 
 
@@ -386,12 +250,18 @@ _COLLECTION_ERRORS: pytest.StashKey[CollectionErrors] = pytest.StashKey()
 class ItemPayload:
     """The payload of the request for one item.
 
+    ``marked.run`` makes it in pytest's process; each rank gets it as plain data.
+
     Attributes:
+        nodeid: The item, as ``tests/test_a.py::test_sum[fsdp2-bf16-w2]``.
         device: ``cpu`` or ``cuda``.
-        session: A file with the return value of ``describe``.
-        shared: On several machines the directory that has what they share; empty where
-            ``directory`` has it.
-        plain: Whether the item must not see the variable with this rank's temporary directory.
+        directory: The directory of this run, with the logs and the output of all ranks.
+        world_size: The number of ranks.
+        session: The path of a JSON file with the return value of ``describe``.
+        shared: The directory for what all ranks share. It is set for ranks on several machines,
+            each of which has a ``directory`` of its own; empty if ``directory`` is the place.
+        plain: Whether the item must not see the variable ``PYTEST_DEBUG_TEMPROOT``, which this rank
+            sets. True under cold torchrun: there a test shall see an ordinary environment.
     """
 
     nodeid: str
@@ -409,7 +279,11 @@ decode.prepare(ItemPayload)
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run one item on this rank, and write its phases to the log.
 
-    The payload is an ``ItemPayload`` as plain data.
+    It returns only if the item did not fail here: at a failure ``RankReporter`` ends the process.
+
+    Args:
+        payload: An ``ItemPayload`` as plain data.
+        log: The log of this rank.
     """
     item_payload = decode.decode(ItemPayload, payload)
     item = find_item(collected_session(item_payload, log), item_payload.nodeid)
@@ -434,14 +308,15 @@ def collected_session(payload: ItemPayload, log: RankLog) -> pytest.Session:
 def reporting(
     item: pytest.Item, payload: ItemPayload, log: RankLog, process_directory: Path
 ) -> Iterator[None]:
-    """Have what pytest runs in the block reported to the log, as that item.
+    """Have what pytest runs in the block reported to the log, captured, and given its directories.
 
     Args:
-        item: The item.
+        item: The item that the block runs.
         payload: The payload of the request.
         log: The log of this rank.
-        process_directory: Where this process captures output and has temporary directories. pytest
-            makes its base temporary directory once in a process.
+        process_directory: Where this process captures output and has temporary directories. That is
+            the directory of the run, or, for ranks that run several items, of their first one:
+            pytest makes its base temporary directory once in a process.
     """
     directory = Path(payload.directory)
     config = item.config
@@ -456,22 +331,32 @@ def reporting(
         # It repeats an earlier run, whose files may still be in the directory.
         shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}"
     config.stash[SHARED] = Path(payload.shared or directory, shared)
-    _Reporter.of(config).begin(log, payload.world_size, directory)
+    RankReporter.of(config).begin(log, payload.world_size, directory)
     fault_handler(config)
     root = process_directory / f"tmp-{log.rank}"
-    own_directory = _made_in(root, config) if payload.plain else _own_temporary_directory(root)
+    own_directory = _own_temporary_directory(root)
+    if payload.plain:
+        own_directory = _made_in(root, config)
     with own_directory, capturing(config, process_directory, log.rank):
         yield
 
 
 @functools.cache
 def items_of(session: pytest.Session) -> Mapping[str, pytest.Item]:
-    """Return the items by their node ids. Cached: a rank may look several of them up."""
+    """Return the items by their node ids.
+
+    Cached: ranks that several tests share look up many of them.
+    """
     return {item.nodeid: item for item in session.items}
 
 
 def find_item(session: pytest.Session, nodeid: str) -> pytest.Item:
-    """Return the item of a session. Raises LookupError if there is none."""
+    """Return the item of that node id.
+
+    Raises:
+        LookupError: This rank has not collected it. The message has the error of its module, or the
+            node ids that are close to it.
+    """
     items = items_of(session)
     if nodeid not in items:
         error = session.config.stash[_COLLECTION_ERRORS].text_about(nodeid)
@@ -506,7 +391,7 @@ def _own_temporary_directory(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _made_in(root: Path, config: pytest.Config) -> Iterator[None]:
-    """Have pytest make its base directory there now, and show the test the variable as it was.
+    """Have pytest make its base directory in ``root`` now; the test sees the variable as it was.
 
     ``tests/plugin/test_private_names.py`` fails when the factory's private name goes away.
     """
@@ -516,110 +401,3 @@ def _made_in(root: Path, config: pytest.Config) -> Iterator[None]:
         if factory is not None:
             factory.getbasetemp()
     yield
-
-
-class _Reporter:
-    """Writes the phases of the item to the rank's log, and ends the rank at the first failure.
-
-    A rank that failed runs no teardown: fixtures of distributed tests would wait there for peers
-    that are not in a teardown.
-    """
-
-    _NAME = "distcompat-rank"
-    _rank: Any
-    _rank_log: Any
-
-    @classmethod
-    def of(cls, config: pytest.Config) -> _Reporter:
-        """Return the reporter of this process, which is registered once: that takes a while."""
-        manager = config.pluginmanager
-        if not manager.has_plugin(cls._NAME):
-            manager.register(cls(), cls._NAME)
-        reporter = manager.get_plugin(cls._NAME)
-        assert isinstance(reporter, cls)
-        return reporter
-
-    def begin(self, log: RankLog, world_size: int, directory: Path) -> None:
-        """Report to that log from now on, for a request on so many ranks in that directory."""
-        # Imported before the test runs, which may break imports (sys.path, sys.meta_path).
-        from pytest_distcompat.launch import rank, rank_log
-
-        self.log = log
-        self.phases = Phases()
-        self.world_size = world_size
-        self.directory = directory
-        self._rank = rank
-        self._rank_log = rank_log
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note what the exception is."""
-        report = yield
-        mark_exception(report, call, item.config.rootpath)
-        if report.failed and call.excinfo is not None:
-            self._rank.debug(self.log, call.excinfo.value)
-        return report
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        phase = self.phases.of(report)
-        self.log.write(phase)
-        if phase.ending is None:
-            return
-        kind, message = phase.ending
-        if phase.outcome == "failed" or not self._wait_for_others(kind, message, phase):
-            self.log.write(Error(kind, message, phase.text, lost=phase.lost))
-            self._rank.leave_failed(self.directory, self.world_size)
-
-    def _wait_for_others(self, kind: str, message: str, phase: Phase) -> bool:
-        """Wait for the other ranks' outcomes; return whether all ranks go on to their teardowns.
-
-        This rank has skipped or xfailed. The others may do so too, or pass, or fail, within the
-        time limit of the test. The parent ends the ranks when the others only wait for this one.
-        """
-        self.log.write(Excused(kind, message, phase.text))
-        deadline = math.inf
-        if self.log.by_hand:
-            # There is no parent that ends the ranks.
-            deadline = clock.now() + WAIT_BY_HAND_S
-        own_outcome = phase.outcome
-        others = list(range(self.world_size))
-        others.remove(self.log.rank)
-        logs = self._rank_log.LogReader(self.directory, others)
-        while clock.now() < deadline:
-            outcomes = set()
-            for events in logs.read().values():
-                outcomes.add(self._outcome_of(events, phase.when))
-            if "failed" in outcomes or (own_outcome == "skipped" and "passed" in outcomes):
-                return False
-            if "" not in outcomes:
-                compatible = {"skipped"} if own_outcome == "skipped" else {"xfailed", "passed"}
-                goes_on = outcomes <= compatible
-                if goes_on:
-                    self.log.write(Resumed())
-                return goes_on
-            clock.sleep(0.02)
-        return False
-
-    @staticmethod
-    def _outcome_of(events: Sequence[Event], when: str) -> str:
-        """Return another rank's outcome by its events; empty while the outcome may still change.
-
-        A rank has passed once only its teardown is left, or nothing if this rank is in its
-        teardown.
-        """
-        phases = {}
-        for phase in of_kind(Phase, events):
-            if not phase.subtest:
-                phases[phase.when] = phase.outcome
-        for outcome in phases.values():
-            if outcome in {"skipped", "xfailed"}:
-                return outcome
-        if of_kind(Error, events):
-            return "failed"
-        last_phase = "teardown" if when == "teardown" else "call"
-        if of_kind(Done, events) or last_phase in phases:
-            return "passed"
-        return ""

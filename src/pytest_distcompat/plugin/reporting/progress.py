@@ -1,6 +1,16 @@
 """Progress line with the runs that are running.
 
-It is below the terminal's last line, or a log line each minute.
+On a terminal it is below pytest's last line and is renewed twice a second::
+
+      12 of 42 checks, 31 s, about 60 s left; fsdp2-fp32-w2 train: step 7/27, 3 s of 300 s
+
+Elsewhere, as in CI, a line is logged each minute, and only about runs that take long. A *run* is
+one process group from start to end, which trains in a *cell*, a configuration such as
+``fsdp2-fp32-w2``. Each run has a directory in the *store*, a directory that all processes of the
+session share. So the process with the terminal knows the runs of all xdist workers by reading it.
+
+``Results`` registers ``Progress`` as a pytest plugin in that process and starts its thread when
+tests begin to run. ``Forecast`` guesses how long the rest takes.
 """
 
 from __future__ import annotations
@@ -26,17 +36,22 @@ NAMED = 4
 #: is named.
 HEARTBEAT = 60.0
 
+#: Control sequences of terminals: go to the next line and clear it; go up a line.
 _CLEAR_BELOW = "\n\x1b[2K"
 _UP = "\x1b[1A"
 
-
-#: From which share of the expected work the pace of this session counts, and not that of the
-#: earlier one.
+#: The part of the expected work that must be done before the forecast goes by the pace of this
+#: session; until then it goes by that of the earlier one.
 OWN_PACE = 0.1
 
 
 class Forecast:
-    """Guess of how long the rest of a session takes, by how long its items took earlier."""
+    """Guess of how long the rest of a session takes, by how long its items took earlier.
+
+    Args:
+        earlier: The report of an earlier session; None without one.
+        items: The node ids of the items of this session.
+    """
 
     def __init__(self, earlier: Report | None, items: Iterable[str]) -> None:
         seconds: dict[str, float] = {}
@@ -48,18 +63,21 @@ class Forecast:
         #: Whether there are durations of an earlier session; without them all items count alike.
         self._known = bool(total)
         mean = 1.0
-        #: Seconds of a session for a second of its items: less than 1 with several workers.
+        #: Seconds of a session for a second of its items. It is less than 1 if several workers run
+        #: items at the same time.
         self._pace = session_seconds
         if self._known:
             mean = total / len(seconds)
             self._pace = session_seconds / total
-        #: The expected seconds of each item.
+        #: Each item to its expected seconds; an item that the report lacks takes the mean.
         self._work = {item: seconds.get(item, mean) for item in items}
 
     def left(self, ended: Collection[str], passed: float) -> float | None:
         """Return the seconds that the rest takes; None if nothing is known.
 
-        ``passed`` are the seconds that have passed.
+        Args:
+            ended: The node ids of the items that have ended.
+            passed: The seconds that have passed.
         """
         total = sum(self._work.values())
         done = 0.0
@@ -75,9 +93,16 @@ class Forecast:
 class Progress:
     """A thread that shows progress, in the process that has the terminal.
 
-    It reads the store, with and without xdist.
+    pytest prints to the same terminal, in hooks. The hooks of this class run around those: they
+    wait for the thread and remove the line before pytest prints.
 
-    pytest prints in hooks. They wait for the thread, and the line is removed before they print.
+    Args:
+        config: The configuration of pytest.
+        runs: The directory with the runs.
+        counts: Returns how many checks have ended, and of how many.
+        left: Returns how many seconds the rest takes, after so many seconds; None if unknown.
+        waits: Returns what the next run waits for, if it has to wait for devices; else an empty
+            text.
     """
 
     def __init__(
@@ -89,20 +114,23 @@ class Progress:
         waits: Callable[[], str] = str,
     ) -> None:
         self._runs = runs
-        #: Returns how many checks have ended, and of how many.
         self._counts = counts
-        #: Returns how many seconds the rest takes, after so many seconds; None if unknown.
         self._left = left
-        #: Returns what the next run waits for, if it has to wait for devices; else an empty text.
         self._waits = waits
         self._began = clock.now()
         self._config = config
+        #: Held by the thread while it draws, and by pytest's hooks while pytest prints.
         self._lock = threading.Lock()
+        #: Set when the thread is to end.
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        #: The file descriptor of the terminal or the log.
         self._file: int | None = None
+        #: Whether the line is on the terminal now.
         self._drawn = False
+        #: Runs that began before this time, in seconds since 1970, are of another session.
         self._since = clock.wall()
+        #: The earliest time of the next log line.
         self._next_line = clock.now() + HEARTBEAT
 
     def start(self) -> None:
@@ -122,6 +150,7 @@ class Progress:
             # A duplicate: while a test runs, pytest replaces the descriptor of stdout by a file.
             self._file = os.dup(sys.stdout.fileno())
         except (OSError, ValueError, AttributeError):
+            # stdout is closed, or an object without a descriptor: nothing can be shown.
             return
         self._tty = os.isatty(self._file)
         self._thread = threading.Thread(target=self._run, name="distcompat-progress", daemon=True)
@@ -139,6 +168,7 @@ class Progress:
             self._file = None
 
     def _run(self) -> None:
+        """Show progress until ``stop``: the function of the thread."""
         from pytest_distcompat.evidence.store import running
 
         finished: set[str] = set()
@@ -173,6 +203,9 @@ class Progress:
         """Return what goes on; empty if nothing does.
 
         That is the runs, or what the next run waits for, or that the session starts.
+
+        Args:
+            runs: The runs that are running, ``evidence.store.Running``.
         """
         if runs:
             named = [visible(str(run)) for run in runs[:NAMED]]
@@ -199,6 +232,7 @@ class Progress:
         return f"{text}; "
 
     def _clear(self) -> None:
+        """Remove the line from the terminal, and put the cursor back."""
         if self._drawn:
             writer = self._config.get_terminal_writer()
             column = writer.width_of_current_line % writer.fullwidth
@@ -215,6 +249,7 @@ class Progress:
         if not named or clock.now() < self._next_line:
             return
         self._next_line = clock.now() + HEARTBEAT
+        # Not behind the dots that pytest writes.
         newline = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
         runs_text = "; ".join(named[:NAMED])
         self._write(f"{newline}distcompat: {runs_text}\n")
@@ -225,12 +260,16 @@ class Progress:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self) -> Generator[None, Any, Any]:
-        """Remove the line before pytest writes a dot or an outcome."""
+        """Remove the line before pytest writes a dot or an outcome.
+
+        This hook wraps those of other plugins, so that the thread waits until all have printed.
+        """
         with self._lock:
             self._clear()
             result = yield
+            # pytest has just written to the log, which shows that the session goes on.
             self._next_line = clock.now() + HEARTBEAT
             return result
 
-    #: Before pytest writes the item's name (-v), and the percentage.
+    #: The same before pytest writes an item's name (-v), and the percentage.
     pytest_runtest_logstart = pytest_runtest_logfinish = pytest_runtest_logreport

@@ -1,6 +1,8 @@
-"""Representation of a failure in its report.
+"""Representation of a failure in its report: this plugin's text, in pytest's types for exceptions.
 
-It is a text of this plugin, in the types that pytest uses for exceptions.
+A distributed test fails on other processes, its ranks. pytest's own traceback would show frames of
+this plugin. So ``marked.outcome`` and ``suite.run`` call ``represent`` from the hook
+``pytest_runtest_makereport``, with the text that the ranks left.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ def represent(
 ) -> None:
     """Have a failing report show a text.
 
-    Not as a plain string: pytest repeats the whole of that in its summary (where the variable
-    ``CI`` is set, and with ``-vv``) and in JUnit's ``message``, and annotations of a pull request
-    have no line.
+    ``report.longrepr`` could be a plain string. But pytest repeats the whole of that in its summary
+    (where the variable ``CI`` is set, and with ``-vv``) and in JUnit's ``message``, and annotations
+    of a pull request have no line.
 
     ``_pytest._code`` is private. ``pytest.ExceptionInfo.getrepr`` returns its types, but only for
     real exceptions; xdist can serialize them. ``tests/plugin/test_private_names.py`` fails when
@@ -29,10 +31,12 @@ def represent(
     Args:
         report: The report, which is changed in place.
         text: The whole text.
-        location: The file and line (from 1) of the failure; by default those of the test.
+        location: The file, the line (from 1) and the message of the failure, of which the message
+            is not used; by default the file and line of the test.
         short: The line for summaries, JUnit's ``message`` and annotations; by default the first
             line of the text.
     """
+    # pytest counts the lines of tests from 0.
     path, line_before, _ = report.location
     line = (line_before or 0) + 1
     if location is not None:

@@ -1,4 +1,11 @@
-"""Command line that runs one item again."""
+"""Command line that runs one item again, as it is shown below each failure.
+
+``DistcompatSession.reproduce`` calls ``command``, for marked tests and for items of suites. For
+example ``pytest 'tests/test_a.py::TestA::test[ddp-fp32-w2:names]' --distcompat-timeout=20 -p
+my_plugin``. Of the user's command line it repeats only what a single item needs: this plugin's
+options, and those of pytest that set configuration and plugins. Options that select tests or write
+reports are left out. Settings in ini files apply to the new command anyway.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +20,12 @@ import pytest
 from pytest_distcompat.plugin.options import options_of
 from pytest_distcompat.plugin.selection import strip_group
 
-#: The key of ``workerinput`` with the arguments of the controller: a worker itself gets its options
-#: as values.
+#: The key of ``workerinput`` with the command line's arguments. xdist gives that dictionary to each
+#: of its workers; a worker gets its options as values and has no command line.
 ARGUMENTS = "distcompat_arguments"
-#: pytest's own options, with and without a value, that set configuration, plugins and warning
-#: filters, or how modules are imported. All others select tests, report, or belong to a conftest.
+#: pytest's own options with a value that set configuration, plugins and warning filters, or how
+#: modules are imported: the names of each. All other options select tests, report, or belong to a
+#: conftest.
 _WITH_VALUE = (
     ("-c", "--config-file"),
     ("--rootdir",),
@@ -27,23 +35,23 @@ _WITH_VALUE = (
     ("-o", "--override-ini"),
     ("-W", "--pythonwarnings"),
 )
+#: Those without a value.
 _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.
 _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
-#: This plugin's own options that select tests or report.
+#: This plugin's own options that select tests or report, by their ini keys.
 _LEFT_OUT = {
     f"distcompat_{name}"
     for name in ("report", "baseline", "budget", "shard", "strategies", "drivers")
 }
-#: In a suite it also decides in which of several cells of a strategy the profile runs a check.
+#: A further one for marked tests. In a suite the option must stay: it also decides in which of
+#: several cells of a strategy the profile runs a check.
 _PRECISIONS = {"distcompat_precisions"}
 
 
 def command(config: pytest.Config, item: pytest.Function) -> str:
-    """Return the command that runs that item alone again.
-
-    It has the same options, and runs from the same directory.
-    """
+    """Return the command that runs that item alone again, from the directory of this session."""
+    # With --pyargs the user names modules, as ``pytest_distcompat.suite``, and not paths.
     if config.getoption("pyargs") and not _names_paths(config):
         place = _place_in_module(config, item)
         arguments = ["--pyargs", f"{item.module.__name__}::{place}"]
@@ -63,9 +71,9 @@ def _place_in_module(config: pytest.Config, item: pytest.Function) -> str:
 
 
 def _names_paths(config: pytest.Config) -> bool:
-    """Tell whether the arguments are paths.
+    """Tell whether any of the arguments is a path that exists.
 
-    A module given by its import name (``--pyargs``) may be anywhere.
+    With ``--pyargs`` an argument may be either: a path, or a module that may be anywhere.
     """
     start = config.invocation_params.dir
     for argument in config.args:
@@ -76,7 +84,7 @@ def _names_paths(config: pytest.Config) -> bool:
 
 
 def _our_flags(config: pytest.Config, item: pytest.Function) -> Iterator[str]:
-    """Yield this plugin's own options from the command line.
+    """Yield this plugin's own options from the command line, as ``--distcompat-timeout=20``.
 
     Those that select tests or report are left out.
     """
@@ -91,7 +99,7 @@ def _our_flags(config: pytest.Config, item: pytest.Function) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=1)
 def _pytest_flags(config: pytest.Config) -> tuple[str, ...]:
-    """Return pytest's own options from the command line.
+    """Return pytest's own options from the command line, as ``("-p", "my_plugin")``.
 
     Cached, since every verdict has the command.
     """
@@ -101,7 +109,8 @@ def _pytest_flags(config: pytest.Config) -> tuple[str, ...]:
 def _read_pytest_flags(config: pytest.Config) -> Iterator[str]:
     """Yield pytest's own options from the command line.
 
-    Those of addopts apply to the new command anyway.
+    They are parsed from the arguments, and not taken from ``config.option``: that also has those of
+    ``addopts``, which apply to the new command anyway.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in _WITH_VALUE:
@@ -117,6 +126,7 @@ def _read_pytest_flags(config: pytest.Config) -> Iterator[str]:
                 # Mostly a plugin that changes order, cache or colours, which does not matter for
                 # one item.
                 continue
+            # Short options are written as two arguments.
             if len(flag) == 2:
                 yield flag
                 yield value

@@ -1,6 +1,17 @@
-"""Results of all workers.
+"""Results of all workers, gathered in the process that has the terminal, and reported at the end.
 
-They are gathered for the matrix in the terminal, the report files, and properties in JUnit.
+``plugin.current.session_of`` registers ``Results`` as a pytest plugin, in pytest's process or in
+xdist's controller. From then on pytest calls its hooks:
+
+1. After collection it notes which items the suites have. A suite is a subclass of ``CompatSuite``
+   with an item for each *check* in each *cell*: ``TestMyTrainer::test[fsdp2-bf16-w2:names]`` is the
+   check ``names`` in the cell ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks).
+2. While tests run, it takes the *verdict* of each item from its report. That is passed, failed,
+   crashed and so on (``status.Verdict``). ``suite.run`` has put it there, on an xdist worker
+   mostly.
+3. At the end it makes a ``Report`` of all verdicts, compares it with the *baseline* (the report of
+   an earlier session), decides whether the session fails, and writes the report files.
+4. In pytest's terminal summary it prints the matrix of verdicts.
 """
 
 from __future__ import annotations
@@ -9,7 +20,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +30,15 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.installed import GET_TORCH, versions
 from pytest_distcompat.plugin.declared import declared_of
-from pytest_distcompat.plugin.options import options_of
 from pytest_distcompat.plugin.packing import keep_durations
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
+from pytest_distcompat.plugin.reporting.session_info import session_info
+from pytest_distcompat.plugin.reporting.suite_items import (
+    NO_CELL,
+    error_lines,
+    parse_suite_item,
+    verdict_without_check,
+)
 from pytest_distcompat.plugin.reporting.summary import fold_failures, show
 from pytest_distcompat.plugin.selection import is_narrowed, strip_group
 from pytest_distcompat.plugin.session import LEFT_OUT, DistcompatSession
@@ -33,9 +49,12 @@ from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.report.telemetry import send, with_device_seconds
 from pytest_distcompat.report.write import append_summary, write_report
-from pytest_distcompat.status import Status, Verdict
+from pytest_distcompat.status import Verdict
 
-#: The attribute of a report that carries a verdict from an xdist worker to the controller.
+#: The attribute of pytest's report of an item with what ``suite.run`` says of it; xdist sends it to
+#: the controller. It is a dictionary: ``verdict`` (a ``Verdict`` as plain data), ``not_applicable``
+#: (the name of each check without an item in this cell to the reason) and ``cost`` (the fields of
+#: ``cost.Cost``; empty if nothing was measured).
 ATTRIBUTE = "distcompat"
 #: The variable with the file for the summary of a GitHub step. See
 #: https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#adding-a-job-summary
@@ -46,22 +65,6 @@ _GOOD = frozenset({pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED})
 
 #: The package that a reason for skipping a cell names as missing.
 _NOT_INSTALLED = re.compile(r"\b([\w.-]+) is not installed")
-#: How the node id of a suite ends that has no selected cell.
-_NO_CELL = "::test[no-cell]"
-#: The node id of a suite's item: the node id of the suite, the cell, the check.
-_ITEM = re.compile(r"(?P<place>.+)::test\[(?P<cell>[\w-]+):(?P<check>\w+)\]")
-
-
-@dataclass(frozen=True)
-class _SuiteItem:
-    """What the node id of a suite's item says.
-
-    That is the node id of the suite, the id of the cell, and the name of the check.
-    """
-
-    suite: str
-    cell: str
-    check: str
 
 
 class Results:
@@ -69,27 +72,39 @@ class Results:
 
     def __init__(self, session: DistcompatSession) -> None:
         self.session = session
+        #: Node id of an item to its verdict.
         self.results: dict[str, Verdict] = {}
+        #: Suite and cell (see ``_key``) to what is known about the cell besides its verdicts.
         self.cells: dict[str, Row] = {}
-        #: The node ids of the suites' items, in the order in which they were collected.
+        #: The node ids of the suites' items, in the order in which they were collected. A
+        #: dictionary, because it keeps the order and has each once.
         self.collected: dict[str, None] = {}
         #: The items of suites without a selected cell: node id to the reason.
         self.without_cells: dict[str, str] = {}
         #: Why nothing ran, as lines, if that fails the session.
         self._nothing_ran: list[str] = []
-        #: Which suites' cells the profile leaves out, as lines.
+        #: A line for each suite some of whose cells the profile leaves out.
         self._left_out: list[str] = []
+        #: The report of the session; None until it ends, or without suites.
         self.report: Report | None = None
+        #: When the session began, in seconds since 1970. It is computed, because the session notes
+        #: a time of CLOCK_MONOTONIC.
         self._began = clock.wall() - (clock.now() - session.began)
+        #: ``interrupted`` or ``stopped`` if pytest said so, see ``pytest_keyboard_interrupt``.
         self._ending = ""
+        #: Whether tests run at all, not with ``--collect-only`` or ``--setup-only``.
         self._running = False
         #: The number of failures that pytest counts which are red verdicts of suites.
         self._own_failures = 0
+        #: Package to installed version.
         self._versions = versions()
+        #: Lines about the report files, as ``report: results.html``.
         self._written: list[str] = []
-        #: The number of this shard, the division, and in which shards a cell can run; None without
-        #: shards.
+        #: None without shards (``--distcompat-shard 2/3``: this machine runs part 2 of 3). Else
+        #: ``number`` (2), ``plan`` (the cells and modules of each of the 3 parts) and ``can_run``
+        #: (whether this machine could run any cell of each part).
         self._shard: dict[str, Any] | None = None
+        #: The progress line; None until tests run.
         self._progress: Progress | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -106,11 +121,12 @@ class Results:
         self._start_progress()
 
     def _note_collected(self, nodeids: Iterable[str]) -> None:
+        """Note which of these tests are items of suites."""
         for nodeid in nodeids:
             stripped = strip_group(self.session.config, nodeid)
-            if _parse_suite_item(stripped) is not None:
+            if parse_suite_item(stripped) is not None:
                 self.collected[stripped] = None
-            if stripped.endswith(_NO_CELL):
+            if stripped.endswith(NO_CELL):
                 self.without_cells[stripped] = ""
 
     @pytest.hookimpl(tryfirst=True)
@@ -122,6 +138,10 @@ class Results:
             self._start_progress()
 
     def _start_progress(self) -> None:
+        """Start the progress line, once the items of suites are known.
+
+        Without xdist that is when tests begin to run, else when the first worker has collected.
+        """
         if not self.collected or self._progress is not None:
             return
         config = self.session.config
@@ -143,14 +163,16 @@ class Results:
 
         Add properties to the report for JUnit and report logs.
         """
+        # Only the report of a suite's call has it: setup and teardown come to no verdict.
         data = getattr(report, ATTRIBUTE, None)
         nodeid = strip_group(self.session.config, report.nodeid)
         if data is not None:
             self._record_verdict(data, report)
-        elif _parse_suite_item(nodeid) is not None:
+        elif parse_suite_item(nodeid) is not None:
             if report.failed or report.skipped:
                 self._record_without_verdict(nodeid, report)
         elif nodeid in self.without_cells and isinstance(report.longrepr, tuple):
+            # The item of a suite without cells was skipped: pytest has (path, line, reason).
             self.without_cells[nodeid] = str(report.longrepr[2]).removeprefix("Skipped: ")
         result = self.results.get(nodeid)
         if report.failed and result is not None and result.red:
@@ -158,9 +180,16 @@ class Results:
         report.user_properties.extend(self._properties(nodeid, report))
 
     def _record_verdict(self, data: dict[str, Any], report: pytest.TestReport) -> None:
+        """Record a verdict, with its times, and what else is known about its cell.
+
+        Args:
+            data: The attribute of the report, see ``ATTRIBUTE``.
+            report: pytest's report of the item's call.
+        """
         verdict = decode(Verdict, data["verdict"])
         rank = verdict.rank
         if rank is None:
+            # No rank failed. But a finding may name one, as ``rank 1 has other parameters``.
             rank = rank_of_cause(verdict.message)
         verdict = dataclasses.replace(
             verdict,
@@ -180,22 +209,27 @@ class Results:
         That is in a fixture, or because its worker died.
         """
         recorded = self.results.get(nodeid)
+        # A failed teardown, or a worker that died, makes a verdict that was not red an error.
         if recorded is None or not (recorded.red or report.skipped):
-            verdict = _verdict_without_check(nodeid, report)
+            verdict = verdict_without_check(nodeid, report)
             self.results[nodeid] = verdict
             self._row(verdict)
+        # A red verdict stays, and its teardown's error is added to it.
         elif report.failed and report.when == "teardown":
-            errors = _error_lines(report)
+            errors = error_lines(report)
             teardown = errors[0] if errors else report.longreprtext.strip()
             self.results[nodeid] = dataclasses.replace(recorded, teardown=teardown)
 
     def _row(self, result: Verdict) -> Row:
+        """Return the row of the verdict's cell, which is made for its first verdict."""
         return self.cells.setdefault(_key(result), Row.of(result))
 
     def _properties(self, nodeid: str, report: pytest.TestReport) -> list[tuple[str, object]]:
-        """Return the properties of a distributed test.
+        """Return the properties of a distributed test, for JUnit's file and report logs.
 
-        They are its cell, driver, check, status, the rank of the cause, and versions.
+        Returns:
+            Name and value of each, as ``("distcompat_cell", "fsdp2-bf16-w2")``: cell, driver,
+            check, status, the rank of the cause, and versions. Empty for an ordinary test.
         """
         values: dict[str, object] = {}
         result = self.results.get(nodeid)
@@ -207,8 +241,9 @@ class Results:
                 "status": result.status.name,
                 "rank": result.rank,
             }
-        elif "distcompat" in report.keywords and _parse_suite_item(nodeid) is None:
-            # A marked test: its cell, where it has one, is in its id.
+        elif "distcompat" in report.keywords and parse_suite_item(nodeid) is None:
+            # A test with @pytest.mark.distcompat: its cell, where it has one, is in its id, as in
+            # ``test_a.py::test_sum[ddp-fp32-w2]``.
             parameters = nodeid.rpartition("[")[2].rstrip("]")
             cell = parameters if facets(parameters) else None
             values = {"cell": cell}
@@ -227,7 +262,8 @@ class Results:
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Note what ended the session early.
 
-        That is Ctrl-C, pytest.exit(), or under xdist ``-x`` or ``--stepwise``.
+        pytest calls this for Ctrl-C and ``pytest.exit()``, and under xdist also for ``-x`` and
+        ``--stepwise``.
         """
         by_user = excinfo.type in {KeyboardInterrupt, pytest.exit.Exception}
         self._ending = "interrupted" if by_user else "stopped"
@@ -241,10 +277,12 @@ class Results:
         """
         if self._progress is not None:
             self._progress.stop()
+        # For the order of tests in the next session.
         keep_durations(self.session, exitstatus)
         self._shard = self.session.shared(SHARDS)
-        # Read here: pytest removes the store before the summary.
+        # Both are read now, because pytest removes the store before the summary.
         self._left_out = self.session.shared(LEFT_OUT) or []
+        # With more machines than cells some have nothing to do, which is no failure.
         if self._has_empty_shard() and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK
         if not self._running or not self._needs_report(session.config):
@@ -270,7 +308,8 @@ class Results:
         """Tell whether the session has suites, or should have had some."""
         if self.results or self.collected or self.without_cells:
             return True
-        # A report or a baseline needs suites, unless a selection explains that none was collected.
+        # The user wants a report or a comparison, so suites were expected: the report says that
+        # there are none, unless a selection explains it.
         report_files = self.session.setting("report").value
         baseline = self.session.setting("baseline").value
         if not report_files and not baseline:
@@ -297,7 +336,11 @@ class Results:
                 self._written.append(_not_written(Path(summary), error))
 
     def _report(self, exitstatus: int) -> Report:
-        """Return the report of the session."""
+        """Return the report of the session: its verdicts, cells, runs and times.
+
+        Args:
+            exitstatus: pytest's exit code of the session.
+        """
         from pytest_distcompat.evidence.store import add_evidence, read_store
 
         runs = read_store(self.session.runs)
@@ -308,20 +351,20 @@ class Results:
         for nodeid in self.collected:
             if nodeid not in self.results:
                 unreached.append(nodeid)
-        session_info = self._session_info()
-        session_info["ending"] = self._ending_of(exitstatus, unreached)
-        session_info["runs"] = finished_runs
+        about_session = session_info(self.session, self._versions, self._began)
+        about_session["ending"] = self._ending_of(exitstatus, unreached)
+        about_session["runs"] = finished_runs
         if self._shard:
             number = self._shard["number"]
-            session_info["shard"] = {"number": number, "plan": self._shard["plan"]}
-        session_info["remove"] = declared_of(self.session).stale()
+            about_session["shard"] = {"number": number, "plan": self._shard["plan"]}
+        about_session["remove"] = declared_of(self.session).stale()
         ordered = self.ordered()
         rows = {}
         for result in ordered:
             key = _key(result)
             rows[key] = self.cells[key]
-        results = with_device_seconds(ordered, session_info["timeline"])
-        report = Report(session_info, results, list(rows.values()), unreached=unreached)
+        results = with_device_seconds(ordered, about_session["timeline"])
+        report = Report(about_session, results, list(rows.values()), unreached=unreached)
         report.fill_drivers()
         # Only files show what was trained, and to read all trainings again takes seconds.
         report_files = self.session.setting("report").value
@@ -332,7 +375,12 @@ class Results:
     def _ending_of(self, exitstatus: int, unreached: list[str]) -> str:
         """Return how the session ended.
 
-        It is ``interrupted``, ``internal error``, ``stopped`` or ``finished``.
+        Args:
+            exitstatus: pytest's exit code of the session.
+            unreached: The node ids of items that were collected and did not run.
+
+        Returns:
+            ``interrupted``, ``internal error``, ``stopped`` (as by ``-x``) or ``finished``.
         """
         if self._ending:
             return self._ending
@@ -341,10 +389,10 @@ class Results:
         return "stopped" if unreached else "finished"
 
     def _compare(self, session: pytest.Session) -> None:
-        """Compare with the baseline, if there is one.
+        """Compare with the baseline, if there is one, and set the session's exit code by that.
 
-        Only what is newly broken or missing fails the session. Items that -k, a node id or another
-        shard leaves out are not missing.
+        Only what is newly broken or missing fails the session; what was red in the baseline already
+        does not. Items that -k, a node id or another shard leaves out are not missing.
         """
         before = self.session.setting("baseline").value
         if before is None or self.report is None:
@@ -357,23 +405,25 @@ class Results:
                     missing.append(change)
             comparison.missing = missing
         regressed = bool(comparison.broken or comparison.missing)
-        # pytest counts more than tests: modules that cannot be imported, and failures of other
-        # plugins (pytest-cov).
+        # Whether all failures are verdicts, which the baseline may know. pytest counts other
+        # failures too: of ordinary tests, of modules that cannot be imported, and of plugins
+        # (pytest-cov).
         only_verdicts = 0 < session.testsfailed == self._own_failures
-        session_info = self.report.session
-        session_info["baseline"] = comparison.to_json(self.session.setting("baseline").text)
+        about_session = self.report.session
+        about_session["baseline"] = comparison.to_json(self.session.setting("baseline").text)
         if regressed and session.exitstatus in _GOOD:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and only_verdicts and not regressed:
             session.exitstatus = pytest.ExitCode.OK
-            session_info["baseline"]["text"].append(
+            about_session["baseline"]["text"].append(
                 "nothing is newly broken or newly missing: exit code 0"
             )
 
     def _require_a_verdict(self, session: pytest.Session) -> None:
-        """Fail a session whose suites came to no verdict.
+        """Fail a session in which suites were collected and none of their cells ran.
 
-        Nothing was checked, which is no success.
+        Nothing was checked, which is no success. A typical reason is a package that is not
+        installed.
         """
         if not (self.collected or self.without_cells):
             return
@@ -397,9 +447,9 @@ class Results:
         return any(can_run) and not own_can_run
 
     def _places_by_reason(self) -> dict[str, list[str]]:
-        """Return why cells and suites did not run.
+        """Return why cells and suites did not run: reason to the suites and cells without a run.
 
-        Each reason has the suites and cells that it holds for, each once.
+        Example: ``{"torch is not installed": ["TestMyTrainer ddp-fp32-w2"]}``.
         """
         places: dict[str, list[str]] = {}
 
@@ -426,6 +476,7 @@ class Results:
         checks = all_check_names()
 
         def matrix_order(result: Verdict) -> tuple[object, ...]:
+            # In a suite: cells without options first, then by strategy, precision and world size.
             cell = Cell.parse(result.cell)
             return (
                 result.suite,
@@ -443,98 +494,26 @@ class Results:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the matrix and the paths of the report files."""
         if self.report is not None:
-            show(
-                terminalreporter, self.report, [*self._left_out, *self._written], self._nothing_ran
-            )
-
-    def _session_info(self) -> dict[str, Any]:
-        """Return what a report says of its session: versions, devices, settings, times."""
-        from pytest_distcompat.launch import nccl
-        from pytest_distcompat.lease import entries, gaps, read_timeline
-
-        session = self.session
-        session_versions = dict(self._versions)
-        library = nccl.library() if session.gpus else None
-        if library is not None:
-            session_versions["nccl"] = ".".join(map(str, library.version))
-        timeline = entries(session.store_path, session.began)
-        # A lease of a run names its directory, whose name is the run's id.
-        for entry in timeline:
-            holder = entry["who"].removeprefix(f"{session.runs}{os.sep}")
-            entry["who"] = strip_group(session.config, holder)
-        return {
-            "versions": session_versions,
-            "device": session.device,
-            "gpu": session.gpu_name,
-            "world_size": session.world_size,
-            "began": clock.utc(self._began),
-            "seconds": round(clock.now() - session.began, 1),
-            "settings": self._settings(),
-            "timeline": timeline,
-            "gaps": gaps(read_timeline(session.store_path), session.began, clock.now()),
-        }
-
-    def _settings(self) -> dict[str, dict[str, str]]:
-        """Return the value of each option, and where it was set."""
-        settings = {}
-        for option in options_of(self.session.config):
-            name = option.removeprefix("distcompat_")
-            setting = self.session.setting(name)
-            settings[name] = {"value": setting.text, "from": setting.origin}
-        # What "auto" was on this machine: whether ranks shared a GPU.
-        settings["ranks_per_gpu"]["value"] = str(self.session.ranks_each)
-        return settings
+            written = [*self._left_out, *self._written]
+            show(terminalreporter, self.report, written, self._nothing_ran)
 
 
 def _key(result: Verdict) -> str:
-    """Return the key of a verdict's row: its suite and its cell."""
+    """Return the key of a verdict's row: the node id of its suite, and its cell."""
     return f"{result.place}:{result.cell}"
 
 
-def _verdict_without_check(nodeid: str, report: pytest.TestReport) -> Verdict:
-    """Return the verdict of an item that failed or was skipped before its check had one."""
-    item = _parse_suite_item(nodeid)
-    assert item is not None
-    if report.skipped:
-        status = Status.SKIPPED
-        text = report.longreprtext
-        if isinstance(report.longrepr, tuple):
-            text = str(report.longrepr[2])
-        message = reason = text.removeprefix("Skipped: ")
-    else:
-        status = Status.ERROR
-        prefix = "" if report.when in {"call", "setup", "teardown"} else "no report: "
-        lines = [*_error_lines(report)[:1], prefix + report.longreprtext]
-        message = "\n".join(lines).strip()
-        reason = ""
-    return Verdict(
-        item.check,
-        item.cell,
-        status,
-        message,
-        reason,
-        # The driver is filled in at the end, from the suite's other items.
-        suite=item.suite.rpartition("::")[2],
-        nodeid=nodeid,
-        seconds=report.duration,
-    )
-
-
-def _error_lines(report: pytest.TestReport) -> list[str]:
-    """Return the lines of an exception, which pytest marks with an E."""
-    lines = []
-    for line in report.longreprtext.splitlines():
-        if line.startswith("E "):
-            lines.append(line.removeprefix("E ").strip())
-    return lines
-
-
 def _not_written(path: Path, error: OSError) -> str:
+    """Return the line about a report file that could not be written."""
     return f"report: {path} could not be written: {error.strerror}"
 
 
 def _nothing_ran_lines(places_by_reason: dict[str, list[str]]) -> list[str]:
-    """Return what to tell the user of a session in which no cell ran: why, and what to install."""
+    """Return what to tell the user of a session in which no cell ran: why, and what to install.
+
+    Args:
+        places_by_reason: Reason to suites and cells, see ``Results._places_by_reason``.
+    """
     lines = ["no cell ran, so nothing was checked; expected at least one verdict"]
     missing: dict[str, None] = {}
     for reason, places in places_by_reason.items():
@@ -543,21 +522,9 @@ def _nothing_ran_lines(places_by_reason: dict[str, list[str]]) -> list[str]:
         for package in _NOT_INSTALLED.findall(reason):
             missing[package] = None
     if "torch" in missing:
-        # The others need it, and would bring it for CUDA.
+        # It alone: pip installs torch with the others, but the build for CUDA.
         lines.append(f"  install it: {GET_TORCH}")
     elif missing:
         lines.append(f"  install it: pip install {' '.join(missing)}")
     lines.append("  --distcompat-nothing-ran=pass lets such a session pass")
     return lines
-
-
-def _parse_suite_item(nodeid: str) -> _SuiteItem | None:
-    """Return what the node id of a suite's item says; None for any other test."""
-    match = _ITEM.fullmatch(nodeid)
-    if match is None or not facets(match["cell"]):
-        return None
-    from pytest_distcompat.checks import all_check_names
-
-    if match["check"] not in all_check_names():
-        return None
-    return _SuiteItem(match["place"], match["cell"], match["check"])

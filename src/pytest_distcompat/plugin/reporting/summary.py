@@ -1,6 +1,13 @@
-"""Section at the end of pytest's terminal output.
+"""Section ``distributed compatibility`` at the end of pytest's terminal output.
 
-It has the matrix, settings, causes, the slowest runs, devices and counts.
+It has the matrix of *verdicts* (passed, failed, known, ...) of each suite, *causes* of failures,
+counts and more. ``report.text`` makes the lines, without colours; this module writes them with
+pytest's terminal reporter. ``Results`` calls both functions, in the process that has the terminal:
+
+- ``fold_failures`` at the end of the session, before pytest prints its own section of failures. A
+  suite has a test item for each *check* in each *cell* (configuration), and one crash fails all
+  checks of a cell. So pytest prints one traceback for each cause instead of one for each item.
+- ``show`` in pytest's terminal summary.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from pytest_distcompat.report.text import (
 )
 from pytest_distcompat.status import Verdict
 
-#: The markup of pytest's TerminalWriter for each style of a span.
+#: The styles of ``report.text`` to the markup of pytest's TerminalWriter.
 MARKUP: Mapping[str, Mapping[str, bool]] = {
     "good": {"green": True},
     "known": {"yellow": True},
@@ -39,17 +46,23 @@ MARKUP: Mapping[str, Mapping[str, bool]] = {
 def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
     """Have pytest show one failure of each cause, in the order of the causes.
 
-    The other verdicts of the cause are beneath it. With ``-vv`` pytest shows all. ``_pdbshown`` is
-    pytest's own attribute for failures that it leaves out of that section, but not out of its short
-    summary; ``tests/plugin/test_private_names.py`` fails when that changes.
+    The other verdicts of the cause are listed beneath it. With ``-vv`` pytest shows all failures.
+    pytest leaves reports with its attribute ``_pdbshown`` out of its section of failures, but not
+    out of its short summary; ``tests/plugin/test_private_names.py`` fails when that changes.
+
+    Args:
+        config: The configuration of pytest.
+        results: The verdicts of the session.
     """
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     if terminal is None or config.get_verbosity() > 1:
         return
+    # Node id to pytest's report of a failed call.
     failed = {}
     for report in terminal.stats.get("failed", ()):
         if report.when == "call":
             failed[strip_group(config, report.nodeid)] = report
+    # The reports of failed verdicts, cause by cause.
     folded: list[Any] = []
     for cause in causes(results):
         reports = []
@@ -58,6 +71,7 @@ def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
                 reports.append(failed.pop(result.nodeid))
         _fold(cause, reports)
         folded += reports
+    # pytest shows failures in the order of this list: ordinary tests first, then the causes.
     if folded:
         others = []
         for report in terminal.stats["failed"]:
@@ -67,7 +81,7 @@ def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
 
 
 def _fold(cause: Cause, reports: Sequence[Any]) -> None:
-    """Have pytest show the first of the reports of a cause alone, with the verdicts of all."""
+    """Have pytest show only the first report of a cause, with a list of all its verdicts."""
     for report in reports[1:]:
         report._pdbshown = True  # noqa: SLF001 - see fold_failures
     if len(reports) > 1 and isinstance(reports[0].longrepr, ExceptionRepr):
@@ -82,7 +96,7 @@ def _fold(cause: Cause, reports: Sequence[Any]) -> None:
 def show(
     terminal: Any, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()
 ) -> None:
-    """Write the section.
+    """Write the section into pytest's terminal output.
 
     Args:
         terminal: pytest's terminal reporter.
@@ -109,6 +123,7 @@ def show(
 
 
 def _show_matrix(terminal: Any, report: Report, *, verbose: bool) -> None:
+    """Write the matrix of each suite: a row for each cell, a column for each check."""
     # 0 is no limit: a log file has no width. pytest would assume 80 characters.
     width = 0
     if terminal.isatty or "COLUMNS" in os.environ:
@@ -122,6 +137,10 @@ def _show_matrix(terminal: Any, report: Report, *, verbose: bool) -> None:
 
 
 def _show_counts(terminal: Any, report: Report) -> None:
+    """Write how many verdicts there are, from how many runs, and the lines of extensions.
+
+    A run is one process group from start to end; checks share runs.
+    """
     runs = report.session.get("runs", 0)
     verdicts = len(report.results)
     verdicts_text = f"{verdicts} verdict" if verdicts == 1 else f"{verdicts} verdicts"
@@ -134,9 +153,10 @@ def _show_counts(terminal: Any, report: Report) -> None:
 
 
 def _show_runs(terminal: Any, report: Report, *, verbose: bool) -> None:
+    """Write the slowest runs; with -v also how much devices were in use."""
     timeline: Sequence[Any] = ()
     gaps: Sequence[Any] = ()
-    # Otherwise the page has the timeline of the devices.
+    # Without -v the HTML page has the timeline of the devices.
     if verbose:
         timeline = report.session.get("timeline", ())
         gaps = report.session.get("gaps", ())
@@ -144,7 +164,7 @@ def _show_runs(terminal: Any, report: Report, *, verbose: bool) -> None:
 
 
 def _show_comparison(terminal: Any, report: Report) -> None:
-    """Write what changed since the baseline, if there is one."""
+    """Write what changed since the baseline, the report of an earlier session, if there is one."""
     baseline = report.session.get("baseline", {})
     for number, text in enumerate(baseline.get("text", ())):
         line = text
@@ -154,6 +174,7 @@ def _show_comparison(terminal: Any, report: Report) -> None:
 
 
 def _write_lines(terminal: Any, lines: Iterable[Line]) -> None:
+    """Write lines of spans in colours, with control characters escaped."""
     for line in lines:
         for text, style in line:
             terminal.write(visible(text), **MARKUP.get(style, {}))

@@ -1,1 +1,1 @@
-"""Items of a ``CompatSuite``: which there are, and how one runs."""
+"""Items of a ``CompatSuite``: which there are (``cases``), and how one runs (``run``)."""

@@ -1,4 +1,11 @@
-"""A time budget of a session: which cells come first, and which no longer start."""
+"""A time budget of a session: which cells come first, and which no longer start.
+
+With ``--distcompat-budget 20m@7`` no further cell starts after 20 minutes; 7 is the seed of their
+order. A *cell* is a configuration of a *driver*, the trainer under test, as ``fsdp2-bf16-w2``. The
+option's parser is ``read_budget``. ``suite.order`` sorts the items by ``Budget.order``, and
+``DistcompatSession.over_budget`` skips cells when the time is over. Since the order is another one
+each day, all cells run once in a while.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +21,26 @@ from pytest_distcompat.failures import UsageProblem
 if TYPE_CHECKING:
     from pytest_distcompat.report.document import Report
 
+#: The units of a time, in seconds.
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long cells are started, and the seed of their order."""
+    """A time budget of a session."""
 
+    #: How long cells are started, in seconds since the session began.
     seconds: float
+    #: The seed of their order.
     seed: int
 
     def order(self, last: Report | None) -> Callable[[str, str], tuple[bool, int, str]]:
-        """Return a key by which to sort cells (driver, cell).
+        """Return the function whose values cells are sorted by; it takes a driver and a cell's id.
 
-        Those that never ran, or were red in that report, come first.
+        Cells that never ran, or were red in the last report, come first.
+
+        Args:
+            last: The report of an earlier session; None without one.
         """
         ran = set()
         red = set()
@@ -40,6 +53,7 @@ class Budget:
                 red.add(cell)
 
         def position(driver: str, cell: str) -> tuple[bool, int, str]:
+            # False comes before True.
             is_green = (driver, cell) in ran and (driver, cell) not in red
             # Not hash(): all xdist workers must have one order, and each has its own hash seed.
             text = f"{self.seed} {driver} {cell}"
@@ -50,7 +64,9 @@ class Budget:
 
 
 def read_budget(text: str) -> Budget | None:
-    """Return the budget that a text says; None for an empty text.
+    """Return the budget of a text such as ``90s`` or ``2h@7``; None for an empty text.
+
+    Without a seed it is the number of the day, so that each day has another order.
 
     Raises:
         UsageProblem: The text is neither.

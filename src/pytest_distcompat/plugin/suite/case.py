@@ -1,4 +1,10 @@
-"""A case of a suite: one check in one cell, which is one test item."""
+"""A case of a suite: one check in one cell, which is one test item.
+
+A suite is a subclass of ``CompatSuite``. A *cell* is a configuration of its trainer: strategy,
+precision, 2 ranks and perhaps options. A *check* is a claim about it, such as ``names``: the names
+of parameters map. ``suite.cases`` makes the cases at collection. A case is the parameter of its
+item, whose fixture ``distcompat_case`` runs it (``suite.run``).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,12 @@ from pytest_distcompat.compat_suite import CompatSuite
 
 @dataclass(frozen=True)
 class Case:
-    """A case of a suite: one check in one cell, which is one test item."""
+    """One check in one cell of a suite."""
 
     suite: type[CompatSuite]
     cell: Cell
     check: Check
-    #: The checks that have no item in this cell, each with the reason.
+    #: The name of each check that has no item in this cell to the reason, for the report.
     not_applicable: Mapping[str, str] = field(default_factory=dict, compare=False)
     #: Why the driver cannot run the cell; None if it can.
     unsupported: str | None = field(default=None, compare=False)

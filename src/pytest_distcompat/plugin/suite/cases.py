@@ -1,4 +1,15 @@
-"""Which cases a suite has in this session: its cells, by profile and options, with their checks."""
+"""Which cases a suite has in this session: its cells, by profile and options, with their checks.
+
+A *suite* is a subclass of ``CompatSuite`` with a *driver* (the trainer under test) and a *matrix*
+(strategies, precisions, world sizes, options). The matrix stands for many *cells*, such as
+``fsdp2-bf16-w2``. Each cell has several *checks*, claims such as ``names``. A *case* is one check
+in one cell, and becomes one pytest item: ``TestMyTrainer::test[fsdp2-bf16-w2:names]``.
+
+The hook ``pytest_generate_tests`` calls ``parametrize`` for each suite. Four things decide about
+the cases: the *profile* (``--distcompat-profile smoke`` runs each strategy once), options that
+select strategies, precisions or drivers, what driver and machine can run, and which checks are
+*applicable* in a cell, that is, have something to say there.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +47,14 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     check = _only_check(profile, session)
     cells = _selected_cells(suite, driver, session, any_precision=check is not None)
     if check is not None:
+        # An extension's profile with one check has that one in each of its cells.
         only_cases = []
         for cell in cells:
             reason = why_not_supported(driver, cell, session)
             only_cases.append(Case(suite, cell, check, unsupported=reason))
         return only_cases
+    # Cell to the reason why it cannot run, None if it can; and cell to the checks without a verdict
+    # in it, each with the reason.
     unsupported = {cell: why_not_supported(driver, cell, session) for cell in cells}
     not_applicable = {cell: _checks_without_verdict(cell, driver, session) for cell in cells}
     _leave_out(profile, not_applicable, unsupported)
@@ -49,6 +63,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         for check in CHECKS.by_name.values():
             if check.name not in reasons:
                 selected.append(Case(suite, cell, check, reasons, unsupported[cell]))
+                # One skipped item is enough for a cell that cannot run.
                 if unsupported[cell]:
                     break
     selected += _added_cases(suite, driver, session)
@@ -56,7 +71,10 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
 
 
 def _only_check(profile: str, session: DistcompatSession) -> Check | None:
-    """Return the only check that an extension's profile runs; None if the profile runs all."""
+    """Return the only check that an extension's profile runs; None if the profile runs all.
+
+    A session with a substitute for ranks, such as a simulation, runs all in any case.
+    """
     if session.substitute is not None:
         return None
     added_profile = profiles.find_added(profile)
@@ -64,6 +82,7 @@ def _only_check(profile: str, session: DistcompatSession) -> Check | None:
 
 
 def _is_built_in(suite: type[CompatSuite]) -> bool:
+    """Tell whether a suite comes with this package."""
     return suite.__module__.startswith("pytest_distcompat.")
 
 
@@ -83,6 +102,7 @@ def _selected_cells(
         any_precision: Whether to ignore options that select precisions.
     """
     profile = session.setting("profile").value
+    # The matrix with the number of machines that the session has.
     matrix = session.placement.spread_matrix(suite.matrix)
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
@@ -116,12 +136,13 @@ def _count_left_out(
     """Add a line to the summary if the profile leaves out cells of the suite's matrix.
 
     Args:
-        suite: The suite.
+        suite: The suite, one of the user's.
         driver: Its driver.
         own: The cells of the suite's matrix.
         chosen: The cells of the profile.
         session: The session.
     """
+    # The cells that could run with another profile.
     able = []
     for cell in own:
         if session.selects(cell) and not why_not_supported(driver, cell, session):
@@ -141,7 +162,7 @@ def _count_left_out(
 def _checks_without_verdict(
     cell: Cell, driver: type[Driver], session: DistcompatSession
 ) -> dict[str, str]:
-    """Return why checks have no verdict in a cell, by the name of the check."""
+    """Return the checks without a verdict in a cell: name to reason."""
     reasons = {}
     for name, check in CHECKS.by_name.items():
         reason = why_not_checked(check, cell, driver, session)
@@ -155,7 +176,15 @@ def _leave_out(
     not_applicable: Mapping[Cell, dict[str, str]],
     unsupported: Mapping[Cell, str | None],
 ) -> None:
-    """Add the checks that the profile leaves out to ``not_applicable``, each with the reason."""
+    """Add the checks that the profile leaves out to ``not_applicable``, each with the reason.
+
+    A profile may run a check in one cell only, if it would say the same in others.
+
+    Args:
+        profile: The name of the profile.
+        not_applicable: Cell to the checks without a verdict; it is changed in place.
+        unsupported: Cell to the reason why it cannot run; None if it can.
+    """
     applicable = {}
     for cell, reasons in not_applicable.items():
         if not unsupported[cell]:
@@ -195,7 +224,10 @@ REASONS = 2
 
 
 def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
-    """Return why no cell of the suite is selected, or why none of the selected cells can run."""
+    """Return why no cell of the suite is selected, or why none of the selected cells can run.
+
+    The text is the reason with which the suite's only item is skipped.
+    """
     drivers = session.setting("drivers")
     if drivers.value and suite.driver not in drivers.value:
         return f"--distcompat-drivers={drivers.text} leaves out driver {suite.driver!r}"
@@ -213,7 +245,7 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
 
 
 def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> list[str]:
-    """Return the options for strategies and precisions, each with those of the suite's cells."""
+    """Return the options that exclude the cells: ``strategies 'zero3' of ddp, fsdp2``."""
     strategies: dict[str, None] = {}
     precisions: dict[str, None] = {}
     for cell in cells:
@@ -249,12 +281,19 @@ def _commonest_reasons(
 
 
 def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
-    """Run a suite's test once for each of its cases. Raises UsageProblem."""
+    """Run a suite's test once for each of its cases.
+
+    A suite without cases has one item, ``NoCell``, so that it does not vanish silently.
+
+    Raises:
+        UsageProblem: An option or the suite names something that does not exist.
+    """
     suite: Any = metafunc.cls
     selected = cases(suite, session)
     parameters: Sequence[Case | NoCell] = selected
     if selected:
         cells = [case.cell for case in selected]
+        # The fork server imports what the drivers need, so that ranks need not.
         session.modules += preload_of(find_driver(suite.driver), cells)
     else:
         parameters = [NoCell(why_no_cell(suite, session))]

@@ -1,6 +1,11 @@
 """Checks that names in a suite's declarations exist.
 
-The names are those of checks, strategies, precisions, and attributes of the class.
+A *suite* is a subclass of ``CompatSuite`` with the attributes ``driver``, ``matrix`` and
+``expect``. A misspelled name in it would be ignored silently, and what it declares would not hold.
+So at collection ``suite_class.validate`` calls ``check_names`` for each *expectation* in
+``expect``, as ``fails("names", strategy="fsdp2")``, and the hook ``pytest_pycollect_makeitem``
+calls ``check_attributes``. ``DistcompatSession.own`` calls ``check_names`` for the expectations in
+the user's known issues.
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies import STRATEGIES
 
-#: The attributes of a suite's class, and the types of their values.
+#: The attributes of a suite's class, and the type by which each is recognized under another name;
+#: ``expect`` is a tuple of expectations.
 _ATTRIBUTES = {"driver": str, "matrix": Matrix, "expect": Expectation}
+#: The arguments of ``Matrix``, as ``strategies``.
 _MATRIX_FIELDS = tuple(field.name for field in fields(Matrix))
 
 
@@ -28,6 +35,7 @@ def check_names(expectation: Expectation) -> None:
     if expectation.check != "*":
         find_check(expectation.check)
     known: dict[str, Registry[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
+    # Other facets, as options of cells, were checked when the expectation was made.
     for name, wanted in expectation.facets:
         if name not in known:
             continue
@@ -39,7 +47,8 @@ def check_names(expectation: Expectation) -> None:
 def check_attributes(suite: type[CompatSuite]) -> None:
     """Raise UsageProblem for an attribute that is a misspelled or misplaced declaration.
 
-    Its name and its value tell.
+    A class may have attributes of its own, as helpers of its driver. One that is called ``expects``
+    and has expectations is a misspelled ``expect``.
     """
     for base in suite.__mro__:
         if base is CompatSuite or not issubclass(base, CompatSuite):
@@ -50,7 +59,13 @@ def check_attributes(suite: type[CompatSuite]) -> None:
 
 
 def _check_attribute(suite: type[CompatSuite], name: str, value: object) -> None:
-    """Raise UsageProblem if an attribute that suites do not have looks like one that they have."""
+    """Raise UsageProblem if an attribute that suites do not have looks like one that they have.
+
+    Args:
+        suite: The suite.
+        name: The name of the attribute, as ``expects`` or ``strategies``.
+        value: Its value.
+    """
     values = [value]
     if isinstance(value, (tuple, list)):
         values = [*value]

@@ -1,4 +1,12 @@
-"""The order of the items of suites, and which of all items are in this machine's shard."""
+"""The order of the items of suites, and which of all items are in this machine's shard.
+
+The hook ``pytest_collection_modifyitems`` calls ``put_in_order`` in a session with a *budget*
+(``--distcompat-budget 20m``: start no further cell after that time) and ``select_shard`` in one
+with a *shard* (``--distcompat-shard 2/3``: run part 2 of 3 of the tests). A *suite* is a subclass
+of ``CompatSuite``, with an item for each *check* in each *cell*, a configuration such as
+``fsdp2-bf16-w2``. ``case_of(item)`` is the check and the cell of an item; None for an ordinary
+test.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +22,15 @@ from pytest_distcompat.plugin.suite.why_not import why_not_run
 
 
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
-    """Sort the items of suites as the session's budget orders their cells.
+    """Sort the items, in place: first all other tests, then those of suites, cell by cell.
 
-    All other tests come first.
+    The budget decides the order of cells: those that never ran, or were red, come first.
     """
     order = session.setting("budget").value.order(session.last_report)
 
     def position(item: pytest.Item) -> tuple[object, ...]:
         case = case_of(item)
+        # An empty tuple is less than any other: all other tests come first.
         if case is None:
             return ()
         key: tuple[object, ...] = order(case.suite.driver, case.cell.id)
@@ -31,7 +40,13 @@ def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
 
 
 def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.Item]) -> None:
-    """Deselect the items of other shards, and write the shards into the session's store."""
+    """Deselect the items of other shards, and write the shards into the session's store.
+
+    Args:
+        session: The session.
+        shard: The shard of this machine, as ``Shard(number=2, count=3)``.
+        items: All items; those of other shards are removed from the list.
+    """
     items_of_unit: dict[str, list[pytest.Item]] = {}
     sizes: dict[str, float] = {}
     for item in items:
@@ -40,6 +55,8 @@ def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.It
         sizes[unit] = sizes.get(unit, 0) + _shard_size(item)
     # By the baseline, not by the last report, because all machines must divide in the same way.
     plan = divide(sizes, session.setting("baseline").value, shard.count)
+    # Whether this machine could run any case of each shard: if it can run none of its own, that is
+    # a failure only if no other shard has one either.
     can_run = []
     for units in plan:
         items_of_shard = []

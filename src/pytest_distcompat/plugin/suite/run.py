@@ -1,4 +1,19 @@
-"""A case that runs: its verdict, its report, and what its ranks wrote."""
+"""A case that runs: its verdict, its report, and what its ranks wrote.
+
+A *suite* is a subclass of ``CompatSuite``. A *case* is one item of it: one *check* in one *cell*,
+as ``TestMyTrainer::test[fsdp2-bf16-w2:names]`` is the check ``names`` in the cell ``fsdp2-bf16-w2``
+(strategy, precision, 2 ranks). Its function ``test`` calls the value of the fixture
+``distcompat_case``, a ``BoundCase`` of this module:
+
+1. ``engine.run_check`` makes sure that the *runs* that the check needs have run, such as a training
+   and a resumed one. A run is one process group from start to end; its *ranks* are processes of
+   their own. All checks of a cell share runs. What the ranks recorded is the *trace*.
+2. The check reads the trace. Its findings become a *verdict*: passed, failed, crashed, known and so
+   on, by what the suite and *known issues* (bugs of other projects) declare.
+3. ``BoundCase`` stores the verdict and ends as it says: it returns, skips, xfails or raises.
+4. The hook ``pytest_runtest_makereport`` calls ``finish_report``, which attaches the verdict to
+   pytest's report. xdist sends that to the process with the terminal, where ``Results`` gathers it.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +53,12 @@ from pytest_distcompat.plugin.suite.why_not import why_not_run
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, Trace
 
+#: Where an item has its verdict: the dictionary that ``results.ATTRIBUTE`` explains.
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
-#: The output of the ranks of an item's runs, as sections of its report.
+#: Where an item has the output of its ranks, as sections of its report: (title, text).
 OUTPUT: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
-#: The exception for a failing verdict, by its status.
+#: The exception for a failing verdict, by its status; ``Incompatible`` for any other. A ``hard``
+#: one is more than an exception on a rank, and no xfail mark excuses it.
 FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
     Status.LATE: LateFailure,
     Status.CRASHED: functools.partial(RunFailedError, hard=True),
@@ -51,11 +68,13 @@ FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
 
 
 class BoundCase:
-    """The value of the fixture ``distcompat_case``: a call runs the case and ends like it."""
+    """The value of the fixture ``distcompat_case``: a call runs the case, as ``__call__`` says."""
 
     def __init__(self, case: Case, item: pytest.Function) -> None:
         self.case, self.item = case, item
+        #: The fields of ``cost.Cost``; empty if the trace has no training to measure.
         self._cost: dict[str, Any] = {}
+        #: What the user could declare in the suite if this failure is known; None for no failure.
         self._declaration: Expectation | None = None
 
     def __call__(self) -> None:
@@ -81,6 +100,7 @@ class BoundCase:
             "not_applicable": dict(self.case.not_applicable),
             "cost": self._cost,
         }
+        # Skipped, or run on simulated ranks only, which show less than real ones.
         if not verdict.status.conclusive:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
@@ -94,18 +114,20 @@ class BoundCase:
         """Run the case.
 
         Returns:
-            The verdict, and the command that repeats the run that ended early, or else the last
-            run.
+            The verdict, and the ``torchrun`` command that repeats the run that ended early, or else
+            the last run; empty if nothing ran.
         """
         case = self.case
         reason = why_not_run(case, session)
         reason = reason or session.over_budget(case.suite.driver, case.cell)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
+        # From now on it has the runs that this case is the first to need.
         session.runner.started.clear()
         verdict, trace = self._judge(session)
         name, failure = _quoted_run(trace, verdict.message)
         rank = None
+        # Only at an exception a debugger (--pdb) can stop.
         rank_that_raised = None
         if failure is not None:
             rank = failure.rank
@@ -134,6 +156,7 @@ class BoundCase:
         verdict, trace = run_check(
             session.runner, case.suite.driver, case.cell, case.check, expected
         )
+        # None if the check reads no training.
         used = cost(trace, session.gpu_name)
         if used:
             self._cost = dataclasses.asdict(used)
@@ -148,12 +171,17 @@ class BoundCase:
     ) -> Verdict:
         """Run a sample of the checks again under cold torchrun (``--distcompat-verify``).
 
+        Args:
+            verdict: The verdict on warm ranks, which are forked from a process with all libraries.
+            expected: What the suite and known issues declare.
+            session: The plugin's session.
+
         Returns:
-            The verdict; a failure if the second verdict differs from it.
+            The same verdict; a failure if the second verdict has another status.
         """
         case = self.case
-        # A check with a limit measures a number, which differs from run to run. And cold torchrun
-        # starts all ranks on this machine.
+        # Two cases cannot be compared. A check with a limit measures a number, which differs from
+        # run to run. And cold torchrun starts all ranks on this machine.
         if case.check.limit or not case.cell.spread.on_one:
             return verdict
         if not session.verifies(session.nodeid_of(self.item)):
@@ -162,6 +190,7 @@ class BoundCase:
         cold, _ = run_check(session.cold_runner, driver, case.cell, case.check, expected)
         if cold.status == verdict.status:
             return verdict
+        # What can be declared is a failure that both have.
         self._declaration = None
         message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
         return dataclasses.replace(verdict, status=Status.FAILED, message=message)
@@ -174,6 +203,7 @@ class BoundCase:
         """
         config = self.item.config
         shows_output = config.getoption("capture", "no") in {"no", "tee-sys"}
+        # Nobody sees what a worker of xdist prints.
         if shows_output and not hasattr(config, "workerinput"):
             for title, content in sections(session.runner.started):
                 print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
@@ -183,7 +213,11 @@ class BoundCase:
             self.item.stash[OUTPUT] = sections(session.runner.started)
 
     def _runs_of_failure(self, session: DistcompatSession, verdict: Verdict) -> dict[Path, str]:
-        """Return the run that ended early, or all runs that the check reads: directory to name."""
+        """Return the run that ended early, or else all runs that the check reads.
+
+        Returns:
+            The directory of each run to its name, as ``train``.
+        """
         case = self.case
         scenario = case.check.runs(case.cell, find_driver(case.suite.driver))
         runs = session.runner.directories(case.suite.driver, case.cell, scenario)
@@ -192,7 +226,12 @@ class BoundCase:
         return {directory: name for directory, name in runs.items() if name == verdict.ended_run}
 
     def _text(self, verdict: Verdict, command: str) -> str:
-        """Return the text of a failure."""
+        """Return the text of a failure.
+
+        Args:
+            verdict: The verdict, which is no success.
+            command: The command that repeats a run; empty if nothing ran.
+        """
         # The finding comes first, because summaries and JUnit show the first line only.
         place = f"{verdict.cell}: {verdict.check}: {verdict.status}"
         lines = [verdict.message.rstrip(), "", place]
@@ -212,6 +251,7 @@ def _command_of(trace: Trace) -> str:
 
     The result is empty without runs.
     """
+    # The notes of a trace have the ``torchrun`` command of each run by its name.
     commands = list(trace.notes.values())
     last = commands[-1] if commands else ""
     for run in trace:
@@ -223,7 +263,11 @@ def _command_of(trace: Trace) -> str:
 def _quoted_run(trace: Trace, message: str) -> tuple[str, RunFailure | None]:
     """Return name and end of the first run that ended early and whose message a verdict quotes.
 
-    The name is empty if there is none, as if a check has failed.
+    The result is ``("", None)`` if there is none, as for a check that has findings of its own.
+
+    Args:
+        trace: What the ranks recorded, run by run.
+        message: The message of the verdict.
     """
     for run in trace:
         if run.end is not None and run.end.message and run.end.message in message:
@@ -247,12 +291,12 @@ def finish_report(
 
 @dataclass(frozen=True)
 class _Written:
-    """Output of a rank.
+    """What a rank wrote to one stream.
 
     Attributes:
-        kind: The stream, such as ``stdout``.
-        run: The name of the run.
-        text: The text.
+        kind: The stream, as ``stdout``.
+        run: The name of the run, as ``train``.
+        text: What it wrote.
     """
 
     kind: str
@@ -263,10 +307,11 @@ class _Written:
 def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
     """Return report sections with the output of all ranks.
 
-    Ranks with the same output share a section.
+    Ranks with the same output share a section, as ``("Captured stdout of train (ranks 0 and 1)",
+    "...")``.
 
     Args:
-        runs: The runs, directory to name.
+        runs: The directory of each run to its name.
     """
     ranks: dict[_Written, list[int]] = {}
     for directory, name in runs.items():
@@ -282,9 +327,9 @@ def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
 
 
 def _world_size_of_run(directory: Path) -> int:
-    """Return the number of ranks of a run.
+    """Return the number of ranks of the run in a directory.
 
-    The result is 0 if it was not started because an earlier run failed.
+    The result is 0 if the run was not started, because an earlier one failed.
     """
     request = directory / "request.json"
     if not request.exists():

@@ -1,5 +1,11 @@
 """Cells and checks that ranks which share a GPU cannot run through gloo.
 
+*Ranks* are the processes of a process group. Some versions of NCCL refuse two ranks on one GPU.
+Their group then uses the backend gloo, which can do less with tensors on a GPU. A *cell* is a
+configuration with an id such as ``fsdp2-bf16-w2-tp_2``: strategy, precision, 2 ranks, options. A
+*check* is a claim about a cell. ``suite.why_not`` asks ``why_not_through_gloo`` and skips what
+cannot run.
+
 torch documents all_reduce and broadcast alone for gloo with tensors on a GPU
 (https://docs.pytorch.org/docs/stable/distributed.html#backends). On an H100 DDP, ZeRO and sharded
 FSDP2 trained with it; the rest below ended with SIGSEGV or ``writev: Bad address`` (docs/gpu.md).
@@ -21,8 +27,8 @@ class Limit:
 
     Attributes:
         needs: Tells whether a cell needs it.
-        words: What it is, in words.
-        checks: The checks that need it in such a cell; all of them if empty.
+        words: What it is, for a message: ``gather activations``.
+        checks: The checks that need it in such a cell; empty if the cell itself does.
     """
 
     needs: Callable[[Cell], bool]
@@ -39,6 +45,7 @@ def _exchanges_activations(cell: Cell) -> bool:
 
 
 def _is_fsdp(cell: Cell) -> bool:
+    """Tell whether the strategy is FSDP1 or FSDP2, sharded over all ranks or over some."""
     return STRATEGIES.get(cell.strategy).wrapper.startswith("FSDP")
 
 
@@ -46,6 +53,7 @@ def _saves_full_state_dict(cell: Cell) -> bool:
     return _is_fsdp(cell) and cell.option("state_dict") == "full"
 
 
+#: All that gloo cannot do. Pipeline stages (pp) send activations to each other.
 LIMITS = (
     Limit(lambda cell: cell.pp > 1, "send activations from stage to stage"),
     Limit(_exchanges_activations, "gather activations"),
@@ -55,9 +63,12 @@ LIMITS = (
 
 
 def why_not_through_gloo(cell: Cell, check: str = "") -> str | None:
-    """Return why ranks that share a GPU cannot run the cell, or the check in it, through gloo.
+    """Return why ranks that share a GPU cannot run the cell through gloo; None if they can.
 
-    None if they can.
+    Args:
+        cell: The cell.
+        check: The name of a check, to ask for that check in the cell; empty to ask for the cell
+            itself.
     """
     for limit in LIMITS:
         if limit.checks and check not in limit.checks:

@@ -1,4 +1,17 @@
-"""Whether the class of a suite is right."""
+"""Whether the class of a suite is right.
+
+A *suite* is a subclass of ``CompatSuite`` that an adopter writes::
+
+    class TestMyTrainer(CompatSuite):
+        driver = "my_trainer.testing:Driver"
+        matrix = Matrix(strategies=("ddp", "fsdp2"))
+        expect = (fails("names", strategy="fsdp2", reason="org/repo#1"),)
+
+The *matrix* stands for *cells*, configurations such as ``ddp-fp32-w2``: strategy, precision, 2
+ranks. An *expectation* in ``expect`` declares that a *check* (a claim such as ``names``) fails in
+some cells. The hook ``pytest_pycollect_makeitem`` calls ``validate`` when the class is collected;
+an UsageProblem becomes a collection error.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +30,27 @@ from pytest_distcompat.strategies import STRATEGIES
 
 
 def is_base(suite: type[CompatSuite]) -> bool:
-    """Tell whether a class is only a base of suites: it has no driver, and it has subclasses."""
+    """Tell whether a class is only a base of suites: it has no driver, and it has subclasses.
+
+    Nothing is collected from such a class. One without a driver and without subclasses is a
+    mistake.
+    """
     if suite is CompatSuite:
         return True
     return not suite.driver and bool(suite.__subclasses__())
 
 
 def validate(suite: type[CompatSuite], world_size: int) -> None:
-    """Raise UsageProblem for an override, an unknown name, or an expectation without a cell."""
+    """Check the class of a suite.
+
+    Args:
+        suite: The class.
+        world_size: The number of ranks for a matrix that names none.
+
+    Raises:
+        UsageProblem: The class overrides a test, an attribute has another type than it should, a
+            name does not exist, or an expectation covers no cell.
+    """
     _check_overrides(suite)
     _check_kinds(suite)
     driver = find_driver(suite.driver)
@@ -36,6 +62,7 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
             )
         check_names(expectation)
     cells = list(all_cells(suite, world_size))
+    # Each ``get`` raises UsageProblem for a name that does not exist.
     for cell in cells:
         STRATEGIES.get(cell.strategy)
         PRECISIONS.get(cell.precision)
@@ -49,6 +76,7 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
 
 
 def _check_overrides(suite: type[CompatSuite]) -> None:
+    """Check that the class, or a base of it, has the test functions of ``CompatSuite`` itself."""
     for name in vars(CompatSuite):
         if not name.startswith("test"):
             continue
@@ -78,6 +106,12 @@ def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Itera
 
     Counts of ranks and machines are ignored if the suite's matrix does not set them. They come from
     options then, so the expectation may cover cells of another session.
+
+    Args:
+        suite: The suite.
+        expectation: The expectation; its ``facets`` are the conditions on a cell, as
+            ``(("strategy", "fsdp2"), ("world_size", 4))``.
+        cells: The cells of the suite.
     """
     ignored = suite.matrix.counts_of_session()
     facets = []
@@ -92,5 +126,5 @@ def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Itera
 
 
 def all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
-    """Yield the cells of a suite's matrix; the session's world size is for a matrix without one."""
+    """Yield the cells of a suite's matrix; ``world_size`` is for a matrix that names none."""
     return suite.matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size)

@@ -1,4 +1,13 @@
-"""Why a case, a cell or a check of a suite has no verdict here."""
+"""Why a case, a cell or a check of a suite has no verdict here.
+
+A *suite* tests a *driver*, a trainer. It has *cells*, configurations such as ``fsdp2-bf16-w2``
+(strategy, precision, 2 ranks), and *checks*, claims about a cell. A *case* is a check in a cell,
+one pytest item. There are three functions, because the reason decides what pytest shows:
+
+- ``why_not_supported``: the cell cannot run. The suite has one item for it, which is skipped.
+- ``why_not_checked``: the check has no verdict in the cell. The suite has no item for it.
+- ``why_not_run``: called before a case runs, and adds that this machine has too few GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +21,8 @@ from pytest_distcompat.plugin.suite.case import Case
 from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.strategies import STRATEGIES
 
-#: See docs/upstream/deepspeed_visible_uuid.py.
+#: Why no cell with DeepSpeed can run on a MIG instance, a part of a GPU. The file
+#: docs/upstream/deepspeed_visible_uuid.py reproduces it.
 NO_MIG = (
     "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: "
     "it is named by its UUID"
@@ -20,7 +30,11 @@ NO_MIG = (
 
 
 def why_not_run(case: Case, session: DistcompatSession) -> str | None:
-    """Return why the driver or the machine cannot run the case; None if they can."""
+    """Return why the driver or the machine cannot run the case; None if they can.
+
+    A case needs several runs (process groups from start to end), some of which may have more ranks
+    than the cell itself.
+    """
     if case.unsupported:
         return case.unsupported
     driver = find_driver(case.suite.driver)
