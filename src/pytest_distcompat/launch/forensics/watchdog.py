@@ -21,8 +21,9 @@ from pytest_distcompat.events import Done, Error, Event, has_ended, is_excused, 
 from pytest_distcompat.launch import builds
 from pytest_distcompat.launch.files import Files, read_file
 from pytest_distcompat.launch.forensics.collectives import read_wait_state
+from pytest_distcompat.launch.forensics.conclude import RankProcess, conclude
 from pytest_distcompat.launch.forensics.deaths import out_of_memory_kills
-from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.forensics.flight_recorder import END, RECORDER_SIGNAL, record_file
 from pytest_distcompat.launch.forensics.stacks import request_stack, stack_file, threads
 from pytest_distcompat.launch.forensics.stalled_ranks import (
