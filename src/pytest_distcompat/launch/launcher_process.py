@@ -21,10 +21,10 @@ import psutil
 from pytest_distcompat import clock, devices
 from pytest_distcompat.installed import GET_TORCH
 from pytest_distcompat.launch import environment, nccl
-from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.forensics.ending import exit_name
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
+from pytest_distcompat.launch.import_findings import Findings
 from pytest_distcompat.launch.process import (
     alive,
     await_exit,
