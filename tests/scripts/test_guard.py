@@ -16,7 +16,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.ext.scripts import ScriptRun
 from pytest_distcompat.ext.scripts.environment import ProbeConfig, with_probe
-from pytest_distcompat.launch.forensics.ending import RankProcess, conclude
+from pytest_distcompat.launch.forensics.conclude import RankProcess, conclude
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.status import Verdict
 from pytest_distcompat.trace import ExtraState

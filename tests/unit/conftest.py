@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.events import Action, Done, Error, Event, SnapshotTaken, Start
-from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.conclude import RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import Ending
 
 
 @dataclass

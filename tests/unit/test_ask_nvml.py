@@ -12,7 +12,7 @@ import pytest
 
 from pytest_distcompat import clock, devices
 from pytest_distcompat.devices import GpuFacts
-from pytest_distcompat.launch import preload
+from pytest_distcompat.launch import preload, without_cuda
 from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.request import Warmth
 
@@ -148,7 +148,7 @@ HOPPER = GpuFacts(2, (9, 0))
 
 
 def test_what_the_parent_knows_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    preload.answer_without_cuda(HOPPER)
+    without_cuda.answer_without_cuda(HOPPER)
     assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(device=None) == (9, 0)
     assert torch.cuda.device_count() == 2
     assert torch.cuda.is_available() is True
@@ -158,13 +158,13 @@ def test_what_the_parent_knows_is_the_answer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_old_gpu_has_no_triton() -> None:
-    preload.answer_without_cuda(GpuFacts(1, (6, 1)))
+    without_cuda.answer_without_cuda(GpuFacts(1, (6, 1)))
     assert triton.has_triton() is False
 
 
 @pytest.mark.parametrize("question", ["a GPU that NVML does not know", "another GPU"])
 def test_torch_answers_the_rest(question: str) -> None:
-    preload.answer_without_cuda(HOPPER if question == "another GPU" else GpuFacts(1, None))
+    without_cuda.answer_without_cuda(HOPPER if question == "another GPU" else GpuFacts(1, None))
     with pytest.raises(AssertionError, match="initialises CUDA"):
         torch.cuda.get_device_capability(*([1] if question == "another GPU" else []))
 
@@ -172,12 +172,12 @@ def test_torch_answers_the_rest(question: str) -> None:
 def test_torch_answers_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    preload.answer_without_cuda(GpuFacts(1, (6, 0)))
+    without_cuda.answer_without_cuda(GpuFacts(1, (6, 0)))
     assert triton.has_triton() is True
 
 
 def test_torch_answers_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    preload.answer_without_cuda(HOPPER)
+    without_cuda.answer_without_cuda(HOPPER)
     monkeypatch.setattr(devices, "_told_process", os.getpid() + 1)
     for question in (torch.cuda.device_count, torch.cuda.is_available, torch.cuda.get_device_capability):
         with pytest.raises(AssertionError, match="initialises CUDA"):
@@ -186,7 +186,7 @@ def test_torch_answers_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nvml_is_opened_when_a_device_is_asked_for(nvml: ClosedNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.tell(HOPPER)
-    preload.postpone_nvml()
+    without_cuda.postpone_nvml()
     nvml.nvmlInit()
     nvml.nvmlInit()
     nvml.nvmlShutdown()

@@ -17,8 +17,9 @@ from types import ModuleType
 
 import pytest
 
-from pytest_distcompat.launch import at_import
-from pytest_distcompat.launch.at_import import EVERY_TEST, Findings, Watch
+from pytest_distcompat.launch import at_import, installed_files
+from pytest_distcompat.launch.at_import import Watch
+from pytest_distcompat.launch.import_findings import EVERY_TEST, Findings
 
 #: Not to be found in this file, which is the user's own code too, as one word.
 NAME = "module_" + "that_is_watched"
@@ -30,7 +31,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     before = dict(os.environ)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
-    at_import._is_installed.cache_clear()
+    installed_files.is_installed.cache_clear()
     seed = random.getstate()
     yield tmp_path
     random.setstate(seed)
@@ -214,7 +215,7 @@ def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(
     site = directory / "site"
     (site / "library-1.0.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(site)
-    at_import._installed_in.cache_clear()
+    installed_files._installed_in.cache_clear()
     text = "import os, time\nNOW, WIDTH = time.time(), os.environ.get('COLUMNS')\ndef rank():\n    return os.environ.get('RANK')\n"
     (site / "library.py").write_text(text, encoding="utf-8")
     assert imported(directory, "import library\n") == Findings()
@@ -229,7 +230,7 @@ def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(
 
 def test_modules_beside_installed_libraries_are_the_users_own(directory: Path) -> None:
     """``pip install --target .`` in the project's own directory."""
-    at_import._installed_in.cache_clear()
+    installed_files._installed_in.cache_clear()
     (directory / "library-1.0.dist-info").mkdir()
     (directory / "library-1.0.dist-info" / "RECORD").write_text(
         "library.py,sha256=x,1\nlibrary-1.0.dist-info/RECORD,,\n../../bin/library,,\nhelper/__init__.py,,\n",
@@ -249,7 +250,7 @@ def test_modules_beside_installed_libraries_are_the_users_own(directory: Path) -
 
 def test_tests_that_are_installed_are_the_users_own(directory: Path) -> None:
     """``pytest --pyargs library``, and the same of a conftest there."""
-    at_import._installed_in.cache_clear()
+    installed_files._installed_in.cache_clear()
     (directory / f"{NAME}-1.0.dist-info").mkdir()
     (directory / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
 
@@ -270,7 +271,7 @@ def test_tests_that_are_installed_are_the_users_own(directory: Path) -> None:
 
 def test_the_installed_project_under_test_is_the_users_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / f"{NAME}-1.0.dist-info").mkdir()
-    at_import._installed_in.cache_clear()
+    installed_files._installed_in.cache_clear()
     (directory / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
     for own, expected in (((), 0), ((str(directory / f"{NAME}.py"),), 1)):
         sys.modules.pop(NAME, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.ext.reuse.process_state import described
+from pytest_distcompat.ext.reuse.differences import described
 
 THREAD = threading.Thread(name="poller")
 

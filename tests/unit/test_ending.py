@@ -10,7 +10,8 @@ from pytest_distcompat.events import Action, Error, Excused, Resumed, SnapshotTa
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.forensics import deaths
 from pytest_distcompat.launch.forensics.collectives import WaitState
-from pytest_distcompat.launch.forensics.ending import Ending, RankEnd, RankProcess
+from pytest_distcompat.launch.forensics.conclude import RankProcess
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.forensics.stacks import Frame
 
 if TYPE_CHECKING:

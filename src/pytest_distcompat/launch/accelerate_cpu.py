@@ -1,4 +1,8 @@
-"""Arguments by which accelerate runs every strategy on CPU ranks, which it has no option for."""
+"""Arguments by which accelerate runs every strategy on CPU ranks, which it has no option for.
+
+Drivers (the trainers under test) that use accelerate call ``on_cpu`` before they make an
+``Accelerator``; so does ``ext/scripts/bridge``, for users' scripts that run on CPU ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
-"""torchrun's own agent, on a store whose port cannot race.
+"""torchrun's own agent, which starts the ranks of a run, on a port that no other process can take.
 
-It runs in the launcher process, on its main thread.
+torchrun consists of an agent (``LocalElasticAgent``), which starts the ranks and waits for them,
+and of a store, a TCP server by which the ranks of a process group find each other. ``run`` uses
+both as torchrun does. ``server`` calls it in the launcher process, on the main thread, since the
+agent sets signal handlers. A request comes in; a dict goes out, as ``{"exit_codes": [0, -9],
+"first": 1, "ended_at": [12.3, 11.9]}``.
 """
 
 from __future__ import annotations
@@ -42,9 +46,10 @@ LONGEST_WAIT_S = 1.0
 
 
 class OneAgent(StaticTCPRendezvous):
-    """torchrun's static rendezvous of one agent with itself, on a port of the kernel.
+    """torchrun's static rendezvous of one agent with itself, on a port that the kernel chooses.
 
-    The kernel chooses the port of the store, so that nothing can take it in between. torch's static
+    A rendezvous is how the agents of a run meet; with one machine there is one agent. The kernel
+    chooses the port of the store, so that no other process can take it in between. torch's static
     rendezvous needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s).
     The store answers every client that connects, so it listens on the loopback interface only;
     torch's own choice is all interfaces. Ranks meet on this very store, as they do under torchrun
@@ -92,10 +97,11 @@ class WaitingAgent(LocalElasticAgent):
         self.ended_at: dict[int, float] = {}
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        """Wait for a change, then check. A rank that returned waits until the agent has noticed.
+        """Wait for a change, then check the ranks as torch does, and note which are gone.
 
-        The method and what it reads are private; ``tests/launch/test_private_names.py`` fails when
-        they move.
+        A change is the end of a rank's process, or a result in its queue: a rank that has finished
+        stays until the agent has read its result. The method and what it reads are private;
+        ``tests/launch/test_private_names.py`` fails when they move.
         """
         context: Any = self._pcontext
         returned = [queue._reader for queue in context._ret_vals.values()]  # noqa: SLF001
@@ -109,7 +115,8 @@ class WaitingAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait for other agents, whose ranks may still use the store of this one.
 
-        torch waits in C++, where no signal ends it. The method is private, as above.
+        torch waits in C++, where no signal ends it. So the rendezvous waits instead;
+        ``OneAgent.leave`` returns at once. The method is private, as above.
         """
         rendezvous: Any = self._worker_group.spec.rdzv_handler
         rendezvous.leave(self._store)
@@ -123,11 +130,18 @@ def run(
 ) -> dict[str, Any]:
     """Run one request under torchrun's agent.
 
-    ``listens`` is called with the port of the store that it opens for other agents.
+    Args:
+        request: The request of the run.
+        entrypoint: The function to call on each rank, with the path of the request: ``rank.forked``
+            or ``rank.main``.
+        start_method: multiprocessing's start method, ``forkserver`` or ``spawn``.
+        listens: Called with the port of the store that this agent opens for those of other
+            machines. Not called in a run on one machine.
 
     Returns:
-        The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``,
-        and by rank when the agent saw its process gone (``ended_at``).
+        A dict. ``exit_codes``: of each rank; negative for a signal, None if it is still alive.
+        ``first``: the rank that the agent saw fail first, or None. ``ended_at``: of each rank, when
+        the agent saw its process gone, by ``clock.now``; None if it did not.
     """
     Path(request.directory, "logs").mkdir(exist_ok=True)
     # Ranks write their exceptions there for torch, which does not always remove the files.
@@ -172,9 +186,10 @@ def run(
 
 
 def _rendezvous(request: Request, listens: Callable[[int], None]) -> Any:
-    """Return how the agent meets those of other machines.
+    """Return the rendezvous by which the agent meets those of other machines.
 
-    The function that the request's ``place`` names makes it.
+    A run on one machine has a ``OneAgent``. For a run over several the request's ``place`` names
+    the function that makes it (``module:function``).
     """
     if not request.place:
         return OneAgent()

@@ -1,10 +1,19 @@
 """Find modules that a process must not import before it forks ranks.
 
-A module with ``RANK = os.environ.get("RANK")`` at its top is an example: under torchrun, where each
-rank imports the module itself, all ranks have another value, but ranks that are forked from a
-process that has imported it share one. The same is true of a directory named after the clock, a
-random number, a port that was free, or the offset of an open file. ``Watch`` finds such modules
-while they are imported, so that the ranks of the tests concerned import them after the fork.
+A module with ``RANK = os.environ.get("RANK")`` at its top is an example. Under torchrun each rank
+imports the module itself, and each has its own value. Ranks that are forked from a process which
+has imported the module all have the same value. The same goes for a directory named after the
+clock, a random number, a free port, or the offset of an open file.
+
+A fork server is a process that imports modules and collects the tests in advance, and from which
+ranks are forked then. ``preload.collect`` runs in it, and collects the tests inside of
+``with Watch()``. The ``Findings`` go to pytest's process (``launcher_process``), which asks before
+each run for their ``reason``: ranks of the tests concerned are forked from a process without the
+user's modules, and import these themselves.
+
+For example, a test module ``test_a.py`` with the line above gives the finding ``test_a.py:3 reads
+RANK at import``, which concerns the tests of ``test_a.py``. The same line in ``conftest.py`` would
+concern every test.
 """
 
 from __future__ import annotations
@@ -14,67 +23,36 @@ import _socket
 import builtins
 import contextlib
 import datetime as dt
-import dis
 import fnmatch
 import functools
 import importlib.machinery
 import io
 import os
 import re
-import site
 import stat
 import sys
-import sysconfig
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 from typing import Any, NamedTuple
 
 from pytest_distcompat.launch import randomness
+from pytest_distcompat.launch.differing_calls import (
+    CLOCK_METHODS,
+    FINDING_BY_FUNCTION,
+    MAKES_RANDOM,
+    READS_CLOCK,
+    VARIABLE_BY_FINDING,
+)
 from pytest_distcompat.launch.environment import OF_THE_AGENT
-
-#: Stands in place of a file for a finding that concerns every test.
-EVERY_TEST = ""
-
-
-@dataclass
-class Findings:
-    """What modules read or created at import.
-
-    Attributes:
-        found: First by the name of the environment variable that was read ("" for everything else),
-            then by the file of the test module that the finding concerns (or ``EVERY_TEST``): the
-            first such finding, as a sentence.
-    """
-
-    found: dict[str, dict[str, str]] = field(default_factory=lambda: {"": {}})
-
-    def add(self, sentence: str, file: str, variable: str = "") -> None:
-        """Add a finding, unless there is one on the same variable and file."""
-        self.found.setdefault(variable, {}).setdefault(file, sentence)
-
-    def reason(self, file: str | None, differs: Callable[[str], bool]) -> str:
-        """Return why ranks must not share what was imported; empty if they may.
-
-        Args:
-            file: The test module whose tests the ranks run; None if it may be any.
-            differs: Tells whether the ranks have another value of an environment variable than the
-                process that imported the modules.
-        """
-        for variable, sentence_by_file in self.found.items():
-            for concerned_file, sentence in sentence_by_file.items():
-                concerned = file is None or concerned_file in {EVERY_TEST, file}
-                if concerned and (not variable or differs(variable)):
-                    return sentence
-        return ""
-
-    def join(self, other: Findings) -> None:
-        """Add the findings of another process that imported the same modules."""
-        for variable, sentence_by_file in other.found.items():
-            # If both processes have a finding on the same file, that of this one stays.
-            self.found[variable] = {**sentence_by_file, **self.found.get(variable, {})}
+from pytest_distcompat.launch.environment_watch import (
+    caller,
+    environment_use,
+    is_discarded,
+    watch_environment,
+)
+from pytest_distcompat.launch.import_findings import EVERY_TEST, Findings
+from pytest_distcompat.launch.installed_files import is_installed
 
 
 class _Importing(NamedTuple):
@@ -84,7 +62,9 @@ class _Importing(NamedTuple):
         name: The name of the module or hook.
         file: The module's file; empty for a hook.
         own: Whether it is the user's own code, not a library's.
-        alone: Whether no code of others runs beside it, as it does during some hooks.
+        alone: Whether only its own code runs meanwhile. During the hook
+            ``pytest_collection_modifyitems``, say, other plugins run too, and an open file may be
+            theirs.
     """
 
     name: str
@@ -98,21 +78,30 @@ class _Importing(NamedTuple):
         return self.name.partition(".")[0]
 
 
-#: The watch that is active in this process, so that plugins can add more to watch.
+#: The watch that is active in this process. While pytest collects, ``rank_session`` adds pytest's
+#: loader of test modules and the user's hooks to it.
 active: Watch | None = None
 
 
 class Watch:
     """Finds, in a ``with`` block, what the user's own modules read or make while they are imported.
 
-    The environment is watched by its class, files by ``open`` and by what stays open. Clocks,
-    random numbers, sockets and processes are watched by a profile function, which is there only
-    while the user's own code runs. Afterwards all is as it was. What compiled code reads by itself
-    is not seen.
+    Four means are used while the block runs, and undone after it:
+
+    - ``os.environ`` gets a class that reports each access (``environment_watch``).
+    - ``open`` is replaced, and the open files are compared before and after each module.
+    - The states of the random number generators are compared in the same way.
+    - A profile function (``sys.setprofile``) sees each call of a C function, as ``time.time`` or a
+      socket's method. It is set only while the user's own code runs, because it is slow.
+
+    What compiled code reads by itself is not seen.
 
     Installed libraries may read the clock and the like: they do so wherever they are imported. But
-    a library that reads which rank it is on, as Lightning does, counts. ``own`` are files of the
-    user's own code that are installed too.
+    a library that reads which rank it is on, as Lightning does, counts.
+
+    Args:
+        own: Paths of files that are the user's own code although they are installed, as the modules
+            of the project under test.
     """
 
     def __init__(self, own: Sequence[str] = ()) -> None:
@@ -121,13 +110,19 @@ class Watch:
         self._libraries: list[str] = []
         #: The packages among them that read which rank they are on, or import one that does.
         self._ranked: set[str] = set()
+        #: The files of the argument ``own``, and those that ``watch_loader`` adds.
         self._own = set(map(os.path.realpath, own))
+        #: The modules and hooks whose code runs, the innermost last.
         self._importing: list[_Importing] = []
+        #: The generators, by ``id``, that have a given seed: they draw the same in each process.
         self._seeded: set[int] = set()
+        #: The states of the global generators at the last comparison, by name.
         self._generators: Mapping[str, Any] = {}
+        #: The open files at the last comparison, as (descriptor, path).
         self._open: frozenset[tuple[int, str]] = frozenset()
+        #: The shared mappings of memory when the block began, as text.
         self._shared: frozenset[str] = frozenset()
-        #: What is undone when the watch is over.
+        #: What is undone when the watch is over. Others may add to it.
         self.undo = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:  # noqa: PYI034 - Self is not in Python 3.10
@@ -137,7 +132,7 @@ class Watch:
         self._shared = _shared_memory()
         for environ in (os.environ, os.environb):
             self.undo.callback(setattr, environ, "__class__", type(environ))
-            _watch_environment(environ, self._variable_read, self._variable_written)
+            watch_environment(environ, self._variable_read, self._variable_written)
         for module in (builtins, io, os):
             self._watch_open(module)
         self.watch_loader(importlib.machinery.SourceFileLoader)
@@ -157,7 +152,8 @@ class Watch:
     def libraries(self) -> list[str]:
         """The imported modules of libraries that may be imported before ranks are forked.
 
-        They are in order.
+        They are in the order of their import. The fork server without the user's modules imports
+        them too.
         """
         libraries: list[str] = []
         for name in self._libraries:
@@ -169,10 +165,13 @@ class Watch:
     def watch_loader(self, kind: type[Any], own: Sequence[str] = ()) -> None:
         """Watch the modules that loaders of this class execute.
 
-        Files whose names match a pattern in ``own`` are the user's own code wherever they lie:
-        tests may be installed too.
+        Args:
+            kind: A class of loaders, as ``importlib.machinery.SourceFileLoader``.
+            own: Patterns of file names, as ``conftest.py`` and ``test_*.py``. Such files are the
+                user's own code even if they are installed (``pytest --pyargs library``).
         """
         execute = kind.exec_module
+        # If the method is a base class's, it must be deleted afterwards, not put back.
         inherited = "exec_module" not in vars(kind)
 
         @functools.wraps(execute)
@@ -191,19 +190,24 @@ class Watch:
             self.undo.callback(setattr, kind, "exec_module", execute)
 
     def hook(self, name: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Watch a hook that calls the user's functions: what they read concerns every test.
+        """Return a context manager that watches a hook which calls the user's functions.
 
-        If one such function runs ``alone``, what it draws and leaves open is found too.
+        What they read concerns every test.
+
+        Args:
+            name: What a finding calls the code, as ``a conftest.py``.
+            alone: Whether a single function of the user's runs in the block. Then the random
+                numbers that it draws and the files that it leaves open are found too.
         """
         return self._running(_Importing(name, "", own=True, alone=alone))
 
     def only_in(self, files: set[str]) -> None:
         """Make findings concern every test, but for those in these test modules.
 
-        The latter concern only the tests of their module.
-
-        A test module whose name occurs in another of the user's modules may be imported there: it
-        concerns every test too.
+        ``rank_session`` calls this when all tests are collected, with the files of the test
+        modules. A finding in such a file concerns the tests of that file only. But if the name of
+        the module occurs in the text of another module of the user's, that one may import it, and
+        the finding concerns every test.
         """
         alone = set()
         for file in files:
@@ -219,7 +223,7 @@ class Watch:
         """Tell whether the file is the user's own code: no installed library, not this package."""
         if not file.endswith(".py") or file.startswith("<"):
             return False
-        return os.path.realpath(file) in self._own or not _is_installed(file)
+        return os.path.realpath(file) in self._own or not is_installed(file)
 
     @contextlib.contextmanager
     def _running(self, started: _Importing) -> Iterator[None]:
@@ -227,9 +231,11 @@ class Watch:
         importer = self._importing[-1] if self._importing else None
         if not started.own:
             self._libraries.append(started.name)
-        # Between two libraries there is nothing to compare.
+        # A comparison takes time, and is needed only where the user's own code begins or ends. What
+        # a library's code changes, which another library imports, is no finding.
         boundary = started.own or importer is None or importer.own
         if boundary:
+            # What the importer has changed so far. What comes next is the imported module's.
             self._compare_state(report=importer is not None and importer.own)
         self._importing.append(started)
         before = sys.getprofile()
@@ -243,7 +249,12 @@ class Watch:
             self._importing.pop()
 
     def _compare_state(self, *, report: bool) -> None:
-        """Find files that code since the last call left open, and generators that it drew from."""
+        """Compare open files and random number generators with those at the last call.
+
+        Args:
+            report: Whether the code that ran since then is the user's own, so that a change is a
+                finding.
+        """
         files = _open_files()
         generators = randomness.states()
         # During a hook, code other than the user's runs too.
@@ -257,7 +268,14 @@ class Watch:
         self._open, self._generators = files, generators
 
     def _add(self, finding: str, file: str, location: str, variable: str = "") -> None:
-        """Add a finding about the code that runs, at a ``location`` if that is known."""
+        """Add a finding about the module or hook that runs.
+
+        Args:
+            finding: What it does, as ``reads RANK``.
+            file: The test module that the finding concerns, or ``EVERY_TEST``.
+            location: The line that does it, as ``/repo/helper.py:4``; empty if unknown.
+            variable: The environment variable on which the finding depends; empty for none.
+        """
         importing = self._importing[-1]
         phase = "at import" if importing.file else "while tests are collected"
         culprit = location or importing.file or importing.name
@@ -268,7 +286,13 @@ class Watch:
     ) -> bool:
         """Add a finding if the user's own code caused it; return whether it did.
 
-        With ``everywhere`` the finding concerns every test.
+        The innermost frame of the user's own code is the location of the finding.
+
+        Args:
+            finding: What the code does, as ``reads RANK``.
+            frame: The frame that does it.
+            variable: As for ``_add``.
+            everywhere: Whether the finding concerns every test, whatever module does it.
         """
         if not self._importing or not self._importing[-1].own:
             return False
@@ -289,8 +313,11 @@ class Watch:
     def _concerns_importing_only(self, path: str) -> bool:
         """Tell whether only the module that is being imported can have stored what was read.
 
-        Another module may store what its function read, and a module imported by a module may be
-        imported elsewhere.
+        A function of another module may have read it, and that module may store it, for all its
+        users. And a module that one of the user's modules imports may be imported by others too.
+
+        Args:
+            path: The file whose code read it.
         """
         if os.path.realpath(path) != self._importing[-1].file:
             return False
@@ -302,11 +329,12 @@ class Watch:
             return
         finding = self._read_by(function, frame)
         if finding:
-            variable = _DECIDED_BY.get(finding, "")
+            variable = VARIABLE_BY_FINDING.get(finding, "")
             self._add_if_own(finding, frame, variable, everywhere=bool(variable))
 
     def _read_by(self, function: Any, frame: FrameType) -> str:
         """Return the finding about a C function that is called; empty if there is none."""
+        # The object of a bound method; for a plain function of a module, that module.
         instance = getattr(function, "__self__", None)
         if isinstance(instance, _random.Random):
             return self._random_number_drawn(function.__name__, instance, frame)
@@ -315,14 +343,22 @@ class Watch:
         if isinstance(instance, _socket.socket):
             return "uses a socket"
         if isinstance(instance, type):
-            reads_clock = function.__name__ in _CLOCK_METHODS and issubclass(instance, dt.date)
-            return _READS_CLOCK if reads_clock else ""
+            # A class method, as ``datetime.now``.
+            reads_clock = function.__name__ in CLOCK_METHODS and issubclass(instance, dt.date)
+            return READS_CLOCK if reads_clock else ""
         if not isinstance(function, BuiltinFunctionType):
             return ""
-        return _READ_BY.get((function.__module__, function.__name__), "")
+        return FINDING_BY_FUNCTION.get((function.__module__, function.__name__), "")
 
     def _random_number_drawn(self, name: str, generator: _random.Random, frame: FrameType) -> str:
-        """Return the finding about a call of a generator's method; empty if it has a given seed."""
+        """Return the finding about a call of a generator's method; empty if it has a given seed.
+
+        Args:
+            name: The name of the method, as ``seed`` or ``random``.
+            generator: The generator.
+            frame: The frame that calls the method. For ``seed`` it is ``random.Random.seed``, whose
+                argument ``a`` is the seed or None.
+        """
         if name == "seed":
             if frame.f_locals.get("a") is not None:
                 self._seeded.add(id(generator))
@@ -330,35 +366,38 @@ class Watch:
                 self._seeded.discard(id(generator))
         if name == "setstate" or id(generator) in self._seeded:
             return ""
-        return _MAKES_RANDOM
+        return MAKES_RANDOM
 
     def _torch_generator_called(self, name: str, generator: Any) -> str:
-        """Return the finding about a call of a torch generator's method.
+        """Return the finding about a call of a torch generator's method; empty if there is none.
 
-        Numbers that are drawn are found otherwise: by the generator's state.
+        Numbers that are drawn are found in another way: by the generator's state
+        (``_compare_state``).
         """
         if name == "manual_seed":
             self._seeded.add(id(generator))
         if name == "seed":
             self._seeded.discard(id(generator))
-            return _MAKES_RANDOM
+            return MAKES_RANDOM
         # The default generator has another seed in each process; any other has the same in all.
         is_default = generator is sys.modules["torch"].default_generator
         if not is_default or id(generator) in self._seeded:
             return ""
         if name in {"initial_seed", "get_state"}:
-            return _MAKES_RANDOM
+            return MAKES_RANDOM
         return ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
         """Add that the user's own code read a variable, or a library read which rank it is on."""
-        by_default, frame = _environment_use(frame)
-        if by_default and _is_discarded(frame):
-            # Code that only makes sure that there is a value does not store it.
+        by_default, frame = environment_use(frame)
+        if by_default and is_discarded(frame):
+            # ``os.environ.setdefault("RANK", "0")`` as a statement reads the variable too, but only
+            # to make sure that there is a value: the code stores none.
             return
         what = name or "the whole environment"
         if self._add_if_own(f"reads {what}", frame, variable=name) or not self._importing:
             return
+        # The variables that torchrun's agent sets for each rank, as ``RANK`` and ``WORLD_SIZE``.
         if OF_THE_AGENT.fullmatch(name) and not self._importing[-1].own:
             for importing in self._importing:
                 if not importing.own:
@@ -366,19 +405,26 @@ class Watch:
             self._add(f"reads {name}", EVERY_TEST, "", variable=name)
 
     def _variable_written(self, name: str, frame: FrameType | None) -> None:
-        """Add that a variable of the agent was set: on forked ranks it has another value."""
-        by_default, frame = _environment_use(frame)
+        """Add that the user's own code set ``RANK`` or the like: forked ranks have another value.
+
+        ``setdefault`` does not count, since it leaves the value that a rank of torchrun has.
+        """
+        by_default, frame = environment_use(frame)
         if OF_THE_AGENT.fullmatch(name) and not by_default:
             self._add_if_own(f"sets {name}", frame, everywhere=True)
 
     def _watch_open(self, module: Any) -> None:
-        """Find files that the user's own code opens with the ``open`` of this module."""
+        """Find files that the user's own code opens with the ``open`` of this module.
+
+        Args:
+            module: ``builtins``, ``io`` or ``os``.
+        """
         ordinary = module.open
 
         @functools.wraps(ordinary)
         def watched(file: Any, *args: Any, **kwargs: Any) -> Any:
             if active is self and (_writes(args, kwargs) or str(file).startswith(_PROCESS_FILES)):
-                self._add_if_own(f"opens {file!s:.200}, not only to read it,", _caller())
+                self._add_if_own(f"opens {file!s:.200}, not only to read it,", caller())
             return ordinary(file, *args, **kwargs)
 
         module.open = watched
@@ -401,136 +447,8 @@ class Watch:
         return False
 
 
-#: A callback for a variable of the environment: its name, empty where the whole environment is
-#: read, and the frame.
-_OnVariable = Callable[[str, "FrameType | None"], None]
-
-
-def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) -> None:
-    """Have ``read`` called when a variable is read, and ``written`` when one is set or removed."""
-    ordinary = type(environ)
-
-    def watched(name: str, report: _OnVariable) -> Callable[..., Any]:
-        method = getattr(ordinary, name)
-
-        @functools.wraps(method)
-        def call(environ: Any, *arguments: Any) -> Any:
-            # The other methods are of the whole environment.
-            of_one_variable = name.endswith(("item__", "contains__"))
-            variable = os.fsdecode(arguments[0]) if of_one_variable else ""
-            report(variable, _caller())
-            result = method(environ, *arguments)
-            if name == "__reduce_ex__":
-                # Of ``copy``, whose copies outlive the class below.
-                make, (_, *state), *more = result
-                return make, (ordinary, *state), *more
-            return result
-
-        return call
-
-    methods = {}
-    for name in ("__getitem__", "__contains__", "__iter__", "__len__", "__repr__", "__reduce_ex__"):
-        methods[name] = watched(name, read)
-    for name in ("__setitem__", "__delitem__"):
-        methods[name] = watched(name, written)
-    environ.__class__ = type(ordinary.__name__, (ordinary,), methods)
-
-
-class _EnvironmentUse(NamedTuple):
-    """A call that reads or sets variables.
-
-    Attributes:
-        by_default: Whether ``setdefault`` was called.
-        caller: The frame of the caller.
-    """
-
-    by_default: bool
-    caller: FrameType | None
-
-
-def _environment_use(frame: FrameType | None) -> _EnvironmentUse:
-    """Return the call that a method of the environment is in, outside of the code of ``os``."""
-    by_default = False
-    while frame is not None and frame.f_globals.get("__name__") in {
-        "os",
-        "collections.abc",
-        __name__,
-    }:
-        by_default = by_default or frame.f_code.co_name == "setdefault"
-        frame = frame.f_back
-    return _EnvironmentUse(by_default, frame)
-
-
-def _is_discarded(frame: FrameType | None) -> bool:
-    """Tell whether that frame discards the result of the call that it is in."""
-    if frame is None:
-        return False
-    for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset > frame.f_lasti and instruction.opname != "CACHE":
-            return instruction.opname == "POP_TOP"
-    raise AssertionError("a function ends with an instruction that returns")
-
-
-def _caller() -> FrameType | None:
-    """Return the frame that called the caller of this function."""
-    return sys._getframe(2)  # noqa: SLF001 - documented, in spite of its name
-
-
-_MAKES_RANDOM = "makes something random"
-_READS_CLOCK = "reads the clock"
-_ASKS_FOR_PID = "asks for the number of its process"
-_OPENS_DATABASE = "opens a database"
-_SETS_THREADS = "sets how many threads torch uses"
-#: Functions of ``time`` that compute only from their arguments.
-_WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
-#: Functions of ``os`` that change files or processes.
-_CHANGING = (
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "remove",
-    "rename",
-    "replace",
-    "link",
-    "symlink",
-    "truncate",
-    "mkfifo",
-    "mknod",
-    "fork",
-    "forkpty",
-    "posix_spawn",
-    "posix_spawnp",
-    "system",
-    "kill",
-    "killpg",
-)
-#: By module and name of a C function, what it reads or changes.
-_READ_BY: dict[tuple[str, str], str] = {
-    ("posix", "times"): _READS_CLOCK,
-    ("_uuid", "generate_time_safe"): _READS_CLOCK,
-    ("posix", "getpid"): _ASKS_FOR_PID,
-    ("posix", "getppid"): _ASKS_FOR_PID,
-    ("_thread", "get_native_id"): _ASKS_FOR_PID,
-    ("posix", "urandom"): _MAKES_RANDOM,
-    ("posix", "getrandom"): _MAKES_RANDOM,
-    ("_ssl", "RAND_bytes"): _MAKES_RANDOM,
-    ("_ssl", "RAND_pseudo_bytes"): _MAKES_RANDOM,
-    ("_posixsubprocess", "fork_exec"): "starts a process",
-    ("sqlite3", "connect"): _OPENS_DATABASE,
-    ("_sqlite3", "connect"): _OPENS_DATABASE,
-    ("torch", "set_num_threads"): _SETS_THREADS,
-}
-for _name in dir(time):
-    if _name not in _WITHOUT_CLOCK:
-        _READ_BY["time", _name] = _READS_CLOCK
-for _name in _CHANGING:
-    _READ_BY["posix", _name] = f"calls os.{_name}"
-#: A finding, and the variable by which ranks are set right after the fork. The finding matters only
-#: where ranks have another value of it.
-_DECIDED_BY = {_SETS_THREADS: "OMP_NUM_THREADS"}
-_CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
-#: Modules that read the clock and write files for their own purposes, such as logging and import,
-#: not for their callers.
+#: Modules that read the clock and write files for their own purposes, not for their callers. What
+#: they do while the user's code calls them is no finding.
 _PASSED_OVER = {
     "importlib",
     "_frozen_importlib",
@@ -539,9 +457,9 @@ _PASSED_OVER = {
     "warnings",
 }
 _PASSED_OVER |= {"_pytest", "pytest", "pluggy", "hypothesis"}
-#: How the paths of shared memory begin that no file keeps.
+#: How the paths of shared memory begin that no file keeps, in ``/proc/self/maps``.
 _UNKEPT_MEMORY = ("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - as there
-#: Files that give each process other contents.
+#: Files that give each process other contents, so that even reading them is a finding.
 _PROCESS_FILES = ("/proc/self/", "/dev/random", "/dev/urandom")
 
 
@@ -558,7 +476,10 @@ def _writes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _open_files() -> frozenset[tuple[int, str]]:
-    """Return this process's file descriptors, with the files that they lead to."""
+    """Return this process's file descriptors, with the files that they lead to.
+
+    For example ``(7, "/repo/cache.db")``. Terminals and other character devices are left out.
+    """
     files = set()
     for link in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -583,53 +504,3 @@ def _shared_memory() -> frozenset[str]:
         if path.startswith(_UNKEPT_MEMORY) or path.endswith(" (deleted)"):
             mappings.add(f"{path} at {address}")
     return frozenset(mappings)
-
-
-@functools.cache
-def _is_installed(file: str) -> bool:
-    """Tell whether the file belongs to Python or to an installed library, wherever that is."""
-    return os.path.realpath(file).startswith(_installed_in(tuple(sys.path)))
-
-
-@functools.lru_cache(maxsize=4)
-def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return how the paths of installed files begin, for an interpreter with that ``sys.path``."""
-    directories = [
-        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    ]
-    directories += [
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        str(Path(__file__).parents[1]),
-    ]
-    prefixes = [f"{os.path.realpath(directory)}{os.sep}" for directory in directories]
-    for entry in path:
-        if not entry or f"{os.path.realpath(entry)}{os.sep}" in prefixes:
-            continue
-        # A directory of ``pip install --target`` has the descriptions of what was installed there
-        # beside it. It may be the project's own directory, so that only what they list is
-        # installed.
-        for description in Path(entry).glob("*.dist-info"):
-            prefixes += _listed(description)
-    return tuple(prefixes)
-
-
-def _listed(description: Path) -> Iterator[str]:
-    """Yield how the paths begin that a distribution installed; its directory without a list.
-
-    https://packaging.python.org/en/latest/specifications/recording-installed-packages/#the-record-file
-    """
-    directory = Path(os.path.realpath(description.parent))
-    try:
-        lines = (description / "RECORD").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        yield f"{directory}{os.sep}"
-        return
-    tops = set()
-    for line in lines:
-        path = line.split(",")[0].strip('"')
-        name, separator, _ = path.partition("/")
-        tops.add((name, separator))
-    for name, separator in tops:
-        if name and name != "..":
-            yield f"{directory / name}{os.sep if separator else ''}"

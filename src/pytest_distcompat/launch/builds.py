@@ -1,9 +1,12 @@
-"""Locks of builds of torch's extensions.
+"""Locks of builds of torch's extensions, C++ or CUDA code that is compiled at its first use.
 
-A killed build leaves its lock, and all later builds wait for it for ever.
+A killed build leaves its lock, and all later builds wait for it for ever. So the watchdog calls
+``remove_abandoned`` after each run that failed, since it may have killed a rank that built. If a
+rank hung because it waited for a build, ``describe_locks`` says in the report which process builds.
 
-A lock is an empty file ``lock`` in the directory of the build, which the building process keeps
-open (torch/utils/file_baton.py). https://docs.pytorch.org/docs/stable/cpp_extension.html says where
+A lock is an empty file ``lock`` in the directory of the build, as
+``~/.cache/torch_extensions/py312_cpu/fused_adam/lock``. The building process keeps it open
+(torch/utils/file_baton.py). https://docs.pytorch.org/docs/stable/cpp_extension.html says where
 these directories are.
 """
 
@@ -61,12 +64,16 @@ def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
 
 
 def describe_locks(environment: Mapping[str, str]) -> str:
-    """Return what is known of the locks for which a build may wait, in a line."""
+    """Return which process holds each lock, in a line; empty if there is no lock."""
     return "; ".join(map(str, _locks(environment)))
 
 
 def _locks(environment: Mapping[str, str]) -> list[BuildLock]:
-    """Return this user's locks."""
+    """Return this user's locks, each with the process that holds it.
+
+    Args:
+        environment: The ranks' environment variables, which say where the locks are.
+    """
     made_at: dict[Path, float] = {}
     for path in _lock_files(environment):
         # The lock may be gone by now.

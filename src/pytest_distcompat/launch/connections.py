@@ -1,6 +1,12 @@
-"""TCP connections of a rank to ranks that do not answer any more.
+"""Cut the TCP connections of a rank to ranks that do not answer any more.
 
-They are cut, so that the rank waits for those ranks no longer.
+The rank may wait for them in a collective, in C++, where no signal and no exception reaches it.
+Once its connections are cut, the collective raises. ``ext/inside/lockstep`` does so on ranks that
+run pytest under torchrun, when another rank has left the test: ``of_store`` before the first test,
+``cut`` when it is needed.
+
+The *store* is torchrun's TCP server on ``MASTER_PORT``, by which the ranks of a group find each
+other.
 """
 
 from __future__ import annotations
@@ -15,10 +21,7 @@ import psutil
 
 
 def of_store(port: int) -> frozenset[int]:
-    """Return the file descriptors of this process's connections to the launch's store.
-
-    The store listens on that port.
-    """
+    """Return the file descriptors of this process's connections to the store on that port."""
     descriptors = set()
     for connection in _connections():
         if connection.pid == os.getpid() and _port(connection.raddr) == port:
@@ -33,9 +36,16 @@ def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
     "Connection closed by peer" or the like. gloo's own ``ProcessGroup.abort`` leaves it waiting
     (torch 2.13). NCCL, which need not use TCP, has its communicator aborted. Nothing is cut where
     the system does not list connections (psutil.AccessDenied). Connections that come to a store of
-    this process's own stay, and so do those to the store whose file descriptors are in ``keep``.
+    this process's own stay.
+
+    Args:
+        peers: The process numbers of the other ranks on this machine.
+        port: The port of the store.
+        keep: File descriptors of connections to the store that stay.
     """
     connections = _connections()
+    # A connection has two ends, each listed with its process: the local address of a peer's end is
+    # the remote address of this process's end.
     peers_addresses = {
         tuple(connection.laddr) for connection in connections if connection.pid in peers
     }
@@ -50,9 +60,9 @@ def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
 
 
 def _port(address: Any) -> int | None:
-    """Return the port of an address, a pair of ip and port.
+    """Return the port of an address such as ``("127.0.0.1", 29500)``; None of an empty one.
 
-    None of an empty address: the other end is not connected.
+    The remote address of a socket that is not connected is empty.
     """
     return address[1] if address else None
 

@@ -1,4 +1,9 @@
-"""DeepSpeed on CPU, kept from compiling an operator and from leaving shared memory behind."""
+"""Keep DeepSpeed on the CPU from compiling an operator and from leaving shared memory behind.
+
+``preload`` calls it in the processes from which ranks on the CPU are forked. On ranks, code that is
+about to use DeepSpeed calls it too: ``strategies/zero``, drivers (the trainers under test), and
+``ext/scripts/bridge`` for users' scripts.
+"""
 
 from __future__ import annotations
 

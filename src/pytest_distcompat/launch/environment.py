@@ -1,4 +1,11 @@
-"""Environment variables of ranks, as torchrun would set them if it were started now."""
+"""Environment variables of ranks, as torchrun would set them if it were started now.
+
+A rank of torchrun has the environment of the shell, and a few variables of torchrun's. A warm rank
+is forked from a process that was started earlier, and tests may have changed ``os.environ`` since.
+So ``launcher_process`` starts that process with ``of_launcher``, and ``warm`` sends each request
+through ``adapted``: it returns the request with the differences, as ``set={"MODE": "fast"}`` and
+``unset=["DEBUG"]``, which the rank applies first (``rank.prepare``).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,8 @@ from collections.abc import Mapping
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 
-#: The variables that torchrun's agent sets for each rank. Those of the environment do not count.
+#: The variables that torchrun's agent, which starts the ranks, sets for each of them. Their values
+#: in the environment of pytest's process do not count.
 OF_THE_AGENT = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE|ERROR_FILE))"

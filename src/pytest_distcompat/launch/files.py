@@ -1,6 +1,16 @@
-"""Files that the ranks of a request write beside their logs.
+"""Names and contents of the files that the ranks of a run write: output, logging, recordings.
 
-They are output and, on request, stacks and records.
+A run is one process group from start to end, with a directory of its own. Of rank 1 it has, beside
+the log of events ``rank-1.jsonl`` (``rank_log``):
+
+- ``logs/.../attempt_0/1/stdout.log`` and ``stderr.log``: its output, to which torchrun's agent
+  redirects it;
+- ``rank-1.stdout.captured`` and ``rank-1.stderr.captured``: what pytest captured on that rank;
+- ``rank-1.log``: records of the module ``logging``;
+- ``recorded-reach-1.json``: what the recorder of an extension wrote;
+- ``rank-1.stack`` and ``rank-1.recorder``: see ``forensics``.
+
+The watchdog shows the ends of these files in the report of a failed run, by ``Files.output``.
 """
 
 from __future__ import annotations
@@ -13,7 +23,7 @@ from pathlib import Path
 
 from pytest_distcompat.launch.forensics.stacks import without_launcher_in_crash
 
-#: The last lines of each file of a rank's output that a report shows.
+#: How many lines at the end of each file a report shows.
 LINES_SHOWN = 40
 #: How many bytes of a file are read for them: a crash writes up to a hundred frames, and the names
 #: of all extension modules.
@@ -24,21 +34,23 @@ CRASH = "Fatal Python error: "
 
 @dataclass(frozen=True)
 class Files:
-    """The files of the ranks that do a request.
+    """The files to which the ranks of a request write their output."""
 
-    Ranks of an open run write to the files of the ``run`` that they were started with; ``since``
-    says how long its logs were when the request began. The agent counts the ranks of its own node:
-    ``first`` is the first rank here.
-    """
-
+    #: The directory of the run. Ranks that do one request after the other all write to the files of
+    #: the run that they were started with.
     run: Path
+    #: For such ranks, how many bytes each file had when the request began. They belong to earlier
+    #: requests.
     since: Mapping[Path, int] = field(default_factory=dict)
+    #: The first rank of this machine. torchrun's agent numbers its directories from 0 on each
+    #: machine.
     first: int = 0
 
     def output(self, rank: int) -> str:
         """Return the last lines of each file that the rank wrote to.
 
-        Of each: a crash's stack in one file must not hide the last lines of another.
+        Each file has its own limit, so that a crash's stack in one of them does not hide the last
+        lines of another.
         """
         lines: list[str] = []
         for path in (
@@ -70,7 +82,7 @@ def read_file(path: Path) -> str:
 
 
 def log_sizes(run: Path, world_size: int) -> dict[Path, int]:
-    """Return how long the logs of that run's ranks are, in bytes."""
+    """Return how many bytes each stdout.log and stderr.log of that run's ranks has, by path."""
     sizes = {}
     for rank in range(world_size):
         for path in _logs(run, rank):
@@ -90,9 +102,12 @@ def log_file(run: Path, rank: int) -> Path:
 
 
 def recorded_file(run: Path, extension: str, rank: int) -> Path:
-    """Return the file of an extension's recorder on a rank of a suite.
+    """Return the file of an extension's recorder on a rank of a suite (``recording``).
 
-    See ``recording``.
+    Args:
+        run: The directory of the run.
+        extension: The name of the extension, as ``reach``.
+        rank: The rank.
     """
     return run / f"recorded-{extension}-{rank}.json"
 
@@ -103,10 +118,14 @@ def recorded_files(run: Path, extension: str = "*") -> list[Path]:
 
 
 def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the end of what a rank of a suite wrote, as (name, text).
+    """Yield the end of what a rank of a suite wrote, as ``("stderr", "...")``.
 
-    Names are ``stdout``, ``stderr`` and ``log``, of those that have any text. ``first`` is the
-    first rank of the node.
+    The names are ``stdout``, ``stderr`` and ``log``; one without any text is left out.
+
+    Args:
+        run: The directory of the run.
+        rank: The rank.
+        first: The first rank of its machine.
     """
     kinds = {path: path.stem for path in _logs(run, rank - first)}
     kinds[log_file(run, rank)] = "log"
@@ -117,9 +136,13 @@ def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def _logs(run: Path, rank: int) -> Iterator[Path]:
-    """Yield the logs of a rank.
+    """Yield the stdout.log and stderr.log of a rank, which may not exist.
 
-    torchrun's agent puts them below a directory for each of its runs.
+    torchrun's agent makes a directory with a random name below ``logs`` each time it runs.
+
+    Args:
+        run: The directory of the run.
+        rank: The number of the rank on its machine.
     """
     logs = run / "logs"
     attempts = sorted(logs.iterdir()) if logs.exists() else []
@@ -131,7 +154,10 @@ def _logs(run: Path, rank: int) -> Iterator[Path]:
 def read_end(path: Path, limit: int, since: int = 0) -> str:
     """Return the last bytes of a file as text; empty if there is no such file.
 
-    Only what came after ``since`` bytes is read.
+    Args:
+        path: The file.
+        limit: How many bytes to read at most.
+        since: How many bytes at the beginning to leave out in any case.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(0, os.SEEK_END)

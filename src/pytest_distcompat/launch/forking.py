@@ -1,15 +1,22 @@
-"""Fork servers from which warm ranks are started.
+"""Fork servers, the processes from which warm ranks are forked.
 
-They are multiprocessing's own, several of them, started our way. Ranks of torchrun are processes
-that were started one by one: each has its own hash seed and its own layout of memory. So there are
-two interpreters (``SIDES``) from which ranks come in turn, and the next run starts with the other
-one. What goes by the order of a set of strings then differs between the ranks of a group, and
-between the run that saves and the one that loads. Of 4 or 8 ranks those come from different
-interpreters whose numbers differ in one binary digit: they are neighbours along a dimension of a
-mesh of 2 x 2 or 2 x 4, and would agree along one of the dimensions if they came strictly in turn.
+They are multiprocessing's own fork servers, but several of them. ``server`` starts them in the
+launcher process, by ``ForkServers``, and calls ``choose`` before each run: it says from which
+servers multiprocessing forks the next ranks.
 
-Each interpreter has a server that has imported libraries. Where tests are collected beforehand,
-another server, forked from the first, has imported the user's modules too.
+There are two interpreters, called *sides*, because ranks of torchrun differ: each is started by
+itself, with its own hash seed and its own layout of memory. Forks of one process would be alike.
+Code that depends on the order of a set of strings then works on forks and fails under torchrun.
+So ranks come from the two sides in turn, and the next run begins with the other side: the run that
+loads a checkpoint differs from the one that saved it.
+
+With 4 or 8 ranks the sides do not strictly take turns. Such ranks may form a mesh of 2 x 2 or
+2 x 4, and ranks 0 and 2, neighbours along one of its dimensions, would be alike. So two ranks whose
+numbers differ in one binary digit come from different sides.
+
+Each side has a server that has imported libraries. Where tests are collected beforehand, it has
+another server, forked from the first, that has imported the user's modules too. Then the four
+servers are ``libraries-0``, ``libraries-1``, ``session-0`` and ``session-1``.
 """
 
 from __future__ import annotations
@@ -30,21 +37,23 @@ from typing import Any, NamedTuple, NoReturn
 
 from pytest_distcompat.launch import unimported
 
-#: From how many interpreters ranks are forked in turn. A third would make ranks 0 and 2 differ too,
-#: but needs memory of its own.
+#: From how many interpreters ranks are forked in turn. With a third one more ranks would differ,
+#: but each needs memory of its own.
 SIDES = 2
-#: What a fork server has imported: libraries, or the user's modules too, with the tests collected
-#: from them.
+#: The kinds of fork servers, by what they have imported: libraries, or the user's modules too, with
+#: the tests collected from them.
 LIBRARIES, SESSION = "libraries", "session"
-#: Their log files, by side; the launcher process writes to the first one too.
+#: The log file of each side's servers; the launcher process writes to the first one too.
 LOGS = ("server.log", "other.log")
 
 
 class Ends(NamedTuple):
-    """A fork server's ends of its sockets and pipes, as file descriptors.
+    """A fork server's own ends of a socket and two pipes, as file descriptors.
 
-    It listens on ``listener``, ends when the other end of ``alive`` is closed, and writes its
-    status to ``ready``.
+    Attributes:
+        listener: The socket on which it gets a request for each rank to fork.
+        alive: A pipe from the launcher process. The server ends when its other end is closed.
+        ready: A pipe to the launcher process. The server writes its status there, a line of JSON.
     """
 
     listener: int
@@ -58,7 +67,11 @@ class Ends(NamedTuple):
 
 
 class ForkServer:
-    """The other ends of a fork server, for the process that has ranks forked from it."""
+    """A fork server as the launcher process sees it: the other ends of its socket and pipes.
+
+    Args:
+        name: Its kind and side: ``session-1``.
+    """
 
     def __init__(self, name: str) -> None:
         self.address = str(Path(multiprocessing.util.get_temp_dir()) / name)
@@ -71,19 +84,24 @@ class ForkServer:
 
     def status(self) -> dict[str, Any] | None:
         """Wait until it serves, and return its status; None if it died before."""
-        # One line, not the whole: a process that it forked meanwhile may have the other end open.
+        # Only one line is read, not all until the end: a process that the server has forked
+        # meanwhile may keep the other end open.
         with os.fdopen(self._ready, encoding="utf-8") as ready:
             line = ready.readline()
         return json.loads(line) if line else None
 
     def forget(self) -> None:
-        """Close these ends, in a process that becomes a fork server itself."""
+        """Close these ends, in a fork of the launcher process that becomes a fork server itself."""
         os.close(self.alive)
         os.close(self._ready)
 
 
 class ForkServers:
-    """All fork servers of this process: by kind, one for each side."""
+    """All fork servers of the launcher process: of each kind, one for each side.
+
+    Args:
+        kinds: ``LIBRARIES``, and ``SESSION`` if tests are collected beforehand.
+    """
 
     def __init__(self, kinds: Sequence[str]) -> None:
         # Ranks inherit its descriptor.
@@ -91,8 +109,10 @@ class ForkServers:
         self._servers: dict[str, list[ForkServer]] = {}
         for kind in kinds:
             self._servers[kind] = [ForkServer(f"{kind}-{side}") for side in range(SIDES)]
+        #: How many runs there were.
         self._runs = 0
-        #: The processes that were started here; the session servers are their children.
+        #: The processes that this object started, the libraries servers. The session servers are
+        #: their children.
         self.pids: list[int] = []
 
     def ends(self, side: int) -> dict[str, Ends]:
@@ -100,7 +120,12 @@ class ForkServers:
         return {kind: servers[side].ends for kind, servers in self._servers.items()}
 
     def fork(self, side: int, serve: Callable[[Mapping[str, Ends]], NoReturn]) -> None:
-        """Fork the servers of that side from this process, which must have one thread."""
+        """Fork the servers of that side from this process, which must have one thread.
+
+        Args:
+            side: 0 or 1.
+            serve: Called in the fork with its ends, by kind. It does not return.
+        """
         pid = os.fork()
         if pid == 0:
             for servers in self._servers.values():
@@ -113,8 +138,11 @@ class ForkServers:
     def spawn(self, side: int, line: Sequence[str], log: Path) -> None:
         """Start the servers of that side as another interpreter.
 
-        The command of ``line`` gets the ends as JSON. Their output goes to ``log``, a file of their
-        own: two that hang at once would write their stacks into each other's.
+        Args:
+            side: 0 or 1.
+            line: The command. It gets the ends as a further argument, as JSON.
+            log: The file for their output. It is not that of the other side: two servers that hang
+                at once would write their stacks into each other's.
         """
         ends = self.ends(side)
         command = [*line, json.dumps(ends)]
@@ -130,15 +158,15 @@ class ForkServers:
         self._close_ends(side)
 
     def _close_ends(self, side: int) -> None:
-        """Close the servers' ends here.
+        """Close the servers' own ends in this process, which has handed them on.
 
-        No other process may have the end whose closing means that a server died.
+        If this process kept the end of ``ready`` open, it could not see that a server died.
         """
         for ends in self.ends(side).values():
             ends.close()
 
     def wait_until_serving(self) -> list[dict[str, dict[str, Any] | None]]:
-        """Wait until all serve, and return by side and kind their statuses."""
+        """Wait until all serve, and return for each side, by kind, the status (None if it died)."""
         statuses = []
         for side in range(SIDES):
             statuses.append(
@@ -147,7 +175,7 @@ class ForkServers:
         return statuses
 
     def choose(self, kind: str, turn: int | None, world_size: int) -> None:
-        """Have multiprocessing fork ranks from servers of that kind from now on, rank 0 first.
+        """Have multiprocessing fork the next ranks from servers of that kind, rank 0 first.
 
         Private names used here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which
         ``popen_forkserver`` looks up at each call, and three attributes of its fork server.
@@ -155,7 +183,10 @@ class ForkServers:
         those that connect, except with a server that was started without one, as these are; their
         sockets lie in a directory that only the user can enter.
 
-        The parity of ``turn`` says from which side rank 0 comes; None: from another one each time.
+        Args:
+            kind: ``LIBRARIES`` or ``SESSION``.
+            turn: Its parity says from which side rank 0 comes; None: from another one each time.
+            world_size: The number of ranks that will be forked.
         """
         servers = self._servers[kind]
         first = self._runs if turn is None else turn
@@ -164,6 +195,7 @@ class ForkServers:
         module: Any = multiprocessing.forkserver
         forkserver_state = module._forkserver  # noqa: SLF001 - see the docstring
 
+        # multiprocessing calls this function once for each rank that it starts.
         def connect(descriptors: Sequence[int]) -> Any:
             rank = next(started)
             server = servers[(first + _step(rank, world_size)) % SIDES]
@@ -183,9 +215,10 @@ class ForkServers:
 
 
 def _step(rank: int, world_size: int) -> int:
-    """Return by how many sides a rank is after rank 0.
+    """Return by how many sides a rank is after rank 0: an even number means the same side.
 
-    Where ranks may form a mesh it follows from its binary digits, else they take turns.
+    With 4 or 8 ranks it is the number of ones among the binary digits (see the module's docstring):
+    0, 1, 1, 2 for ranks 0 to 3. Otherwise the sides take turns.
     """
     if world_size % 4 == 0:
         return rank.bit_count()
@@ -195,9 +228,12 @@ def _step(rank: int, world_size: int) -> int:
 def serve(
     ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """Write this process's status, and fork ranks on request.
+    """Be a fork server: write the status, and fork ranks on request until the other end closes.
 
-    That ends when no other process can ask; then ``at_end`` is called.
+    Args:
+        ends: This server's ends.
+        status: What ``preload`` returned, for the launcher process.
+        at_end: Called when no process is left that could ask for a rank.
     """
     code = 1
     unimported.keep_visible()

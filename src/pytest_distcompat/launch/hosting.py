@@ -1,9 +1,17 @@
 """Host of a foreign launcher: run it, watch the ranks that it starts, and combine their endings.
 
-``TorchrunLauncher`` does a request so, as a cross-check: the same work by the ``torchrun`` command,
-without anything warm. Unlike ranks of the warm launcher these are not our children, so they
-announce themselves (in ``rank``, or for scripts in ``hosted_rank``), and their exit codes are read
-from torchrun's report or the ranks' files. The launcher can fail too.
+A foreign launcher is a command that starts ranks by itself, as ``torchrun --nproc-per-node 2
+train.py``. ``Hosted(...).run()`` runs one and returns an ``Ending``: how each rank ended. There are
+two callers:
+
+- ``TorchrunLauncher``, below, for ``--distcompat-launcher torchrun`` and for tests that are
+  verified a second time: the same work as with the warm launcher (``warm``), without fork servers.
+- ``ext/scripts/launching``, for a user's script with torchrun, accelerate or another command.
+
+The ranks are not children of this process. So they announce themselves: each writes its process
+number to its log, ``rank-0.jsonl`` (``rank``, or for scripts ``hosted_rank``). Their exit codes are
+read from torchrun's final report or from the ranks' files. The launcher itself can fail too: then
+``Ending.launch_error`` says how.
 """
 
 from __future__ import annotations
@@ -47,15 +55,18 @@ EXIT_TIMEOUT_S = 5.0
 #: How long ranks and Python's own helpers (resource trackers) may take to exit after their
 #: launcher, in seconds.
 REMAINDER_TIMEOUT_S = 1.0
-#: How many bytes of a launcher's output are searched, and how many lines of it are shown.
+#: How many bytes at the end of a launcher's output are searched, and how many lines are shown.
 OUTPUT_BYTES_READ, OUTPUT_LINES_SHOWN = 400_000, 60
 
-#: A failed rank in torchrun's final report.
+#: A failed rank in torchrun's final report, which has a paragraph for each:
+#:   rank      : 1 (local_rank: 1)
+#:   exitcode  : -11 (pid: 4711)
 _FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
-#: The process of a rank that torchrun ended because another one failed; some versions do not report
-#: it.
+#: The line about a rank that torchrun ends because another one failed. It has the process number.
+#: Some versions of torchrun do not list such ranks in the report.
 _ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
-#: faulthandler's names of the signals that end a process, and the exit codes.
+#: The exit code for each signal by faulthandler's name of it. A crashed rank has left a line
+#: ``Fatal Python error: Segmentation fault`` in its crash file.
 _FATAL: dict[str, int] = {
     "Segmentation fault": -signal.SIGSEGV,
     "Aborted": -signal.SIGABRT,
@@ -67,22 +78,29 @@ _FATAL: dict[str, int] = {
 
 @dataclass
 class Hosted:
-    """A command to be run on several ranks.
+    """A launcher's command that starts several ranks, to be run once.
 
-    There are ``world_size`` ranks, for ``timeout`` seconds at most. Messages call the command
-    ``name``. It runs below a process that is an ancestor of the launcher and of all its ranks
-    (``supervisor``). ``unreported`` is the exit code of a rank of which neither its launcher nor
-    its files say one.
+    It runs below a process of ours, the supervisor (``supervisor``), which is an ancestor of the
+    launcher and of all its ranks.
     """
 
+    #: What messages call the launcher: ``torchrun``.
     name: str
+    #: The command: ``["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", ...]``.
     line: Sequence[str]
+    #: All environment variables of the command.
     environment: Mapping[str, str]
+    #: The number of ranks that the command starts.
     world_size: int
+    #: Where the ranks write their logs, and the launcher its output.
     directory: Path
+    #: The time limit in seconds.
     timeout: float
     cwd: Path
+    #: The command line with which a user repeats the run by hand.
     reproduce: str
+    #: The exit code of a rank of which neither its launcher nor its files say one. torchrun reports
+    #: each failed rank, so it is 0 there. With other launchers it is unknown.
     unreported: int | None = None
 
     def run(self) -> Ending:
@@ -90,7 +108,7 @@ class Hosted:
 
         It is killed at the timeout.
         """
-        # A launcher tries for minutes, and then says what it could not connect to.
+        # Without a loopback interface a launcher would try to connect for minutes.
         problem = loopback.problem()
         if problem:
             return Ending.not_launched(self.world_size, problem)
@@ -130,20 +148,20 @@ class Hosted:
             )
 
     def _watch(self) -> Ending:
-        """Watch the launcher and its ranks until the launcher has ended.
-
-        The ranks announce themselves. Return how all ended.
-        """
+        """Watch the launcher and its ranks until the launcher has ended; return how all ended."""
         watchdog = self._watchdog
+        # ``acted_at`` is infinite until the watchdog has killed the ranks. From then on the
+        # launcher gets a few seconds to report and exit.
         status = self._launcher_status()
         while status is None and clock.now() < watchdog.acted_at + EXIT_TIMEOUT_S:
             clock.sleep(0.02)
             watchdog.check()
             self._note_exits()
             status = self._launcher_status()
-        # Ranks that still run a moment after their launcher has ended.
+        # Ranks may end a moment after their launcher. Those that the watchdog has killed are gone.
         await_end(self._processes(), REMAINDER_TIMEOUT_S if not watchdog.acted else 0.0)
         self._note_exits()
+        # The ranks that still run although their launcher has ended: that is a failure.
         surviving = []
         for rank, pid in self._pids.items():
             if alive(pid) and rank not in watchdog.ended_by_us:
@@ -167,7 +185,8 @@ class Hosted:
     def _launcher_status(self) -> Mapping[str, Any] | None:
         """Return how the launcher ended; None while it runs.
 
-        That is its exit ``code`` and a ``problem``.
+        The supervisor writes it to a file: ``{"code": 1, "problem": ""}``. If the command could not
+        be started, ``code`` is None and ``problem`` says why.
         """
         if self._status.exists():
             status = json.loads(self._status.read_text(encoding="utf-8"))
@@ -208,9 +227,12 @@ class Hosted:
             kill_and_wait(self._supervisor)
 
     def _exit_code(self, rank: int, events: Sequence[Event], output: str) -> int | None:
-        """Return the exit code of a rank; None if it is unknown.
+        """Return the exit code of a rank, or ``unreported`` if nothing says it.
 
-        It is read from torchrun's report, the rank's log or its crash file.
+        Args:
+            rank: The rank.
+            events: What it logged. A script's rank logs ``Exit`` when it calls ``sys.exit(3)``.
+            output: The launcher's output, with torchrun's report.
         """
         reported: dict[int, int] = {}
         for failed_rank, code in _FAILURE.findall(output):
@@ -226,6 +248,7 @@ class Hosted:
         for name, signal_code in _FATAL.items():
             if f"{CRASH}{name}" in crash:
                 return signal_code
+        # A script's rank writes this file in the handler of SIGTERM.
         if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ):
             return -signal.SIGTERM
         return self.unreported
@@ -239,8 +262,16 @@ class Hosted:
     ) -> str:
         """Return what went wrong apart from the ranks; empty if nothing did.
 
-        It stands below the output that shows it.
+        The last line says what went wrong, and the lines before it show the launcher's last output.
+
+        Args:
+            ending: How the ranks ended.
+            status: As ``_launcher_status`` returns it; None if the launcher had to be killed.
+            surviving: The ranks that still ran after their launcher had ended.
+            output: The launcher's output.
         """
+        # Inside of a script, the probe (the code that records the model and the optimizer) leaves
+        # such a file with its traceback.
         failed_probes = sorted(self.directory.glob("probe-*.failed"))
         if failed_probes:
             output = failed_probes[0].read_text(encoding="utf-8")
@@ -259,9 +290,9 @@ class Hosted:
     def _launch_problem(
         self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int]
     ) -> str:
-        """Return in one line what went wrong apart from the ranks; empty if nothing did.
+        """Return in one line what went wrong with the launcher, or with the number of ranks.
 
-        It is about the launcher, or the number of ranks.
+        Empty if nothing did. The arguments are those of ``_launch_error``.
         """
         code = status["code"] if status else None
         if status and status["problem"]:
@@ -279,9 +310,10 @@ class Hosted:
         return ""
 
     def _wrong_number_of_ranks(self, ending: Ending, code: int | None) -> str:
-        """Return a line on a wrong number of ranks; else empty.
+        """Return a line on a wrong number of ranks; empty if the number is right.
 
-        There may be ranks that were not asked for, or no process that announced itself as a rank.
+        The launcher may have started more ranks than it should (a configuration file with another
+        number), or no process has announced itself as a rank.
         """
         announced = self._announced_ranks()
         extra = announced - set(range(self.world_size))
@@ -300,7 +332,7 @@ class Hosted:
         )
 
     def _announced_ranks(self) -> set[int]:
-        """Return the ranks that have a log."""
+        """Return the ranks that have a log, whether the run was to have them or not."""
         ranks = set()
         for path in self.directory.glob("rank-*.jsonl"):
             match = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
@@ -310,11 +342,9 @@ class Hosted:
 
 
 def _root_cause(output: str) -> int | None:
-    """Return the rank that failed first, as torchrun's report names it.
-
-    None if there is no report.
-    """
-    # Without that title the first rank that the report names.
+    """Return the rank that failed first, as torchrun's report names it; None without a report."""
+    # The report has the first failure below "Root Cause (first observed failure):". Without that
+    # title, take the first rank that it names.
     title = max(0, output.find("Root Cause"))
     match = _FAILURE.search(output, title)
     if match is None:
@@ -323,18 +353,23 @@ def _root_cause(output: str) -> int | None:
 
 
 class TorchrunLauncher(Launcher):
-    """A launcher that starts ``python -m torch.distributed.run`` for each run."""
+    """A launcher that starts ``python -m torch.distributed.run`` for each run.
+
+    Args:
+        warmth: What the warm launcher would prepare. It is ignored.
+        device: ``cpu`` or ``cuda``.
+        plain: Whether ranks get the user's own environment, as from a torchrun in the user's shell.
+            Only the GPUs stay hidden from ranks on the CPU.
+    """
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu", plain: bool = False) -> None:  # noqa: ARG002 - the launchers' protocol
         self._device = device
-        #: Whether ranks get the user's own environment, but for what keeps those on the CPU off its
-        #: GPUs.
         self._plain = plain
 
     def run(self, request: Request) -> Ending:
-        """Start the ranks, and wait until they ended or were ended.
+        """Start the ranks, wait until they ended or were killed, and return how.
 
-        Never raises for what the ranks do.
+        It never raises for what the ranks do.
         """
         request = request.from_here()
         path = request.write()

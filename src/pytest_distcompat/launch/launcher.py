@@ -1,4 +1,11 @@
-"""Protocols of launchers, and of runs whose ranks perform several requests one after the other."""
+"""Protocols of launchers, and of runs whose ranks perform several requests one after the other.
+
+A launcher starts the ranks of a run (one process group from start to end) and returns how they
+ended. Implementations are ``warm.WarmLauncher`` (the default), ``hosting.TorchrunLauncher``, the
+one of ``ext/cluster`` for several machines, and ``leased.LeasedLauncher``, which leases devices and
+calls another one. ``runner`` and ``plugin/marked/run`` call ``run(request)``; ``ext/reuse`` calls
+``open``, for ranks that tests share.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +26,9 @@ class Launcher(Protocol):
         return
 
     def get_warm(self) -> str:
-        """Wait until runs can start, as ``run`` does too.
+        """Wait until runs can start, and return what went wrong; empty if nothing did.
 
-        Return what went wrong, empty if nothing did.
+        ``run`` waits too, so a caller of ``run`` need not call it.
         """
         return ""
 
@@ -39,14 +46,14 @@ class Launcher(Protocol):
     def open(self, request: Request, target: str) -> OpenRun:  # noqa: ARG002 - the launchers' protocol
         """Start ranks that wait for requests, and return their run, which goes on.
 
-        Call it when ``get_warm`` has returned. Until the run is concluded the launcher runs nothing
-        else.
+        Call it when ``get_warm`` has returned without a problem, and only if ``can_open``. Until
+        the run is concluded the launcher runs nothing else.
 
         Args:
             request: The first request. The ranks start with its environment.
-            target: The function that the ranks call, as ``module:function``. Its payload has the
-                path of a ``socket`` on which requests come. Each brings its working directory and
-                import path.
+            target: The function that the ranks call, as ``module:function``. Its payload is
+                ``{"socket": path}``: the ranks connect to that socket, and get requests on it. Each
+                request brings its working directory and import path.
         """
         assert self.can_open
         raise NotImplementedError
@@ -57,7 +64,10 @@ class Launcher(Protocol):
 
 
 class Replies(Protocol):
-    """The replies of an open run's ranks to a request, which arrive on sockets."""
+    """The replies of an open run's ranks to a request, which arrive on sockets.
+
+    ``OpenRun.wait`` gets such an object. It calls ``receive`` until all replies are ``complete``.
+    """
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -74,7 +84,9 @@ class Replies(Protocol):
 class OpenRun(Protocol):
     """A run whose ranks perform one request after the other.
 
-    It ends when it is concluded, or when its launcher is closed.
+    For each request the caller makes a ``Watchdog`` and calls ``wait``. If the ranks go on, it
+    calls ``ending`` afterwards. If they end, it calls ``conclude``, and the run is over. It is over
+    too when its launcher is closed.
 
     Attributes:
         start_request: The request with which the ranks were started.
@@ -89,7 +101,10 @@ class OpenRun(Protocol):
         """Whether the ranks may get further requests."""
 
     def adapted(self, request: Request) -> Request:
-        """Return the request with the changes of environment that these ranks need for it."""
+        """Return the request with the changes of environment that these ranks need for it.
+
+        The environment of pytest's process may have changed since they were started.
+        """
 
     def wait(self, watch: Watchdog, replies: Replies | None = None) -> Mapping[str, Any] | None:
         """Wait until all ranks have ended or, with ``replies``, until all replies have arrived.
@@ -104,10 +119,19 @@ class OpenRun(Protocol):
         """
 
     def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:
-        """Return how a request has ended after which the ranks go on."""
+        """Return how a request has ended after which the ranks go on.
+
+        Args:
+            watch: The watchdog of the request.
+            notice: What the user should know, for ``Ending.notice``.
+        """
 
     def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
         """Return how the last request has ended, when the ranks are gone.
 
         The run is no longer open.
+
+        Args:
+            watch: The watchdog of the request.
+            answer: What ``wait`` returned.
         """

@@ -1,6 +1,18 @@
-"""The launcher process (``server``) as the parent sees it.
+"""The launcher process (``server``) as pytest's process, its parent, sees it.
 
-The parent starts it, sends it requests, finds it dead and kills it.
+The launcher process stands between pytest and the ranks: it has imported torch, it has fork servers
+(processes from which ranks are forked), and torchrun's agent starts the ranks in it.
+``warm.WarmLauncher`` keeps one ``LauncherProcess``, and replaces it when it is no longer
+``intact``:
+
+- ``LauncherProcess(warmth, device)`` starts it, and ``get_warm()`` waits until it has imported what
+  the ``Warmth`` names;
+- ``send(request)`` has it start the ranks of a run;
+- ``receive(deadline)`` returns its answer, a dict such as ``{"exit_codes": [0, 1], "first": 1,
+  "ended_at": [12.3, 11.9]}``;
+- ``close()`` kills it and all below it.
+
+Each message is a line of JSON on a pair of sockets.
 """
 
 from __future__ import annotations
@@ -21,10 +33,10 @@ import psutil
 from pytest_distcompat import clock, devices
 from pytest_distcompat.installed import GET_TORCH
 from pytest_distcompat.launch import environment, nccl
-from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.forensics.ending import exit_name
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
+from pytest_distcompat.launch.import_findings import Findings
 from pytest_distcompat.launch.process import (
     alive,
     await_exit,
@@ -44,7 +56,9 @@ EXIT_TIMEOUT_S = 4.0
 class LauncherProcess:
     """One launcher process with its fork servers, from start to end.
 
-    ``base`` is the environment that it has.
+    Args:
+        warmth: What the fork servers import and collect.
+        device: ``cpu`` or ``cuda``.
     """
 
     def __init__(self, warmth: Warmth, device: str) -> None:
@@ -63,7 +77,9 @@ class LauncherProcess:
             fields["nccl"] = libraries
         warmth_file.write_text(json.dumps(fields), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
+        #: What has arrived and is no whole line yet.
         self._buffer = b""
+        #: The environment of the process, which ranks inherit.
         self.base = environment.of_launcher(os.environ, device)
         with server_end, (self.directory / LOGS[0]).open("wb") as log:
             self._process = subprocess.Popen(
@@ -76,11 +92,16 @@ class LauncherProcess:
                 # Ctrl-C is for pytest, which then ends this process.
                 start_new_session=True,
             )
-        #: The status that ``preload`` reported; None until it is ready.
+        #: The first message of the process; None until it is ready. The keys: ``unfit`` and
+        #: ``not_shared`` (see the properties of these names; both are empty if all is well),
+        #: ``findings`` (those of each session server) and ``leaves`` (whether a session was
+        #: collected, which must be ended).
         self.status: dict[str, Any] | None = None
+        #: The processes below this one that belong to it, and are no ranks: fork servers.
         self._own_pids: set[int] = set()
         #: The directories and sockets by which ranks are started.
         self._paths = [self.directory]
+        #: What the user's modules did at their import that ranks must do themselves.
         self._findings = Findings()
 
     @property
@@ -92,8 +113,9 @@ class LauncherProcess:
     def intact(self) -> bool:
         """Tell whether the process, its fork servers and their sockets are there.
 
-        Without one of them it must be replaced. A server that is unfit, so that no rank is forked
-        from it, may die. A cleaner, or a test, may remove the sockets.
+        Without one of them it must be replaced. A cleaner of temporary files, or a test, may have
+        removed the sockets. If the servers are unfit, no rank is forked from them, and it does not
+        matter whether they live.
         """
         if self.dead or not all(path.exists() for path in self._paths):
             return False
@@ -101,7 +123,10 @@ class LauncherProcess:
 
     @property
     def unfit(self) -> str:
-        """The reason why its fork servers must not be forked from; empty if they may."""
+        """Why no rank may be forked from its servers; empty if ranks may.
+
+        For example ``it initialised CUDA, which does not survive a fork``.
+        """
         return str(self.status["unfit"]) if self.status is not None else ""
 
     def get_warm(self) -> str:
@@ -124,12 +149,14 @@ class LauncherProcess:
     def not_shared(self, request: Request) -> str:
         """Return why the ranks of a request must collect their tests themselves.
 
-        It is empty if they may inherit them.
+        It is empty if they may inherit the tests that the session server has collected. For example
+        ``/repo/test_a.py:3 reads RANK at import``.
         """
         assert self.status is not None
         problem = str(self.status["not_shared"])
         if problem:
             return problem
+        # The variables that the ranks have with another value than the fork server.
         differing = {*request.set, *request.unset}
 
         def differs(variable: str) -> bool:
@@ -148,7 +175,8 @@ class LauncherProcess:
     def _start_for(self, request: Request) -> str:
         """Return how the ranks of a request start.
 
-        They are new interpreters, or forked from servers of a kind.
+        ``spawn``: as new interpreters. ``session``: forked from a server that has collected the
+        tests. ``libraries``: forked from a server that has imported libraries only.
         """
         if self.unfit:
             return "spawn"
@@ -161,8 +189,12 @@ class LauncherProcess:
     ) -> dict[str, Any] | None:
         """Return the process's next answer.
 
-        None when the deadline passes, when there is something to read from another socket, or when
-        the process is gone.
+        Return None when the deadline passes, when there is something to read from another socket,
+        or when the process is gone.
+
+        Args:
+            deadline: By ``clock.now``.
+            others: Further sockets to wait for: those on which ranks of an open run reply.
         """
         while b"\n" not in self._buffer:
             seconds_left = max(0.0, deadline - clock.now())
@@ -174,6 +206,7 @@ class LauncherProcess:
             except ConnectionError:
                 received = b""
             if not received:
+                # The process has closed its end: it is about to end. Then ``dead`` is true.
                 await_exit(self._process, 1.0)
                 return None
             self._buffer += received
@@ -185,7 +218,11 @@ class LauncherProcess:
         self._process.send_signal(signal.SIGTERM)
 
     def death_report(self, when: str) -> str:
-        """Return what the process wrote last, and how it died."""
+        """Return what the process wrote last, and how it died; the last line is the headline.
+
+        Args:
+            when: When it died, as ``while ranks ran``.
+        """
         log = self._last_output()
         if not self.dead:
             hangs = (
@@ -203,7 +240,8 @@ class LauncherProcess:
     def _last_output(self) -> str:
         """Return the last output of this process and of the fork servers.
 
-        They mostly fail in the same way.
+        The servers of both interpreters mostly fail in the same way: of outputs that end with the
+        same line, only one is returned.
         """
         texts_by_last_line = {}
         for name in reversed(LOGS):
@@ -216,9 +254,9 @@ class LauncherProcess:
         return "\n".join(texts_by_last_line.values())
 
     def strays(self) -> list[psutil.Process]:
-        """Return ranks, and what they started, below this process.
+        """Return the ranks and their children that still run below this process.
 
-        Those that will end by themselves are left out.
+        Processes that tidy up after others end by themselves, and are left out.
         """
         strays = []
         for process in self._below():
@@ -229,17 +267,17 @@ class LauncherProcess:
         return strays
 
     def _below(self) -> list[psutil.Process]:
-        """Return all processes below this one.
+        """Return all processes below this one; none if it is dead.
 
-        None if it is dead, because its number may be another's by now.
+        The number of a dead process may be another's by now.
         """
         return [] if self.dead else descendants(self._process.pid)
 
     @property
     def _has_farewell(self) -> bool:
-        """Tell whether the process has collected tests that want to be ended.
+        """Tell whether a fork server has collected a session, and can end it.
 
-        It must still be able to end them.
+        At the end of a session pytest calls hooks of the user's, and so do exit functions.
         """
         if self.status is None or not self.status["leaves"]:
             return False
@@ -248,10 +286,12 @@ class LauncherProcess:
     def close(self, *, farewell: bool = False) -> None:
         """Kill the process and all below it.
 
-        With ``farewell`` it may first end collected tests properly.
+        Args:
+            farewell: Whether it may first end the collected session, as pytest does at its end.
         """
         try:
             if farewell and self._has_farewell:
+                # The end of its input tells it to end.
                 with contextlib.suppress(OSError):
                     self._channel.shutdown(socket.SHUT_WR)
                 await_exit(self._process, EXIT_TIMEOUT_S)

@@ -1,4 +1,9 @@
-"""The loopback interface, on which the ranks of one machine meet."""
+"""The loopback interface, on which the ranks of one machine meet.
+
+Launchers call ``problem`` before a run: without a loopback interface, ranks would try to connect
+for minutes. ``agent`` calls ``listen`` for a socket on a free port, for the store by which ranks
+find each other; so does ``ext/cluster`` on the interface of its choice.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ def problem() -> str:
             f"add '127.0.0.1 {HOST}' to /etc/hosts"
         )
     for family, address in addresses:
-        # For a datagram socket this only looks up the route.
+        # For a datagram socket ``connect`` only looks up the route; nothing is sent.
         with (
             contextlib.suppress(OSError),
             contextlib.closing(_Socket(family, socket.SOCK_DGRAM)) as probe,
@@ -38,7 +43,10 @@ def problem() -> str:
 def listen(host: str = HOST, port: int = 0) -> socket.socket:
     """Listen on one interface, by default where only this machine can connect.
 
-    For port 0 the kernel chooses one. Raises: OSError: No such interface, or no free port.
+    For port 0 the kernel chooses one.
+
+    Raises:
+        OSError: No such interface, or the port is not free.
     """
     for family, address in _addresses(host):
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -47,7 +55,7 @@ def listen(host: str = HOST, port: int = 0) -> socket.socket:
             listener.bind((address, port))
             listener.listen()
         except OSError:
-            # IPv6 may be turned off, and still be in /etc/hosts.
+            # IPv6 may be turned off, and still be in /etc/hosts: try the next address.
             listener.close()
             continue
         return listener

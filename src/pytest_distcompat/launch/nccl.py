@@ -1,7 +1,13 @@
 """The NCCL that ranks load: its version, and whether several ranks can use one GPU with it.
 
 NCCL refuses two ranks on one GPU. From 2.30 on it accepts them if ``NCCL_MULTI_RANK_GPU_ENABLE=1``
-is set.
+is set. On a machine with fewer GPUs than ranks the session asks ``library()``, which returns, say,
+``Library(path, (2, 29, 7))``: with that one, ranks that share a GPU use gloo. ``leased`` sets the
+variable (``environment_of_shared_ranks``), and ``distcompat doctor`` shows the version.
+
+pytest and the fork servers (processes from which ranks are forked) must not load CUDA's libraries.
+So another process reads the version, once in a session: ``launcher_process`` passes it on from
+pytest's process (``answers``) to the fork servers (``tell``).
 """
 
 from __future__ import annotations
@@ -26,8 +32,7 @@ CURE = (
 )
 #: Time limit for the process that loads the library, in seconds. It has some hundred MiB.
 ASK_TIMEOUT_S = 60.0
-#: A program that prints the code of the version. It runs in another process, because pytest and
-#: fork servers must not load CUDA's libraries.
+#: A program that prints the code of the version: 23007 for 2.30.7.
 #: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclgetversion
 _ASK = """
 import ctypes, sys
@@ -96,13 +101,13 @@ def library() -> Library | None:
     return _answers[path]
 
 
-#: The libraries whose version was read, by file, so that each is loaded once in a session. None: no
-#: version.
+#: The libraries whose version was read, by file, so that each is loaded once in a session. None if
+#: the version could not be read.
 _answers: dict[Path, Library | None] = {}
 
 
 def answers() -> list[Library]:
-    """Return the libraries whose version is known, to pass them on to another process."""
+    """Return the libraries whose version this process knows, to pass them on to another one."""
     return [library for library in _answers.values() if library is not None]
 
 
@@ -130,7 +135,7 @@ def _read_version(path: Path) -> Library | None:
 
 
 def environment_of_shared_ranks() -> dict[str, str]:
-    """Return the variables with which NCCL accepts ranks that share a GPU, if it can."""
+    """Return the variables with which NCCL accepts ranks that share a GPU; none if it cannot."""
     loaded = library()
     if loaded is None or not loaded.shares_gpus:
         return {}

@@ -1,7 +1,12 @@
 """Tell exceptions that only say that another rank is gone from those that are a cause.
 
-A rank decides it, where the exception itself is at hand: a test may raise what it likes, in any
-words.
+When a rank fails, the collectives of the others raise "Connection closed by peer". A rank calls
+``lost_peer`` with the exception that ended it, and logs the answer with it (``events.Error.lost``);
+``root_cause`` then shows such a rank as a consequence. The rank decides, because it has the
+exception object: it can tell an error of torch from one that a test raises in the same words.
+
+A rank that aborts in C++ logs nothing. For it ``root_cause`` calls ``aborted_by_lost_peer`` with
+the rank's last output.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import re
 from collections.abc import Iterator
 from types import TracebackType
 
+#: What torch, gloo and NCCL say when another rank is gone.
 _LOST_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|"
     r"Socket closed|remote process exited|recvValue failed|sendBytes failed|failed to recv|"
@@ -26,7 +32,7 @@ _TORCH_MODULE, _GLOO_SOURCE = "torch.distributed", re.compile(r"\bgloo/")
 def lost_peer(error: BaseException | None) -> bool:
     """Tell whether an exception came about because another rank is gone.
 
-    torch.distributed raised it, or one that led to it.
+    It did if torch.distributed raised it, or one that led to it, with a message that says so.
     """
     for cause in _chain(error):
         if _of_torch(cause) and _LOST_PEER.search(f"{type(cause).__name__}: {cause}"):
@@ -57,9 +63,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _of_torch(error: BaseException) -> bool:
-    """Tell whether torch.distributed raised the exception.
+    """Tell whether torch.distributed raised the exception, in its Python code or in C++.
 
-    It did so in its Python code, or in C++ code that some line called.
+    C++ code leaves no Python frame: the innermost frame is the line that called it, which may be
+    anybody's. Then the type must be torch's own (``DistBackendError``), or the message must name a
+    source file of gloo, and the line must not be a ``raise`` of the same words.
     """
     own_type = isinstance(error, RuntimeError) and type(error).__module__ == _TORCH_MODULE
     trace = error.__traceback__
@@ -77,6 +85,7 @@ def _of_torch(error: BaseException) -> bool:
 def _raised_by_statement(trace: TracebackType) -> bool:
     """Tell whether a ``raise`` or ``assert`` of that frame raised the exception.
 
-    Otherwise a call that the frame made did.
+    Otherwise a call that the frame made did. The bytecode instruction at which the frame stopped
+    tells it.
     """
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"

@@ -1,8 +1,17 @@
-"""Preparation of fork servers: they import modules and collect tests, so that ranks need not.
+"""Prepare fork servers: import modules and collect tests, so that ranks need not.
 
-A ``Warmth`` names the modules, and the function that collects. A process with a CUDA context or
-with threads cannot be forked safely. So some imports are kept from creating these, and in the end
-the process is checked.
+A fork server is a process from which ranks are forked. ``server`` starts two of them in each
+interpreter:
+
+- the one of *libraries* runs ``import_libraries``: it imports torch and the like;
+- the one of the *session* is a fork of it, and runs ``collect``: it imports the user's test modules
+  and collects their tests.
+
+Both functions get a ``Warmth`` (``request``) as a dict. For example ``{"modules": ["transformers"],
+"call": "...rank_session:collect", "payload": {...}, "path": [...], "device": "cpu"}``. Each returns
+a dict, the status of the server, which says above all whether the process is ``unfit`` to be
+forked. A process with a CUDA context or with threads is unfit, so some imports are kept from
+creating these.
 """
 
 from __future__ import annotations
@@ -11,7 +20,6 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import gc
 import importlib
 import multiprocessing
@@ -32,6 +40,7 @@ from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
 from pytest_distcompat.launch.request import extend_import_path, set_import_path
+from pytest_distcompat.launch.without_cuda import answer_without_cuda, postpone_nvml
 
 #: The modules that each rank imports first. Each would take a rank a tenth of a second. The
 #: launcher process needs them too, and the fork servers are forked from it.
@@ -44,26 +53,17 @@ MODULES_OF_EVERY_RANK = (
     "pytest_distcompat.launch.rank",
 )
 
-#: The lowest major compute capability on which Triton runs (torch/utils/_triton.py).
-_OF_TRITON = 7
-#: The functions of NVML that a program calls first to learn about devices.
-_FIRST_QUESTIONS = (
-    "nvmlDeviceGetCount",
-    "nvmlDeviceGetHandleByIndex",
-    "nvmlDeviceGetHandleByUUID",
-    "nvmlDeviceGetHandleByPciBusId",
-    "nvmlSystemGetDriverVersion",
-)
-#: Libraries by the names of their threads.
+#: The library to name in a message for a thread whose own name says little.
 _LIBRARIES_BY_THREAD = {"jemalloc_bg_thd": "jemalloc (pyarrow has one of its own)"}
 #: How long a cancelled thread may take to end, in seconds.
 THREADS_END_TIMEOUT_S = 0.3
-#: The result of ``Warmth.call``, which ranks inherit by fork.
+#: The result of ``Warmth.call``, which ranks inherit by fork: pytest's session with its tests. None
+#: in a process that collected nothing.
 collected: Any = None
 
 
 def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
-    """Import the modules that a Warmth names.
+    """Import the modules that a Warmth names, in the fork server of libraries.
 
     Args:
         warmth: The fields of a Warmth, the ``device`` and, for GPUs, the fields of GpuFacts as
@@ -83,31 +83,38 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
         postpone_nvml()
     import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
     _restart_threads_of_numpy()
+    # Threads that the libraries have started so far, as those of OpenBLAS, are tolerated.
     threads = native_threads()
     settle(warmth["device"])
     return {"unfit": _unfit(threads)}
 
 
 def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
-    """Call the function that a Warmth names, and store its result in ``collected``.
+    """Collect the tests: call the function that a Warmth names, and store its result.
 
-    The process has imported the libraries before.
+    It runs in the fork server of the session, a fork of the one that has imported the libraries.
+    The result goes to ``collected``, where ranks that are forked from here find it.
 
     Args:
         warmth: As for ``import_libraries``.
         dump_at: As for ``import_libraries``.
 
     Returns:
-        Why the process is ``unfit`` to be forked; the ``findings`` about what user code did at its
-        import; the ``libraries`` to import for ranks that must collect the tests themselves because
-        of that; and whether exit functions must be called when the process ``leaves``.
+        A dict with these keys.
+        ``unfit``: why the process must not be forked; empty if it may be.
+        ``findings``: what the user's code did at its import that ranks must do themselves
+        (``import_findings.Findings`` as a dict).
+        ``libraries``: the names of modules that the tests imported. The other fork server imports
+        them for ranks that, because of a finding, collect the tests themselves.
+        ``leaves``: whether exit functions must be called when the process ends.
     """
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
     module, _, function = warmth["call"].partition(":")
     set_import_path(warmth["path"])
     if warmth["device"] != "cpu":
         devices.tell(GpuFacts(**warmth["gpus"]))
-    # The fork has ended the threads.
+    # The fork has ended the threads. They are started again before they are counted, so that they
+    # are not taken for threads of the user's modules.
     _restart_threads_of_numpy()
     threads = native_threads()
     before = randomness.states()
@@ -117,11 +124,13 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as log:
         try:
             call = getattr(importlib.import_module(module), function)
+            # The watch finds what must not be done before the fork, as reading RANK.
             with _stack_written(dump_at, log.fileno()), watch:
                 collected = call(warmth["payload"])
         except BaseException:
             # A conftest may raise anything. The ranks run it again, and report it.
             traceback.print_exc(file=log)
+    # Ranks get it after the fork: a conftest may have set ``spawn``, say.
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
     randomness.remember_seeds(before)
     settle(warmth["device"])
@@ -140,12 +149,16 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     }
 
 
-#: The function that ends the collected session; ``finish`` calls it first.
+#: The function that ends the collected session, as pytest does at its end; None without a session.
+#: ``rank_session`` sets it, and ``finish`` calls it.
 finishing: Callable[[], None] | None = None
 
 
 def finish() -> None:
-    """End the collected session, and call the exit functions of the interpreter."""
+    """End the collected session, and call the exit functions of the interpreter.
+
+    The fork server of the session calls this when it ends.
+    """
     try:
         if finishing is not None:
             finishing()
@@ -175,6 +188,7 @@ def _keep_operators_of_torch() -> None:
     process they are useless, and took half of a short rank's CPU time. ``weakref`` has only a
     private name for all finalizers; ``tests/launch/test_private_names.py`` fails when it changes.
     """
+    # ``peek`` returns the object, the function to call, and its arguments; None if it was called.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001 - see the docstring
         alive = finalizer.peek()
         if alive is not None and str(getattr(alive[1], "__module__", "")).startswith("torch."):
@@ -185,6 +199,10 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
     """Import modules.
 
     One that cannot be imported is skipped: the code that needs it reports that better.
+
+    Args:
+        names: The modules, as ``torch`` and ``torch.distributed.fsdp``.
+        dump_at: As for ``import_libraries``.
     """
     # Garbage collection took a fifth of the time. It is turned off by a threshold rather than by
     # ``gc.disable``, because a library may call that, or set a threshold, and ranks must have what
@@ -200,14 +218,16 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
             continue
         except Exception:
             traceback.print_exc()
+    # Otherwise a library has set a threshold of its own, which stays.
     if gc.get_threshold()[0] == 0:
         gc.set_threshold(*before)
 
 
 def _recorded(name: str) -> contextlib.AbstractContextManager[None]:
-    """Record what the import of a module imports.
+    """Return a context manager that records what the import of a module imports.
 
-    But not for torch itself, which every rank needs.
+    What is recorded is hidden from ranks until they import it (``unimported``). Nothing is recorded
+    for torch itself, which every rank needs.
     """
     if name == "torch":
         return contextlib.nullcontext()
@@ -242,7 +262,7 @@ def _restart_threads_of_numpy() -> None:
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        # numpy imports this submodule only at its first use.
+        # numpy imports this submodule only at its first use, and ``randomness`` reads its state.
         importlib.import_module("numpy.random")
         square = numpy.ones((256, 256))
         square @ square
@@ -265,107 +285,11 @@ def _stack_written(dump_at: float, log: int) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def answer_without_cuda(gpus: GpuFacts) -> None:
-    """Let torch answer questions about GPUs from known facts instead of by NVML or CUDA.
-
-    Libraries, such as torchao, call four functions of torch when they are imported. To answer,
-    torch would open NVML or CUDA, whose thread and context do not survive the fork of a rank. In
-    ranks, and once CUDA is initialised, torch answers by itself. ``has_triton`` is private;
-    ``tests/unit/test_ask_nvml.py`` fails when it changes.
-    """
-    devices.tell(gpus)
-    torch: Any = importlib.import_module("torch")
-    cuda: Any = importlib.import_module("torch.cuda")
-    triton: Any = importlib.import_module("torch.utils._triton")
-
-    def answer(by_torch: Callable[..., Any], known: Callable[[], Any]) -> Callable[..., Any]:
-        @functools.wraps(by_torch)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            # A call with an argument is about another GPU than the first, for which libraries do
-            # not ask at import.
-            of_other_gpu = any(argument is not None for argument in (*args, *kwargs.values()))
-            if of_other_gpu or devices.told() is None or cuda.is_initialized():
-                return by_torch(*args, **kwargs)
-            return known()
-
-        return function
-
-    if torch.backends.cuda.is_built():
-        cuda.device_count = answer(cuda.device_count, lambda: gpus.count)
-        cuda.is_available = answer(cuda.is_available, lambda: gpus.count > 0)
-    if gpus.capability is not None:
-        major, minor = gpus.capability
-        cuda.get_device_capability = answer(cuda.get_device_capability, lambda: (major, minor))
-        triton.has_triton = answer(
-            triton.has_triton, lambda: triton.has_triton_package() and major >= _OF_TRITON
-        )
-
-
-def postpone_nvml() -> None:
-    """Postpone ``nvmlInit`` until a program first asks NVML for a device.
-
-    DeepSpeed calls ``nvmlInit`` when it is imported, and asks for devices later. So a fork server
-    never opens NVML, and a rank that asks opens it itself.
-    """
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return
-    _PostponedNvml(nvml).install()
-
-
-class _PostponedNvml:
-    """Replacements for functions of NVML that postpone calls of ``nvmlInit``.
-
-    Args:
-        nvml: The module ``pynvml``.
-    """
-
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
-        self._init = nvml.nvmlInit
-        self._shutdown = nvml.nvmlShutdown
-        #: How many calls of ``nvmlInit`` are postponed.
-        self._waiting = 0
-
-    def install(self) -> None:
-        """Replace the functions in the module."""
-        self._nvml.nvmlInit = self._postpone
-        self._nvml.nvmlShutdown = self._take_back
-        for name in _FIRST_QUESTIONS:
-            if hasattr(self._nvml, name):
-                setattr(self._nvml, name, self._initialised(getattr(self._nvml, name)))
-
-    def _postpone(self) -> None:
-        if devices.told() is not None:
-            self._waiting += 1
-        else:
-            self._init()
-
-    def _take_back(self) -> None:
-        if self._waiting:
-            self._waiting -= 1
-        else:
-            self._shutdown()
-
-    def _initialised(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that first makes the postponed calls of ``nvmlInit``."""
-
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            while self._waiting:
-                self._waiting -= 1
-                self._init()
-            return function(*args)
-
-        return call
-
-
 def _unfit(threads_of_libraries: Counter[str]) -> str:
     """Return why this process must not be forked, as one sentence; empty if it may be.
 
     Args:
-        threads_of_libraries: How many threads of each name are no problem.
+        threads_of_libraries: By name, how many threads are no problem: ``{"python": 3}``.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -377,6 +301,7 @@ def _unfit(threads_of_libraries: Counter[str]) -> str:
     extra = native_threads() - threads_of_libraries
     if not extra:
         return ""
+    # A thread without a name of its own has the name of the process, which says nothing.
     own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
     owners = [_LIBRARIES_BY_THREAD.get(name, name) for name in extra if name != own]
     of_owners = f" of {' and '.join(owners)}" if owners else ""

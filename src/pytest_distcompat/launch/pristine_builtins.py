@@ -1,7 +1,9 @@
 """Functions that a rank reports with, bound before any test runs.
 
-A test's patches are still there when it reports. These functions look up nothing that tests
-replace. ``json.dumps`` would, which is why it is not used here.
+A test may replace ``open`` or ``os.write``, by ``monkeypatch`` say, and fail: its patches are still
+there when the rank logs the failure. So ``rank``, ``rank_log`` and others use the functions of this
+module. They look up nothing that tests replace. ``json.dumps`` would look up names in the module
+``json``, so it is not used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Processes: which die with which, how a tree is killed, what a dead rank leaves behind."""
+"""Processes: let them die with their parent, find and kill a tree, tidy up after dead ranks.
+
+Used by pytest's process, by the launcher process and its fork servers (the processes that start
+ranks), and by ranks. ``psutil.Process`` objects and process numbers come in and go out; nothing is
+kept between calls.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ _CHILDREN_FILE = Path("/proc/thread-self/children")
 #: How long processes that tidy up after others may take, in seconds. torch's waits two seconds for
 #: another user.
 TIDY_TIMEOUT_S = 4.0
+#: Such processes, by words in their command lines (``tidies_up``).
 _TIDYING_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 #: Device files of accelerators: NVIDIA (also Jetson's, and in WSL), AMD, Intel, Ascend, Cambricon,
@@ -40,6 +46,8 @@ _ACCELERATORS = (
     "accel*",
 )
 
+#: Options of prctl(2): the signal that this process gets when its parent dies, and whether orphaned
+#: descendants become its children.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -53,9 +61,9 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what our descendants leave behind (Linux).
+    """Become the parent of processes whose own parent below this one dies (Linux).
 
-    So it can be found and killed.
+    So what a dead rank leaves running is still a descendant, and can be found and killed.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -70,9 +78,10 @@ def do_nothing(number: int, frame: object) -> None:
 def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
     """Return a copy of the environment for ranks on ``cpu`` or ``cuda``.
 
-    On the CPU no GPU is visible. Where there is none to hide, no variable is set: code that reads
-    it would work here and fail under torchrun. pytest's own variable ``PYTEST_CURRENT_TEST`` is
-    left out.
+    On the CPU no GPU is visible: ``CUDA_VISIBLE_DEVICES`` is empty, and ``DS_ACCELERATOR`` (the
+    device that DeepSpeed takes) is ``cpu``. On a machine without a GPU neither is set: code that
+    reads it would work on these ranks and fail under torchrun. pytest's own variable
+    ``PYTEST_CURRENT_TEST`` is left out.
     """
     of_ranks = dict(environment)
     of_ranks.pop("PYTEST_CURRENT_TEST", None)
@@ -95,8 +104,9 @@ def user_environment(environment: Mapping[str, str], device: str) -> dict[str, s
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
-    """Tell whether there is a device file of a GPU or of another accelerator; no library is asked.
+    """Tell whether there is a device file of a GPU or of another accelerator.
 
+    No library is asked, because that would load it.
     DeepSpeed prefers each of them to the CPU (deepspeed/accelerator/real_accelerator.py).
     """
     for pattern in _ACCELERATORS:
@@ -111,9 +121,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def reap_adopted(keep: Iterable[int]) -> None:
-    """Wait for children that are zombies, but for ``keep``.
+    """Wait for children that are zombies, but for those in ``keep``.
 
-    A process that adopts orphans has to reap them.
+    A process that adopts orphans has to reap them. Children in ``keep`` have an owner that waits
+    for them itself, as ``Popen`` does.
     """
     for pid in set(children(os.getpid())) - set(keep):
         with contextlib.suppress(ChildProcessError):
@@ -151,7 +162,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Return all processes below ``pid``."""
+    """Return all processes below ``pid``, without itself."""
     processes: list[psutil.Process] = []
     parents = [pid]
     while parents:
@@ -165,9 +176,9 @@ def descendants(pid: int) -> list[psutil.Process]:
 def kill(processes: Iterable[psutil.Process]) -> list[str]:
     """SIGKILL the processes, and wait until they are gone.
 
-    Return the names of those that were killed. Zombies count as gone: their parents have to reap
-    them. Processes that tidy up after others are left alone: they end by themselves when the others
-    are gone.
+    Return the names of those that were killed, as ``python (pid 4711)``. Zombies count as gone:
+    their parents have to reap them. Processes that tidy up after others are left alone: they end by
+    themselves when the others are gone.
     """
     doomed = [process for process in processes if not tidies_up(process)]
     names = []
@@ -180,9 +191,9 @@ def kill(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def let_tidy_up(processes: Iterable[psutil.Process]) -> None:
-    """Wait until processes that tidy up have ended, now that no others use them.
+    """Wait until processes that tidy up (``tidies_up``) have ended; kill one that does not end.
 
-    One that does not end is killed.
+    The processes that used them are gone by now.
     """
     tidy = list(processes)
     await_end(tidy, TIDY_TIMEOUT_S)
@@ -255,9 +266,9 @@ def flush() -> None:
 
 
 def native_threads() -> Counter[str]:
-    """Return the names of this process's threads, also of C libraries.
+    """Return how many threads of each name this process has, those of C libraries included.
 
-    A thread without a name has the process's name.
+    A thread without a name has the process's name: ``{"python": 3, "jemalloc_bg_thd": 1}``.
     """
     names: Counter[str] = Counter()
     for thread in psutil.Process().threads():

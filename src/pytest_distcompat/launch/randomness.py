@@ -1,6 +1,15 @@
-"""Random number generators of a rank.
+"""Give forked ranks random number generators as fresh processes have them.
 
-A fork inherits all generators as they are; a fresh process has its own.
+A fork inherits the global generators of Python, numpy and torch as they are, so all ranks would
+draw the same numbers. Each rank of torchrun has its own, unless a module calls, say,
+``torch.manual_seed(0)`` at its import. So:
+
+- ``preload.collect`` calls ``states`` before it imports the user's modules, and ``remember_seeds``
+  after it, in the process from which ranks are forked;
+- each rank calls ``renew`` when it starts (``rank``), and again between two requests
+  (``ext/reuse``): generators that were seeded get that seed's state, the others a new seed.
+
+``at_import`` uses ``drawn`` to find modules that draw random numbers at their import.
 """
 
 from __future__ import annotations
@@ -11,14 +20,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: By name, the states of the generators that were seeded while the session was collected.
+#: By name (``random``, ``numpy`` or ``torch``), the states of the generators that were seeded while
+#: the session was collected.
 _seeded: dict[str, Any] = {}
 
 
 def states() -> dict[str, Any]:
-    """Return the states of the global generators of Python, numpy and torch.
+    """Return the states of the global generators of Python, numpy and torch, by name.
 
-    Only those that are imported have one.
+    The names are ``random``, ``numpy`` and ``torch``. A library that is not imported has no state.
     """
     by_name: dict[str, Any] = {"random": random.getstate()}
     # A module that is still being imported may lack the function.
@@ -32,10 +42,11 @@ def states() -> dict[str, Any]:
 
 
 def remember_seeds(before: dict[str, Any]) -> None:
-    """Find which generators were seeded since they were in those states, and not merely drawn from.
+    """Remember the states of generators that were seeded since ``states`` returned ``before``.
 
-    pytest-random-order draws a number wherever pytest is configured; ranks that all went on from
-    there would draw the same ones.
+    A generator that was merely drawn from is not remembered. pytest-random-order, say, draws a
+    number wherever pytest is configured, and ranks that all went on from there would draw the same
+    numbers.
     """
     after = states()
     for name, state in before.items():
@@ -47,10 +58,16 @@ def drawn(name: str, before: Any, after: Any) -> bool:
     """Tell whether numbers were drawn from that generator between these states of it.
 
     A generator that was given a seed in between does not count.
+
+    Args:
+        name: ``random``, ``numpy`` or ``torch``.
+        before: The earlier state: a tuple for the first two, a tensor of bytes for torch.
+        after: The later state.
     """
     if name == "torch":
         same = sys.modules["torch"].equal(before, after)
     elif name == "numpy":
+        # The state is (name of the algorithm, words, position in the words, ...).
         same_words = bool((before[1] == after[1]).all())
         same_position = before[2] == after[2]
         same = same_words and same_position
@@ -62,9 +79,8 @@ def drawn(name: str, before: Any, after: Any) -> bool:
 def renew() -> None:
     """Give this rank generators as a fresh process has them.
 
-    Those that a module seeded when it was imported stay as they are. A fork inherits torch's and
-    numpy's generators as they are, so all ranks would draw the same, and Python seeds its own anew.
-    A rank that does several requests gets new generators for each.
+    Generators that a module seeded when it was imported get the state that they had after that. A
+    rank that does several requests gets new generators for each.
     """
     torch: Any = sys.modules.get("torch")
     numpy: Any = sys.modules.get("numpy.random")
@@ -87,10 +103,11 @@ def renew() -> None:
             torch.cuda.seed_all()
 
 
-#: The words that a Mersenne Twister makes at a time.
+#: How many words of 32 bits a Mersenne Twister, the generator of Python and numpy, makes at a time.
+#: They are its state, and stay the same until all of them are drawn.
 _WORDS = 624
-#: How often a generator is drawn from to see whether that leads from one state to another. No
-#: module draws forty thousand numbers at import.
+#: How many times so many words are drawn, to see whether drawing leads from one state to another.
+#: No module draws forty thousand numbers at import.
 _MOST_DRAWS = 64
 
 
@@ -107,7 +124,10 @@ def _seeds_of_python(before: Any, after: Any) -> bool:
 
 
 def _seeds_of_numpy(before: Any, after: Any) -> bool:
-    """Tell whether numpy's generator was seeded between these states, as above."""
+    """Tell whether numpy's generator was seeded between these states.
+
+    Drawing alone does not lead from one to the other.
+    """
     replay = importlib.import_module("numpy.random").RandomState()
     replay.set_state(before)
     return not _reached(after[1], lambda: replay.get_state()[1], lambda: replay.bytes(4 * _WORDS))
@@ -118,7 +138,12 @@ def _reached(
 ) -> bool:
     """Tell whether a generator gets to a state by drawing alone.
 
-    It may use up any number of words of its state.
+    The position within the words does not matter: drawing may have used up any number of them.
+
+    Args:
+        goal: The words of the state to reach; what follows them is ignored.
+        state: Returns the words of the generator's state.
+        draw: Draws as many words as the state has.
     """
     goal_words = list(goal[:_WORDS])
     for _ in range(_MOST_DRAWS):

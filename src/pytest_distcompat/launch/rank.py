@@ -1,7 +1,17 @@
-"""The main of every rank, warm or cold.
+"""The main function of every rank: set the process up, do one request, report how it ended.
 
-It sets the process up, calls the target, and reports how it ended. ``torchrun --nproc-per-node N -m
-pytest_distcompat.launch.rank REQUEST`` runs it without a fork server.
+A request (``request.Request``) names the function to call on each rank, as ``worker:run`` for a
+suite's run. The rank gets the path of its file. It logs ``Start``, calls the function, and logs
+``Done`` or ``Error`` to its file ``rank-0.jsonl``, which the parent reads. The rank's number comes
+from the environment: torchrun's agent sets ``RANK``.
+
+The main function is called in three ways:
+
+- ``forked``: on a warm rank, which is forked from a fork server, a process that has imported torch;
+- ``main``: on a rank that the agent spawns because the fork server must not be forked from;
+- as a program, by torchrun: ``torchrun --nproc-per-node 2 -m pytest_distcompat.launch.rank
+  request.json``. The launcher ``torchrun`` does so (``hosting``), and so does a user who repeats a
+  run by hand, with ``--by-hand`` and perhaps ``--pdb 1``.
 """
 
 from __future__ import annotations
@@ -40,20 +50,27 @@ from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_fu
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
 from pytest_distcompat.launch.request import Request, set_import_path
 
-#: How long a failed rank waits for the others to report a failure of their own before it tears
-#: their connections.
+#: How long a failed rank waits for the others to report a failure of their own before it ends, and
+#: their connections to it with it; in seconds.
 GRACE = 0.3
 
 #: The option of ``python -m pytest_distcompat.launch.rank`` with the rank in which the user wants a
 #: debugger.
 DEBUG_OPTION = "--pdb"
 _THREADS = "OMP_NUM_THREADS"
-#: The start method of multiprocessing that modules set in the fork server that imported them.
+#: The start method of multiprocessing (``spawn``, say) that the user's modules have set in the fork
+#: server that imported them; None if they set none. ``preload`` sets it.
 start_method: str | None = None
 
 
 def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> None:
-    """Run one request on this rank; it returns only if all went well."""
+    """Run one request on this rank; it returns only if all went well.
+
+    Args:
+        path: The file of the request.
+        by_hand: Whether a user runs it in a terminal: errors are shown there too.
+        debugged: The rank on which the user wants a debugger; None for no rank.
+    """
     request = Request.read(path)
     die_with_parent()
     lead_session()
@@ -63,8 +80,8 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
     stacks = stack_file(request.directory, number).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     flight_recorder.install_handler(request.directory, number)
-    # A forked process inherits multiprocessing's start method; a rank of torchrun has Python's
-    # default, or what a module sets.
+    # A forked process has the start method by which it was started (``forkserver``). A rank of
+    # torchrun has Python's default, or what a module of the user's sets.
     multiprocessing.set_start_method(start_method, force=True)
     prepare(request)
     randomness.renew()
@@ -105,15 +122,17 @@ def forget_parent() -> None:
     they go away.
     """
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001 - see the docstring
-    # The number of this process among its parent's, which the names of its own children would begin
-    # with.
+    # The number of this process among its parent's children. The names of its own children would
+    # begin with it: ``Process-1:1``.
     multiprocessing.current_process()._identity = ()  # noqa: SLF001 - see the docstring
 
 
 def prepare(request: Request) -> None:
-    """Give this process what the parent has.
+    """Give this process the settings of the process that sent the request.
 
-    These are environment, threads, working directory, command line, and import path.
+    These are the environment, the number of threads, the working directory, the command line
+    (``sys.argv``) and the import path. A forked rank has those of the fork server, which may be
+    older.
     """
     threads = os.environ.get(_THREADS)
     os.environ.update(request.set)
@@ -144,7 +163,7 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
             BaseException
         ) as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
             debug(log, error)
-            # The rank may have reported one before.
+            # The target may have logged an error itself, with more details. The first one counts.
             if not of_kind(Error, read_events(request.directory, number)):
                 report_error(log, error)
             leave_failed(request.directory, request.world_size)
@@ -183,17 +202,17 @@ def debug(log: RankLog, error: BaseException) -> None:
 
 
 def _use_threads() -> None:
-    """Use as many threads as the environment says.
+    """Use as many threads as the environment now says.
 
-    OpenMP read its variable when the fork server loaded it.
+    OpenMP read its variable when the fork server loaded the library, and does not read it again.
     """
     import torch
 
     wanted = os.environ.get(_THREADS, "")
     count = int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
     if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        # At its start torch takes MKL's number, which is no more than there are cores (hyperthreads
-        # do not count).
+        # As torch does at its start: it takes MKL's number, which is at most the number of physical
+        # cores.
         count = min(count, psutil.cpu_count(logical=False) or count)
     torch.set_num_threads(count)
 
@@ -232,10 +251,14 @@ _GAVE_UP = re.compile(
 
 
 def request_straggler_stacks(events: Mapping[int, Sequence[Event]]) -> None:
-    """Have the ranks that still run write their stacks.
+    """Have the ranks that still run write their stacks, if this rank gave up waiting for them.
 
-    That is done if this rank was the first to give up waiting for them. The agent ends them as soon
-    as it sees that this rank is gone, and afterwards their stacks cannot be had.
+    Its collective has timed out, and the report should say where the other ranks were. The agent
+    ends them as soon as it sees that this rank is gone, and then it is too late. Of several ranks
+    that gave up only the first does it.
+
+    Args:
+        events: By rank, what it has logged, this rank's error included.
     """
     gave_up = []
     for logged in events.values():

@@ -1,6 +1,14 @@
 """The log of a rank: a line of JSON for each event.
 
-It is a file, because stdout belongs to the tests.
+Ranks report to their parent by files, because stdout belongs to the tests. Rank 1 writes to
+``rank-1.jsonl`` in the run's directory, by ``RankLog`` (``rank`` opens it), for example::
+
+    {"event": "start", "rank": 1, "time": 12.3, "memory": 812843008, "pid": 4711, "oom_kills": 0}
+    {"event": "action", "rank": 1, "time": 12.4, "memory": 812843008, "action": "build", "index": 0}
+
+The parent reads the logs of all ranks by ``LogReader``, again and again while they run
+(``watchdog``). These two lines become ``events.Start(pid=4711, oom_kills=0)`` and
+``events.Action("build", 0)``.
 """
 
 from __future__ import annotations
@@ -17,11 +25,17 @@ from pytest_distcompat.launch.forensics import deaths
 
 
 class RankLog:
-    """The log of one rank.
+    """The log that one rank writes.
 
-    Each event is written at once, so that a killed rank leaves all its events. ``by_hand``: a user
-    runs the run again and looks at a terminal: the log starts afresh, and errors are shown.
-    ``debugged`` is then the rank in which the user wants a debugger.
+    Each event is written at once, so that a killed rank leaves all its events. The functions are
+    those of ``pristine_builtins``, because a test may have replaced ``open`` or ``os.write``.
+
+    Args:
+        directory: The run's directory.
+        rank: The rank.
+        by_hand: Whether a user repeats the run in a terminal. Then the log starts afresh, and
+            errors are shown in the terminal too.
+        debugged: The rank on which that user wants a debugger; None for no rank.
     """
 
     def __init__(
@@ -45,7 +59,7 @@ class RankLog:
         )
 
     def write(self, event: Event) -> None:
-        """Append one event."""
+        """Append one event, with the rank, the time and the rank's memory."""
         name = event.event if isinstance(event, Note) else event.name
         fields = {
             "event": name,
@@ -56,6 +70,7 @@ class RankLog:
         }
         line = pristine_builtins.encode(fields) + "\n"
         raw = line.encode("utf-8", "surrogatepass")
+        # A write to a disk that is nearly full may write a part only.
         while raw:
             written = pristine_builtins.write_to(self._file, raw)
             raw = raw[written:]
@@ -101,7 +116,8 @@ class LogReader:
             inode = pristine_builtins.status_of(file.fileno()).st_ino
             known_inode, offset = self._positions.get(rank, (inode, 0))
             if known_inode != inode:
-                # The log of a process that was this rank before was put aside.
+                # The file is another one than before: the log of an earlier process of this rank
+                # was put aside, and its events do not count.
                 self._events[rank] = []
                 offset = 0
             file.seek(offset)
@@ -116,9 +132,10 @@ class LogReader:
                     self._events[rank].append(event)
 
     def _of_forked_child(self, rank: int, event: Event) -> bool:
-        """Tell whether a forked child of the rank wrote ``done`` to the same file.
+        """Tell whether the event is a ``done`` that a forked child of the rank wrote.
 
-        The rank may be gone without it.
+        A child inherits the open file. Its ``done`` must not count as the rank's, which may have
+        vanished without one.
         """
         if not isinstance(event, Done) or event.pid is None:
             return False

@@ -1,4 +1,15 @@
-"""Requests to ranks: what to run. As files, so that a user can start the same ranks by hand."""
+"""Requests to ranks: which function to call on each rank, with which settings.
+
+A run is one process group from start to end. ``runner`` (for a ``CompatSuite``) and
+``plugin/marked/run`` (for a test with ``@pytest.mark.distcompat``) make a ``Request`` for each run,
+and give it to a launcher. The launcher writes it to ``request.json`` in the run's directory, and
+each rank reads it there (``rank``). It is a file so that a user can start the same ranks by hand:
+``torchrun --nproc-per-node 2 -m pytest_distcompat.launch.rank request.json --by-hand``.
+
+A ``Warmth`` says what fork servers, the processes from which ranks are forked, import in advance.
+The rest of the module starts interpreters as this one was started: with its flags, and with its
+``sys.path``.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +32,30 @@ class Request:
     """One run: what to call on every rank, and where its files go.
 
     Attributes:
-        target: The function to call on each rank, as ``module:function``. Its arguments are
-            ``payload`` and the rank's log.
-        payload: Plain data for the function.
+        target: The function to call on each rank, as ``pytest_distcompat.worker:run``. Its
+            arguments are ``payload`` and the rank's log (``rank_log.RankLog``).
+        payload: Plain data for the function. For a suite these are the driver (the trainer under
+            test), the cell (``fsdp2-bf16-w2``) and the actions (``build``, ``step``, ...); for a
+            marked test its node id and pytest's options.
         world_size: The number of ranks.
         directory: Where the request, the ranks' logs and their output are written.
         timeout: The time limit in seconds.
-        set: Environment variables to set on ranks, so that they have the environment of the process
-            that sends the request.
-        unset: Environment variables to unset for that.
+        set: Environment variables to set on ranks. A forked rank has the environment of its fork
+            server, which may be older than that of the process that sends the request.
+        unset: Environment variables to unset for the same reason.
         cwd: The working directory.
         argv: The command line, as ``sys.argv``.
         import_path: The directories of ``sys.path``.
         collected: The test module whose tests the ranks run, collected beforehand: ``ANY_MODULE``
             for several modules, empty for none.
-        turn: Its parity decides which warm interpreter becomes rank 0, so that a run that loads a
-            checkpoint uses other interpreters than the run that saved it.
+        turn: A number whose parity decides from which of the two fork servers rank 0 is forked. So
+            the run that loads a checkpoint has other interpreters, with other hash seeds, than the
+            run that saved it. None: the launcher takes turns.
         nodes: The number of machines over which the ranks are spread evenly (``Spread.nodes``).
-        place: Which part of the run this machine has: its ``number``, from 0; ``rendezvous``, the
-            function (``module:function``) by which its agent meets the others; and what that
-            function needs. Empty if all ranks are here.
+        place: Which part of a run over several machines this machine has. Its keys are ``number``,
+            from 0; ``rendezvous``, the function (``module:function``) by which torchrun's agent on
+            this machine meets the others; and what that function needs. Empty if all ranks are on
+            this machine.
     """
 
     target: str
@@ -110,6 +125,9 @@ class Request:
     def command(self, meeting: str = "--standalone") -> str:
         """Return the command line that performs this run alone, without pytest and fork servers.
 
+        For example ``torchrun --standalone --nproc-per-node 2 -m pytest_distcompat.launch.rank
+        /tmp/run/request.json --by-hand``. Reports show it, so that a user can debug the run.
+
         Args:
             meeting: The options of torchrun that say how the agents of several machines meet.
         """
@@ -126,8 +144,8 @@ class Request:
 ANY_MODULE = "*"
 
 
-#: The flags of Python in one argument: letters without a value, then perhaps a letter with a value,
-#: which is the rest of the argument or the next argument.
+#: The flags of Python in one argument, as ``-Ou``, ``-Werror`` or ``-OX``: letters without a value,
+#: then perhaps a letter with a value. The value is the rest of the argument, or the next argument.
 _FLAGS = re.compile(r"-([^-\sWXmc]*)(?:([WXmc])(.*))?", re.DOTALL)
 
 
@@ -148,6 +166,7 @@ def interpreter() -> list[str]:
             # A rank must not stay at a prompt.
             if letter != "i":
                 command.append(f"-{letter}")
+        # What follows is the program's: ``-m pytest tests``.
         if valued in {"m", "c"}:
             break
         if valued:
@@ -179,10 +198,12 @@ class Warmth:
 
     Attributes:
         modules: The modules to import.
-        call: A function to call, as ``module:function``; ranks get its result. Empty for none.
+        call: A function that collects the user's tests, as ``module:function``; ranks inherit its
+            result. Empty if no tests are collected in advance.
         payload: Plain data for the function.
         path: Entries of ``sys.path`` that pytest has added to the interpreter's own.
-        own: Installed files that are the user's own code nevertheless.
+        own: Installed files that are the user's own code nevertheless: those of the project under
+            test.
         timeout: The time limit for all this, in seconds.
     """
 
@@ -210,7 +231,7 @@ def extend_import_path(entries: Sequence[str]) -> None:
     ``-c``. Then torch would import a ``cmd.py`` or ``profile.py`` of the user's instead of the
     standard library's.
     """
-    # A dictionary, to have each only once.
+    # A dictionary, to have each directory once, in the order of the first mention.
     distinct = dict.fromkeys((*sys.path, *entries))
     sys.path[:] = [entry for entry in distinct if entry]
 
@@ -219,8 +240,8 @@ def set_import_path(entries: Sequence[str]) -> None:
     """Put these directories first on ``sys.path``, in this order; do nothing without any.
 
     They are those of the process that sent the request. So a module of the user's hides an
-    installed one with the same name, as under torchrun. Directories that a library has added here
-    come after them.
+    installed one with the same name, as under torchrun. Directories that a library has added in
+    this process come after them.
     """
     if entries:
         # Directories that ``entries`` has twice stay twice, as PYTHONPATH and a .pth file may

@@ -1,7 +1,16 @@
-"""The launcher process: one beside each pytest process, with torch imported.
+"""The launcher process: one beside each pytest process, in which torchrun's agent starts the ranks.
 
-So pytest need not import it. It reads one request a line from a socket and answers one JSON line:
-first that it is warm, then how each run ended.
+pytest's process starts it (``launcher_process``), and so need not import torch itself. ``main`` is
+its main function. Messages are lines of JSON on a socket:
+
+- at first it sends its status: ``{"unfit": "", "not_shared": "", "findings": [], "leaves": true}``;
+- for each run it reads ``{"request": "/tmp/.../request.json", "start": "session"}``, and when the
+  run is over it sends ``{"exit_codes": [0, 0], "first": null, "ended_at": [12.3, 12.3]}``.
+
+It starts fork servers, processes from which ranks are forked (``forking``). There are two sides,
+each an interpreter of its own. Each side has a server that has imported libraries. In a session
+with marked tests it also has a *session* server, a fork of the first one that has collected the
+user's tests. The first side is forked from this process, the second is started by a command.
 """
 
 from __future__ import annotations
@@ -40,7 +49,10 @@ _DIED = "it died while it imported"
 def main(channel_descriptor: str, warmth: str) -> None:
     """Serve until the other end of the socket closes.
 
-    ``warmth`` is the file with the Warmth and the ``device``.
+    Args:
+        channel_descriptor: The file descriptor of the socket, as text.
+        warmth: The path of a JSON file with the fields of a ``Warmth`` (what the fork servers
+            import and collect) and the ``device``.
     """
     adopt_orphans()
     _handle_by_default()
@@ -60,7 +72,8 @@ def main(channel_descriptor: str, warmth: str) -> None:
     from pytest_distcompat.launch import agent
 
     for line in lines:
-        # Here, not after the run: the parent kills what the run left only once it has the answer.
+        # Before a run, not after the last one: the parent kills what a run left only once it has
+        # the answer.
         reap_adopted(keep=own_children)
         try:
             message = json.loads(line)
@@ -98,16 +111,19 @@ def _handle_by_default() -> None:
 
 
 def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict[str, Any]]:
-    """Start all fork servers; return them and their merged status.
+    """Start all fork servers; return them and their merged status (``_merged``).
 
-    They close the launcher process's socket.
+    Args:
+        warmth: As for ``main``.
+        descriptor: The socket of the launcher process, which forked servers close.
     """
     warmth_fields = json.loads(Path(warmth).read_text(encoding="utf-8"))
-    # Before the parent gives up, and shows what this process wrote.
+    # If an import hangs, its stack is written at this time. The parent gives up somewhat later, and
+    # shows it.
     dump_at = clock.now() + 0.9 * warmth_fields["timeout"]
     servers = ForkServers((LIBRARIES, SESSION) if warmth_fields["call"] else (LIBRARIES,))
-    # It imports everything itself, while this process imports torch for itself and for the servers
-    # of the first side.
+    # The second side imports everything itself. Meanwhile this process imports torch, for itself
+    # and for the servers of the first side.
     command = in_new_process("serve_alone", warmth, str(dump_at))
     log = Path(warmth).with_name(LOGS[1])
     servers.spawn(1, command, log)
@@ -129,7 +145,16 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
 
 
 def serve_alone(warmth: str, dump_at: str, ends: str) -> NoReturn:
-    """Be the fork servers of a side, in an interpreter of their own."""
+    """Be the fork servers of a side, in an interpreter of their own.
+
+    The arguments are texts, from the command line.
+
+    Args:
+        warmth: As for ``main``.
+        dump_at: When to write the stack of an import that hangs, by ``clock.now``.
+        ends: The file descriptors of each server as JSON: ``{"libraries": [5, 6, 7], "session":
+            [8, 9, 10]}`` (``forking.Ends``).
+    """
     ends_by_kind: dict[str, Ends] = {}
     for kind, descriptors in json.loads(ends).items():
         ends_by_kind[kind] = Ends(*descriptors)
@@ -138,9 +163,9 @@ def serve_alone(warmth: str, dump_at: str, ends: str) -> NoReturn:
 
 
 def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: float) -> NoReturn:
-    """Be the fork servers of a side.
+    """Be the fork servers of a side: import libraries, fork the session server, and serve.
 
-    Import libraries, fork the server that collects tests, and serve.
+    The session server tells this one by a pipe which libraries the tests have imported besides.
     """
     die_with_parent()
     # As in a new interpreter: an imported module may read it.
@@ -156,8 +181,8 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
         ends[SESSION].close()
         with os.fdopen(read, encoding="utf-8") as file:
             libraries = file.read()
-        # For ranks that collect tests themselves, and import the user's own modules themselves.
-        # Empty if the other server died.
+        # Ranks that must import the user's own modules themselves are forked from this server, and
+        # should find those libraries imported. The text is empty if the other server died.
         if libraries:
             preload.import_modules(json.loads(libraries), dump_at)
         preload.settle(warmth_fields["device"])
@@ -177,7 +202,8 @@ def _serve_session(
     tests imported besides.
     """
     die_with_parent()
-    # Modules are imported here that may ask for it, or signal their group, as they could on a rank.
+    # The user's modules are imported in this process. They may ask for the session, or signal their
+    # process group, as they could on a rank.
     rank.lead_session()
     ends[LIBRARIES].close()
     status = preload.collect(warmth_fields, dump_at)
@@ -187,13 +213,19 @@ def _serve_session(
 
 
 def _merged(sides: list[dict[str, dict[str, Any] | None]]) -> dict[str, Any]:
-    """Return the status of both sides for the parent.
+    """Return the status for the parent, made of those of all servers.
 
-    It has the first problem of each kind, and all findings.
+    ``unfit`` is the first problem of a libraries server, ``not_shared`` that of a session server,
+    and ``findings`` has those of each session server.
+
+    Args:
+        sides: For each side, by kind of server, the status that ``preload`` returned; None if the
+            server died before.
     """
     libraries = []
     sessions = []
     for side in sides:
+        # If the libraries server died, the status of the session server, its child, is not needed.
         libraries.append(side[LIBRARIES] or {"unfit": _DIED})
         if side[LIBRARIES] and SESSION in side:
             sessions.append(side[SESSION] or {"unfit": _DIED})

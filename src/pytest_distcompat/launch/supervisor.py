@@ -1,8 +1,12 @@
-"""Supervisor process of a launcher.
+"""Supervisor process of a foreign launcher, such as torchrun's command.
 
-It runs one command and adopts all processes that the command leaves behind. So ranks in sessions of
-their own, or whose launcher was killed, are its descendants. It kills all of them when its standard
-input closes, even by the death of pytest.
+``hosting.Hosted`` starts it: ``python -m pytest_distcompat.launch.supervisor command.json``. It
+runs the command of the file and adopts all processes that the command leaves behind. So ranks in
+sessions of their own, or whose launcher was killed, are still its descendants. It kills all of them
+when its standard input closes. pytest's process has the other end, so that happens even when pytest
+is killed.
+
+When the command has ended, it writes ``{"code": 1, "problem": ""}`` to a file, for ``Hosted``.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from pytest_distcompat.launch.process import adopt_orphans, descendants, kill, r
 
 
 def main(path: str) -> None:
-    """Run the command of a JSON file.
+    """Run the command of a JSON file; stay until standard input closes.
 
-    The file has ``command``, ``environment``, ``cwd``, and paths of ``output`` and ``status``.
+    Args:
+        path: The file. It has the ``command`` (a list), its ``environment`` and ``cwd``, the path
+            for its ``output``, and the path for the ``status`` at its end.
     """
     request: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     adopt_orphans()
@@ -46,9 +52,11 @@ def main(path: str) -> None:
             reap_adopted(keep=[child.pid])
             clock.sleep(0.02)
         status["code"] = code
+    # Renamed, so that ``Hosted`` never reads a file that is half written.
     unfinished = Path(f"{request['status']}.new")
     unfinished.write_text(json.dumps(status), encoding="utf-8")
     unfinished.rename(request["status"])
+    # Ranks may outlive their launcher. They stay descendants of this process until it is ended.
     while True:
         reap_adopted(keep=())
         clock.sleep(0.05)

@@ -1,10 +1,16 @@
 """Temporary directories that are removed even if their owner is killed.
 
-The next process that makes one removes them. Sockets are made below them, so they have short names.
+The directory of the launcher process is one (``launcher_process``), and so are the store of
+``engine``, which runs a suite's checks without pytest, and the directories of scripts that run
+(``ext/scripts``). An owner that is killed cannot remove its directory. So the next process that
+makes such a directory removes all that have no owner any more.
 
 An owner keeps a file in its directory locked (flock). The operating system releases the lock when
 the owner dies, in whatever way, and no other process can have it by mistake: process numbers are
 used again, locks are not.
+
+The names are short, as ``/tmp/distcompat-k3x9_2ab``, because sockets are made below them, whose
+paths are limited to about a hundred bytes.
 """
 
 from __future__ import annotations
@@ -44,13 +50,14 @@ def temporary_root() -> Path:
 
 
 class OwnedDirectory:
-    """A new directory for temporary files.
+    """A new directory for temporary files: ``path``.
 
     It is this process's own until it calls ``remove``, drops the object, or ends.
 
     Args:
-        name: Part of the directory's name. Such a directory is where the user looks for it, and its
-            path may be too long for sockets.
+        name: Part of the directory's name, for one that the user may look into. It is below the
+            usual directory for temporary files, and its path may be too long for sockets. Empty
+            for a short path.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -61,18 +68,21 @@ class OwnedDirectory:
         else:
             prefix = _PREFIX
             root = temporary_root()
-        # It has another name until it is locked, because one without a lock counts as abandoned.
+        # It has another name (with a dot) until it is locked. Otherwise another process could take
+        # the lock first, and remove the directory as abandoned.
         made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=root))
         lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.path = made.rename(made.with_name(made.name[1:]))
-        # Also called where a signal interrupts the constructor of what was to own this object.
+        # A finalizer is also called where Ctrl-C interrupts the caller before it has stored this
+        # object.
         self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def leave(self) -> None:
         """Leave the directory to the user: nobody removes it."""
         finalizer = self.remove.detach()
         if finalizer is not None:
+            # It has the object, the function, and the arguments that were given to it above.
             _, _, (path, lock, _), _ = finalizer
             (path / _LOCK).unlink(missing_ok=True)
             os.close(lock)
@@ -111,9 +121,10 @@ def remove_abandoned() -> None:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    """Remove a directory of this user's if nobody has its lock.
+    """Remove a directory of this user's if no process has its lock.
 
-    Raises OSError if somebody has, or there is none.
+    Raises:
+        OSError: A process has the lock, or there is no lock file.
     """
     lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

@@ -1,14 +1,20 @@
-"""Modules that a fork server imported and its ranks have not.
+"""Hide modules that a fork server has imported, until a rank imports them itself.
 
-They are hidden, and given back by an import. ``import torch`` alone does not make
-``torch.distributed.fsdp`` an attribute, but an import of it anywhere in the process does. Ranks are
-forked from a process in which it was imported, and code that forgets the import would work on them,
-and fail under torchrun.
+A fork server is a process that imports libraries, and from which ranks are forked. Code that uses
+``torch.distributed.fsdp`` without importing it fails under torchrun, because ``import torch`` alone
+does not make it an attribute. On a forked rank it would work, since the fork server has imported
+that module. So such modules are hidden:
 
-What each module imports is recorded while libraries are imported. Afterwards all modules are taken
-out of ``sys.modules`` and out of their packages, but for those that ``import torch`` brings and
-what stays visible imports. An import gives a module back, with all that it had imported; its code
-does not run again.
+1. ``preload`` imports each library inside of ``with recorded("transformers")``. That records what
+   each module imports.
+2. ``server`` then calls ``hide()``. It takes the recorded modules out of ``sys.modules``, and out
+   of their packages, whose attributes they are. What ``import torch`` brings stays, and so does
+   what a module that stays has imported.
+3. An import gives a module back, with all that it had imported. Its code does not run again. This
+   is the work of ``_Finder``, an import hook (``sys.meta_path``).
+
+A rank calls ``hide_again()`` when it starts, because multiprocessing has imported some modules in
+it, before any code of the user's ran.
 """
 
 from __future__ import annotations
@@ -23,8 +29,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-#: Modules of these packages stay: pytest's hook would execute those again that it rewrites, and
-#: ours it does.
+#: Modules of these packages stay. pytest rewrites the assertions of some modules, those of this
+#: package included, and its import hook would execute their code again.
 _STAY = ("pytest_distcompat", "pytest", "_pytest", "pluggy")
 
 #: By the name of each module that was loaded while imports were recorded: the names of modules that
@@ -37,12 +43,13 @@ _hidden: dict[str, ModuleType] = {}
 #: The names of hidden modules that were attributes of their packages. Others are not: a package may
 #: give the name of a module to something else, as Lightning's ``__version__``, which is a text.
 _were_attributes: set[str] = set()
-#: By the name of each module that the fork server was told to import: what is given back with it.
-#: Ranks import these, and to look through all that was recorded would copy the memory that they
-#: share with the fork server.
+#: By the name of each module that the fork server was to import (``transformers``): the names of
+#: all modules that are given back with it. They are computed in advance, because ranks import these
+#: modules most, and to follow the records on a rank would copy memory that it shares with the fork
+#: server.
 _given_with: dict[str, tuple[str, ...]] = {}
-#: The names of the modules that were given back, in order, and how many of them before ranks were
-#: forked.
+#: The names of the modules that were given back, in order, and how many of them the fork server got
+#: back itself (``keep_visible``).
 _given_back: list[str] = []
 _given_back_before = 0
 
@@ -51,7 +58,8 @@ _given_back_before = 0
 def recorded(name: str) -> Iterator[None]:
     """Record what each module imports that is loaded in the block.
 
-    The block imports the module of that name.
+    Args:
+        name: The module that the block imports.
     """
     _given_with[name] = ()
     kinds = (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader)
@@ -63,7 +71,7 @@ def recorded(name: str) -> Iterator[None]:
 
 
 def _record_loader(kind: Any, undo: contextlib.ExitStack) -> None:
-    """Note which modules loaders of this class execute, and which one executes meanwhile."""
+    """Note each module that loaders of this class execute, as an import of the one that runs."""
     execute = kind.exec_module
     inherited = "exec_module" not in vars(kind)
 
@@ -102,7 +110,9 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
         if _running:
             names = _imported[_running[-1]]
             if level:
-                # The module itself is returned where something is taken from it.
+                # A relative import, as ``from .layers import Linear``, whose ``name`` is not the
+                # module's full name. If something is taken from the module, the import returns the
+                # module itself. Else it returns the package, and the name stays unknown.
                 name = module.__name__ if fromlist else ""
             names.add(name)
             for item in fromlist or ():
@@ -114,9 +124,13 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
 
 
 def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
-    """Return those of these modules that are known, and what they import of the known ones.
+    """Return those of these modules that are known, and all known modules that they import.
 
-    They may import it directly or by way of known ones.
+    An import by way of another known module counts too.
+
+    Args:
+        names: Names of modules.
+        known: The names that count: a container such as ``sys.modules``.
     """
     reached: set[str] = set()
     pending = list(names)
@@ -129,9 +143,9 @@ def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
 
 
 def _stays(name: str) -> bool:
-    """Tell whether a recorded module stays.
+    """Tell whether a recorded module stays visible.
 
-    Of the standard library, packages stay, but not what is in them.
+    Modules of the standard library do, but not submodules such as ``concurrent.futures``.
     """
     return name.partition(".")[0] in _STAY or name in sys.stdlib_module_names
 
@@ -139,8 +153,8 @@ def _stays(name: str) -> bool:
 def hide() -> None:
     """Hide the modules that were recorded, but for those that a module which stays has imported."""
     for name, names in _imported.items():
-        # A package is imported with each of its modules; and not all that is taken from a module is
-        # one.
+        # An import of a module imports its package too. Of the names that were taken from modules
+        # (``from os import path, sep``) only those of recorded modules are kept.
         names.add(name.rpartition(".")[0])
         names.intersection_update(_imported)
     roots = []
@@ -160,10 +174,7 @@ def hide() -> None:
 
 
 def _hide(names: Sequence[str]) -> None:
-    """Take these modules out of ``sys.modules``, and out of their packages.
-
-    Packages have them as attributes.
-    """
+    """Take these modules out of ``sys.modules``, and out of the attributes of their packages."""
     for name in names:
         module = sys.modules.pop(name, None)
         if module is not None:
@@ -179,16 +190,17 @@ def _hide(names: Sequence[str]) -> None:
 def keep_visible() -> None:
     """Leave to ranks what has been given back so far.
 
-    This process imported it for them, with their tests.
+    A fork server calls it before it serves: the user's test modules, which it has collected, have
+    imported these modules, and ranks inherit the test modules.
     """
     global _given_back_before  # noqa: PLW0603 - a process has one
     _given_back_before = len(_given_back)
 
 
 def hide_again() -> None:
-    """Hide what has been given back since, in a rank that has run no code of the user's.
+    """Hide what has been given back since ``keep_visible``, in a rank that is about to start.
 
-    multiprocessing needed it.
+    multiprocessing needed it to start the rank. No code of the user's has run yet.
     """
     _hide(_given_back[_given_back_before:])
     del _given_back[_given_back_before:]
@@ -200,7 +212,7 @@ def loaded(name: str) -> ModuleType | None:
 
 
 def _give_back(name: str) -> None:
-    """Give back a module and what it had imported."""
+    """Put a module, and what it had imported, back into ``sys.modules`` and into its package."""
     names = _given_with.get(name)
     if not names:
         names = tuple(_with_imported([name], _hidden))
@@ -218,7 +230,7 @@ def _give_back(name: str) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds hidden modules."""
+    """Import hook that finds hidden modules; Python asks it before all other finders."""
 
     def find_spec(
         self,
@@ -241,7 +253,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives a hidden module back; in all else it is the module's own loader."""
+    """Loader that gives a hidden module back.
+
+    Any other attribute, as ``get_source``, is that of the module's own loader.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

@@ -1,6 +1,15 @@
-"""The default launcher: torchrun's agent in a launcher process of ours.
+"""The default launcher: its ranks are forked from processes that have imported torch already.
 
-Ranks are forked from a warm fork server.
+A launcher starts the ranks of a run (one process group from start to end) and returns how they
+ended. ``WarmLauncher.run(request)`` sends the request to its launcher process
+(``launcher_process``), in which torchrun's agent starts the ranks. Then it waits for the agent's
+answer, while a ``Watchdog`` enforces the time limit, and returns an ``Ending``.
+
+``WarmLauncher.open(...)`` starts ranks that stay: they get one request after the other on a socket
+(``OpenWarmRun``). ``ext/reuse`` runs several tests on such ranks.
+
+Sessions create the launcher (``plugin/session``, ``engine``), mostly wrapped into a
+``leased.LeasedLauncher``, which leases devices for each run.
 """
 
 from __future__ import annotations
@@ -23,14 +32,16 @@ from pytest_distcompat.launch.request import Request, Warmth
 
 #: How long the agent may take to notice that its ranks are gone, in seconds.
 AGENT_TIMEOUT_S = 5.0
-#: After how many seconds it is notified.
+#: After how many seconds it is notified if it has not noticed.
 AGENT_NOTIFIED_AFTER_S = 0.2
 
 
 class WarmLauncher(Launcher):
-    """A launcher that keeps one launcher process with its fork servers.
+    """A launcher that keeps one launcher process, and replaces it when it breaks.
 
-    It replaces the process when it breaks.
+    Args:
+        warmth: What the launcher process imports and collects in advance.
+        device: ``cpu`` or ``cuda``.
     """
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
@@ -41,7 +52,8 @@ class WarmLauncher(Launcher):
         self._notice_given = False
         #: The watchdog of the run that goes on, or of the last one.
         self.watch: Watchdog | None = None
-        #: Called with the port on which the agents of a run meet, on the machine that opens it.
+        #: For runs over several machines: called on the first machine, with the port on which the
+        #: agents of all machines meet.
         self.listens: Callable[[int], None] = lambda _: None
 
     def warm_up(self) -> None:
@@ -64,9 +76,9 @@ class WarmLauncher(Launcher):
         return problem
 
     def run(self, request: Request) -> Ending:
-        """Start the ranks, and wait until they ended or were ended.
+        """Start the ranks, wait until they ended or were killed, and return how.
 
-        Never raises for what the ranks do.
+        It never raises for what the ranks do.
         """
         self.watch = None
         try:
@@ -115,7 +127,9 @@ class WarmLauncher(Launcher):
     def close(self, *, farewell: bool = True) -> None:
         """End the launcher process and all processes below it.
 
-        With ``farewell`` it may run its exit functions first.
+        Args:
+            farewell: Whether the collected session may be ended properly first, as pytest does at
+                its end. Not while the ranks of an open run live.
         """
         if self._open_run is not None:
             self._open_run.release()
@@ -133,10 +147,13 @@ class WarmRun:
         self._process = process
 
     def wait(self, watch: Watchdog, replies: Replies | None = None) -> dict[str, Any] | None:
-        """Return the agent's final answer.
+        """Wait for the ranks to end, and return the agent's final answer.
 
-        None, if the agent does not answer in time, or if all replies have come, whose ranks go on
-        without its answer.
+        For example ``{"exit_codes": [0, 1], "first": 1, "ended_at": [12.3, 11.9]}``; or
+        ``{"launch_error": "..."}`` if the launcher process died or the agent failed.
+
+        Return None if the agent does not answer in time after the watchdog has killed the ranks, or
+        if all ``replies`` have arrived: then the ranks go on to the next request.
         """
         agent_notified = False
         process = self._process
@@ -144,6 +161,7 @@ class WarmRun:
         while True:
             answer = process.receive(clock.now() + 0.1, sockets)
             if answer is not None:
+                # The first answer of a run over several machines is the port of its store.
                 if "listens" not in answer:
                     return answer
                 self._launcher.listens(answer["listens"])
@@ -162,7 +180,13 @@ class WarmRun:
                 process.stop_agent()
 
     def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
-        """Return how the request ended, once its ranks are gone."""
+        """Return how the request ended, once its ranks are gone.
+
+        Args:
+            watch: The watchdog of the request.
+            answer: What ``wait`` returned. If it is None or has a ``launch_error``, the launcher
+                process is of no use any more and is ended.
+        """
         left_over = kill(self._process.strays())
         ending = self._ending(watch, answer or {}, left_over=tuple(left_over))
         if answer is None or "launch_error" in answer:
@@ -170,7 +194,13 @@ class WarmRun:
         return ending
 
     def _ending(self, watch: Watchdog, answer: Mapping[str, Any], **more: Any) -> Ending:
-        """Return how the watched request ended, with what the agent answered."""
+        """Return how the watched request ended, with what the agent answered.
+
+        Args:
+            watch: The watchdog of the request.
+            answer: The agent's answer; empty if the ranks go on.
+            **more: Further fields of the ``Ending``.
+        """
         more["notice"] = more.get("notice") or self._launcher.notice(self._process, watch.request)
         return watch.conclude(
             answer.get("exit_codes"),
@@ -183,7 +213,16 @@ class WarmRun:
 
 
 class OpenWarmRun(WarmRun):
-    """A run of a launcher process whose ranks get requests on a socket (``launcher.OpenRun``)."""
+    """A run of a launcher process whose ranks get requests on a socket (``launcher.OpenRun``).
+
+    Args:
+        launcher: The launcher, for which this is the only open run.
+        process: Its launcher process.
+        first: The first request: the ranks start with its environment and world size.
+        target: The function that the ranks call. It connects to the socket, and performs each
+            request that arrives.
+        device: ``cpu`` or ``cuda``.
+    """
 
     def __init__(
         self,
@@ -194,9 +233,11 @@ class OpenWarmRun(WarmRun):
         device: str,
     ) -> None:
         super().__init__(launcher, process)
+        #: Whether the ranks may get further requests.
         self.open = True
         self._device = device
         inherited = environment.of_ranks(os.environ, device, first.world_size)
+        #: The environment of the ranks between two requests.
         self._environment = {**inherited, **first.set}
         self._socket_path = process.directory / "requests"
         self.listener = socket.socket(socket.AF_UNIX)
@@ -230,7 +271,7 @@ class OpenWarmRun(WarmRun):
         return super().conclude(watch, answer)
 
     def release(self) -> None:
-        """Remove the socket. Its ranks have ended, or are about to."""
+        """Remove the socket, and tell the launcher that it has no open run any more."""
         self.open = False
         self.listener.close()
         self._socket_path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat.ext.cluster.node import Node
-from pytest_distcompat.launch.forensics.ending import RankProcess
+from pytest_distcompat.launch.forensics.conclude import RankProcess
 
 #: How a node ended its part of a run, as its agent says it (``agent``): its ranks' ``processes``,
 #: what is ``known`` of the launch, ``leaks``, and ``output``; ``lost``, why the node is gone, if it

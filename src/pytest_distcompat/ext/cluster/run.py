@@ -30,7 +30,8 @@ from pytest_distcompat.ext.cluster.parts import (
 from pytest_distcompat.ext.cluster.place import Place
 from pytest_distcompat.ext.cluster.settings import Settings
 from pytest_distcompat.ext.cluster.time_limit import AFTER_LIMIT_S, TimeLimit
-from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.conclude import RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease.timeline import Span, append

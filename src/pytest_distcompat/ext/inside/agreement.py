@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.events import Done, Error, Event, Excused, Start
-from pytest_distcompat.launch.forensics.ending import RankProcess, conclude, name_ranks
+from pytest_distcompat.launch.forensics.conclude import RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import name_ranks
 from pytest_distcompat.plugin.marked.merge import merge, of_all_ranks
 from pytest_distcompat.plugin.marked.outcome import Outcome
 from pytest_distcompat.plugin.marked.phase import STRICT_XPASS, Phase

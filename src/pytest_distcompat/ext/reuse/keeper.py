@@ -1,4 +1,10 @@
-"""Keeps ranks between requests: starts them, has them do requests, and ends them in time."""
+"""Keep ranks between requests: start them, have them do requests, and end them in time.
+
+``shared.SharedRanks`` has one ``RankKeeper`` in a session, and calls ``run`` for each test that
+shares ranks with others. A ``Request`` (what the ranks do) and a ``Reuse`` (which requests share
+ranks) come in, an ``Ending`` (how the ranks did it) goes out. If all went well and a later test
+needs the ranks, they stay and wait: then ``scope`` is not empty.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,8 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.leased import current_item
 
-#: The property of a test that says why its ranks did not do the next one's request.
+#: The name of a test's property that says why its ranks were ended although a later test could have
+#: used them. The value is ``ReusedRanks.end_reason``.
 LEFT = "distcompat: ranks left"
 
 
@@ -21,7 +28,7 @@ class RankKeeper:
 
     Args:
         launcher: Starts the ranks; it can hold a run open.
-        notice: Called with what concerns no single test.
+        notice: Called with a sentence for the user that concerns no single test.
     """
 
     def __init__(self, launcher: Launcher, notice: Callable[[str], None]) -> None:
@@ -39,10 +46,10 @@ class RankKeeper:
         return self._ranks.reuse.scope
 
     def run(self, request: Request, reuse: Reuse) -> Ending:
-        """Do the request with kept ranks or new ones.
+        """Do the request with kept ranks or new ones, and return how it ended.
 
-        They wait for the next request if all went well. Why they do not is a property of the ending
-        (``LEFT``).
+        If all went well the ranks wait for the next request. If they could not stay, the ending has
+        the property ``LEFT`` with the reason.
         """
         try:
             problem = self._launcher.get_warm()
@@ -57,6 +64,7 @@ class RankKeeper:
             raise
 
     def _run(self, request: Request, reuse: Reuse) -> Ending:
+        """Do the request; the launcher is warm."""
         self._drop_lost()
         died = self._died_waiting()
         self._end_unfit(reuse)
@@ -68,12 +76,13 @@ class RankKeeper:
         ranks.send(request)
         watch = Watchdog(request, ranks.files)
         answer = ranks.run.wait(watch, ranks)
+        # The agent answers only when all ranks have ended: one has failed, or was killed.
         if answer is not None or watch.acted:
             self.drop()
             return ranks.run.conclude(watch, answer)
         if not (reuse.last or ranks.end_reason):
             ending = ranks.run.ending(watch, notice=died)
-            # A child that a rank forked may have failed where the rank went on.
+            # A child that a rank forked may have logged a failure although the rank went on.
             if not ending.failed:
                 return ending
         ending = self._dismiss(ranks, watch)
@@ -82,7 +91,10 @@ class RankKeeper:
         return ending
 
     def retire(self) -> str:
-        """End the ranks that wait for a request, if there are any, and return what went wrong."""
+        """End the ranks that wait for a request, if there are any.
+
+        Return what went wrong; empty if nothing did.
+        """
         self._drop_lost()
         ranks = self._ranks
         if ranks is None:
@@ -94,20 +106,21 @@ class RankKeeper:
         return ending.text() if ending.failed else ""
 
     def drop(self) -> None:
-        """Let go of the ranks: they end, or have ended."""
+        """Close the sockets of the ranks, so that they end, and forget them."""
         if self._ranks is not None:
             self._ranks.dismiss()
             self._ranks = None
 
     def _drop_lost(self) -> None:
-        """Let go of ranks that have gone with their launcher process."""
+        """Forget ranks whose launcher process is gone, and they with it."""
         if self._ranks is not None and not self._ranks.run.open:
             self.drop()
 
     def _died_waiting(self) -> str:
         """Describe how ranks died while they waited for a request; empty if they did not.
 
-        It becomes a notice: the next request is not to blame.
+        The text becomes a notice of the next request's ending, not a failure: that request is not
+        to blame.
         """
         ranks = self._ranks
         if ranks is None:
@@ -119,7 +132,7 @@ class RankKeeper:
         return f"between two tests {ending.headline()}; new ranks were started"
 
     def _end_unfit(self, reuse: Reuse) -> None:
-        """End ranks that cannot do a request of that scope."""
+        """End the kept ranks if they cannot do a request of that scope."""
         ranks = self._ranks
         if ranks is None:
             return
@@ -128,7 +141,7 @@ class RankKeeper:
             if problem:
                 self._notice(f"ranks that were kept did not leave well: {problem}")
         elif ranks.homeless:
-            # They cannot say how they left.
+            # Their logs are gone with the directory, so they cannot say how they ended.
             self.retire()
 
     def _dismiss(self, ranks: ReusedRanks, watch: Watchdog) -> Ending:
@@ -137,9 +150,9 @@ class RankKeeper:
         return ranks.run.conclude(watch, ranks.run.wait(watch))
 
     def _charge_nobody(self, ending: Ending) -> Ending:
-        """Notice what ranks leaked, and return their ending without it.
+        """Give a notice of what ranks leaked, and return their ending without the leaks.
 
-        It cannot be known which of the tests that shared the ranks leaked.
+        Any of the tests that shared the ranks may have leaked, so none of them fails for it.
         """
         for leak in ending.leaks:
             self._notice(f"ranks that {self._started_for} and later tests shared: {leak}")

@@ -1,4 +1,13 @@
-"""Process-wide state of libraries: settings, hooks and singletons that a test may leave changed."""
+"""Process-wide state of libraries: settings, hooks and singletons that a test may leave changed.
+
+A reused rank is a process that runs one test after the other. ``process_state`` reads this state
+before and after each test, and a rank on which it differs is replaced. Two tables, at the end of
+the module, say what is read: ``SETTINGS``, which always have a value, and ``SINGLETONS``, which
+exist only once a library was used. An entry has what messages call the state, the module that must
+be loaded for it, and a reader, a function that gets this module and returns a value. For example
+``"torch's modes": ("torch.utils._python_dispatch", _modes)``; ``_modes`` returns ``(0, 0)``, and
+``(1, 0)`` after a test that has left a ``TorchFunctionMode`` active. Values are only compared.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +27,10 @@ _Settings = dict[str, tuple[str, _Reader]]
 
 
 class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
-    """Objects that are registered under names.
+    """Objects that are registered under keys, to be compared with those before a test.
 
-    A new one does not count as a change: a library that was imported meanwhile registers its own.
+    A new key does not count as a change: a library that was imported meanwhile registers its own.
+    So ``after == before`` is true if all of ``before`` is in ``after``.
     """
 
     def __eq__(self, before: object) -> bool:
@@ -31,8 +41,8 @@ class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
         return not self == before
 
 
-#: Names of those of torch's settings, below ``torch``, that ``_named_flags`` does not find by
-#: itself; an older release may lack some. Functions are called.
+#: Names below ``torch`` of settings that ``_named_flags`` does not find by itself. A name of a
+#: function stands for what it returns. An older release may lack some.
 _FLAGS = (
     *(
         "get_default_dtype",
@@ -64,7 +74,8 @@ _FLAGS = (
 )
 #: Packages that register classes as safe to load when they are imported.
 _SAFE_PACKAGES = frozenset({"torch", "deepspeed"})
-#: Half of it is 0 if denormal numbers are flushed to 0.
+#: The smallest normal number. Half of it is a denormal number, or 0 if the CPU flushes denormal
+#: numbers to 0 (``torch.set_flush_denormal``).
 _SMALLEST_NORMAL = sys.float_info.min
 #: The functions of torch that are replaced most often: by tests, and by DeepSpeed while it builds a
 #: model in parts.
@@ -108,7 +119,8 @@ _patched_collectives = attrgetter(
     ),
     *("scatter", "send", "recv", "isend", "irecv"),
 )
-#: By module: the dicts of hooks that are called for all modules, and for all optimizers.
+#: By module: how the names of its dicts begin that have hooks for all modules (``nn.Module``), or
+#: for all optimizers.
 _HOOKS = {"torch.nn.modules.module": "_global_", "torch.optim.optimizer": "_global_optimizer_"}
 
 
@@ -136,6 +148,7 @@ def _values(*names: str) -> Callable[[Any], list[object]]:
 
 
 def _torch_flags(torch: Any) -> list[object]:
+    """Return torch's global settings: default device, autocast, flags of backends and so on."""
     return [
         str(torch.get_default_device()),
         _SMALLEST_NORMAL / 2 == 0.0,
@@ -151,13 +164,18 @@ def _torch_flags(torch: Any) -> list[object]:
 def _named_flags(core: Any) -> Callable[[Any], list[object]]:
     """Return a reader of ``_FLAGS`` and of the named flags of torch's C++ part.
 
-    These have a private setter, and a getter without arguments. The flags of all backends are among
-    them, those of later releases too.
+    Named flags are pairs such as ``_get_cudnn_enabled`` and ``_set_cudnn_enabled``, of which the
+    getter takes no arguments. The flags of all backends are among them, those of later releases
+    too.
+
+    Args:
+        core: The module ``torch._C``.
     """
     getters = []
     for name in dir(core):
         setter = f"_set_{name.removeprefix('_get_')}"
         if name.startswith("_get_") and hasattr(core, setter):
+            # A getter that takes arguments raises TypeError, and is left out.
             with contextlib.suppress(TypeError, RuntimeError):
                 getattr(core, name)()
                 getters.append(f"_C.{name}")
@@ -170,9 +188,10 @@ _file_options = _values(
 
 
 def _loading_and_saving(serialization: Any) -> list[object]:
-    """Return how torch loads and saves.
+    """Return torch's options for files, and the classes that a test has declared safe to load.
 
-    Which classes of other packages it takes for safe to load is part of that.
+    ``torch.load`` accepts only classes that were declared safe (``add_safe_globals``). torch and
+    DeepSpeed declare their own at import, which is no change by a test.
     """
     others = []
     for entry in serialization.get_safe_globals():
@@ -185,9 +204,9 @@ def _loading_and_saving(serialization: Any) -> list[object]:
 
 
 def _asyncio(events: Any) -> list[object]:
-    """Return the policy of event loops, and the loop that was set.
+    """Return the policy of event loops (None for Python's default), and the loop that was set.
 
-    Python makes a policy at its first use.
+    Python makes its default policy at the first use, which is no change.
     """
     policy = events._event_loop_policy  # noqa: SLF001
     loop = getattr(getattr(policy, "_local", None), "_loop", None)
@@ -202,7 +221,7 @@ def _asyncio(events: Any) -> list[object]:
 
 @functools.cache
 def _hook_dicts() -> tuple[dict[object, object], ...]:
-    """Return torch's dicts of functions that it calls for every module, or every optimizer.
+    """Return torch's dicts of hooks for every module, as ``_global_forward_hooks``, and optimizer.
 
     They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
@@ -215,7 +234,10 @@ def _hook_dicts() -> tuple[dict[object, object], ...]:
 
 
 def _modes(dispatch: Any) -> tuple[int, int]:
-    """Return how many modes are active, for all functions of torch and for all operators.
+    """Return how many modes are active, as (function modes, dispatch modes).
+
+    A ``TorchFunctionMode`` sees all calls of torch's functions, a ``TorchDispatchMode`` those of
+    operators.
 
     They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
@@ -235,7 +257,7 @@ def _memory_of_gpu(torch: Any) -> int:
 
 
 def _accelerate(state: Any) -> bool:
-    """Tell whether accelerate's shared states are made.
+    """Tell whether accelerate's shared states are made, as an ``Accelerator`` makes them.
 
     They keep the device, the strategy and the precision. The public function
     ``accelerate.state.is_initialized`` knows of one of the three only;
@@ -247,7 +269,7 @@ def _accelerate(state: Any) -> bool:
 
 
 def _level(logger: str, _: Any) -> int:
-    """Return the level of a logger of that name."""
+    """Return the level of a logger of that name; the module is not needed."""
     return logging.getLogger(logger).level
 
 
@@ -260,7 +282,8 @@ def _decimal_contexts(decimal: Any) -> list[object]:
 
 
 _of_decimal = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
-# A digest of a module that holds settings; torch makes a new one only after a change.
+# A digest of all settings of a module such as ``torch._dynamo.config``; torch computes it anew only
+# after a change.
 _get_hash = methodcaller("get_hash")
 
 #: Settings that always have a value: by the name in messages, the module that must be imported, and
@@ -327,7 +350,8 @@ SETTINGS: _Settings = {
     "the log level of transformers": ("transformers", functools.partial(_level, "transformers")),
     "the log level of DeepSpeed": ("deepspeed", functools.partial(_level, "DeepSpeed")),
 }
-#: The same for state that exists only after the first use of a library.
+#: The same for state that exists only after the first use of a library. Before, the reader returns
+#: False or 0.
 SINGLETONS: _Settings = {
     "torch's memory on the GPU": ("torch", _memory_of_gpu),
     "accelerate's singletons": ("accelerate.state", _accelerate),

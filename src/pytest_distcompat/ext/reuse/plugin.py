@@ -1,4 +1,10 @@
-"""Ranks that tests share: options, the argument ``reuse`` of the mark, and when ranks are kept."""
+"""pytest plugin for ranks that tests share: ``--distcompat-reuse`` and its hooks.
+
+It adds two options and the argument ``reuse`` of the mark: ``@pytest.mark.distcompat(world_size=2,
+reuse="module")``. In pytest's process it registers a ``SharedRanks``, which decides which tests
+share ranks, and tells it before and after each test what pytest runs next. On the ranks it gives
+all tests the same process group.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.world import World
 
-#: Which tests share ranks.
+#: Which tests share ranks: none, those of a module, or all with the same number of ranks.
 REUSE = ("never", "module", "session")
 OPTIONS = (
     Option(
@@ -38,6 +44,7 @@ OPTIONS = (
         "Start new ranks after so many tests, where ranks are reused (default: 100).",
     ),
 )
+#: In the stash of pytest's configuration: the shared ranks of this process. A rank has none.
 SHARED_RANKS: pytest.StashKey[SharedRanks] = pytest.StashKey()
 
 
@@ -55,18 +62,18 @@ def pytest_distcompat_mark_arguments() -> list[AddedArgument]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_preload() -> tuple[str, ...]:
-    """Have fork servers import what shared ranks need.
+    """Have fork servers, from which ranks are forked, import what shared ranks need.
 
-    What imports pytest is not among it: ranks of suites have none.
+    ``rank_item`` is not among it, because it imports pytest, which ranks of suites do without.
     """
     return ("pytest_distcompat.ext.reuse.request_loop",)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_configure(config: pytest.Config) -> None:
-    """Import what runs an item, in the process that collects tests.
+    """Import what runs an item, in the process that collects tests for ranks.
 
-    Ranks forked from it need not import it then.
+    Ranks that are forked from it then need not import it.
     """
     if ON_RANK in config.stash:
         from pytest_distcompat.ext.reuse import rank_item  # noqa: F401 - see the docstring

@@ -1,6 +1,14 @@
 """Process-wide state that a test may change: environment, signal handlers, limits and the like.
 
-Reused ranks compare it before and after each test, because the next test would see the change.
+A reused rank is a process that runs one test after the other (``request_loop``). It calls
+``state_now`` before a test and after it, and ``changes`` compares the two: the next test would see
+what the first has changed. If anything differs the rank is replaced. For example a test that sets
+``os.environ["FOO"] = "x"`` gives ``["the environment (FOO set to 'x')"]``, and a property of that
+test's report has this text.
+
+A state is a dict. The keys are what messages call a part of it, as ``signal handlers``. The values
+are of any type, and are only compared with ``==``. ``library_state`` has the parts that belong to
+torch and other libraries. ``sizes`` and ``grown`` are for what may grow, within limits.
 """
 
 from __future__ import annotations
@@ -37,38 +45,39 @@ import threading
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
 
-from pytest_distcompat.excerpt import encodable
+from pytest_distcompat.ext.reuse.differences import described
 from pytest_distcompat.ext.reuse.library_state import SETTINGS, SINGLETONS, Registered
 from pytest_distcompat.launch.process import children
 from pytest_distcompat.launch.unimported import loaded
 
-#: How much more a rank may use than at its beginning before it ends; memory in bytes. What a
-#: library opens once is no leak.
+#: How much more a rank may use than at its beginning before it is replaced, by the keys of
+#: ``sizes``; memory in bytes. Files and threads have a limit above 0, because what a library opens
+#: once is no leak.
 _LIMITS = {"memory": 256 * 2**20, "native threads": 32, "open files": 128, "child processes": 0}
 
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 #: ``signal.getsignal`` makes an enum of each result if it can, which would take a third of the time
 #: of a comparison.
 _handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+#: The interval timers of a process (setitimer(2)).
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _RESOURCES = tuple(
     [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 )
-#: The names of the items of lists.
+#: By the name of a state that is a list: what its items are called in messages.
 _LABELS = {
     # Most real-time signals have no name, and are numbers.
     "signal handlers": [getattr(number, "name", str(number)) for number in _SIGNALS],
     "resource limits": [name for name in vars(resource) if name.startswith("RLIMIT_")],
 }
-#: How many items are named, and how many characters of a value are shown.
-_ITEMS_NAMED, _VALUE_LENGTH = 3, 40
-#: The modules whose functions tests replace most often.
+#: Modules whose functions tests replace most often; a message names these.
 _PATCHED = (builtins, os, time)
+#: More modules whose functions tests replace.
 _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
 #: The levels for which logging has names of its own.
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
@@ -81,15 +90,18 @@ _ERROR_HANDLERS = (
     "backslashreplace",
     "namereplace",
 )
-#: prctl(2): the signal at the parent's death, for which torch.multiprocessing has a function; the
-#: name, which setproctitle sets; whether orphans come to this process, as a test that watches its
-#: children may have it. No library sets the others.
+#: Options of prctl(2) that read: the signal at the parent's death, for which torch.multiprocessing
+#: has a function; the process's name, which setproctitle sets; whether orphaned descendants become
+#: children of this process, as a test that watches its children may want. No library sets others.
 _GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
 _libc = ctypes.CDLL(None)
 
 
 def state_now() -> dict[str, Any]:
-    """Return the state of this process that must be the same after a test as before it, by name."""
+    """Return the state of this process that must be the same after a test as before it, by name.
+
+    For example ``{"the environment": {"HOME": "/root", ...}, "threads": {...}, ...}``.
+    """
     return {
         **_state_in_the_kernel(),
         **_state_of_python(),
@@ -109,7 +121,7 @@ def _state_in_the_kernel() -> dict[str, Any]:
         "signal handlers": list(map(_handler, _SIGNALS)),
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         "the file that signals wake up": _wakeup_descriptor(),
-        # The remaining time is less each time.
+        # Only whether a timer runs: its remaining time is less each time.
         "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
         "resource limits": list(map(resource.getrlimit, _RESOURCES)),
         "user, group and session": (
@@ -171,18 +183,18 @@ def _state_of_python() -> dict[str, Any]:
         ),
         "loggers": _Loggers(),
     }
-    # torch sets its own hook with each process group, and leaves it.
+    # torch sets its own hook with each process group, and leaves it. That is no change of a test's.
     if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
         state["sys.excepthook"] = sys.excepthook
     return state
 
 
 def _state_of_libraries() -> dict[str, Any]:
-    """Return the settings and singletons of the libraries that are loaded."""
+    """Return the settings and singletons of the libraries that are loaded (``library_state``)."""
     state: dict[str, Any] = {}
     for name, (module_name, read) in SETTINGS.items():
-        # A library that is hidden from this rank has its first settings: a test that imports it may
-        # change them at once.
+        # A library may be loaded but hidden until a test imports it (``unimported``). Its settings
+        # are read all the same: a test that imports it may change them at once.
         module = loaded(module_name)
         if module is not None:
             state[name] = _read(read, module)
@@ -195,9 +207,15 @@ def _state_of_libraries() -> dict[str, Any]:
 def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Return what differs from the state ``before``, each with the part of it that changed.
 
-    The state of a library that was imported meanwhile is added to ``before``.
+    A library that was imported in between has no state in ``before``. What ``now`` has of it is
+    added to ``before``.
+
+    Args:
+        now: The state after a test.
+        before: The state before it; it is changed.
     """
-    # The first settings of such a library are unknown. But its singletons did not exist.
+    # The first settings of such a library are unknown, so its settings count as unchanged. But its
+    # singletons did not exist: a reader that returns something other than False or 0 is a change.
     expected = {**now, **dict.fromkeys(SINGLETONS, False), **before}
     for name, value in now.items():
         before.setdefault(name, value)
@@ -210,77 +228,8 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     return descriptions
 
 
-def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
-    """Return ``name`` and, where possible, what of it has changed.
-
-    For example ``the environment (FOO set to 'x')``.
-
-    ``labels`` are what the items are called where both are lists of as many items.
-    """
-    differences = _differences(was, now, labels)
-    if not differences:
-        return name
-    text = ", ".join(differences[:_ITEMS_NAMED])
-    if len(differences) > _ITEMS_NAMED:
-        text += f" and {len(differences) - _ITEMS_NAMED} more"
-    return encodable(f"{name} ({text})")
-
-
-def _differences(was: Any, now: Any, labels: Sequence[str]) -> list[str]:
-    """Return what of a value has changed; empty if it has no parts that can be named."""
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-        return list(_changed_keys(was, now))
-    if labels and len(was) == len(now) == len(labels):
-        changed = []
-        for label, old, new in zip(labels, was, now, strict=True):
-            if old != new:
-                changed.append(label)
-        return changed
-    if _are_both(was, now, (set, frozenset, list)):
-        return [*_named_items("", now, was), *_named_items("no more ", was, now)]
-    if _are_both(was, now, (str, int)) and not isinstance(now, bool):
-        return [f"{_cut(now)} instead of {_cut(was)}"]
-    return []
-
-
-def _are_both(was: object, now: object, types: tuple[type, ...]) -> bool:
-    return isinstance(was, types) and isinstance(now, types)
-
-
-def _changed_keys(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
-    # Keys of different types may have no order.
-    for key in sorted({*was, *now}, key=str):
-        name = key.__name__ if isinstance(key, type) else key
-        if key not in now:
-            yield f"{name} removed"
-        elif key not in was or was[key] != now[key]:
-            yield f"{name} set to {_cut(now[key])}"
-
-
-def _named_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
-    """Yield the items that are not among the others and have a name.
-
-    The address of any other object says nothing.
-    """
-    for item in items:
-        if item in others:
-            continue
-        if isinstance(item, threading.Thread):
-            yield prefix + item.name
-        elif isinstance(item, (str, int)):
-            yield prefix + _cut(item)
-
-
-def _cut(value: object) -> str:
-    # A number of an enum is shown as the number.
-    text = repr(int(value) if isinstance(value, int) else value)
-    if len(text) <= _VALUE_LENGTH:
-        return text
-    return f"{text[:_VALUE_LENGTH]}..."
-
-
 def sizes() -> dict[str, int]:
-    """Return sizes that may grow in the run of this process, but not beyond a limit."""
+    """Return sizes that may grow while this process lives, but not beyond ``_LIMITS``."""
     own = _process(os.getpid())
     return {
         "memory": own.memory_info().rss,
@@ -291,7 +240,7 @@ def sizes() -> dict[str, int]:
 
 
 def grown(first: Mapping[str, int]) -> list[str]:
-    """Return the names of what has grown too much since the sizes were those."""
+    """Return the names of what has grown too much since ``sizes`` returned ``first``."""
     names = []
     for name, size in sizes().items():
         if size - first[name] > _LIMITS[name]:
@@ -302,7 +251,8 @@ def grown(first: Mapping[str, int]) -> list[str]:
 def _read(read: Callable[[Any], object], module: Any) -> object:
     """Return what ``read`` returns for the module, or the type of its error.
 
-    A test may have left a mode, or a function of its own, with which every call of torch raises.
+    A test may have left a mode of torch (``TorchFunctionMode``), or a function of its own, with
+    which every call of torch raises. The type then differs from the value before.
     """
     try:
         return read(module)
@@ -311,12 +261,14 @@ def _read(read: Callable[[Any], object], module: Any) -> object:
 
 
 def _has_frozen_objects() -> bool:
-    """Tell whether there are objects that garbage collection passes over.
+    """Tell whether there are objects that garbage collection passes over (``gc.freeze``).
 
-    A fork server has them.
+    A fork server, the process from which ranks are forked, freezes all its objects, so a rank has
+    many. A test may call ``gc.unfreeze``, which makes them ordinary objects.
 
-    Python counts them one by one: 40 ms in a rank that has transformers imported. Those that a test
-    releases are among the others afterwards, of which a rank has few.
+    Python counts frozen objects one by one: 40 ms in a rank that has transformers imported. So only
+    the first call counts them. Later calls look at the number of ordinary objects, of which a rank
+    has few: it exceeds the number of frozen ones only after ``gc.unfreeze``.
     """
     frozen = _frozen_at_first()
     if frozen:
@@ -326,7 +278,7 @@ def _has_frozen_objects() -> bool:
 
 @functools.cache
 def _frozen_at_first() -> int:
-    """Return how many frozen objects this process had when it was asked first."""
+    """Return how many frozen objects this process had at the first call."""
     return gc.get_freeze_count()
 
 
@@ -337,10 +289,10 @@ def _working_directory() -> str:
 
 
 def _first_of_temporaries() -> str:
-    """Return the directory that ``tempfile`` takes at its first use.
+    """Return the directory that ``tempfile`` would take at its first use.
 
-    To call ``tempfile.gettempdir`` would fix that directory, which then no longer followed
-    ``TMPDIR``.
+    A call of ``tempfile.gettempdir`` would fix the directory: a later change of ``TMPDIR`` would
+    have no effect on a test.
     """
     directory = "/tmp"  # noqa: S108 - as tempfile has it
     for name in ("TMPDIR", "TEMP", "TMP"):
@@ -351,9 +303,10 @@ def _first_of_temporaries() -> str:
 
 
 def _wakeup_descriptor() -> int:
-    """Return the file descriptor to which signals are written.
+    """Return the file descriptor to which Python writes signals; -1 if there is none.
 
-    Only setting it reads it, in the main thread.
+    ``signal.set_wakeup_fd`` sets one, and returns the one before. So it is taken away and set
+    again, which only the main thread may do.
     """
     if threading.current_thread() is not threading.main_thread():
         return -1
@@ -365,17 +318,19 @@ def _wakeup_descriptor() -> int:
 
 
 def _file_mode_mask() -> int:
+    """Return the umask. Only setting it reads it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-#: The process of that number; a fork has another number.
+#: Returns the psutil object of a process number, the same at each call. A fork has another number,
+#: and so another object.
 _process = functools.cache(psutil.Process)
 
 
 def _descriptors() -> list[tuple[int, int] | None]:
-    """Return the files of the first three file descriptors."""
+    """Return the files of stdin, stdout and stderr, as (device, inode); None for a closed one."""
     files: list[tuple[int, int] | None] = [None, None, None]
     for descriptor in range(3):
         with contextlib.suppress(OSError):
@@ -430,10 +385,7 @@ def _stack_size() -> int:
 
 
 def _kernel_settings() -> list[object]:
-    """Return what prctl set for this process.
-
-    That is the signal at its parent's death, whether orphans come to it, and its name.
-    """
+    """Return what prctl set for this process: the three options that ``_GET_...`` name."""
     settings: list[object] = []
     for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
         _libc.prctl(option, ctypes.byref(_prctl_number))
@@ -443,19 +395,23 @@ def _kernel_settings() -> list[object]:
     return settings
 
 
+#: Where prctl writes its answers.
 _prctl_number, _prctl_name = ctypes.c_int(), ctypes.create_string_buffer(16)
 
 
 class _Loggers:
-    """The settings of each logger but the root.
+    """The settings of each logger but the root, to be compared with those after a test.
 
-    A new logger does not count as a change: its library was imported meanwhile.
+    A logger that is new does not count as a change: its library was imported meanwhile. So
+    ``after == before`` looks only at loggers that ``before`` knows.
     """
 
     def __init__(self) -> None:
         loggers = logging.root.manager.loggerDict.copy()
+        #: The names of all loggers.
         self.known = loggers.keys()
-        # Most loggers have no settings, and there may be hundreds: only the others are recorded.
+        #: By the name of each logger that has any setting: level, propagate, disabled, filters and
+        #: handlers. Most loggers have none, and there may be hundreds.
         self.set: dict[str, tuple[object, ...]] = {}
         for name, logger in loggers.items():
             if isinstance(logger, logging.PlaceHolder):
@@ -490,11 +446,12 @@ class _Loggers:
 
 
 def _at_exit() -> tuple[int, int]:
-    """Return how many functions wait for the end of the interpreter, and of its process.
+    """Return how many exit functions are registered: with ``atexit``, and with multiprocessing.
 
-    The latter are those of multiprocessing, of which a rank is a process. Such functions belong to
-    the test that registered them. The standard library has only private names for
-    them; ``tests/launch/test_private_names.py`` fails when these go away.
+    A rank is a process of multiprocessing, which has finalizers of its own. Such functions belong
+    to the test that registered them, and would run at the end of all tests. The standard library
+    has only private names for them; ``tests/launch/test_private_names.py`` fails when these go
+    away.
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001
     return atexit._ncallbacks(), len(registry)  # noqa: SLF001

@@ -1,4 +1,9 @@
-"""Run one test on a rank process that has run other tests before it, and may run more."""
+"""Run one test on a rank process that has run other tests before it, and may run more.
+
+``shared`` names ``run`` as the target of the request for a test that shares ranks. On each rank
+``request_loop`` calls it with the request's payload. It runs the item by pytest's own hook
+(``pytest_runtest_protocol``), so fixtures of a wider scope stay set up for the next item.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.on_ranks.rank_session import ItemPayload
 
+#: The name of ``run``, as a request has it.
 RUN = f"{__name__}:run"
 
 
@@ -28,20 +34,20 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """
     reused = request_loop.reused
     if reused is None:
-        # A run by hand, of one item.
+        # A user repeats this one test by hand, under torchrun.
         rank_session.run(payload["item"], log)
         return
     item_payload = decode.decode(ItemPayload, payload["item"])
     is_collected = preload.collected is not None
     session = rank_session.collected_session(item_payload, log)
     if not is_collected:
-        # The imports of the collection are not something that a test has changed.
+        # This rank has just collected the tests itself. The imports are no change by a test.
         reused.reset_baseline()
     item = rank_session.find_item(session, item_payload.nodeid)
     next_item = rank_session.items_of(session).get(payload["next"] or "")
     _reset_between_items(reused, item)
-    # Not the directory of this request: pytest has made its base temporary directory before, and
-    # the agent writes its logs there too.
+    # The directory is that of the first request: pytest has made its base temporary directory
+    # there, and the agent writes its logs there too.
     with rank_session.reporting(item, item_payload, log, reused.directory):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
 

@@ -1,6 +1,13 @@
 """The main loop of a reused rank: run each request and report the state that it changed.
 
-``reused_ranks`` is the counterpart in the parent.
+A reused rank is a process that runs one test after the other. It is started with ``serve`` as the
+target of its request (``reused_ranks.SERVE``). Then lines of JSON go over a socket: pytest's
+process sends a ``Request`` for each test, and the rank replies ``{"rank": 0, "changed": ["the
+environment (FOO set to 'x')"]}`` when it has run it. ``reused_ranks`` is the counterpart in
+pytest's process, and ends the ranks if anything has changed.
+
+Between two requests the ranks also check the process group that tests share, and clear the store.
+The *store* is torchrun's TCP server, by which the ranks of a process group find each other.
 """
 
 from __future__ import annotations
@@ -23,20 +30,23 @@ from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 
 #: Time limits of the check of the process group: in seconds, and as a fraction of the request's own
-#: limit, so that a slow check does not look like a request that hangs.
+#: limit; the shorter one counts. A slow check must not look like a request that hangs.
 GROUP_CHECK_TIMEOUT_S, GROUP_CHECK_PART_OF_LIMIT = 5.0, 0.25
 #: Time limits of destroying the process group, in seconds: it waits for collectives that a peer
 #: never joins. The second is shorter, because the end of the process destroys the group too.
 DESTROY_TIMEOUT_S, DESTROY_TIMEOUT_AT_END_S = 5.0, 1.0
 
+#: How the keys in the store begin by which ranks tell each other that the store is cleared, and
+#: that they are done with a request.
 _CLEARED = "distcompat/cleared/"
 _DONE = "distcompat/done/"
 
 
 class Store:
-    """The agent's store, on which process groups meet.
+    """A client of the store, which clears it between two requests.
 
-    torch expects a new store for each run of a rank's process.
+    Process groups leave keys in the store, such as the ranks' addresses. torch expects a new store
+    for each process group: the next one would take these keys for its own.
     """
 
     def __init__(self) -> None:
@@ -49,14 +59,21 @@ class Store:
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         self._store = TCPStore(address, port, is_master=False)
+        #: Whether this release of torch can list the keys.
         self._can_list = hasattr(self._store, "list_keys")
+        #: The keys of torchrun's agent, which stay.
         self._agent_keys = set(self._store.list_keys()) if self._can_list else set()
+        #: How many keys there were at first.
         self._initial_keys = self._store.num_keys()
+        #: How often ``clear`` was called, and how many requests this rank has finished.
         self._clears = 0
         self._requests = 0
 
     def announce_done(self) -> Callable[[], None]:
         """Announce that this rank has finished the request.
+
+        All ranks add to one count. The rank that makes it complete sets a key, for which the others
+        wait.
 
         Returns:
             A function that waits until all ranks have finished it.
@@ -67,7 +84,7 @@ class Store:
         if self._store.add(count, 1) == self._requests * self._ranks:
             self._store.set(all_done, "")
             return lambda: None
-        # The parent enforces the request's own time limit.
+        # Practically no limit: the parent enforces the request's own, and kills this rank.
         return lambda: self._store.wait([all_done], timedelta(days=1))
 
     def clear(self) -> None:
@@ -89,7 +106,7 @@ class Store:
         self._store.wait([done])
 
     def has_leftover_keys(self) -> bool:
-        """Return whether there are keys that ``clear`` cannot remove."""
+        """Tell whether there are keys that ``clear`` could not remove, in an older torch."""
         if self._can_list:
             return False
         # One for each call of ``clear`` and for each request, and the count of requests.
@@ -98,23 +115,32 @@ class Store:
 
 
 class ReusedRank:
-    """State that this process keeps between requests; ``directory`` is that of its run."""
+    """State that this process keeps between requests.
+
+    Args:
+        directory: The directory of the run with which the ranks were started.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = Store()
+        #: The default process group that tests share; None until a test needs one.
         self.group: Any = None
+        #: How many collectives have checked the group.
         self._group_checks = 0
+        #: Whether the last check found the group in order.
         self.sound = True
+        #: Functions to call when this process ends, the last one first.
         self.at_end: list[Callable[[], None]] = []
         self._sizes = sizes()
+        #: The environment, directory and import path of the last request.
         self._settings: tuple[object, ...] = ()
         self.reset_baseline()
 
     def reset_baseline(self) -> None:
-        """Record the current state as the one to compare with.
+        """Record the current state as the one to compare with later.
 
-        No test has caused the changes so far.
+        No test has caused the changes so far, but the import of libraries, say.
         """
         self._baseline = state_now()
         #: ``sys.path`` as it is between two requests.
@@ -132,9 +158,10 @@ class ReusedRank:
             self._baseline = state_now()
 
     def changes(self) -> list[str]:
-        """Return the names of the state that the request changed, and of what has grown too much.
+        """Return what the request has changed, and what has grown too much.
 
-        State that cannot be read counts as a change, and the verdict stands.
+        For example ``["the environment (FOO set to 'x')", "memory"]``. State that cannot be read
+        counts as a change. The outcome of the test itself stands in any case.
         """
         try:
             return changes(state_now(), self._baseline) + grown(self._sizes)
@@ -165,16 +192,17 @@ class ReusedRank:
         self.store.clear()
 
     def release_group(self) -> None:
-        """Destroy the process group at the end of this process, unless it is broken.
+        """Destroy the process group at the end of this process.
 
-        To destroy a broken one could hang.
+        A broken group is left alone, because to destroy it could hang. Then the process ends by
+        ``os._exit``, so that the interpreter does not destroy the group either.
         """
         if self.group is None:
             return
         destroyed = self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)
         if not destroyed:
-            # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy
-            # the group.
+            # A forked rank ends by os._exit anyway. A spawned one ends as any interpreter.
+            # Functions of ``atexit`` are called in reverse order: first ``flush``.
             atexit.register(os._exit, 0)
             atexit.register(flush)
 
@@ -208,8 +236,8 @@ class ReusedRank:
         unmatched would pair with this one.
 
         Returns:
-            A function that waits up to so many seconds, and returns whether the group is the
-            original one and the collective gave the right result.
+            A function that takes a number of seconds. It waits so long at most, and returns whether
+            the group is the original one and the collective gave the right result.
         """
         # A test may have replaced the default group, a mode or a function of torch, so any of these
         # calls may raise.
@@ -218,12 +246,15 @@ class ReusedRank:
             from torch import distributed
 
             if self.group is None or not distributed.is_initialized():
+                # In order if there was no group and there is none.
                 appeared_or_vanished = self.group is not None or distributed.is_initialized()
                 return lambda _: not appeared_or_vanished
             if distributed.group.WORLD is not self.group:
                 return lambda _: False
             self._group_checks += 1
             check_number = float(self._group_checks)
+            # Each rank contributes the number of the check, so a collective that was left over from
+            # an earlier check gives another sum.
             expected = check_number * distributed.get_world_size()
             device = torch.device("cpu")
             if distributed.get_backend() != "gloo":
@@ -248,10 +279,15 @@ reused: ReusedRank | None = None
 
 
 def serve(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Run the requests that arrive on the socket ``payload["socket"]``, until it is closed.
+    """Run the requests that arrive on a socket, until it is closed.
 
-    A request is a line. A request that fails ends this process, as it ends any rank. After any
-    other, send the names of changed state.
+    A request that fails ends this process, as it ends any rank. After any other, the rank replies
+    with what the request has changed.
+
+    Args:
+        payload: ``{"socket": path}``.
+        log: The log of the run with which the ranks were started. Each request has a log of its
+            own.
     """
     global reused  # noqa: PLW0603 - what runs in this process looks it up here
     reused = ReusedRank(log.path.parent)
@@ -268,7 +304,15 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Request]) -> None:
-    """Run the requests; ``requests`` holds the last one."""
+    """Run the requests.
+
+    Args:
+        reused: The state of this process.
+        socket_path: The socket.
+        number: This rank.
+        requests: Gets the request that runs or ran last, as its only item, for the caller to read
+            after an exception.
+    """
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(socket_path)
         for line in channel.makefile("r", encoding="utf-8"):
@@ -286,6 +330,7 @@ def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Req
 
 def _perform(reused: ReusedRank, request: Request) -> list[str]:
     """Run one request; return the names of the state that it changed."""
+    # While there is a shared group its keys are needed. Without one a test may make its own.
     if reused.group is None:
         reused.store.clear()
     with _restored_afterwards(reused, request):
@@ -311,7 +356,7 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
 
 @contextlib.contextmanager
 def _restored_afterwards(reused: ReusedRank, request: Request) -> Iterator[None]:
-    """Restore what ``rank.prepare`` changes after the block.
+    """Undo, after the block, the environment and import path that ``rank.prepare`` sets.
 
     The next request brings its own settings.
     """

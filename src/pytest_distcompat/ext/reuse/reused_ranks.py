@@ -1,6 +1,10 @@
-"""Reused ranks as the parent sees them: one run whose ranks do request after request.
+"""Reused ranks as pytest's process sees them: one run whose ranks do request after request.
 
-``request_loop`` is the part that runs in the ranks.
+``keeper`` makes a ``ReusedRanks`` for each open run of the launcher (``launcher.OpenRun``), and
+calls ``send`` for each test. The ranks connect to a socket, get the request as a line of JSON, and
+reply ``{"rank": 1, "changed": []}`` when they have done it. A reply that names a change is a reason
+to end the ranks: ``end_reason`` is then ``on rank 1 it left the environment (FOO set to 'x')
+changed``. ``request_loop`` is the part that runs on the ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pytest_distcompat.launch.launcher import OpenRun, Replies
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.wording import listed_ranks
 
+#: The function that reused ranks call first.
 SERVE = "pytest_distcompat.ext.reuse.request_loop:serve"
 
 
@@ -24,9 +29,14 @@ SERVE = "pytest_distcompat.ext.reuse.request_loop:serve"
 class Reuse:
     """Which requests may share ranks, and for how long.
 
-    Requests of one ``scope`` share ranks; they must all have the same world size. The ranks end
-    after the ``last`` request, after ``uses`` requests, after any failure, and when a request left
-    a change that the next one could see.
+    The ranks end after the last request, after ``uses`` requests, after any failure, and when a
+    request left a change that the next one could see.
+
+    Attributes:
+        scope: Requests of the same scope share ranks: ``module tests/test_a.py 2``. They must all
+            have the same world size.
+        uses: How many requests the ranks may do.
+        last: Whether no further request of this scope follows.
     """
 
     scope: str
@@ -35,17 +45,25 @@ class Reuse:
 
 
 class ReusedRanks(Replies):
-    """The ranks of an open run, which do one request after the other and reply to each."""
+    """The ranks of an open run, which do one request after the other and reply to each.
+
+    Args:
+        run: The open run.
+        reuse: Which requests these ranks do.
+        first: The first request, which is not sent yet.
+    """
 
     def __init__(self, run: OpenRun, reuse: Reuse, first: Request) -> None:
         self.run = run
         self.reuse = reuse
+        #: How many requests were sent.
         self.uses = 0
         #: The request that the ranks do now, or did last, and the files that they write meanwhile.
         self.current_request = first
         self.files = Files(Path(first.directory))
         #: Whether a rank has died, or at least closed its socket.
         self.lost = False
+        #: By the socket of each rank that has connected: what has arrived and is no whole line yet.
         self._buffers: dict[socket.socket, bytes] = {}
         #: By rank: what the current request left changed there.
         self.replies: dict[int, list[str]] = {}
@@ -65,6 +83,7 @@ class ReusedRanks(Replies):
         request.write()
 
     def _send_current(self, rank: socket.socket) -> None:
+        """Send the current request to the rank that has this socket."""
         # If the rank died, the agent reports how.
         with contextlib.suppress(OSError):
             rank.sendall(f"{self.current_request.line}\n".encode())
@@ -73,7 +92,7 @@ class ReusedRanks(Replies):
     def homeless(self) -> bool:
         """Tell whether the directory to which the ranks write is gone.
 
-        A cleaner or a test has removed it then.
+        A cleaner of temporary files, or a test, may have removed it.
         """
         return not Path(self.run.start_request.directory).is_dir()
 

@@ -1,4 +1,13 @@
-"""Which marked tests share ranks, and when these end."""
+"""Which marked tests share ranks, and when these end.
+
+A marked test has ``@pytest.mark.distcompat``: it runs on several ranks. With ``--distcompat-reuse
+module`` the tests of a module that follow each other run on the same ranks. ``plugin`` registers a
+``SharedRanks`` in pytest's process. The core's hook ``pytest_distcompat_run`` asks it to run a
+test: it returns an ``Ending`` if the test shares ranks, else None. ``plugin`` also calls ``begin``
+before each test and ``end`` after it.
+
+Tests share ranks if they have the same *scope*, a text such as ``module tests/test_a.py 2``.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +24,15 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
 
-#: The item that pytest runs next.
+#: In an item's stash (pytest's dict for plugins' data): the item that pytest runs after it.
 _NEXT_ITEM: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
 
 
 def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
-    """Return a key that all items have that share ranks with this one.
+    """Return the scope of a test, which all tests have that share ranks with it.
 
-    None if the item has ranks of its own.
+    For example ``module tests/test_a.py 2``, or ``session  2`` for all tests of a session on two
+    ranks. Return None if the test has ranks of its own, or runs on no ranks.
     """
     mark = mark_of(item)
     if mark is None:
@@ -37,7 +47,7 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
 
 
 class SharedRanks:
-    """The shared ranks of a session, and its hooks.
+    """The shared ranks of a session, as a plugin with two hooks of the core.
 
     Tests that follow each other, and have the same scope, share ranks.
     """
@@ -47,13 +57,16 @@ class SharedRanks:
         self._keeper: RankKeeper | None = None
 
     def pytest_distcompat_group(self, session: DistcompatSession, item: pytest.Item) -> str | None:
-        """Return the scope of a test's ranks: one process runs all tests that share them."""
+        """Return the scope of a test, so that one worker of xdist runs all tests of a scope."""
         return scope_of(item, session)
 
     def pytest_distcompat_run(
         self, session: DistcompatSession, item: pytest.Function, request: Request
     ) -> Ending | None:
-        """Run a test on shared ranks, if it has a scope and the launcher can keep ranks."""
+        """Run a test on shared ranks, if it has a scope and the launcher can keep ranks.
+
+        Return None otherwise: then the core runs it on ranks of its own.
+        """
         scope = scope_of(item, session)
         if scope is None or not session.launcher.can_open:
             return None
@@ -72,12 +85,14 @@ class SharedRanks:
         payload = {"item": request.payload, "next": next_nodeid}
         request = dataclasses.replace(request, target=rank_item.RUN, payload=payload)
         if scope.startswith("session"):
-            # Ranks that several modules share must suit each of them.
+            # Ranks that several modules share must suit each of them: none of these modules may
+            # have done at its import what ranks must do themselves (``Findings``).
             request = dataclasses.replace(request, collected=ANY_MODULE)
         limit = session.setting("reuse_limit").value
         ending = self._keeper.run(request, Reuse(scope, limit, next_item is None))
         if session.verifies(session.nodeid_of(item)):
-            # The ranks hold the devices, which the second run needs.
+            # The test runs a second time, under cold torchrun. It needs the devices that these
+            # ranks hold.
             self._keeper.retire()
         return ending
 
@@ -91,7 +106,7 @@ class SharedRanks:
     def begin(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         """Note the next item, and end ranks that are kept for others than this one.
 
-        The teardown before this item has done that mostly.
+        Mostly ``end`` has done that already, in the teardown of the item before.
         """
         item.stash[_NEXT_ITEM] = next_item
         problem = self._retire(item)
@@ -111,7 +126,7 @@ class SharedRanks:
 
     @property
     def scope(self) -> str:
-        """The scope for whose next test ranks are kept; empty if there are none."""
+        """The scope of the ranks that are kept for a next test; empty if there are none."""
         if self._keeper is None:
             return ""
         return self._keeper.scope

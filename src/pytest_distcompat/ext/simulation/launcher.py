@@ -11,7 +11,8 @@ from pathlib import Path
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Event, of_kind
 from pytest_distcompat.launch.files import read_end
-from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.conclude import RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.rank_log import LogReader

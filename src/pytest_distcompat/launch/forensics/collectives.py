@@ -1,9 +1,19 @@
 """The collective that each rank of a hang waits in, or where else the rank is.
 
-Both are read from its Python stack and its flight recorder. The stack is there whatever the rank
-does. The recorder adds the group, the number and the tensors, if torch has one, if it could write
-(a rank that holds the GIL in a thread cannot), and for collectives only: gloo records no send and
-recv.
+Before the watchdog kills the ranks of a run at its time limit, each rank writes two texts:
+
+- its *stack*: the Python stacks of its threads, by ``faulthandler``. It is there whatever the rank
+  does.
+- its *record*: the last collectives, from torch's flight recorder, as JSON. It adds the group, the
+  number and the tensors of a collective. It is missing if torch has no recorder, or if the rank
+  cannot write (another thread holds the GIL). gloo records no send and recv.
+
+``conclude`` calls ``read_wait_state`` with both texts of a rank. ``ending`` puts the results of all
+ranks into the report, by ``describe_wait_states`` (``rank 0 waits in all_reduce (default_pg, #3) at
+train.py:12; rank 1 is in step at train.py:40: time.sleep(60)``) and by ``first_mismatch``
+(``different tensors at #3 of default_pg: rank 0 all_reduce of Float[4]; rank 1 all_reduce of
+Float[5]``). The watchdog and ``ext/inside`` use ``read_wait_state`` too, to see whether ranks wait
+for one that never comes.
 """
 
 from __future__ import annotations
@@ -17,36 +27,41 @@ from typing import Any
 from pytest_distcompat.launch.forensics.stacks import Frame, nearest, threads
 from pytest_distcompat.wording import listed_ranks
 
+#: The file with the public functions of torch.distributed, as ``all_reduce``.
 _C10D = "/torch/distributed/distributed_c10d.py"
-#: Of the functions there, those that send from one rank to another, and those that wait without a
-#: record.
+#: Of these functions, those that send from one rank to another (point to point), and those that
+#: wait for other ranks but leave no entry in the flight recorder.
 _P2P = re.compile(r"send|recv")
 _UNRECORDED = re.compile(r"_group|subgroups|monitored_barrier")
-#: Collectives whose tensors may differ between ranks.
+#: Collectives whose tensors may differ between ranks, by the beginnings of their names.
 _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter")
 #: How many collectives of a rank its section shows.
 _COLLECTIVES_SHOWN = 5
 #: How many tensors of a collective are shown.
 _TENSORS_SHOWN = 3
-#: How many different positions the headline names.
+#: How many groups of ranks the headline describes, a group being ranks at the same place.
 _DESCRIPTIONS_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as the flight recorder has it: the ``number``-th of its ``group``.
+    """One call of a collective, as one rank's flight recorder has it."""
 
-    ``key`` distinguishes groups of one name; ``tensors`` are the types and shapes of all its
-    inputs; ``p2p``: a send or recv, which have numbers of their own.
-    """
-
+    #: The operation: ``all_reduce``.
     name: str
+    #: The process group, as users know it: ``default_pg``, or ``mesh_dp``.
     group: str
+    #: torch's internal name of the group (``0``), which differs for groups of the same name.
     key: str
+    #: It is the ``number``-th collective of its group. All ranks of the group count alike.
     number: int
+    #: The types and shapes of all its inputs: ``Float[3,4], Long[8]``.
     tensors: str = ""
+    #: Whether the operation is done.
     finished: bool = True
+    #: Whether it is a send or recv (point to point). They have numbers of their own.
     p2p: bool = False
+    #: ``gloo`` or ``nccl``.
     backend: str = ""
 
     def __str__(self) -> str:
@@ -54,12 +69,12 @@ class Collective:
 
     @property
     def counter(self) -> tuple[str, bool]:
-        """Return what counts this collective: its group, which numbers sends and receives apart."""
+        """The sequence in which ``number`` counts: the group's collectives, or its sends."""
         return self.key, self.p2p
 
     @property
     def signature(self) -> tuple[str, str]:
-        """Return what all ranks of the group must agree on.
+        """What all ranks must agree on for this number of the group.
 
         It is the operation and, for most operations, the tensors.
         """
@@ -69,7 +84,7 @@ class Collective:
 
     @property
     def summary(self) -> str:
-        """Return the collective with its tensors, and whether it is unfinished."""
+        """The collective as text: ``all_reduce (default_pg, #3) of Float[4], unfinished``."""
         text = str(self)
         if self.tensors:
             text += f" of {self.tensors}"
@@ -83,11 +98,13 @@ class WaitState:
     """Where a rank was at the time limit, and what it waited for.
 
     Attributes:
-        frame: The innermost frame of the user's own code.
-        waits: The function of torch.distributed that the rank is in, by name.
+        frame: The innermost frame of the user's own code, or the nearest to it.
+        waits: The function of torch.distributed that the rank is in, as ``all_reduce``; empty if it
+            is in none.
         unfinished: The collective that it waits for, or that it began and does not wait for.
-        recorded: The collectives of each group, in order.
-        connecting: Whether the rank connects to a store.
+        recorded: All collectives that the rank recorded, in order.
+        connecting: Whether the rank connects to a store, the server by which the ranks of a group
+            find each other.
     """
 
     frame: Frame
@@ -102,13 +119,16 @@ class WaitState:
 
         A wait for a store does not count: the store's host need not be a rank.
         """
-        # Under NCCL a GPU waits, and the stack shows the code that uses the result.
+        # Under NCCL it is the GPU that waits. The process may be in any code that uses the result.
         if self.unfinished is not None and self.unfinished.backend == "nccl":
             return True
         return self.waits != "" and not self.connecting
 
     def description(self, *, plural: bool = False) -> str:
-        """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1"."""
+        """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1".
+
+        For example ``waits in all_reduce (default_pg, #3) at train.py:12``.
+        """
         if self.waits:
             verb = "wait" if plural else "waits"
             return f"{verb} in {self._operation()} at {self.frame.where}"
@@ -127,7 +147,7 @@ class WaitState:
             return self.waits
         if collective.name == self.waits:
             return str(collective)
-        # The user called a function that is made of other collectives.
+        # The user called a function that calls other collectives, as ``all_gather_object``.
         return f"{self.waits} ({collective.name}, {collective.group}, #{collective.number})"
 
     def history(self) -> str:
@@ -141,10 +161,10 @@ class WaitState:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Ranks of one group that called different collectives at the same place of its sequence.
+    """Ranks of one group that called different collectives where they must call the same.
 
     Attributes:
-        number: The place in the group's sequence of collectives.
+        number: The place in the group's sequence of collectives, as ``Collective.number``.
         collective_by_rank: What each rank called there.
     """
 
@@ -153,7 +173,7 @@ class Mismatch:
 
     @property
     def kind(self) -> str:
-        """Return in two words what differs."""
+        """What differs: ``different tensors`` or ``different collectives``."""
         names = {collective.name for collective in self.collective_by_rank.values()}
         if len(names) == 1:
             return "different tensors"
@@ -170,7 +190,12 @@ class Mismatch:
 
 
 def read_wait_state(record: str, stack: str) -> WaitState | None:
-    """Return where a rank was, from its flight record and its stack; None without a stack."""
+    """Return where a rank was, from its flight record and its stack; None without a stack.
+
+    Args:
+        record: What the rank wrote of its flight recorders; empty if it wrote nothing.
+        stack: What ``faulthandler`` wrote.
+    """
     frames_by_thread = threads(stack)
     if not frames_by_thread:
         return None
@@ -179,8 +204,8 @@ def read_wait_state(record: str, stack: str) -> WaitState | None:
     waits = _called_function(frames)
     unfinished = _unfinished_collective(recorded, waits)
     if not waits and unfinished and frames[0].of_torch:
-        # In backward(), or in the wait of FSDP2: torch is in the collective, whatever code called
-        # it.
+        # No function of torch.distributed is in the stack, but torch is innermost: the rank is in
+        # ``backward()``, or in a wait of FSDP2, whose C++ code began the collective.
         waits = unfinished.name
     return WaitState(
         nearest(frames), waits, unfinished, recorded, connecting=frames[0].of_rendezvous
@@ -188,9 +213,10 @@ def read_wait_state(record: str, stack: str) -> WaitState | None:
 
 
 def _thread_of_the_user(frames_by_thread: Sequence[Sequence[Frame]]) -> Sequence[Frame]:
-    """Return the first stack with code of the user's own, the main thread's without one.
+    """Return the frames of the first thread that runs code of the user's own.
 
-    A main thread without any of it waits for other threads to end.
+    It is the main thread, unless the main thread only waits for other threads to end. Without a
+    thread that runs such code it is the main thread too.
     """
     for frames in frames_by_thread:
         if any(frame.of_the_user for frame in frames):
@@ -199,11 +225,13 @@ def _thread_of_the_user(frames_by_thread: Sequence[Sequence[Frame]]) -> Sequence
 
 
 def _called_function(frames: Sequence[Frame]) -> str:
-    """Return the public function of torch.distributed that was called.
+    """Return the name of the public function of torch.distributed that the user's code called.
 
-    It is the outermost one; empty if there is none.
+    It is the outermost one, as ``all_gather_object`` for a rank that waits in the ``all_gather``
+    within; empty if there is none.
     """
     called = ""
+    # Frames come innermost first, so the last match is the outermost.
     for frame in frames:
         if frame.file.endswith(_C10D) and not frame.function.startswith("_"):
             called = frame.function
@@ -213,7 +241,8 @@ def _called_function(frames: Sequence[Frame]) -> str:
 def _unfinished_collective(recorded: Iterable[Collective], waits: str) -> Collective | None:
     """Return the collective that a rank in the function ``waits`` began last and has not finished.
 
-    Without a function, any unfinished collective counts; in a function, only one of its kind.
+    If the rank is in no function (``waits`` is empty), any unfinished collective counts. In a send
+    or recv only those count, and in a collective only collectives. Return None if there is none.
     """
     if _UNRECORDED.search(waits):
         return None
@@ -228,10 +257,14 @@ def _unfinished_collective(recorded: Iterable[Collective], waits: str) -> Collec
 
 
 def read_record(record: str) -> Iterable[Collective]:
-    """Return what a rank's recorders held, in order: a line of JSON for each recorder.
+    """Return the collectives of a rank's recorders, in the order of their calls.
 
-    A line that a dying rank left half written is passed over. Of a group that was destroyed and
-    made again only the collectives after that are returned: their numbers begin anew.
+    If a group was destroyed and made again, only its collectives after that are returned: their
+    numbers begin anew, and the report compares numbers.
+
+    Args:
+        record: A line of JSON for each recorder, ``{"entries": [...]}``. A line that a dying rank
+            left half written is passed over.
     """
     entries: list[Mapping[str, Any]] = []
     for line in record.splitlines():
@@ -245,6 +278,7 @@ def read_record(record: str) -> Iterable[Collective]:
     for entry in entries:
         collective = _collective(entry)
         if collective.number < last_numbers.get(collective.counter, 0):
+            # The group was made again.
             collectives = [
                 earlier for earlier in collectives if earlier.counter != collective.counter
             ]
@@ -254,10 +288,12 @@ def read_record(record: str) -> Iterable[Collective]:
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
-    """Return the collective of an entry as torch writes it.
+    """Return the collective of an entry of the flight recorder.
 
-    torch does so in torch/csrc/distributed/c10d/FlightRecorder.hpp. gloo leaves its state at
-    ``scheduled`` and shows by ``retired`` that it is done.
+    Args:
+        entry: The entry as torch/csrc/distributed/c10d/FlightRecorder.hpp writes it, with keys such
+            as ``"process_group": ["0", "default_pg"]``, ``"profiling_name": "gloo:all_reduce"`` and
+            ``"input_sizes": [[3, 4]]``.
     """
     group_name, description = entry["process_group"]
     if description in {"", "undefined"}:
@@ -271,6 +307,7 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         key=group_name,
         number=int(number),
         tensors=_describe_tensors(entry["input_dtypes"], entry["input_sizes"]),
+        # gloo leaves the state at "scheduled", and shows by "retired" that it is done.
         finished=bool(entry["retired"]) or entry["state"] == "completed",
         p2p=p2p,
         backend=backend,
@@ -292,9 +329,10 @@ def _describe_tensors(dtypes: Iterable[str], shapes: Iterable[object]) -> str:
 
 
 def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
-    """Return one line that says which ranks are where.
+    """Return one line that says which ranks are where; ranks at the same place are named together.
 
-    Ranks at the same place are named together.
+    Args:
+        wait_states: By rank, for each rank that hangs; None if it gave no stack.
     """
     if not any(wait_states.values()):
         return f"{listed_ranks(list(wait_states))} still running"
@@ -317,7 +355,11 @@ def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
 
 
 def first_mismatch(wait_states: Mapping[int, WaitState | None]) -> Mismatch | None:
-    """Return the first collective in which ranks of a group disagree; None if there is none."""
+    """Return the first collective in which ranks of a group disagree; None if there is none.
+
+    Sends and receives are left out: two ranks of a group need not send alike.
+    """
+    #: By group (``key``) and number, what each rank called there.
     calls: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, state in wait_states.items():
         recorded = state.recorded if state else ()

@@ -1,6 +1,10 @@
-"""Usual causes of the signal that killed a rank.
+"""Say why a signal may have killed a rank: usual causes, out-of-memory kills, memory in use.
 
-Lines on a death also have what the rank and the kernel recorded before.
+A rank that a signal killed reports nothing. ``conclude`` calls ``explain`` for it, and the lines go
+into the report: ``explain(9, 1, 812843008)`` gives the usual causes of SIGKILL, ``the kernel killed
+1 process for lack of memory since the rank started`` and ``resident memory of the rank at its last
+report: 775 MiB``. The numbers were recorded before: each rank logs ``out_of_memory_kills`` when it
+starts (``rank``), and its ``resident_memory`` with each event (``rank_log``).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.launch import pristine_builtins
 
-#: Signal -> its usual causes.
+#: By the number of a signal: its usual causes.
 _CAUSES: dict[int, str] = {
     signal.SIGKILL: (
         "SIGKILL comes from the out-of-memory killer, a limit of a container or scheduler, "
@@ -38,6 +42,7 @@ def resident_memory() -> int:
     """Return the resident memory of this process in bytes; 0 where ``/proc`` is not to be read."""
     try:
         with pristine_builtins.open_file("/proc/self/statm", encoding="ascii") as file:
+            # The second number is the size of the resident part, in pages.
             return int(file.read().split()[1]) * _PAGE_SIZE
     except (OSError, ValueError, IndexError):
         return 0
@@ -59,11 +64,13 @@ def out_of_memory_kills() -> int:
 
 
 def explain(number: int, oom_kills: int | None, memory: int) -> Iterator[str]:
-    """Yield lines on a rank's death.
+    """Yield lines on a rank's death; none for a signal without known causes, such as SIGTERM.
 
-    They are usual causes of the signal, out-of-memory kills, and the rank's last memory.
-    ``oom_kills`` were since the rank started, None if unknown; ``memory`` is in bytes, 0 if
-    unknown.
+    Args:
+        number: The number of the signal.
+        oom_kills: How many processes the kernel killed for lack of memory since the rank started;
+            None if unknown.
+        memory: The resident memory of the rank at its last report, in bytes; 0 if unknown.
     """
     cause = _CAUSES.get(number)
     if cause is None:

@@ -1,8 +1,11 @@
-"""torch's flight recorder in a rank, for the report of a hang.
+"""Let a rank write torch's flight recorder to a file when the parent sends a signal.
 
-It is written to a file when the parent sends a signal. The recorder is a ring of the last
-collectives of this process. torch starts it by itself (``TORCH_FR_BUFFER_SIZE``, 2000 entries by
-default); gloo and NCCL fill it.
+The flight recorder is a ring of the last collectives of a process. torch starts it by itself
+(``TORCH_FR_BUFFER_SIZE``, 2000 entries by default); gloo and NCCL fill it. Each rank calls
+``install_handler`` when it starts (``rank``). When ranks hang, the watchdog sends them
+``RECORDER_SIGNAL`` and reads ``rank-1.recorder``, a line of JSON for each recorder:
+``{"entries": [{"profiling_name": "gloo:all_reduce", "input_sizes": [[4]], ...}]}``.
+``collectives.read_record`` decodes it for the report.
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
@@ -21,7 +24,7 @@ from typing import Any
 #: use those.
 RECORDER_SIGNAL = signal.SIGRTMIN + 8
 
-#: The line that marks the end of the file.
+#: The line that marks the end of the file: by it the parent sees that the rank has written all.
 END = b"{}\n"
 
 #: The handler in use: the C library holds only its address, so Python must keep it alive.
@@ -36,18 +39,24 @@ def record_file(directory: str | Path, rank: int) -> Path:
 def install_handler(directory: str | Path, rank: int) -> None:
     """Write the flight recorder whenever ``RECORDER_SIGNAL`` comes from now on.
 
-    Nothing is done where that is impossible. A Python handler would wait for the main thread, which
-    hangs in C. A thread of our own would be seen by tests, cause a warning at each fork (Python
-    3.12), and not run while another thread holds the GIL. So the C library calls us in the midst of
-    what the main thread does, with or without the GIL. In rare cases that goes wrong, which does
-    not matter: the parent either kills this process at once thereafter, and has its Python stacks
-    already, or the process sleeps in C without the GIL.
+    Nothing is done where that is impossible.
+
+    The handler is one of the C library, set by ``ctypes``. A handler of Python's would wait for the
+    main thread, which hangs in C. A thread of our own would be seen by tests, cause a warning at
+    each fork (Python 3.12), and not run while another thread holds the GIL.
+
+    The C library calls the handler in the midst of what the main thread does, with or without the
+    GIL. In rare cases that goes wrong, which does not matter: the parent either kills this process
+    at once thereafter, and has its Python stacks already, or the process sleeps in C without the
+    GIL.
     """
     with contextlib.suppress(OSError, MemoryError, AttributeError):
+        # The handler refers to the variable, whose value is set below.
         file = -1
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _write(file))
-        # It is opened now because at the time of a hang this process may be unable to open a file,
-        # and not earlier because the parent takes the file as a sign that there is a handler.
+        # The file is opened now because at the time of a hang this process may be unable to open
+        # one. The parent takes the file as a sign that there is a handler: without a handler the
+        # signal would end this process. So the handler is made first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         file = os.open(record_file(directory, rank), flags, 0o644)
         ctypes.CDLL(None).signal(int(RECORDER_SIGNAL), handler)
@@ -65,10 +74,10 @@ def _write(file: int) -> None:
 def dumps() -> list[Callable[[], bytes]]:
     """Return the functions that dump the recorders as JSON.
 
-    One is for NCCL, if torch has it, and one for the other backends. Both are private to torch.
-    They are the only way to a recorder that works without a time limit of NCCL's, and they are fit
-    for a process that hangs: they take no stacks. ``tests/faults/test_private_names.py`` fails when
-    they move. The list is empty if torch is not imported or has none.
+    One is for NCCL, if torch has it, and one for the other backends. Both are private to torch;
+    ``tests/faults/test_private_names.py`` fails when they move. They are the only way to a dump
+    that needs no time limit of NCCL's. They are fit for a process that hangs: they take no stacks.
+    The list is empty if torch is not imported or has none.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     of_all_recorders = []

@@ -1,4 +1,18 @@
-"""Python stacks that faulthandler wrote: at which line each thread was, without our own frames."""
+"""Python stacks that faulthandler wrote: at which line each thread was, without our own frames.
+
+A rank that hangs writes the stacks of its threads to ``rank-0.stack`` when it gets the signal
+``STACK_SIGNAL``: ``request_stack`` sends it. The text has, for each thread::
+
+    Thread 0x00007f1 (most recent call first):
+      File "/repo/train.py", line 12 in step
+      File "/venv/.../site-packages/_pytest/python.py", line 166 in pytest_pyfunc_call
+      File "/venv/.../site-packages/pytest_distcompat/launch/rank.py", line 150 in perform
+
+``threads`` returns it as ``Frame`` objects, for ``collectives`` and ``stalled_ranks``, which read
+where a rank waits. ``without_launcher`` returns it as text for reports. Both leave out the rank's
+main function (``launch/rank.py``) and what called it. ``format_error`` does the same with the
+traceback of an exception.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +33,12 @@ from pytest_distcompat.launch import pristine_builtins
 #: The file of a rank's main function. What called it is the same in all stacks: agent,
 #: multiprocessing, fork server.
 _MAIN = "pytest_distcompat/launch/rank.py"
+#: One line of a stack.
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+#: How the paths of installed packages begin.
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+#: How the paths of this Python's standard library begin. ``<`` is for code without a file, as
+#: ``<frozen importlib._bootstrap>``.
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
 #: Other Pythons' standard libraries, because a script's ranks may run on another Python than this
 #: process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
@@ -43,7 +61,7 @@ _SOURCE_LENGTH = 80
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
+    """One line of a stack: ``File "/repo/train.py", line 12 in step``."""
 
     file: str
     line: int
@@ -68,7 +86,7 @@ class Frame:
 
     @property
     def package(self) -> str:
-        """The installed package that the file belongs to, or else the file's directory."""
+        """The installed package that the file belongs to (``accelerate``), or its directory."""
         if _PACKAGES.match(self.file):
             return _PACKAGES.sub("", self.file).split("/")[0]
         return str(Path(self.file).parent)
@@ -80,12 +98,18 @@ class Frame:
 
     @property
     def of_rendezvous(self) -> bool:
-        """Tell whether the code connects to a process group's store, which no rank need host."""
+        """Tell whether the code connects to a process group's store.
+
+        The store is the server by which ranks find each other. Its host need not be a rank.
+        """
         return self.file.endswith("/torch/distributed/rendezvous.py")
 
     @property
     def calls_wait(self) -> bool:
-        """Tell whether the line's code, not a text or comment in it, has the name ``wait``."""
+        """Tell whether the line calls ``wait``, as ``work.wait()`` does.
+
+        The line is split into tokens, so that the word in a text or in a comment does not count.
+        """
         line = linecache.getline(self.file, self.line).strip()
         tokens = tokenize.generate_tokens(io.StringIO(line).readline)
         # A statement that goes on in further lines cannot be tokenized to its end.
@@ -103,7 +127,10 @@ class Frame:
 
     @property
     def of_the_user(self) -> bool:
-        """Tell whether the file belongs to no standard library, no installed package and not us."""
+        """Tell whether the code is the user's own.
+
+        It is in no standard library, in no installed package and not in this one.
+        """
         if self.of_python or _PACKAGES.match(self.file):
             return False
         return not Path(self.file).is_relative_to(_OUR_PACKAGE)
@@ -193,6 +220,9 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
     It is the innermost frame of, in this order: the user's own code; the installed package whose
     script is running; any library but torch and Python's own; all code.
+
+    Args:
+        frames: The frames of one thread, innermost first; not empty.
     """
     for frame in frames:
         if frame.of_the_user:
@@ -200,6 +230,7 @@ def nearest(frames: Sequence[Frame]) -> Frame:
     of_libraries = [frame for frame in frames if not (frame.of_python or frame.of_torch)]
     if not of_libraries:
         return frames[0]
+    # A script that is installed, as ``python -m library.train``, runs as ``<module>``.
     outermost = of_libraries[-1]
     if outermost.function == "<module>":
         for frame in of_libraries:
@@ -242,6 +273,9 @@ def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:
 
     The order stays: the crashed thread comes first. The list of all extension modules, which
     faulthandler writes last, is left out.
+
+    Args:
+        lines: What faulthandler wrote, from ``Fatal Python error: Segmentation fault`` on.
     """
     shown: list[str] = []
     for thread in _threads_above_main("\n".join(lines)):

@@ -1,4 +1,11 @@
-"""Detection of ranks that wait in torch for another rank that never comes, as in a collective."""
+"""Detect ranks that wait in torch, as in a collective, for another rank that never comes.
+
+A ``StallDetector`` is asked again and again by the watchdog (``watchdog``), once a rank has left
+its test by a skip, and by ``ext/inside/lockstep`` on each rank. It gets the process numbers of the
+ranks that are still at work. It answers True once all their main threads have slept for a second or
+so, and their stacks show that they sleep in torch. ``in_torch`` and ``may_wait_for_work`` read such
+a stack, a text that ``faulthandler`` wrote.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +31,11 @@ RECHECK_AT_MOST_S = 8.0
 class StallDetector:
     """Tells whether processes have stalled: their main threads sleep in torch and never wake up.
 
-    Call ``check`` periodically. It first sees that all main threads have slept for ``QUIET_S``
-    seconds. Then it has their stacks read, which may wake them up. If all are in torch, they must
-    sleep for ``QUIET_S`` seconds once more.
+    Call ``check`` periodically. The answer takes three steps:
+
+    1. All main threads have slept for ``QUIET_S`` seconds.
+    2. Their stacks are read, which may wake them up. All show that they are in torch.
+    3. All have slept for ``QUIET_S`` seconds once more.
     """
 
     def __init__(self) -> None:
@@ -45,8 +54,9 @@ class StallDetector:
         """Tell whether all processes have stalled.
 
         Args:
-            pids: The processes.
-            wait_in_torch: Reads the stacks, and tells whether all processes wait in torch.
+            pids: The process numbers. If there are others than before, all sleep is measured anew.
+            wait_in_torch: Reads the stacks, and tells whether all processes wait in torch. It is
+                called only if all main threads sleep.
         """
         if self._have_run(pids):
             self._in_torch = False
@@ -80,7 +90,10 @@ class StallDetector:
 
 
 def _switches(pid: int) -> object:
-    """Return the number of context switches of a process's main thread; None if it has ended."""
+    """Return the numbers of context switches of a process's main thread; None if it has ended.
+
+    There are two, for voluntary and involuntary ones. They are only compared with earlier ones.
+    """
     try:
         return psutil.Process(pid).num_ctx_switches()
     except psutil.Error:

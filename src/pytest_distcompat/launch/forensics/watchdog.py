@@ -1,6 +1,17 @@
 """The watchdog of a run: it enforces the time limit and notices ranks that vanished.
 
-It kills what must be killed, and concludes how the run ended.
+A run is one process group from start to end. While its ranks work, their launcher (``warm`` or
+``hosting``) calls ``check`` at least ten times a second. The watchdog reads the ranks' logs, and
+kills all ranks when
+
+- the time limit has passed; each rank that hangs first writes its Python stack;
+- a rank has vanished without a last event, as by ``os._exit(0)``;
+- the others live on after a rank failed; or
+- all others wait in torch for an *excused* rank, one that left its test as the test allows, by a
+  skip or an expected failure.
+
+When the ranks are gone the launcher calls ``conclude`` with their exit codes, and gets the
+``Ending``: how each rank ended.
 """
 
 from __future__ import annotations
@@ -21,8 +32,9 @@ from pytest_distcompat.events import Done, Error, Event, has_ended, is_excused, 
 from pytest_distcompat.launch import builds
 from pytest_distcompat.launch.files import Files, read_file
 from pytest_distcompat.launch.forensics.collectives import read_wait_state
+from pytest_distcompat.launch.forensics.conclude import RankProcess, conclude
 from pytest_distcompat.launch.forensics.deaths import out_of_memory_kills
-from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.forensics.flight_recorder import END, RECORDER_SIGNAL, record_file
 from pytest_distcompat.launch.forensics.stacks import request_stack, stack_file, threads
 from pytest_distcompat.launch.forensics.stalled_ranks import (
@@ -34,7 +46,7 @@ from pytest_distcompat.launch.process import alive, descendants, kill
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
 
-#: How often the logs are read, in seconds.
+#: How long to wait until the logs are read again, in seconds.
 CHECK_INTERVAL_S = 0.2
 #: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0
 #: and without a last event (``os._exit(0)``), which the agent does not notice.
@@ -53,8 +65,13 @@ RECORD_TIMEOUT_S = 1.0
 class Watchdog:
     """The watchdog of one run: it kills what must be killed, and remembers why.
 
-    The launcher calls ``check`` now and then. Once the watchdog has ``acted`` no rank is left, as
-    far as it can know.
+    The launcher calls ``check`` again and again. Once the watchdog has ``acted`` no rank is left,
+    as far as it can know.
+
+    Args:
+        request: What the ranks do, with the time limit and the directory of their logs.
+        files: The other files of these ranks; by default those in that directory. Ranks that do
+            one request after the other keep the files of the first.
     """
 
     def __init__(self, request: Request, files: Files | None = None) -> None:
@@ -62,16 +79,21 @@ class Watchdog:
         self.files = files or Files(Path(request.directory), first=request.here.start)
         self.logs = LogReader(request.directory, range(request.world_size))
         self.began = self._called_at = clock.now()
-        #: For how long it had been stopped, and the ranks with it.
+        #: For how many seconds this process was stopped (Ctrl-Z, a suspended machine), and the
+        #: ranks with it. They do not count against the time limit.
         self._gaps = 0.0
-        #: When it had killed what had to be killed.
+        #: When it had killed what had to be killed; infinity before.
         self.acted_at = math.inf
-        #: Why the parent of all machines' ranks ends the run; empty while it does not.
+        #: In a run over several machines, why pytest's machine ends the run; empty before. Another
+        #: object sets it.
         self.stopped = ""
-        #: What ``conclude`` knew of the ranks here besides their logs.
+        #: What ``conclude`` knew of the ranks on this machine besides their logs. Machines send it
+        #: to pytest's, which concludes once more, for all ranks.
         self.processes: dict[int, RankProcess] = {}
         self.known: dict[str, Any] = {}
+        #: Whether it killed ranks at the time limit.
         self.timed_out = False
+        #: The ranks that it killed, and when it began to.
         self.ended_by_us: list[int] = []
         self.ended_since = math.inf
         #: Since when a rank is gone without a last event, and since when one has failed; infinity
@@ -87,10 +109,9 @@ class Watchdog:
         return self.acted_at < math.inf
 
     def check(self) -> None:
-        """Kill the ranks if the run must end.
+        """Kill the ranks if the run must end, for one of the four reasons that the module names.
 
-        It must at the time limit, if a rank vanished, or if ranks outlive another's failure or wait
-        for one that left.
+        Most calls only look at the clock: the logs are read every ``CHECK_INTERVAL_S`` seconds.
         """
         now = clock.now()
         if now - self._called_at > clock.GAP_S:
@@ -119,7 +140,10 @@ class Watchdog:
         return any(not of_kind(Done, logged) for logged in events.values())
 
     def _outlives_failure(self, events: Mapping[int, Sequence[Event]], now: float) -> bool:
-        """Tell whether ranks have lived on for too long after another one vanished or failed."""
+        """Tell whether ranks have lived on for too long after another one vanished or failed.
+
+        A rank has vanished if its process is gone and its log has no last event.
+        """
         vanished = False
         for rank, pid in pids_of(events).items():
             if not has_ended(events[rank]) and not alive(pid):
@@ -134,7 +158,9 @@ class Watchdog:
     def _waits_for_excused(self, events: Mapping[int, Sequence[Event]]) -> bool:
         """Tell whether all ranks at work wait in torch for an excused rank.
 
-        It is one that left its test as the test allows.
+        An excused rank left its test as the test allows: it skipped, say. It stays alive until the
+        other ranks are done. But if they are in a collective that it will never join, they must be
+        ended.
         """
         excused = {rank for rank, logged in events.items() if is_excused(logged)}
         if not excused:
@@ -157,9 +183,16 @@ class Watchdog:
     ) -> Ending:
         """Return how the run ended, from the logs and files of its ranks.
 
-        Locks of builds that they left are removed. ``codes`` and ``ended_at`` (when each was seen
-        gone) are in the order of the ranks that were started here, ``also_ended`` are ranks that
-        others than the watchdog killed, and ``more`` are further arguments of ``ending.conclude``.
+        If the run failed, locks are removed that its ranks left when they were killed while they
+        built a torch extension: later builds would wait for them.
+
+        Args:
+            codes: The exit codes, in the order of the ranks that were started on this machine; None
+                or empty if they are unknown.
+            also_ended: Ranks that others than the watchdog killed.
+            ended_at: When each rank was seen gone, in the order of ``codes``.
+            environment: The ranks' environment, which says where extensions are built.
+            **more: Further arguments of ``conclude.conclude``.
         """
         events = self.logs.read()
         ranks = self.request.here
@@ -192,9 +225,10 @@ class Watchdog:
     def _with_reports(
         self, rank: int, process: RankProcess, logged: Sequence[Event]
     ) -> RankProcess:
-        """Return the same process with what it wrote for a report.
+        """Return the same process with the stacks and the record that it wrote for the report.
 
-        It wrote stacks and a flight record, or says why it could not write.
+        A rank that ended well needs none: a file may be there all the same, from an earlier
+        attempt to see whether it waits. If the rank logged no end, the disk may be full.
         """
         done = bool(of_kind(Done, logged))
         if process.ended_by_us or process.code or not done:
@@ -206,7 +240,12 @@ class Watchdog:
         return process
 
     def _end(self, events: Mapping[int, Sequence[Event]], *, timed_out: bool) -> None:
-        """Kill the ranks that are alive; those that hang first write where they are."""
+        """Kill the ranks that are alive; those that hang first write their stacks.
+
+        Args:
+            events: By rank, what it has logged.
+            timed_out: Whether the reason is the time limit.
+        """
         self.timed_out = timed_out
         living = {rank: pid for rank, pid in pids_of(events).items() if alive(pid)}
         self.ended_by_us = []
@@ -224,7 +263,11 @@ class Watchdog:
         self.acted_at = clock.now()
 
     def _take_stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
-        """Have these ranks write their stacks, and return by rank what they wrote."""
+        """Have these ranks write their stacks, and return by rank what they wrote.
+
+        Args:
+            pids: By rank, its process number.
+        """
         files = {rank: stack_file(self.files.run, rank) for rank in pids}
         for rank, path in files.items():
             if path.exists():
@@ -244,7 +287,11 @@ class Watchdog:
         return {rank: read_file(path) for rank, path in files.items()}
 
     def _wait_in_torch(self, pids: Mapping[int, int]) -> bool:
-        """Tell whether these ranks, which sleep, all wait for other ranks."""
+        """Tell whether these ranks, which sleep, all wait for other ranks.
+
+        A rank does if torch's code is innermost in its stack. If the user's own line is innermost
+        (``work.wait()``), the flight recorder must have an unfinished collective.
+        """
         stacks = self._take_stacks(pids)
         # A line of the user's may call C++ code that waits, which leaves nothing in the Python
         # stack.
@@ -261,9 +308,9 @@ class Watchdog:
         return True
 
     def _take_records(self, pids: Mapping[int, int]) -> None:
-        """Have these ranks write what torch recorded of collectives.
+        """Have these ranks write what torch's flight recorder holds: their last collectives.
 
-        They do so after the stacks: the signal may kill a rank.
+        This comes after the stacks, because the signal may kill a rank (``flight_recorder``).
         """
         signalled = []
         for rank, pid in pids.items():
@@ -283,17 +330,20 @@ class Watchdog:
 
 
 def _first_time(since: float, now: float, *, seen: bool) -> float:
-    """Return since when something is seen without a break; infinity if it is not seen."""
+    """Return since when something is seen without a break; infinity if it is not seen now.
+
+    Args:
+        since: What this function returned at the check before.
+        now: The time of this check.
+        seen: Whether it is seen at this check.
+    """
     if not seen:
         return math.inf
     return min(since, now)
 
 
 def _waits_for_build(ending: Ending) -> bool:
-    """Tell whether a rank that hangs waits for the build of an extension.
-
-    It waits for the lock, while another process builds.
-    """
+    """Tell whether a rank that hangs waits for another process to build an extension of torch."""
     for end in ending.ranks:
         if end.status == "stuck":
             for frames in threads(end.stack):
@@ -305,7 +355,7 @@ def _waits_for_build(ending: Ending) -> bool:
 def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
     """Return the processes and their descendants.
 
-    They are to be found before any is killed: a dead parent has no children.
+    They must be looked up before any is killed: a dead parent has no children.
     """
     processes: list[psutil.Process] = []
     for pid in pids:
