@@ -2,7 +2,9 @@
 
 ``distcompat doctor`` (``cli.doctor``) prints what ``installed`` and ``extensions`` return, and the
 findings of ``package_findings``, as ``problem: accelerate 1.2 requires torch>=2.6, and torch 2.5 is
-installed``. Nothing is imported for this but metadata.
+installed``. The packages themselves are not imported: their metadata says all this. Other packages
+add drivers (trainers under test), strategies, precisions, checks (claims about a training) and
+executors (which start ranks on several machines) by entry points.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pytest_distcompat.installed import GET_TORCH, fits, versions
 
 #: The name of this package.
 OURS = "pytest-distcompat"
-#: Packages that depend on one another: a version of one requires versions of the others.
+#: Packages that depend on one another: each requires certain versions of some of the others.
 STACK = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "peft", "safetensors")
 #: The extras, as in ``pip install NAME[EXTRA]``, whose requirements count; empty for no extra.
 #: Others, such as an extra for developers, may pin versions that users do not need.

@@ -259,7 +259,7 @@ def _environment_findings(machine: Machine) -> Iterator[Finding]:
     """Yield the environment variables that change what runs do."""
     environ = machine.environ
     threads = environ.get("OMP_NUM_THREADS", "")
-    # Half of the cores: a group has two ranks at least, each with so many threads.
+    # Half of the cores: already two ranks with so many threads each use all of them.
     most_threads = max(1, machine.cores // 2)
     if threads.isdecimal() and int(threads) > most_threads:
         yield Finding(

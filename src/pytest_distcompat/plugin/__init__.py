@@ -9,6 +9,8 @@ pytest loads this module in every session in which the package is installed (ent
   ``TestMyTrainer::test[fsdp2-bf16-w2:names]``: strategy, precision and 2 ranks, then the check.
   ``suite/`` does the work.
 
+``session_of(config)`` returns the plugin's state: settings, and the *launcher* that starts ranks.
+
 The same hooks run in xdist's controller, in its workers, and on ranks, where pytest runs one item
 again (``on_ranks/``). ``ON_RANK in config.stash`` tells that this process is a rank. The stash is
 pytest's dictionary for the data of plugins.
@@ -127,7 +129,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     from pytest_distcompat.cell import OPTIONS
 
     session = session_of(config)
-    # Nothing is started, so that devices and time limit mean nothing.
+    # An extension's substitute performs the runs, whatever devices and launcher there are.
     if session.substitute is not None:
         return [f"distcompat: {session.substitute.title}"]
     origin = session.setting("world_size").origin

@@ -24,6 +24,7 @@ from pytest_distcompat.plugin.option import Option, choice, count, number
 from pytest_distcompat.plugin.shard import read_shard
 from pytest_distcompat.plugin.suite.budget import read_budget
 
+#: The parser of a time limit.
 _seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
@@ -83,6 +84,7 @@ def _known(text: str, base: Path) -> Any:
     return tuple(issues)
 
 
+#: The parser of a fraction, which may be above 1.
 _positive = number("a number above 0, as 0.9", lambda value: 0 < value < math.inf)
 
 

@@ -1,19 +1,23 @@
 """Known issues that the user declares: applied to reports, and listed when they excuse nothing.
 
 A *known issue* is a bug for which a failure is expected, from a TOML file that
-``--distcompat-known`` names. Its ``where`` is its place in that file, as
-``known issues known.toml: issue 2 (its title)``. It *covers* a test, or a check in a cell of a
-suite, if it is about them, and it *excuses* their failure if the failure's message matches too. It
-may have a last day (``until``), after which it has *ended*.
+``--distcompat-known`` names. Its ``where`` is its place in that file, as ``known issues known.toml:
+issue 2 (its title)``. It *covers* an item if it is about it, and it *excuses* the item's failure if
+the failure's message matches too. It may have a last day (``until``), after which it has *ended*.
+What it expects of one item, as ``fails("names", match="other names")``, is an ``Expectation``.
 
-This happens in two processes:
+Issues are applied in the process where an item runs, as in an xdist worker. There are two ways:
 
-- Where an item runs, as in an xdist worker, issues are applied. For an item of a suite the judge
-  does that; ``note_verdict`` only notes it. For a marked test, and for one that starts ranks
-  itself, ``apply_known_issues`` turns a declared failure into an xfail. The hook
-  ``pytest_runtest_makereport`` calls it.
-- In the process with the terminal the hooks of ``Declared`` count what reports say, and print the
-  issues that can be removed.
+- An item of a suite (a subclass of ``CompatSuite``) is one check in one *cell*, a configuration
+  such as ``fsdp2-bf16-w2``. Its *verdict* is passed, failed, known and so on. The module ``judge``
+  applies all known issues when it makes the verdict; ``note_verdict`` only notes which of the
+  user's it used.
+- For a test with ``@pytest.mark.distcompat``, which runs on *ranks* (processes of a process group),
+  and for an ordinary test that starts ranks itself, ``apply_known_issues`` turns a declared failure
+  into an xfail. The hook ``pytest_runtest_makereport`` calls it.
+
+In the process with the terminal the hooks of ``Declared`` count what reports say, and print the
+issues that can be removed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ torchrun process group, in each of which pytest runs the test with these fixture
 ``pytest_configure`` registers this module as a plugin in every session. So in pytest's own process
 a fixture such as ``rank`` exists too, and fails with a hint.
 
+The fixture ``distcompat_case`` is for suites, the subclasses of ``CompatSuite``. An item of a suite
+is one *check* (a claim) in one *cell*, a configuration such as ``fsdp2-bf16-w2``: strategy,
+precision, 2 ranks. It runs in pytest's own process, which starts ranks for it.
+
 The docstrings of fixtures are what ``pytest --fixtures`` shows.
 """
 

@@ -41,9 +41,10 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
         plan: Makes the plan once all workers have collected.
     """
 
-    # Attributes of xdist's class. The workers' node ids; None until all workers have collected.
+    # Two attributes of xdist's class. ``collection`` has the node ids of all tests, and is None
+    # until all workers have collected. ``maxschedchunk`` is the most tests that a worker gets at a
+    # time (``--maxschedchunk``); None for no limit.
     collection: list[str] | None
-    # The most tests that a worker gets at a time (``--maxschedchunk``); None for no limit.
     maxschedchunk: int | None
 
     def __init__(self, config: pytest.Config, log: Any, plan: Plan) -> None:
@@ -64,8 +65,8 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
         if not self._unit:
             super().schedule()
             return
-        # xdist's ``schedule`` would now do this. ``pending`` are the indices of all tests that no
-        # worker has: first those of the plan, in its order, then the others.
+        # As xdist's own ``schedule`` does, but in another order. ``pending`` are the indices of all
+        # tests that no worker has: first those of the plan, in its order, then the others.
         self.collection = collection
         self.pending[:] = list(self._unit)
         for index in range(len(collection)):

@@ -1,9 +1,9 @@
 """The plugin's state in one pytest process: device, world size, launcher, runner.
 
 ``plugin.current.session_of(config)`` makes a ``DistcompatSession`` when the first distributed test
-is collected, or when an option of the plugin was set. The hooks of the plugin, its extensions and
-the fixtures take everything from it: settings, the launcher that starts ranks, the runner of
-suites. Each xdist worker has one, and so has xdist's controller.
+is collected, or when an option of the plugin was set. The hooks of the plugin and its extensions
+take everything from it: settings, the launcher that starts ranks, the runner of suites. Each xdist
+worker has one, and so has xdist's controller.
 
 Words in this file:
 
@@ -12,6 +12,7 @@ Words in this file:
 - *suite*: a subclass of ``CompatSuite``. It has a *cell* for each configuration of its trainer,
   such as ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks), and an item for each *check* in each
   cell.
+- *driver*: the trainer that a suite tests. *profile*: which cells of a suite run, as ``smoke``.
 - *run*: one process group from start to end, for a marked test or for the checks of a cell.
 - *launcher*: starts the ranks of a run and waits for them. The warm one forks ranks from a *fork
   server*, which has imported torch and collected the tests. The cold one is the ``torchrun``
@@ -335,6 +336,7 @@ class DistcompatSession:
         # crc32 and not hash(): all xdist workers must select the same items, and each has its own
         # hash seed.
         drawn = zlib.crc32(f"{today} {nodeid}".encode())
+        # Both sides are in hundredths of a percent.
         return drawn % 10000 < 100 * self.verified
 
     @property
@@ -419,11 +421,11 @@ class DistcompatSession:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of this process, which is made on first use. It starts no process yet.
+        """The launcher of this process, which is made on first use.
 
         Raises:
             UsageProblem: This process is a fork of the one that made the session, as under
-                pytest-forked. It would share the connection to the launcher process.
+                pytest-forked.
         """
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)
@@ -447,6 +449,7 @@ class DistcompatSession:
         # The class for ``warm`` or ``torchrun``.
         kind: Any = LAUNCHERS[self.setting("launcher").value]
         warm_or_cold = kind(warmth, device=self.device)
+        # The pool is made when the first run begins, hence the function.
         return LeasedLauncher(warm_or_cold, lambda: self.pool, self.notice)
 
     def _warmth(self) -> Warmth:

@@ -3,9 +3,10 @@
 A *cell* is a configuration of a trainer, as ``ddp-fp32-w2``: strategy, precision, 2 ranks. Some
 cells have the option ``set``, a *setting*: a field of an object of a library and its value, as
 ``TrainingArguments.optim=sgd``, or several joined by ``+``. A suite may have hundreds of them, each
-under several strategies. In the suite's matrix each would be a row with all *checks*, so the
-formats of a report also show them in a table of their own: ``text.settings_text`` in the terminal,
-``markdown`` and ``html``. It uses ``result.Table`` with other rows and columns than a matrix.
+under several strategies, and a *verdict* (passed, failed, refused, ...) on each check. In the
+suite's matrix each would be a row with all *checks*, so the formats of a report also show them in a
+table of their own: ``text.settings_text`` in the terminal, ``markdown`` and ``html``. It uses
+``result.Table`` with other rows and columns than a matrix.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from pytest_distcompat.plugin.marked.reports import LOST, Phases, mark_exception
 from pytest_distcompat.plugin.marked.run import TIME_LIMIT
 from pytest_distcompat.plugin.on_ranks import launched
 from pytest_distcompat.plugin.on_ranks.launched import COLLECTS, ON_RANK, SHARED, WORLD
-from pytest_distcompat.plugin.on_ranks.rank_session import OF_RANK_ZERO
+from pytest_distcompat.plugin.on_ranks.rank_session import SILENCING_OPTIONS
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.world import World
 
@@ -60,7 +60,7 @@ def enter(config: pytest.Config) -> None:
     session.world_size = world.size
     config.stash[WORLD] = world
     if world.rank:
-        for name, value in OF_RANK_ZERO.items():
+        for name, value in SILENCING_OPTIONS.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
         if config.option.basetemp:

@@ -53,10 +53,11 @@ RUN = f"{__name__}:run"
 #: The variable with the directory in which pytest makes its temporary directories.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"
 
-#: Option to the value that turns it off. The options print through the terminal plugin or write
-#: files. Of several ranks of which one reports as pytest does, the others have these values
-#: (``ext/inside``). Here all ranks have them, as part of ``_OPTIONS_ON_RANKS``.
-OF_RANK_ZERO: dict[str, Any] = {
+#: Option to the value that silences it. These options print through the terminal plugin or write
+#: files. All ranks of a marked test have these values, as part of ``_OPTIONS_ON_RANKS``. If pytest
+#: was started by torchrun (``ext/inside``), rank 0 reports as pytest does, and the other ranks have
+#: them.
+SILENCING_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
     # Report files that pytest and well-known plugins open, some already when they are configured.
     **dict.fromkeys(("xmlpath", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
@@ -68,7 +69,7 @@ OF_RANK_ZERO: dict[str, Any] = {
 #: set only if its plugin is loaded. -m and -k stay as the user gave them: a conftest may read them
 #: to decide what to skip.
 _OPTIONS_ON_RANKS: dict[str, Any] = {
-    **OF_RANK_ZERO,
+    **SILENCING_OPTIONS,
     **dict.fromkeys(
         ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False
     ),

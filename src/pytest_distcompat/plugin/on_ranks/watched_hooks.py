@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 #: Hooks that pytest calls once a session. Only in these each of the user's functions is watched by
 #: itself, which also shows the files that it left open: to compare these at each call costs time.
 _ONCE = frozenset(
-    {"pytest_configure", "pytest_sessionstart", "pytest_collection", "pytest_collection_finish"}
-) | {"pytest_collection_modifyitems"}
+    {
+        "pytest_configure",
+        "pytest_sessionstart",
+        "pytest_collection",
+        "pytest_collection_modifyitems",
+        "pytest_collection_finish",
+    }
+)
 
 
 def _is_lazy(mark: pytest.Mark) -> bool:
@@ -97,6 +103,7 @@ class _WatchedHooks:
         self._running.pop().close()
 
     def _is_own(self, function: Any) -> bool:
+        """Tell whether a function is the user's own code, not a library's."""
         # A function of a compiled module has no code object.
         code = getattr(inspect.unwrap(function), "__code__", None)
         return code is not None and self._watch.is_own(code.co_filename)
@@ -108,9 +115,10 @@ class _WatchedHooks:
         """
         if name == "pytest_make_collect_report":
             return self._is_own(type(arguments["collector"]).collect)
-        return name == "pytest_generate_tests" and any(
-            map(_is_lazy, arguments["metafunc"].definition.iter_markers())
-        )
+        if name == "pytest_generate_tests":
+            marks = arguments["metafunc"].definition.iter_markers()
+            return any(_is_lazy(mark) for mark in marks)
+        return False
 
     def _watch_alone(self, name: str, implementation: Any, call: contextlib.ExitStack) -> None:
         """Replace the function of one implementation by a watched one until the hook call ends.

@@ -83,8 +83,10 @@ class Forecast:
         done = 0.0
         for item in ended:
             done += self._work.get(item, 0.0)
+        # By the pace of this session, once enough is done to know it.
         if done and (not self._known or done >= OWN_PACE * total):
             return passed / done * (total - done)
+        # By the pace of the earlier session.
         if self._known:
             return self._pace * (total - done)
         return None
@@ -124,7 +126,7 @@ class Progress:
         #: Set when the thread is to end.
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        #: The file descriptor of the terminal or the log.
+        #: The file descriptor of the terminal or the log; None before ``start``.
         self._file: int | None = None
         #: Whether the line is on the terminal now.
         self._drawn = False

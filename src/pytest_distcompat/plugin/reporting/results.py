@@ -12,13 +12,15 @@ xdist's controller. From then on pytest calls its hooks:
 3. At the end it makes a ``Report`` of all verdicts, compares it with the *baseline* (the report of
    an earlier session), decides whether the session fails, and writes the report files.
 4. In pytest's terminal summary it prints the matrix of verdicts.
+
+*Red* are the verdicts that make a session fail. The *store* is a directory that all processes of
+the session share.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,10 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
-from pytest_distcompat.installed import GET_TORCH, versions
+from pytest_distcompat.installed import versions
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.packing import keep_durations
+from pytest_distcompat.plugin.reporting.nothing_ran import nothing_ran_lines
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
 from pytest_distcompat.plugin.reporting.session_info import session_info
 from pytest_distcompat.plugin.reporting.suite_items import (
@@ -62,9 +65,6 @@ SUMMARY = "GITHUB_STEP_SUMMARY"
 
 #: Exit codes of a session in which nothing failed.
 _GOOD = frozenset({pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED})
-
-#: The package that a reason for skipping a cell names as missing.
-_NOT_INSTALLED = re.compile(r"\b([\w.-]+) is not installed")
 
 
 class Results:
@@ -271,9 +271,9 @@ class Results:
     # tryfirst: pytest's own hook removes its temporary directories, and with them the store.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the report files, and durations.
+        """Make the report, write its files, and set the session's exit code.
 
-        Not in the terminal summary: a session that was interrupted may have none.
+        This is not done in the terminal summary: a session that was interrupted may have none.
         """
         if self._progress is not None:
             self._progress.stop()
@@ -398,6 +398,8 @@ class Results:
         if before is None or self.report is None:
             return
         comparison = compare(before, self.report)
+        # Only a part of the tests was selected. Missing is then what was selected and did not run:
+        # a verdict that is skipped now, or an item that was not reached.
         if self._shard or is_narrowed(session.config):
             missing = []
             for change in comparison.missing:
@@ -436,7 +438,7 @@ class Results:
         if self._can_run_elsewhere():
             return
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        self._nothing_ran = _nothing_ran_lines(self._places_by_reason())
+        self._nothing_ran = nothing_ran_lines(self.ordered(), self.without_cells)
 
     def _can_run_elsewhere(self) -> bool:
         """Tell whether the cells that can run are all in other shards."""
@@ -445,25 +447,6 @@ class Results:
         can_run = self._shard["can_run"]
         own_can_run = can_run[self._shard["number"] - 1]
         return any(can_run) and not own_can_run
-
-    def _places_by_reason(self) -> dict[str, list[str]]:
-        """Return why cells and suites did not run: reason to the suites and cells without a run.
-
-        Example: ``{"torch is not installed": ["TestMyTrainer ddp-fp32-w2"]}``.
-        """
-        places: dict[str, list[str]] = {}
-
-        def add(reason: str, place: str) -> None:
-            of_reason = places.setdefault(reason, [])
-            if place not in of_reason:
-                of_reason.append(place)
-
-        for result in self.ordered():
-            reason = result.reason or result.message
-            add(reason, place=f"{result.suite} {result.cell}")
-        for nodeid, reason in self.without_cells.items():
-            add(reason, place=nodeid.split("::")[-2])
-        return places
 
     def ordered(self) -> list[Verdict]:
         """Return the results in the order of the matrix, whatever the order in which items ran."""
@@ -506,25 +489,3 @@ def _key(result: Verdict) -> str:
 def _not_written(path: Path, error: OSError) -> str:
     """Return the line about a report file that could not be written."""
     return f"report: {path} could not be written: {error.strerror}"
-
-
-def _nothing_ran_lines(places_by_reason: dict[str, list[str]]) -> list[str]:
-    """Return what to tell the user of a session in which no cell ran: why, and what to install.
-
-    Args:
-        places_by_reason: Reason to suites and cells, see ``Results._places_by_reason``.
-    """
-    lines = ["no cell ran, so nothing was checked; expected at least one verdict"]
-    missing: dict[str, None] = {}
-    for reason, places in places_by_reason.items():
-        places_text = ", ".join(places)
-        lines.append(f"  {places_text}: {reason}")
-        for package in _NOT_INSTALLED.findall(reason):
-            missing[package] = None
-    if "torch" in missing:
-        # It alone: pip installs torch with the others, but the build for CUDA.
-        lines.append(f"  install it: {GET_TORCH}")
-    elif missing:
-        lines.append(f"  install it: pip install {' '.join(missing)}")
-    lines.append("  --distcompat-nothing-ran=pass lets such a session pass")
-    return lines

@@ -1,7 +1,8 @@
 """What a report says of its session: versions, devices, settings and times.
 
 ``Results`` calls ``session_info`` at the end of a session; the return value becomes
-``Report.session``, the part ``session`` of the report's JSON.
+``Report.session``, the part ``session`` of the report's JSON. A *lease* is the right of a process
+group to use some devices for a while; the session's timeline lists all leases.
 """
 
 from __future__ import annotations

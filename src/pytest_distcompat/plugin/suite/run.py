@@ -135,6 +135,7 @@ class BoundCase:
                 rank_that_raised = rank
         command = _command_of(trace)
         session.note_failed_run(self.item, command, rank_that_raised)
+        # If the ranks were on several machines: with the machine of each rank that it names.
         message = trace.name_hosts(verdict.message)
         verdict = dataclasses.replace(verdict, ended_run=name, rank=rank, message=message)
         self._show_output(session, verdict)
