@@ -69,7 +69,7 @@ def judge(
 
     A stand-in is one process that an extension ran in place of ranks (``--distcompat-simulate``).
     It shows less than real ranks. So a claim that holds there does not pass: it has the status that
-    the stand-in names, such as ``simulated``.
+    the stand-in names.
     """
     if trace.stand_in is None:
         return _judge(check, cell, trace, expectations)
