@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import Snapshots, check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
+from pytest_distcompat.checks._reference import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
 from pytest_distcompat.model_values import (

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import REDUCTIONS
-from pytest_distcompat.checks.parity import tolerances
+from pytest_distcompat.checks import REDUCTIONS, tolerances
 from pytest_distcompat.cost import tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.evidence.values import values_of
