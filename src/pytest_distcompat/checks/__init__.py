@@ -1,6 +1,7 @@
 """Registry of checks: each is a claim, as a pure function of (cell, trace) that yields findings."""
 
-from pytest_distcompat.checks._base import REDUCTIONS, Check, Execution, check, message, pairs
+from pytest_distcompat.checks._base import Check, Execution, check, message, pairs
+from pytest_distcompat.checks._reductions import REDUCTIONS
 from pytest_distcompat.checks._reference import tolerances
 from pytest_distcompat.model_values import Names
 from pytest_distcompat.model_values import values as held_values

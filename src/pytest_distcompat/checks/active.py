@@ -24,13 +24,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import (
-    Snapshots,
-    check,
-    every_rank,
-    gradient_reductions,
-    with_rank,
-)
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, with_rank
 from pytest_distcompat.checks._model_parallel import (
     blocks_of_whole_layers,
     missing_context_parallelism,
@@ -39,6 +33,7 @@ from pytest_distcompat.checks._model_parallel import (
     wrong_pipeline,
     wrong_secondary_partition,
 )
+from pytest_distcompat.checks._reductions import gradient_reductions
 from pytest_distcompat.checks._replicas import unlike_replicas
 from pytest_distcompat.checks._stored import ignored_predicate, wrongly_stored_parameters
 from pytest_distcompat.cost import trained_elements
