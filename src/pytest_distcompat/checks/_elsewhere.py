@@ -1,6 +1,6 @@
 """Why a check about checkpoints leaves a cell to another cell.
 
-A cell is one point of the test matrix, such as ``fsdp2-bf16-w2-compile``. Checks that load a
+A cell is one point of the test matrix, such as ``fsdp2-bf16_upcast-w2-compile``. Checks that load a
 checkpoint at another world size, or a damaged one, need several expensive runs. Most options of a
 cell do not matter for them, so only cells without these options have such a check.
 

@@ -37,7 +37,7 @@ class ExpectedNames:
     Tied parameters count under their first name.
 
     Attributes:
-        cell: The cell, such as ``fsdp2-bf16-w2-lora``.
+        cell: The cell, such as ``fsdp2-bf16_upcast-w2-lora``.
         unwrapped: The record of the unwrapped model.
         first_names: Name -> first name of the same tensor. It has all names of tied parameters, and
             PEFT's names for the parameters of an adapter.

@@ -4,10 +4,10 @@ A trainer that falls back to something else in silence would pass most other che
 example, runs DDP in place of FSDP on the CPU.
 
 ``judge.judge`` calls the check once the run has ended. It gets a cell, one point of the test matrix
-(``fsdp2-bf16-w2``: strategy, precision, 2 ranks), and a trace. The trace has the run ``train`` (one
-process group from start to end) as snapshots: what one rank recorded of its model after one action,
-such as ``build`` or ``step``. The check yields findings, such as ``rank 0: LlamaForCausalLM runs as
-DDP x 1; expected FSDP2 for fsdp2``; none if all is right.
+(``fsdp2-bf16_upcast-w2``: strategy, precision, 2 ranks), and a trace. The trace has the run
+``train`` (one process group from start to end) as snapshots: what one rank recorded of its model
+after one action, such as ``build`` or ``step``. The check yields findings, such as ``rank 0:
+LlamaForCausalLM runs as DDP x 1; expected FSDP2 for fsdp2``; none if all is right.
 
 It looks at four things. This file has the first and the third of them:
 

@@ -5,7 +5,7 @@ wrong size. AdamW hides that for a while, so losses do not show it.
 
 ``judge.judge`` calls the check once both runs have ended; ``parity`` calls it too, where it must
 know that gradients are right. It gets a cell, one point of the test matrix such as
-``fsdp2-bf16-w2``, and a trace with two runs of 20 steps: ``train`` on the cell's ranks, and
+``fsdp2-bf16_upcast-w2``, and a trace with two runs of 20 steps: ``train`` on the cell's ranks, and
 ``reference`` in one process in float32. For each step a rank's snapshot has the sum of squares of
 the gradients that its optimizer got, after unscaling and clipping. The check yields a finding for
 the first step that differs: ``step 1: all ranks together: the gradients that the optimizer gets

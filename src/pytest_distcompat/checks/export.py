@@ -1,8 +1,8 @@
 """Check ``export``: exported weights load with the model's own library, and are the trained ones.
 
 ``judge.judge`` calls the check once both runs have ended. It gets a cell, one point of the test
-matrix such as ``fsdp2-bf16-w2``, and a trace of two runs (a run is one process group from start to
-end):
+matrix such as ``fsdp2-bf16_upcast-w2``, and a trace of two runs (a run is one process group from
+start to end):
 
 - ``train``, on the cell's ranks, exports the model after 20 steps, and evaluates it on one batch;
 - ``reload``, in one process without the trainer, loads the export and evaluates it as well.

@@ -5,7 +5,7 @@ A wrapper may change them: ``module.lm_head.weight`` under DDP. The name that a 
 for a parameter is its *live* name.
 
 ``judge.judge`` calls the check once the run ``train`` has ended. It gets a cell, one point of the
-test matrix such as ``fsdp2-bf16-w2``, and a trace: for each rank and each action of the run
+test matrix such as ``fsdp2-bf16_upcast-w2``, and a trace: for each rank and each action of the run
 (``build_model``, ``build``, ``step``, ``save``, ``files``) a snapshot, what the rank recorded after
 it. The check yields findings, such as ``rank 0: live parameter 'net.lm_head.weight' maps to
 'net.lm_head.weight', which is no name of the unwrapped model``; none if all is right.

@@ -1,8 +1,8 @@
 """Check ``parity``: a cell trains the same model as one process in float32.
 
 ``judge.judge`` calls the check once both runs have ended. It gets a cell, one point of the test
-matrix such as ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks), and a trace. A run is one process
-group from start to end. The trace has two runs of 20 steps:
+matrix such as ``fsdp2-bf16_upcast-w2`` (strategy, precision, 2 ranks), and a trace. A run is one
+process group from start to end. The trace has two runs of 20 steps:
 
 - ``train``, on the cell's ranks, with the trainer under test;
 - ``reference``, in one process, in float32 and without any wrapper, on the batches of all ranks.

@@ -6,10 +6,10 @@
 - ``best``: training that is to end with its best checkpoint ends with its weights.
 
 ``judge.judge`` calls a check once all its runs have ended. The check gets a cell, one point of the
-test matrix such as ``fsdp2-bf16-w2``, and a trace. The trace has, for each run (one process group
-from start to end), snapshots: what one rank recorded of its part of model, optimizer, scheduler and
-scaler after one action. The check yields findings, such as ``rank 1: parameter 'lm_head.weight':
-other values after the load``; none if all is right.
+test matrix such as ``fsdp2-bf16_upcast-w2``, and a trace. The trace has, for each run (one process
+group from start to end), snapshots: what one rank recorded of its part of model, optimizer,
+scheduler and scaler after one action. The check yields findings, such as ``rank 1: parameter
+'lm_head.weight': other values after the load``; none if all is right.
 
 The run ``train`` takes three steps (``SAVED``), saves, and takes further steps. The run ``resume``
 loads that checkpoint and repeats the two steps after it; for ``midway`` it then evaluates and takes

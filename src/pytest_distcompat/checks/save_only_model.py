@@ -2,7 +2,7 @@
 
 It applies to cells with the option ``save_only_model``, in which the trainer is told to save
 checkpoints without optimizer and scheduler. A cell is one point of the test matrix, such as
-``fsdp2-bf16-w2-save_only_model``.
+``fsdp2-bf16_upcast-w2-save_only_model``.
 
 ``judge.judge`` calls the check once the run ``train`` has ended. The trace of the run has a
 snapshot for each rank and action: the weights of the live model at the action ``save``, and on

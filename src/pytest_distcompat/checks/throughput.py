@@ -4,9 +4,9 @@ It applies only if the user sets a limit, ``--distcompat-throughput 0.9``: each 
 of the baseline's tokens a second and rank.
 
 ``judge.judge`` calls the check once both runs have ended. It gets a cell, one point of the test
-matrix such as ``fsdp2-bf16-w2``, and a trace with the runs ``train`` (one process group from start
-to end, on the cell's ranks) and ``baseline`` (the same training under DDP). Both have, for each
-rank and step, the seconds that it took and the number of tokens. The check yields one finding:
+matrix such as ``fsdp2-bf16_upcast-w2``, and a trace with the runs ``train`` (one process group from
+start to end, on the cell's ranks) and ``baseline`` (the same training under DDP). Both have, for
+each rank and step, the seconds that it took and the number of tokens. The check yields one finding:
 ``900 tokens a second and rank, 0.75 of ddp's 1200; expected at least 0.9 of it``.
 """
 
@@ -78,7 +78,7 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     speed = measured.tokens_per_second
     baseline_speed = baseline.tokens_per_second
     if speed < limit * baseline_speed:
-        # The id of the run's cell begins with the strategy: ``ddp-bf16-w2``.
+        # The id of the run's cell begins with the strategy: ``ddp-bf16_upcast-w2``.
         baseline_strategy = trace.run("baseline").cell.partition("-")[0]
         name = STRATEGIES.get(baseline_strategy).name
         fraction = speed / baseline_speed

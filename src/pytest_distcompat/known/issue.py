@@ -5,7 +5,7 @@ judge beside those that a user declares in the suite: a failure that matches is 
 no news. An issue that accelerate 1.7 has in checkpoints of FSDP1 becomes ``fails("resume",
 strategy="fsdp1", match="state is empty", reason="...")``.
 
-A cell is one point of the test matrix, such as ``fsdp1-bf16-w2``; its facets are strategy,
+A cell is one point of the test matrix, such as ``fsdp1-bf16_upcast-w2``; its facets are strategy,
 precision, world size and options. A marked test is a user's own test that runs on ranks
 (``@pytest.mark.distcompat``).
 """

@@ -139,7 +139,7 @@ class Progress:
             self._file = None
 
     def _run(self) -> None:
-        from pytest_distcompat.evidence.store import running
+        from pytest_distcompat.evidence.progress import running
 
         finished: set[str] = set()
         while not self._stopped.wait(RENEWED):
