@@ -9,6 +9,10 @@ step. For each rank and step there is a snapshot: what the model was fed (a dige
 each forward pass), the collectives, and the steps of the optimizer. The check compares the numbers
 of both runs and yields findings, such as ``step 1: rank 0: 2000 elements of gradients were reduced;
 expected 1000 with one micro-batch``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
 """
 
 from __future__ import annotations

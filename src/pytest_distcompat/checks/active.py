@@ -16,6 +16,10 @@ It looks at four things. This file has the first and the third of them:
 - after the build, over ranks: how many copies of the parameters they store (``_stored``);
 - in the third step: whether gradients were reduced;
 - after three and after 20 steps: whether replicas are equal (``_replicas``).
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
 """
 
 from __future__ import annotations

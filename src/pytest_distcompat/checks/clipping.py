@@ -13,6 +13,10 @@ have norm 2; 1 in the reference (2e-04 allowed)``.
 
 Ranks that hold one copy of the model together (a shard group, as under FSDP) have a norm together.
 Under DDP each rank has a copy, so each rank has a norm.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
 """
 
 from __future__ import annotations

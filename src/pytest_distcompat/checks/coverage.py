@@ -17,6 +17,13 @@ read it:
 - ``resumed_rows`` is a new process group that resumes the loaders twice: at the start of epoch 2
   and after two batches of it.
 - ``moved_rows`` has twice as many ranks and resumes after one batch of epoch 2, which is as far.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
+several runs of its own.
 """
 
 from __future__ import annotations

@@ -9,6 +9,13 @@ matrix such as ``fsdp2-fp32-w2``, and a trace of the runs (a run is one process 
 end). For each rank and action a run has a snapshot, and ``end``: how it failed, None if it did not.
 Some of these runs must fail. The check yields findings, such as ``file 'model.safetensors' is cut
 in half: it was loaded without an error, and training went on``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
+several runs of its own; ``raises`` names the runs that must end in an exception.
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ a hash; it is empty if no tensor was found in the inputs. The check yields findi
 Some ranks must be fed the same rows, because they hold parts of one model: those of a
 tensor-parallel group (``tp``: parts of each layer) and those of a pipeline (``pp``: some of the
 layers). Ranks of a context-parallel group (``cp``) are fed parts of the same sequences.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one.
 """
 
 from __future__ import annotations

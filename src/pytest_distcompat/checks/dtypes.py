@@ -13,6 +13,10 @@ them that the optimizer keeps.
 
 Dtypes are torch's names without the prefix: ``float32``. The *unwrapped* model is the one before
 anything wraps it; a *live* name is that of the wrapped model.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
 """
 
 from __future__ import annotations

@@ -15,6 +15,12 @@ For each rank and action the trace has a snapshot: what the rank recorded of its
 Names, then values, then outputs are compared. ``names_in`` and ``same_values`` are used by
 ``ext.scripts``, too, for models that a script exports. The *unwrapped* model is the one before
 anything wraps it; its names are those that a user loads by.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one.
 """
 
 from __future__ import annotations

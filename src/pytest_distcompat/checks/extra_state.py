@@ -12,6 +12,12 @@ each state: place in the state (``shadow.inlet.weight``) -> text of a number, or
 The check yields findings, such as ``rank 1: ema.decay is another after the load than was saved``.
 
 The comparisons are public, because ``ext.scripts.roundtrip`` makes them for scripts.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one.
 """
 
 from __future__ import annotations

@@ -11,6 +11,11 @@ complain, and computes in bfloat16.
 process group from start to end), rank and action a snapshot, with the number of layers that compute
 in 8 bits and of tensors that a step made in 8 bits. The check yields findings, such as ``rank 0: 0
 of 9 linear layers are in 8 bits after build; expected all but the first and the last``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None; ``raises``
+names the runs that must end in an exception.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ ranks): 'lm_head.weight' has norm 2; 1 in the reference (2e-04 allowed)``.
 A parameter's ratio is the norm of its gradient over that in the reference. Parameters with the same
 wrong ratio are in one finding. If some gradients are wrong, clipping scales all others by one
 factor; that common ratio is no finding.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
 """
 
 from __future__ import annotations

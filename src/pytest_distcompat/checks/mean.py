@@ -14,6 +14,11 @@ micro-batch the same weight; the driver says each token``. If it passes, reports
 Example: two ranks with rows of 1 and 3 tokens. In a mean over tokens each token weighs 1/4. In a
 mean over ranks the token of the first weighs 1/2, each of the others 1/6: weight times tokens of
 the rank is equal.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None; ``remark``
+returns what reports say if the check passes.
 """
 
 from __future__ import annotations

@@ -13,6 +13,10 @@ such as ``all ranks together keep 2000 elements of 'exp_avg'; 1000 elements are 
 A *kind of state* is a key of the optimizer's state, such as ``exp_avg``, or ``master``: the float32
 copies of parameters that ZeRO's optimizer updates. A *stage* is the part of the layers that
 pipeline parallelism (``pp``) puts on some ranks; without a pipeline all ranks are one stage.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
 """
 
 from __future__ import annotations

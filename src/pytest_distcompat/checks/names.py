@@ -13,6 +13,10 @@ it. The check yields findings, such as ``rank 0: live parameter 'net.lm_head.wei
 This file compares what is in memory: the values that ranks start from, live parameters and buffers,
 and optimizer state. ``_saved_names`` compares the saved files. ``_expected_names`` knows which
 names are right.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ many parameters, flattened into one tensor (a partition) on each rank.
 
 A *live* name is that of the wrapped model. The *unwrapped* model is the one before anything wraps
 it; it says what is trainable.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
 """
 
 from __future__ import annotations

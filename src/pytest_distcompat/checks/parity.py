@@ -15,6 +15,10 @@ Tolerances are in ``_reference``, learning rates and the like in ``_hyperparamet
 ``clipping``, which compares the norms of the gradients that the optimizer got, is in a file of its
 own. This file compares losses and the reported norms, and names the cause of a wrong loss where a
 simple one fits: another kind of mean, or a factor such as the number of ranks.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
 """
 
 from __future__ import annotations

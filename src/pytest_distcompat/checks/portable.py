@@ -12,6 +12,13 @@ the load under fsdp2``.
 
 Only DeepSpeed can load the optimizer state of its ZeRO strategies. From these only weights are
 moved: ``train`` exports the model, and ``port`` loads it with the model's own library.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
+several runs of its own.
 """
 
 from __future__ import annotations

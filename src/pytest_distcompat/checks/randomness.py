@@ -17,6 +17,12 @@ The check yields findings, such as ``ranks 0 and 1 draw the same random numbers 
 
 Tensor-parallel peers (``tp``) hold parts of the same layers. They must drop the same of equal
 activations, so they may draw alike.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one.
 """
 
 from __future__ import annotations

@@ -15,6 +15,13 @@ from start to end):
 For each rank and action there is a snapshot: losses, learning rates, and digests (hashes) of what
 the rank holds. The check yields findings, such as ``rank 0: loss 2 after the second load is 0.61;
 0.58 in the run that never stopped``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
+several runs of its own.
 """
 
 from __future__ import annotations

@@ -17,6 +17,12 @@ one more step. Tensors are compared by digests, which are hashes of the values t
 
 The file has four parts: the check ``resume``; classes of findings; comparisons of two snapshots of
 one rank; the other three checks.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one.
 """
 
 from __future__ import annotations

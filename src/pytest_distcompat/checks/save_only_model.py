@@ -8,6 +8,10 @@ checkpoints without optimizer and scheduler. A cell is one point of the test mat
 snapshot for each rank and action: the weights of the live model at the action ``save``, and on
 rank 0 at the action ``files`` the saved files, with a digest (a hash of the values) for each key.
 The check yields findings, such as ``2 of 9 weights are not saved, first 'lm_head.weight'``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ of that run: a step, a step in which the gradients of one rank are made infinite
 scaler (``{"scale": 65536.0}``), and with digests (hashes) of parameters and optimizer state. The
 check yields findings, such as ``rank 0: 'lm_head.weight' changed in a step whose gradients
 overflow; expected it to be skipped``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
 """
 
 from __future__ import annotations

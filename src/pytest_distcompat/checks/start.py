@@ -12,6 +12,10 @@ other values after build than were loaded``.
 Digests of a whole tensor can be computed from those of its shards. If the precision computes in a
 lower dtype than the model was loaded in, the record also has the digest of the value that is
 rounded to that dtype (``rounded``).
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ matrix such as ``fsdp2-bf16_upcast-w2``, and a trace with the runs ``train`` (on
 start to end, on the cell's ranks) and ``baseline`` (the same training under DDP). Both have, for
 each rank and step, the seconds that it took and the number of tokens. The check yields one finding:
 ``900 tokens a second and rank, 0.75 of ddp's 1200; expected at least 0.9 of it``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``limit`` names the limit that the user must set.
 """
 
 from __future__ import annotations

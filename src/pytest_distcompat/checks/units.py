@@ -14,6 +14,10 @@ block``.
 
 The *unwrapped* model is the one before anything wraps it; its record says which blocks there are.
 *Live* names are those of the wrapped model.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
 """
 
 from __future__ import annotations
