@@ -138,17 +138,12 @@ def _wrong_sizes(
     ranks_of_stage = cell.world_size // cell.pp
     built = _built_on(run, ranks)
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
-    padding = 0
+    padding = MAX_PADDING
     if not is_sharded:
         # Each rank has the whole model, except experts that expert parallelism puts on other ranks.
         trained -= _elements_of_other_experts(built)
-        parameter_copies = ranks_of_stage // cell.tp
-    elif requested(cell, unwrapped, "dp_replicate"):
-        padding = MAX_PADDING
-        parameter_copies = int(cell.option("dp_replicate"))
-    else:
-        padding = MAX_PADDING
-        parameter_copies = _copies(built, ranks_of_stage)
+        padding = 0
+    parameter_copies = _parameter_copies(cell, built, unwrapped, is_sharded=is_sharded)
     shards_state = _shards_state(snapshots)
     kept = _kept_elements(snapshots)
     tensors = _state_tensors(snapshots)
@@ -165,10 +160,30 @@ def _wrong_sizes(
         if shards_state and key != "master":
             copies = 1
         expected = trained_with_state * copies
+        # Masters are not among the tensors of state: there is one partition of them on each rank.
         room = padding * (tensors[key] or ranks_of_stage)
         if expected <= kept[key] <= expected + room:
             continue
         yield _StateSize(where, key, kept[key], trained_with_state, copies, ranks_of_stage)
+
+
+def _parameter_copies(
+    cell: Cell, built: Sequence[Snapshot], unwrapped: UnwrappedInfo | None, *, is_sharded: bool
+) -> int:
+    """Return how many copies of the parameters the ranks of a stage should hold together.
+
+    Args:
+        cell: The cell.
+        built: The snapshots of these ranks after the build.
+        unwrapped: The stage's part of the unwrapped model.
+        is_sharded: Whether the strategy shards parameters or masters.
+    """
+    ranks_of_stage = cell.world_size // cell.pp
+    if not is_sharded:
+        return ranks_of_stage // cell.tp
+    if requested(cell, unwrapped, "dp_replicate"):
+        return int(cell.option("dp_replicate"))
+    return _copies(built, ranks_of_stage)
 
 
 def _built_on(run: RunTrace, ranks: Collection[int]) -> list[Snapshot]:
@@ -206,6 +221,7 @@ def _kept_elements(snapshots: Sequence[Snapshot]) -> Counter[str]:
     """Return kind of state -> how many elements of it the ranks keep together."""
     kept: Counter[str] = Counter()
     for snapshot in snapshots:
+        # A snapshot is of one rank, or of all ranks that an extension ran one process in place of.
         for (key, _), numel in state_elements(snapshot).items():
             kept[key] += numel * len(snapshot.ranks)
     return kept
