@@ -71,6 +71,7 @@ def judge(
     It shows less than real ranks. So a claim that holds there does not pass: it has the status that
     the stand-in names.
     """
+    # Real ranks ran.
     if trace.stand_in is None:
         return _judge(check, cell, trace, expectations)
     # A bug may show only in values, which a stand-in does not have. So a declared bug that does not
@@ -84,7 +85,6 @@ def judge(
 
 
 def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
-    """Return the verdict, as if real ranks had run."""
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     # Without those whose last day is over, and then with a note about them.
     ended = [expectation for expectation in covering if expectation.ended]

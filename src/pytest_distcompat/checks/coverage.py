@@ -140,7 +140,6 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     do (``DistributedSampler`` and the trainer's). With the same order in each epoch ``set_epoch``
     is not called. A resumed run needs the epoch's seed and the number of batches done.
     """
-    # A rank that did not report has no rows, so nothing else would name it.
     yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
     full_run = _rows_by_loader(trace.runs.get("rows"))
     resumed_run = _rows_by_loader(trace.runs.get("resumed_rows"))
@@ -150,10 +149,8 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
         full_rows = _once_for_peers(cell, rows_by_rank)
         findings += _other_epochs(full_rows)
         findings += _not_continued(rows_by_rank, resumed_run.get(name, {}))
-        # A loader that cannot resume at another number of ranks was not read there.
         if name in resharded_run:
             findings += _not_continued_resharded(full_rows, resharded_run[name])
-        # A dict, because it keeps the order and has each finding only once.
         for finding in dict.fromkeys(findings):
             yield f"{name}: {finding}"
 
@@ -437,7 +434,7 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _are_close(metric: float | None, expected: float | None) -> bool:
-    """Tell whether both metrics exist and are equal but for rounding."""
+    """Tell whether two metrics are there and equal but for rounding."""
     if metric is None or expected is None:
         return False
     return math.isclose(metric, expected, rel_tol=TOLERANCE)
