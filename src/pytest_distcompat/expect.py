@@ -1,7 +1,20 @@
-"""Expectations that an adopter declares.
+"""Expectations: what a user declares not to work, as exceptions to "every check passes".
 
-``fails`` is a known bug; ``refuses`` says that a cell is not supported, and fails with a clear
-error.
+``fails`` declares a known bug. ``refuses`` declares that a cell is not supported, and that the
+trainer must say so with a clear error at build. Both return an ``Expectation``:
+
+    class TestMyTrainer(CompatSuite):
+        expect = (
+            fails("resume", strategy="zero3", reason="https://github.com/my/trainer/issues/1"),
+            refuses("resume", strategy="ddp", match="needs a sharded checkpoint"),
+        )
+
+Known issues (package ``known``) make them of entries in a file. ``judge.judge`` reads all of them,
+and decides whether a failure is news.
+
+A *cell* is one point of the test matrix, such as ``fsdp2-bf16_upcast-w2-compile``. Its *facets* are
+strategy, precision, ``world_size``, options (``compile=True``), and over how many machines its
+ranks are spread.
 """
 
 from __future__ import annotations
@@ -16,28 +29,33 @@ from pytest_distcompat.cell import FACETS, OPTIONS, Cell, OptionValue
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.spread import COUNTS
 
+#: What a declaration may give for a facet: a value, or a tuple of values of which any will do.
 FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 
-#: A lower bound, which facets that are numbers take besides these.
+#: A lower bound such as ``>=2``, which facets that count ranks or machines take in place of a
+#: number.
 _LOWER_BOUND = re.compile(r">=([1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """One declared exception to "every check passes", made by ``fails`` or ``refuses``.
+    """One declared exception to "every check passes", made by ``fails`` or ``refuses``."""
 
-    ``strict``: it is an error if the exception does not occur. ``also``: matches further findings
-    of the same bug. ``until``: the last day (UTC) on which it holds, as ``2026-12-01``; empty for
-    no end.
-    """
-
+    #: ``fails`` or ``refuses``.
     kind: str
+    #: The name of the check, ``*`` for all.
     check: str
+    #: The facets of the cells, sorted by name: ``(("precision", "fp32"), ("world_size", ">=2"))``.
     facets: tuple[tuple[str, FacetValue], ...]
+    #: Why, best a link; may be empty for ``refuses``.
     reason: str
+    #: A regular expression that the message must contain; empty for any message.
     match: str
+    #: Whether it is an error if the exception does not occur.
     strict: bool = True
+    #: A regular expression for further findings of the same bug; empty for none.
     also: str = ""
+    #: The last day (UTC) on which it holds, ``2026-12-01``; empty for no end.
     until: str = ""
 
     @property
@@ -49,7 +67,10 @@ class Expectation:
         return today > self.until
 
     def covers(self, cell: Cell, check: str) -> bool:
-        """Tell whether the expectation is about that check in that cell."""
+        """Tell whether the expectation is about that check in that cell.
+
+        It is if each facet that it names has one of the declared values in the cell.
+        """
         if self.check not in ("*", check):
             return False
         values = cell.facets()
@@ -69,11 +90,11 @@ class Expectation:
         return True
 
     def matches(self, message: str) -> bool:
-        """Tell whether the message is the declared one."""
+        """Tell whether a message, or one finding of it, contains ``match``."""
         return not self.match or re.search(self.match, message) is not None
 
     def explains(self, finding: str) -> bool:
-        """Tell whether one finding of several is the declared bug, or a consequence of it."""
+        """Tell whether a finding is the declared bug (``match``) or a consequence (``also``)."""
         if self.matches(finding):
             return True
         if not self.also:
@@ -81,6 +102,7 @@ class Expectation:
         return re.search(self.also, finding) is not None
 
     def __str__(self) -> str:
+        """Return it as a user writes it: ``fails('resume', strategy='zero3', reason=...)``."""
         arguments = [repr(self.check)]
         for name, value in self.facets:
             arguments.append(f"{name}={value!r}")
@@ -180,6 +202,7 @@ def may_refuse(
 def _expectation(
     kind: str, check: str, facets: dict[str, FacetValue], *, reason: str, match: str, until: str
 ) -> Expectation:
+    """Return the expectation. Raises UsageProblem if a facet, ``match`` or ``until`` is invalid."""
     declaration = f"{kind}({check!r})"
     if until and not _is_day(until):
         raise UsageProblem(f"{declaration}: until={until!r}; expected a day, as '2026-12-01'")
@@ -193,7 +216,7 @@ def _expectation(
 
 
 def _problem_of_facet(name: str, facet: FacetValue) -> str | None:
-    """Return what is wrong with a facet or its value; None if nothing is."""
+    """Return the message about an invalid facet or value; None if both are valid."""
     if name not in FACETS:
         known = ", ".join(FACETS)
         return f"no facet named {name!r}. Known: {known}"
@@ -203,6 +226,7 @@ def _problem_of_facet(name: str, facet: FacetValue) -> str | None:
     if name in COUNTS and not all(_is_count(value) for value in values):
         expected = "a number, a lower bound as '>=2', or a tuple of them"
         return f"{name} takes {expected}, got {facet!r}"
+    # Which strategies and precisions there are is known only to modules that import this one.
     if name not in OPTIONS:
         return None
     option = OPTIONS[name]
@@ -214,15 +238,16 @@ def _problem_of_facet(name: str, facet: FacetValue) -> str | None:
 
 
 def _is_count(value: object) -> bool:
+    """Tell whether a value is a number or a lower bound."""
     if isinstance(value, str):
         return _LOWER_BOUND.fullmatch(value) is not None
     return isinstance(value, int)
 
 
 def _allows(wanted: OptionValue | int, number: int) -> bool:
-    """Tell whether a number of ranks, or of what they are on, is wanted.
+    """Tell whether a number of ranks or machines is the wanted one.
 
-    ``wanted`` is that number, or a lower bound (``">=2"``).
+    ``wanted`` is a number, or a lower bound (``">=2"``).
     """
     if isinstance(wanted, str):
         return number >= int(wanted.removeprefix(">="))
@@ -230,14 +255,17 @@ def _allows(wanted: OptionValue | int, number: int) -> bool:
 
 
 def _is_day(text: str) -> bool:
+    """Tell whether a text is a day such as ``2026-12-01``."""
     try:
-        # Later Pythons read other spellings too, which do not sort as days.
+        # Later Pythons read other spellings too, such as ``20261201``. ``ended`` compares texts, so
+        # that only ``2026-12-01`` will do.
         return dt.date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
 
 
 def _regular(name: str, text: str) -> str:
+    """Return the text. Raises UsageProblem, which names it, if it is no regular expression."""
     try:
         re.compile(text)
     except re.error as error:

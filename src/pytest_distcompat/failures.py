@@ -1,6 +1,9 @@
-"""Exceptions of this package: all are a ``DistcompatError``.
+"""Exceptions of this package. All are a ``DistcompatError``.
 
-``LateFailure`` is an ``Incompatible``.
+``UsageProblem`` is a mistake of the user. The others are the failures of pytest items:
+``Incompatible`` for a check that fails, ``LateFailure`` (an ``Incompatible``) for an unsupported
+cell that fails too late, and ``RunFailedError`` for a run that crashed or hung.
+``plugin.suite.run`` and ``plugin.marked`` raise them.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from typing import Any
 class DistcompatError(Exception):
     """Base class of all exceptions of this package.
 
-    ``hard``: a crash, a hang or a leak, which no known issue excuses.
+    Attributes:
+        hard: Whether it is a crash, a hang or a leak, which no known issue excuses.
     """
 
     def __init__(self, text: str = "", *, hard: bool = False) -> None:
@@ -39,10 +43,10 @@ class RunFailedError(DistcompatError):
 
 
 def hides_frames(excinfo: Any) -> bool:
-    """Tell whether pytest hides our frames of an error.
+    """Tell whether pytest hides the frames of this package in a traceback.
 
-    It hides those of an error that we raise on purpose, so that it shows the line of the test. A
-    module with ``__tracebackhide__ = hides_frames`` shows its frames for all other errors: those
-    are bugs of ours.
+    A module sets ``__tracebackhide__ = hides_frames``; pytest calls it with the error's
+    ``ExceptionInfo``. Frames are hidden if the error was raised on purpose, so that the user sees
+    the line of the test. They are shown for any other error, which is a bug of this package.
     """
     return isinstance(excinfo.value, DistcompatError)

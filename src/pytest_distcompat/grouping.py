@@ -1,4 +1,4 @@
-"""Grouping of values by keys."""
+"""A function that groups values by keys. ``ext.reach`` uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return the values of each key, keys and values in the order of their first appearance."""
+    """Return key -> its values: ``{"a": [1, 3]}`` of ``("a", 1), ("a", 3)``, in the given order."""
     values_by_key: dict[K, list[V]] = {}
     for key, value in pairs:
         values_by_key.setdefault(key, []).append(value)

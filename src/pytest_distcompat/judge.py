@@ -1,4 +1,25 @@
-"""Judge: one verdict from a check, a trace and the expectations."""
+"""Judge: make one verdict of a check, the trace of its runs, and what is declared to fail.
+
+``judge`` is called by ``engine.run_check`` (for an item of a ``CompatSuite`` and for
+``check_driver``), and by ``ext.scripts.result`` (for a script), after the runs have ended. It gets
+
+- the check, a claim such as ``resume``, which yields findings: one sentence for each thing wrong;
+- the cell: one point of the test matrix, such as ``fsdp2-bf16_upcast-w2``;
+- the trace: what each rank recorded in each run (a process group from start to end), and how a
+  run failed, if it did: ``raised``, ``crashed`` or ``hung``;
+- the expectations: what users and known issues declare by ``fails(...)`` (a known bug) or
+  ``refuses(...)`` (the trainer does not support the cell and must say so at build).
+
+It returns a ``Verdict``. For the example of ``fails("resume", strategy="fsdp2", match="exp_avg")``:
+
+- the check yields ``rank 0: exp_avg is another``: known;
+- it yields nothing: ``fixed?``, which is red, because the declaration must be removed;
+- it yields something without ``exp_avg``: failed;
+- a rank crashes before the check's last snapshot: crashed, whatever is declared.
+
+``declaration`` goes the other way: it returns the declaration that would cover a failure, which the
+failure's text offers to paste.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +36,22 @@ from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, Snapshot, Trace
 from pytest_distcompat.wording import listed_ranks
 
-#: What differs between failures of one cause, and what a regular expression would have to escape.
+#: Parts of a finding that ``declaration`` leaves out of ``match``: numbers and ranks, which differ
+#: between failures of one cause, and characters that a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
-#: Exceptions that are not raised on purpose.
+#: Exceptions that a trainer does not raise on purpose, as a regular expression. An error of these
+#: types is a bug of the trainer, not its way to say that it does not support a cell. The judge does
+#: not read it: ``ext.upstream.sweep.law`` and ``ext.search.trial`` do.
 ACCIDENTS = (
     "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|"
     "RecursionError"
 )
-#: The error of a driver's method that nobody has written yet: a TODO of ``distcompat init``, or one
-#: that is missing.
+#: The error of a driver's method that nobody has written yet. ``distcompat init`` writes methods
+#: that raise the first one; the base class of drivers raises the second one.
 _UNWRITTEN = re.compile(r"NotImplementedError: (TODO: |\w+ has no \w+\(\); a driver needs )")
-#: The longest ``match`` of a declaration to paste, in characters.
+#: The longest ``match`` of a declaration that is offered to paste, in characters.
 _LONGEST_MATCH = 240
-#: The actions in which a trainer is to refuse what it does not support.
+#: The actions (steps of a rank's work) in which a trainer must refuse what it does not support.
 BUILDS = frozenset({"build_model", "build"})
 
 
@@ -41,13 +65,17 @@ def judge(
 ) -> Verdict:
     """Return the verdict of a check in a cell. A crash or a hang is never a known failure.
 
-    A failure that an expectation no longer excuses, since its last day is over, says so. Where
-    stand-ins took the place of ranks, a claim that holds has the status that they name, and has not
-    passed.
+    A failure that an expectation no longer excuses, since its last day is over, says so.
+
+    A stand-in is one process that an extension ran in place of ranks (``--distcompat-simulate``).
+    It shows less than real ranks. So a claim that holds there does not pass: it has the status that
+    the stand-in names.
     """
+    # Real ranks ran.
     if trace.stand_in is None:
         return _judge(check, cell, trace, expectations)
-    # A bug may show only in values.
+    # A bug may show only in values, which a stand-in does not have. So a declared bug that does not
+    # show is no error.
     lenient = [replace(expectation, strict=False) for expectation in expectations]
     verdict = _judge(check, cell, trace, lenient)
     if verdict.status is not Status.PASSED:
@@ -59,14 +87,17 @@ def judge(
 def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
     expectations = list(expectations)
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
+    # Without those whose last day is over, and then with a note about them.
     ended = [expectation for expectation in covering if expectation.ended]
     if ended:
         current = [expectation for expectation in expectations if expectation not in ended]
         verdict = _judge(check, cell, trace, current)
         return _with_ended_excuse(verdict, ended)
     broken_off = premature_end(check, trace)
+    # Crashed or hung: no declaration covers that.
     if broken_off is not None and broken_off.kind != "raised":
         return Verdict(check.name, cell.id, Status.from_name(broken_off.kind), broken_off.text)
+    # A run may also have failed after what this check needs. A declared refusal is about that too.
     failure = broken_off or _first_failure(trace)
     law = law_of(cell)
     covering = law.expectations(covering, failure)
@@ -74,6 +105,7 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     if refusal is not None:
         return _refusal(check, cell, trace, refusal, failure)
     if broken_off is not None:
+        # The check lacks snapshots, so the error of the run takes the place of its findings.
         findings = [broken_off.text or broken_off.message or "broke off without a word"]
     else:
         findings = law.findings(check, cell, trace)
@@ -96,10 +128,7 @@ def _undeclared(check: Check, cell: Cell, trace: Trace, findings: list[str]) -> 
 
 
 def _with_ended_excuse(verdict: Verdict, ended: Iterable[Expectation]) -> Verdict:
-    """Return the verdict, with the expectation that excused the failure until its last day.
-
-    The message of a failure says it; other verdicts stay as they are.
-    """
+    """Return the verdict; a failure that a declaration excused until its last day says so."""
     if verdict.status is not Status.FAILED:
         return verdict
     for expectation in ended:
@@ -110,7 +139,7 @@ def _with_ended_excuse(verdict: Verdict, ended: Iterable[Expectation]) -> Verdic
 
 
 def _first_failure(trace: Trace) -> RunFailure | None:
-    """Return how the first run that failed has ended; None if all ran to their end."""
+    """Return the failure of the first run that failed; None if all ran to their end."""
     for run in trace:
         if run.end is not None:
             return run.end
@@ -118,13 +147,21 @@ def _first_failure(trace: Trace) -> RunFailure | None:
 
 
 def _declared_failures(covering: Iterable[Expectation], findings: list[str]) -> list[Expectation]:
-    """Return the known bugs that are about these findings, or that must show here."""
+    """Return the declared bugs that concern these findings.
+
+    They are those that must show in this cell (strict), and those that may.
+
+    Args:
+        covering: The expectations that cover the check and the cell.
+        findings: What the check found, or the error of the run; empty if all is right.
+    """
     text = "\n".join(findings)
     declared: list[Expectation] = []
     for expectation in covering:
         if expectation.kind != "fails":
             continue
-        # An issue that names no check covers this failure only if its message matches.
+        # A bug that may show (``may_fail``) in any check (``*``) says nothing of this one, unless
+        # its text matches.
         names_the_check = expectation.check != "*"
         if expectation.strict or names_the_check or expectation.matches(text):
             declared.append(expectation)
@@ -170,11 +207,13 @@ def _error_line(failure: RunFailure) -> str:
 
 
 def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
-    """Return the expectation that would declare this failure.
+    """Return the expectation that would declare this failure; None if none can.
 
-    None where none can, as for a crash or a hang.
+    An example is ``fails("resume", strategy="fsdp2", match="other than saved", ...)``. None can
+    declare a crash or a hang. None is offered for a driver's method that is not written yet: with
+    it, a suite would be green without having run anything.
 
-    A method that is not written yet is none: once declared, a suite would pass without a run.
+    ``plugin.suite.run`` calls it for a verdict that failed, and prints the result.
     """
     broken_off = premature_end(check, trace)
     if broken_off is not None and _UNWRITTEN.search(broken_off.message):
@@ -189,12 +228,14 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     else:
         findings = law_of(cell).findings(check, cell, trace)
     if broken_off is not None and broken_off.action in BUILDS:
+        # An error at build is how a trainer says that it does not support a cell.
         expectation = refuses(match=_constant_part(findings[0]) or ".", **facets)
     else:
-        # A dictionary, to have each only once.
+        # A dictionary, to have each pattern only once.
         patterns = dict.fromkeys(_constant_part(finding) for finding in findings)
         match = "|".join(patterns)
         expectation = fails(check.name, reason="a link to the issue", match=match, **facets)
+    # Try it: the pattern may be too short to cover each finding, or the run may have crashed.
     verdict = judge(check, cell, trace, [expectation])
     excuses = verdict.status in {Status.KNOWN, Status.REFUSED}
     if excuses and len(expectation.match) <= _LONGEST_MATCH:
@@ -205,7 +246,8 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
 def _constant_part(finding: str) -> str:
     """Return the longest part of a finding's first line that is the same in each run.
 
-    It has no numbers, and nothing that a regular expression must escape.
+    It has no numbers, and nothing that a regular expression must escape. Of ``rank 1: the loss of
+    step 2 is 0.7`` it is ``the loss of step``.
     """
     first_line, _, _ = finding.strip().partition("\n")
     longest = max(_VARIABLE.split(first_line), key=len)
@@ -213,16 +255,19 @@ def _constant_part(finding: str) -> str:
 
 
 def premature_end(check: Check, trace: Trace) -> RunFailure | None:
-    """Return the failure of a run that ended before the snapshots that the check needs.
+    """Return the failure of a run that ended before the last snapshots that the check needs.
 
-    None if there is none.
+    None if all runs got that far. A failure after them does not concern the check.
     """
     for run in trace:
         failure = run.end
         if failure is None:
             continue
+        # A run that must end in an exception, as of a damaged checkpoint, must not crash or hang.
         if run.name in check.raises and failure.kind != "raised":
             return failure
+        # ``until`` has the run, the action and which one of that action: ("train", "step", 2) are
+        # the snapshots after the third step.
         for name, action, nth in check.until:
             if name == run.name and _ended_before(failure, run.at(action, nth)):
                 return failure
@@ -230,7 +275,11 @@ def premature_end(check: Check, trace: Trace) -> RunFailure | None:
 
 
 def _ended_before(failure: RunFailure, snapshots: Sequence[Snapshot]) -> bool:
-    """Tell whether a run ended before it had taken these snapshots, or in that action itself."""
+    """Tell whether a run ended before it had taken these snapshots, or in that action itself.
+
+    The latter is so if some ranks finished the action, and another rank failed in it.
+    """
+    # The index is that of an action in its run; -1 is outside any action.
     if failure.index < 0 or not snapshots:
         return True
     return failure.index <= snapshots[0].index
@@ -239,7 +288,10 @@ def _ended_before(failure: RunFailure, snapshots: Sequence[Snapshot]) -> bool:
 def _expected_refusal(
     covering: Iterable[Expectation], failure: RunFailure | None
 ) -> Expectation | None:
-    """Return the declared refusal that matches the failure, else one that must occur, else None."""
+    """Return the declared refusal to judge by: one that matches, else one that must occur.
+
+    None if there is neither: then the verdict does not depend on refusals.
+    """
     refusals = [expectation for expectation in covering if expectation.kind == "refuses"]
     for refusal in refusals:
         if _refused(refusal, failure):
@@ -260,9 +312,17 @@ def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
 def _refusal(
     check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None
 ) -> Verdict:
-    """Return the verdict where a refusal is declared, by how the run ended.
+    """Return the verdict where a refusal is declared.
 
-    ``end`` is None if it ran to the end.
+    It is ``refused`` (a success) if each rank raised the declared error at build. It is ``late`` if
+    the error came after the build, and failed if another error came, or none.
+
+    Args:
+        check: The check.
+        cell: The cell.
+        trace: The trace.
+        refusal: The declared refusal.
+        end: The failure of the run; None if all runs ran to the end.
     """
     declared = f"declared: {refusal}"
 
@@ -289,7 +349,7 @@ def _refusal(
 
 
 def _ranks_that_built(trace: Trace, end: RunFailure) -> list[int]:
-    """Return the ranks of the run that ended so on which ``build`` went well, ascending."""
+    """Return the ranks on which ``build`` went well, in the run with that failure, ascending."""
     ranks: list[int] = []
     for run in trace:
         if run.end == end:
@@ -298,16 +358,25 @@ def _ranks_that_built(trace: Trace, end: RunFailure) -> list[int]:
 
 
 def _without_rank(end: RunFailure) -> str:
-    """Return the exception that a run ended with: it is chance which rank raises first."""
+    """Return the exception of a message ``rank 1 raised ValueError: ...``, without the rank.
+
+    Which rank raises first is chance. The result is empty for a message of another form.
+    """
     return end.message.partition(" raised ")[2]
 
 
 def _known(
     check: Check, cell: Cell, declared: list[Expectation], findings: list[str], *, complete: bool
 ) -> Verdict:
-    """Return the verdict where bugs are declared.
+    """Return the verdict where bugs are declared: known, fixed, failed or passed.
 
-    ``complete``: the run ended well, so ``findings`` are all there are.
+    Args:
+        check: The check.
+        cell: The cell.
+        declared: The declared bugs that concern the findings, not empty.
+        findings: What the check found, or the error of a run that ended early.
+        complete: Whether the runs got as far as the check needs, so that ``findings`` are all there
+            are.
     """
     occurred = _occurred(declared, findings)
     missing: list[Expectation] = []
@@ -320,6 +389,7 @@ def _known(
     def verdict(status: Status, text: str, about: Expectation) -> Verdict:
         return Verdict(check.name, cell.id, status, text, about.reason)
 
+    # Bugs that only may show have not shown.
     if not findings and not missing:
         return Verdict(check.name, cell.id, Status.PASSED)
     if not findings:
@@ -350,10 +420,10 @@ def _known_as(
 
 
 def _occurred(declared: Iterable[Expectation], findings: list[str]) -> list[Expectation]:
-    """Return the declared bugs whose message matches a finding, or all findings together."""
+    """Return the declared bugs whose ``match`` is in a finding, or in all findings together."""
     if not findings:
         return []
-    # All findings, also those that the verdict's message cuts.
+    # The verdict's message shows 12 findings at most; a bug may match one that it leaves out.
     texts = ["\n".join(findings), *findings]
     return [expectation for expectation in declared if _matches_any(expectation, texts)]
 

@@ -1,11 +1,16 @@
 """``Law``: how checks judge a cell. An extension may judge some cells in another way than the rest.
 
-A law says which cells a driver can run, which runs a check reads, what its findings are, and which
-failures are expected. Nearly all cells are judged by ``PLAIN``. For cells with settings, for
-example, an extension has a law of its own: where two settings contradict each other, it allows
-either to win.
+A cell is one point of the test matrix, such as ``fsdp2-bf16_upcast-w2``. Nearly all cells are
+judged by ``PLAIN``: a check reads the runs that it names, and a failure is a failure unless it is
+declared.
 
-An entry point in the group ``pytest_distcompat.laws`` names an instance of ``Law``.
+An extension may add cells for which that is not right. The profile ``sweep``, for example, sets
+each field of a library's configuration in a cell of its own, ``...-set_AdamW.eps=0.5``. If two
+settings contradict each other, either may win. So it has a law of its own, which covers cells with
+settings. An entry point in the group ``pytest_distcompat.laws`` names an instance of ``Law``.
+
+``law_of`` returns the law of a cell. Its methods are called, in this order, by drivers and profiles
+(which cells and checks run), by checks (which runs), and by the judge (findings, expectations).
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class CheckLike(Protocol):
-    """The part of ``checks.Check`` that laws use."""
+    """The part of ``checks.Check`` that laws use, as ``checks`` itself imports this module."""
 
     @property
     def name(self) -> str:
@@ -41,7 +46,7 @@ class CheckLike(Protocol):
         """Return the findings, each once; none if the claim holds."""
 
     def claim(self, cell: Cell, trace: Trace) -> Iterable[str]:
-        """Yield the findings as they come."""
+        """Yield the findings, perhaps with repetitions."""
 
 
 class Law:
@@ -50,8 +55,9 @@ class Law:
     An extension inherits it and overrides what differs for the cells that it covers.
     """
 
+    #: The name in the registry.
     name = "plain"
-    #: Of several laws that cover a cell, the one with the lowest order is its law.
+    #: If several laws cover a cell, the one with the lowest order is its law.
     order = 0
 
     def covers(self, cell: Cell) -> bool:  # noqa: ARG002 - for those who override it
@@ -61,10 +67,11 @@ class Law:
     def unsupported_reason(self, driver: Any, cell: Cell) -> str | None:
         """Return why a driver that supports the cell's options cannot run it; None if it can.
 
-        The plain law knows no settings, so a cell that has some cannot run.
+        A setting is a field of a library's object, ``AdamW.eps=0.5``. No driver knows settings by
+        itself, so a cell that has some cannot run under the plain law.
 
         Args:
-            driver: A subclass of ``Driver``.
+            driver: A subclass of ``Driver``, the class by which a trainer is tested.
             cell: The cell.
         """
         if not cell.set:
@@ -73,7 +80,7 @@ class Law:
         return f"the {driver.name or driver.__name__} driver has no {owner} under {cell.strategy}"
 
     def runs(self, cell: Cell, scenario: Scenario) -> Scenario:  # noqa: ARG002
-        """Return the runs that a check reads in the cell, given those that it reads by itself."""
+        """Return the runs that a check reads in the cell; ``scenario`` has those that it names."""
         return scenario
 
     def findings(self, check: CheckLike, cell: Cell, trace: Trace) -> list[str]:
@@ -85,16 +92,19 @@ class Law:
         expectations: Sequence[Expectation],
         failure: RunFailure | None,  # noqa: ARG002
     ) -> list[Expectation]:
-        """Return which failures are expected in the cell.
+        """Return the expectations by which the judge decides.
 
         Args:
-            expectations: The failures that are declared for it.
-            failure: How its first run that failed ended; None if none failed.
+            expectations: Those that are declared for the check in the cell.
+            failure: The failure of the first run that failed; None if none failed.
         """
         return list(expectations)
 
     def read_at_checkpoints(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the cell's options that matter only while a checkpoint is saved or loaded."""
+        """Return the names of the cell's options that matter only in a save or a load.
+
+        Checks of checkpoints then run in the cell although it has these options.
+        """
         return ()
 
     def left_out(
@@ -103,22 +113,24 @@ class Law:
         checks: Mapping[str, CheckLike],  # noqa: ARG002
         profile: str,  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return the reasons why a profile does not run checks in the cell, by the checks' names.
+        """Return name of a check -> why the profile does not run it in the cell.
 
         Args:
             cell: The cell.
-            checks: The checks that apply to it, by name.
-            profile: The name of the profile.
+            checks: Name -> check, of all checks that apply to the cell.
+            profile: The name of the profile, a choice of cells and checks: ``default``.
         """
         return {}
 
 
+#: The law of all cells that no other law covers.
 PLAIN = Law()
+#: The laws of extensions.
 LAWS: Registry[Law] = Registry("pytest_distcompat.laws", Law, "law", has_modules=False)
 
 
 def law_of(cell: Cell) -> Law:
-    """Return the law of a cell: the first that covers it, else the plain one."""
+    """Return the law of a cell: the first of extensions that covers it, else ``PLAIN``."""
     for law in LAWS.by_name.values():
         if law.covers(cell):
             return law

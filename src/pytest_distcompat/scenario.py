@@ -1,4 +1,19 @@
-"""Scenarios: the runs that a check needs, each a list of actions that every rank performs."""
+"""Scenarios: the runs that a check needs, each a list of actions that every rank performs.
+
+A *run* is one process group from start to end. Each check (a claim about a cell) names a
+``Scenario``. ``runner.Runner`` runs it for a *cell*, one point of the test matrix such as
+``fsdp2-bf16_upcast-w2``; ``worker`` performs the actions on each rank. After each action a rank
+records a snapshot, which the check reads under the run's name: ``trace.run("train").at("save")``.
+
+For example the scenario ``RESUME`` has two runs. ``train`` takes three steps, saves, and goes on.
+``resume`` is a new process group that loads the checkpoint and repeats the next two steps.
+
+Checks that name the same run share it: it runs only once for a cell. A run may also be in another
+cell than that of the check: the reference of ``fsdp2-bf16_upcast-w2`` is a run of one rank.
+
+The file has three parts: the classes ``Run`` and ``Scenario``; all runs and scenarios that do not
+depend on the cell; functions that make scenarios for a cell.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +28,7 @@ from pytest_distcompat.trace import Loader
 
 @dataclass(frozen=True)
 class Run:
-    """One process group from start to end, on which every rank performs the ``actions`` in order.
+    """One process group from start to end, in which every rank performs the ``actions`` in order.
 
     The actions, after each of which the probe records a snapshot:
 
@@ -29,23 +44,30 @@ class Run:
       ``rounded`` is the same step under autocast.
     """
 
-    #: The name of the run in the trace.
+    #: The name of the run in the trace: ``train``.
     name: str
+    #: The actions: ``("build_model", "build", "step")``.
     actions: tuple[str, ...]
-    #: The number of the first ``step``; more than 0 after a load.
+    #: The number of the first ``step``, by which the trainer gets its batch. More than 0 after a
+    #: load, as those steps were taken before the save.
     first_step: int = 0
-    #: The name of the run whose checkpoint or export this one loads.
+    #: The name of the run of the same scenario whose checkpoint or export this one loads; empty for
+    #: none.
     after: str = ""
 
-    # How the run's cell differs from the cell of the check. Empty or 0: it does not.
+    # How the run's cell differs from the cell of the check.
+
+    #: The strategy, precision, number of ranks, and number of tensor-parallel ranks. Empty or 0:
+    #: that of the check's cell.
     strategy: str = ""
     precision: str = ""
     world_size: int = 0
     tp: int = 0
     #: The options of the check's cell that the run keeps; None for all.
     only: tuple[str, ...] | None = None
-    #: The settings of the check's cell that the run keeps, by object or by object and field
-    #: (``AdamW``, ``TrainingArguments.optim``); None for all.
+    #: The settings of the check's cell that the run keeps; None for all. A setting is a field of a
+    #: library's object, ``AdamW.eps=0.5``. It is named by the object (``AdamW``) or by object and
+    #: field (``TrainingArguments.optim``).
     follows: tuple[str, ...] | None = None
     #: Settings that the run drops although ``follows`` keeps them, as ``OBJECT.FIELD=VALUE``.
     ignores: tuple[str, ...] = ()
@@ -54,13 +76,14 @@ class Run:
     directory: str = "checkpoint"
     #: How ``damage`` corrupts the checkpoint, see ``corrupt.corrupt``.
     damage: str = ""
-    #: The name of a run of other scenarios that does exactly the same, so that one can stand for
-    #: both.
+    #: The name of a run of other scenarios that does exactly the same, so that it need not run
+    #: again; empty for none.
     same_as: str = ""
-    #: Whether it loads the first of the checkpoints that were saved in one directory, not the last.
+    #: Whether it loads the first of several checkpoints that were saved in one directory. By
+    #: default it loads the last.
     loads_first: bool = False
-    #: Whether to record after each action what calls of the live trainer are compared by
-    #: (``CallInfo``).
+    #: Whether each snapshot also has the data (``CallInfo``) by which an extension compares calls
+    #: of the live trainer with the same calls in one process.
     records_calls: bool = False
 
     @property
@@ -72,7 +95,11 @@ class Run:
         return False
 
     def cell(self, cell: Cell) -> Cell:
-        """Return the cell in which the run trains, for a check in ``cell``."""
+        """Return the cell in which the run trains, given the cell of the check.
+
+        The reference of ``fsdp2-bf16_upcast-w4-compile`` trains in ``ddp-bf16_upcast-w1``, for
+        example.
+        """
         options = dict(cell.options)
         if self.only is not None:
             options = {name: value for name, value in cell.options if name in self.only}
@@ -90,9 +117,9 @@ class Run:
         return run_cell.spread_as(cell)
 
     def _followed(self, settings: Iterable[str], names: Iterable[str]) -> list[str]:
-        """Return the settings of these objects and fields, without those that the run ignores.
+        """Return those of the settings that the run keeps: of these names, and not ignored.
 
-        A setting is ``OBJECT.FIELD=VALUE``; a field of DeepSpeed's JSON is
+        A setting is ``OBJECT.FIELD=VALUE``. A field of DeepSpeed's JSON is
         ``ds_config.FIELD.FIELD=VALUE``.
         """
         prefixes: list[str] = []
@@ -106,30 +133,38 @@ class Run:
 
 
 def without(*options: str) -> tuple[str, ...]:
-    """Return all options but these, for ``Run.only``."""
+    """Return the names of all options of a cell but these, for ``Run.only``."""
     return tuple(name for name in OPTIONS if name not in options)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The runs that a check needs, in order. Scenarios that begin with the same runs share them."""
+    """The runs that a check needs, in order. Scenarios that begin with the same runs share them.
+
+    Attributes:
+        name: Its name.
+        runs: The runs. A run that loads a checkpoint comes after the run that saves it.
+    """
 
     name: str
     runs: tuple[Run, ...]
 
 
-#: Options that say on which mesh a cell runs; one rank has none.
+#: Options that say on which mesh a cell runs: how its ranks are arranged in a grid, with dimensions
+#: for tensor (``tp``), context (``cp``), expert (``ep``) and pipeline (``pp``) parallelism. A run
+#: of one rank has none of them.
 MESH = ("dp_replicate", "tp", "sp", "cp", "ep", "pp", "pp_schedule")
 
-#: The steps of a training: enough for two trainings that differ in their optimizer to diverge.
+#: The number of steps of a training. Two trainings that differ in their optimizer diverge in them.
 STEPS = 20
-#: How many of them come before the checkpoint.
+#: How many of the steps come before the checkpoint.
 SAVED = 3
 
 #: The rows of the data set for loaders: a number that 2 and 4 ranks with batches of 2 rows do not
 #: divide.
 ROWS = 23
 
+#: The first actions of each run that trains.
 _BUILD = ("build_model", "build")
 
 #: Three steps, a checkpoint, two more steps, then the remaining ones. Three steps before the
@@ -157,11 +192,11 @@ RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, afte
 
 #: The action that evaluates between two steps, by the driver's call ``evaluate``.
 EVALUATE = f"{CALL}evaluate()"
-#: The same run, which then evaluates and takes a further step.
+#: RESUME_RUN, which then evaluates and takes a further step.
 EVALUATED_RUN = dataclasses.replace(RESUME_RUN, actions=(*RESUME_RUN.actions, EVALUATE, "step"))
 
-#: A resumed run that saves twice in one place, and a run that resumes from the second save. The
-#: first goes on to the end of an epoch, the second beyond it.
+#: A resumed run that saves twice in one directory, and a run that resumes from the second save. The
+#: first run goes on to the end of an epoch, the second run beyond it.
 SECOND_RUN = Run(
     "second",
     (*_BUILD, "load", "step", "save", *("step",) * 2, "save", *("step",) * 2),
@@ -178,8 +213,8 @@ FIRST_SAVE_RUN = Run(
     loads_first=True,
 )
 
-#: The settings that the reference keeps, by object or field: they change the training, and apply to
-#: a training in one process too.
+#: The settings that the reference keeps, see ``Run.follows``. They change the training, and apply
+#: to a training in one process, too.
 FOLLOWED = (
     "clip_grad_norm_",
     "resize_token_embeddings",
@@ -211,8 +246,8 @@ FOLLOWED = (
     "TrainingArguments.average_tokens_across_devices",
 )
 
-#: The same training in one process, without any strategy, on the batches of all ranks of the
-#: check's cell: the reference for losses, norms and learning rates.
+#: The reference: the same training in one process, without any wrapper, on the batches of all ranks
+#: of the check's cell. Losses, norms and learning rates are compared with it.
 REFERENCE_RUN = Run(
     "reference",
     ("build_model", *("reference",) * STEPS),
@@ -234,8 +269,8 @@ REFERENCE_RUN = Run(
     follows=FOLLOWED,
 )
 
-#: The reference under autocast: how far rounding alone moves a training, for a model that is not
-#: built in.
+#: The reference under autocast. It shows how far rounding alone moves a training, for a model of
+#: the user's own.
 ROUNDED_RUN = dataclasses.replace(
     REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS)
 )
@@ -290,11 +325,14 @@ DAMAGED_RUNS = (TRUNCATED_RUN, REMOVED_RUN)
 #: a scale that fits.
 OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 
-#: Loaders yield their rows for two epochs, then resume in the second epoch. A loader that resumes
-#: at twice as many ranks (``coverage``) has taken half as many batches before.
+#: ROWS_RUN reads the data loaders for two epochs, and evaluates. RESUMED_ROWS_RUN resumes the
+#: loaders at the beginning and in the middle of the second epoch. ALONE_RUN evaluates in one
+#: process.
 ROWS_RUN = Run("rows", ("rows", "metrics"))
 RESUMED_ROWS_RUN = Run("resumed_rows", ("resumed_rows",), after="rows")
 ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
+
+# Scenarios.
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
@@ -306,11 +344,12 @@ PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
 PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_RUN))
-#: For a trainer that is given the directory when it is built, and should reject it then.
+#: For a trainer that is given the directory when it is built. It should reject a bad one then.
 BLOCKED_AT_BUILD_RUN = dataclasses.replace(BLOCKED_RUN, actions=("build_model", "damage", "build"))
 PATHS_AT_BUILD = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_AT_BUILD_RUN))
 OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
-#: float8 without DeepSpeed, DeepSpeed without float8, then both.
+#: For a cell of DeepSpeed in precision ``fp8``: 8 bits without DeepSpeed, DeepSpeed without 8 bits,
+#: then both.
 STAGES = Scenario(
     "stages",
     (
@@ -332,7 +371,7 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
       world size without this parallelism.
     - ``back`` loads what ``up`` saved in the cell itself, on ``tp`` tensor parallel ranks if that
       is not 0.
-    - ``one`` loads the first checkpoint in one process, unless the cell has only one.
+    - ``one`` loads the first checkpoint in one process. A cell of one rank has no such run.
     """
     world_size = cell.world_size
     # One step before the save, so that the second checkpoint differs from the first.
@@ -359,11 +398,15 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
 
 
 def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
-    """Return runs that read the rows of loaders.
+    """Return runs that read the rows of the trainer's data loaders.
 
-    All loaders are read from the beginning; those that can resume are resumed, too; and those that
-    can resume at another world size are resumed at twice as many ranks, except on a mesh: there
-    what is left is shared among more ranks as it is without one.
+    All loaders are read from the beginning. Those that can resume are resumed, too. Those that can
+    resume at another world size are resumed on twice as many ranks, but not on a mesh: the rows
+    that are left are shared among more ranks as they are without a mesh.
+
+    Args:
+        cell: The cell.
+        loaders: What the driver says of each loader, such as whether it resumes.
     """
     runs = [ROWS_RUN]
     if any(loader.resumes for loader in loaders):
@@ -378,9 +421,9 @@ def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
 
 
 def port(strategy: str) -> Scenario:
-    """Return runs that save under the cell's strategy and load under another one.
+    """Return runs that save under the cell's strategy and load under the given one.
 
-    The latter has no options that only the first strategy may have: the mesh and
+    The run that loads does not keep options that only the cell's strategy may have: the mesh and
     ``use_orig_params``.
     """
     options = without("use_orig_params", *MESH)
@@ -396,9 +439,9 @@ def port(strategy: str) -> Scenario:
 
 
 def port_weights(strategy: str) -> Scenario:
-    """Return runs that export under the cell's strategy, and train on under another.
+    """Return runs that export under the cell's strategy, and train on under the given one.
 
-    Only weights are exported, so the optimizer is new.
+    An export has only weights, so the optimizer is new.
     """
     moved = Run(
         "port",

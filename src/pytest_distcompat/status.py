@@ -1,4 +1,13 @@
-"""Verdicts, and their statuses: words, styles and weights."""
+"""``Verdict``, the outcome of one check in one cell, and ``Status``, what it may be.
+
+``judge.judge`` returns a ``Verdict``: check ``resume`` in cell ``fsdp2-bf16_upcast-w2`` has status
+``failed`` with a message. (A cell is one point of the test matrix.) ``plugin.suite.run`` adds the
+rest, such as the node id. The verdict goes as JSON from pytest-xdist's workers to the main process,
+and into reports.
+
+A status has a word for the matrix in the terminal (``ok``, ``FAIL``), a style that says whether it
+makes the session red, and an order for lists. Extensions add statuses by entry points.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +26,22 @@ class Status(str):
 
     It is a text that equals its name in reports: ``Status.FIXED == "fixed?"``.
 
-    An extension adds one by an entry point in the group ``pytest_distcompat.statuses``: of claims
-    that hold in runs of its own kind, which show less than real ranks do (``trace.StandIn``).
+    An extension adds one by an entry point in the group ``pytest_distcompat.statuses``. It is for
+    claims that hold in runs of its own kind, in which a stand-in takes the place of real ranks and
+    shows less than they do (``trace.StandIn``).
 
     Attributes:
         name: The name in reports.
         word: The word in the matrix. Statuses that make a session red are in capitals, so that no
             colour is needed.
-        style: ``good``, ``known``, ``bad`` or ``dim``.
-        weight: Of two verdicts on a check in a cell the heavier one counts: red, then known, then
-            any that ran.
+        style: ``good``, ``known``, ``bad`` (the session is red) or ``dim``.
+        weight: If there are two verdicts on a check in a cell, the one of more weight counts. Red
+            ones have most, then known ones, then others of runs; those that were not run have
+            least.
         order: Its place among all statuses, in counts and lists.
-        heading: The words before its reasons, where a report lists them; empty for a status whose
-            reasons are not listed.
-        reason: Of an extension's status: why a claim that holds has not passed.
+        heading: The words before the list of reasons in a report: ``known``. Empty for a status
+            whose reasons are not listed.
+        reason: Why a claim that holds has not passed, for an extension's status; else empty.
     """
 
     __slots__ = ("heading", "name", "order", "reason", "style", "weight", "word")
@@ -75,7 +86,7 @@ class Status(str):
         heading: str = "",
         reason: str = "",
     ) -> Self:
-        """Make a text that equals the name."""
+        """Return a new status, a text that equals the name."""
         status = super().__new__(cls, name)
         status.name = name
         status.word = word
@@ -87,14 +98,15 @@ class Status(str):
         return status
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have a copy be the same object."""
+        """Make copies and pickles of a status the same object, so that ``is`` works."""
         return Status.from_name, (self.name,)
 
     @staticmethod
     def from_name(name: str) -> Status:
-        """Return the status of that name; ``decode`` calls it.
+        """Return the status of that name; ``decode`` calls it to read JSON.
 
-        One that is not known here is of an extension that made a report and is not installed.
+        An unknown name is that of an extension that made a report, and that is not installed here.
+        It gets a status that is neither a success nor red.
         """
         if name in _OWN:
             return _OWN[name]
@@ -109,19 +121,19 @@ class Status(str):
 
     @property
     def ok(self) -> bool:
-        """Tell whether it is a success; a known failure is none."""
+        """Tell whether it is a success. A known failure is not."""
         return self.style == "good"
 
     @property
     def conclusive(self) -> bool:
-        """Tell whether it is of real ranks: they ran, and nothing stood in for them."""
+        """Tell whether real ranks ran. They did not if the cell was skipped or had a stand-in."""
         return self.weight > Status.SKIPPED.weight
 
 
 Status.PASSED = Status("passed", "ok", "good", 2, order=10)
 Status.REFUSED = Status("refused", "refused", "good", 2, order=20, heading="refused")
 Status.KNOWN = Status("known", "known", "known", 3, order=30, heading="known")
-# Those of extensions are listed here, from 31 to 39.
+# Statuses of extensions have an order from 31 to 39.
 Status.SKIPPED = Status("skipped", "-", "dim", 1, order=40, heading="not run")
 Status.FAILED = Status("failed", "FAIL", "bad", 4, order=50)
 Status.FIXED = Status("fixed?", "FIXED?", "bad", 4, order=60)
@@ -131,6 +143,7 @@ Status.HUNG = Status("hung", "HUNG", "bad", 4, order=90)
 Status.LEAKED = Status("leaked", "LEAK", "bad", 4, order=100)
 Status.ERROR = Status("error", "ERROR", "bad", 4, order=110)
 
+#: Name -> status, without those of extensions.
 _OWN: dict[str, Status] = {
     status.name: status for status in vars(Status).values() if isinstance(status, Status)
 }
@@ -141,42 +154,49 @@ ADDED_STATUSES: Registry[Status] = Registry(
 
 
 def all_statuses() -> list[Status]:
-    """Return all statuses in their order, those of extensions too."""
+    """Return all statuses by ascending order, with those of extensions."""
     statuses = [*_OWN.values(), *ADDED_STATUSES.by_name.values()]
     return sorted(statuses, key=lambda status: status.order)
 
 
 def explained_statuses() -> list[Status]:
-    """Return the statuses whose reasons a report lists.
-
-    Those that are no success come first, then the others.
-    """
+    """Return the statuses whose reasons a report lists; successes come last."""
     explained = [status for status in all_statuses() if status.heading]
     return sorted(explained, key=lambda status: status.ok)
 
 
 @functools.cache
 def _of_another_installation(name: str) -> Status:
+    """Return a status for an unknown name; always the same object for a name."""
     return Status(name, name, "known", Status.SKIPPED.weight, order=39)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one check in one cell, from the judge to the report, which has it as JSON.
+    """Outcome of one check in one cell.
 
-    A suite fills in the rest, from ``suite`` on.
+    The judge fills in the first fields. The item of a suite adds the others, from ``suite`` on.
 
     Attributes:
-        reason: Why it is known, refused or skipped: ``reasons``, one of each bug, joined.
+        check: The name of the check: ``resume``.
+        cell: The id of the cell: ``fsdp2-bf16_upcast-w2``.
+        status: The status.
+        message: What is wrong: the findings, one a line, or the failure of a run.
+        reason: Why it is known, refused or skipped. If several bugs are known, their reasons,
+            joined.
+        reasons: The reason of each known bug.
+        suite: The name of the suite's class: ``TestMyTrainer``.
+        driver: The suite's driver.
+        nodeid: pytest's node id of the item.
         seconds: The duration of the item, with the runs that it was the first to need.
         began: When the item began, in seconds since the session began.
-        device_seconds: The seconds of all devices that its runs had.
+        device_seconds: How long its runs had devices, in seconds, summed over the devices.
         rank: The rank that failed first, or that the finding names.
         reproduce: The command that runs the item alone, empty for an item that came to no verdict.
         teardown: The error of the item's teardown, if that failed too.
-        ended_run: The run that ended early and whose ending is the message; empty for what the
-            check itself found.
-        seed: What the runs were drawn by; None if they were not drawn.
+        ended_run: The name of the run whose failure is the message; empty if the message is of
+            the check's own findings.
+        seed: The seed by which an extension drew the runs at random; None if it did not.
     """
 
     check: str
@@ -199,7 +219,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Tell whether it is a success; a known failure is none."""
+        """Tell whether it is a success. A known failure is not."""
         return self.status.ok
 
     @property
@@ -209,7 +229,10 @@ class Verdict:
 
     @property
     def place(self) -> str:
-        """Return the suite's node id: classes of one name in two modules are two suites."""
+        """Return the node id of the suite, which differs for classes of one name in two modules.
+
+        It is ``test_a.py::TestMyTrainer`` of ``test_a.py::TestMyTrainer::test[CELL:CHECK]``.
+        """
         return self.nodeid.rpartition("::test")[0]
 
     @property
@@ -222,12 +245,13 @@ class Verdict:
 
     @property
     def why(self) -> str:
-        """Return the reason; of a red verdict the first line of its message.
+        """Return one line that explains the verdict.
 
-        A declared reason does not explain a red verdict.
+        It is the first line of the message of a red verdict, which a declared reason does not
+        explain. Of others it is the reason.
         """
         return self.headline if self.red else self.reason or self.headline
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, as JSON and xdist have it; ``decode`` reads that."""
+        """Return it as plain data for JSON, which ``decode`` turns into a verdict again."""
         return {**vars(self), "status": self.status.name, "reasons": list(self.reasons)}

@@ -1,4 +1,7 @@
-"""How findings name ranks, and say that there are more of a kind."""
+"""Words that findings share: how they name ranks, and say that there are more of a kind.
+
+A finding is one sentence of a failed check. Checks, the launcher and reports use these functions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ def named_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def listed_ranks(ranks: Sequence[int | str]) -> str:
-    """Return the ranks as in ``ranks 0, 2``."""
+    """Return the words for some ranks: ``rank 1``, ``ranks 0, 2``."""
     numbers = ", ".join(str(rank) for rank in ranks)
     if len(ranks) > 1:
         return f"ranks {numbers}"
@@ -21,9 +24,9 @@ def listed_ranks(ranks: Sequence[int | str]) -> str:
 
 
 def and_others(names: Iterable[str]) -> str:
-    """Return the words for some names in a finding.
+    """Return the first of some names in alphabetical order, and how many others there are.
 
-    They are the first name in their order, and how many there are besides.
+    The text is ``'bias'`` or ``'bias' and 2 others``. There must be a name.
     """
     first, *others = sorted(names)
     if not others:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.checks._renamed import renamed
-from pytest_distcompat.checks.names import NO_READABLE_FILE
+from pytest_distcompat.checks._saved_names import NO_READABLE_FILE
 from pytest_distcompat.model_values import values
 from pytest_distcompat.trace import FileInfo, StandIn
 

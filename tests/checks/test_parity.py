@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.checks.parity import tolerances
+from pytest_distcompat.checks import CHECKS, tolerances
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.ext.upstream.sweep.law import SWEEP
 from pytest_distcompat.models import MODELS, known_model

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pytest_distcompat.checks.names import NO_READABLE_FILE
+from pytest_distcompat.checks._saved_names import NO_READABLE_FILE
 from pytest_distcompat.corrupt import corrupt
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.ext.scripts import reading

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.evidence.store import running
+from pytest_distcompat.evidence.progress import running
 from pytest_distcompat.plugin.reporting import progress
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.run_paths import SuitePayload

@@ -256,7 +256,7 @@ def test_a_rank_without_a_shard_is_in_whole_files_too(form: str, *, known: bool)
 def test_zero2_has_nothing_to_clear_in_releases_that_add_up_nothing(
     monkeypatch: pytest.MonkeyPatch, release: str, *, applies: bool
 ) -> None:
-    monkeypatch.setattr("pytest_distcompat.known.read.version_of", lambda name: release)
+    monkeypatch.setattr("pytest_distcompat.known.issue.version_of", lambda name: release)
     (issue,) = (issue for issue in shipped() if issue.id == "deepspeed-zero-grad-zero2")
     assert bool(applying((issue,), ("driver:deepspeed",), "cpu")) is applies
 
@@ -275,7 +275,7 @@ def test_decay_that_no_one_asked_for_shows_after_some_steps(step: int, *, known:
 def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
     monkeypatch: pytest.MonkeyPatch, release: str, *, applies: bool
 ) -> None:
-    monkeypatch.setattr("pytest_distcompat.known.read.version_of", lambda name: release)
+    monkeypatch.setattr("pytest_distcompat.known.issue.version_of", lambda name: release)
     (issue,) = (issue for issue in shipped() if issue.id == "transformers-indexed-cpu-walk")
     (expected,) = issue.expectations
     assert bool(applying((issue,), ("transformers",), "cpu")) is applies

@@ -1,13 +1,25 @@
-"""Registry of checks: each is a claim, as a pure function of (cell, trace) that yields findings."""
+"""The registry of checks.
 
-from pytest_distcompat.checks._base import REDUCTIONS, Check, Execution, check, message, pairs
+A check is a claim, as a pure function of a cell (one point of the test matrix, such as
+``fsdp2-bf16_upcast-w2``) and a trace (what the ranks of its runs recorded). It yields findings, a
+sentence for each thing that is wrong. The modules of this package without an underscore define
+checks; other packages add some by entry points. ``_base`` says how a check is used.
+
+The names in ``__all__`` are for extensions and other packages.
+"""
+
+from pytest_distcompat.checks._base import Check, Execution, check, message, pairs
+from pytest_distcompat.checks._reductions import REDUCTIONS
+from pytest_distcompat.checks._reference import tolerances
 from pytest_distcompat.model_values import Names
 from pytest_distcompat.model_values import values as held_values
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.wording import and_others, named_ranks
 
+#: All checks of this package, and those that other packages add: ``CHECKS.get("resume")``.
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
-#: Checks of extensions that run only in the cells that the extension adds.
+#: Checks of extensions that run only in cells that the extension adds. Other cells do not have
+#: them.
 ADDED_CHECKS: Registry[Check] = Registry(
     "pytest_distcompat.added_checks", Check, "check", has_modules=False
 )
@@ -27,6 +39,7 @@ __all__ = [
     "message",
     "named_ranks",
     "pairs",
+    "tolerances",
 ]
 
 
@@ -36,7 +49,7 @@ def all_check_names() -> tuple[str, ...]:
 
 
 def find_check(name: str) -> Check:
-    """Return the check of that name.
+    """Return the check of that name, also one of an extension for its own cells.
 
     Raises:
         UsageProblem: If there is none; the message lists the names.

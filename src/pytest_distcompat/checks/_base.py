@@ -1,4 +1,24 @@
-"""``Check``, a claim about the recorded runs of a cell, and functions that several checks share."""
+"""``Check``, a claim about the recorded runs of a cell, and functions that several checks share.
+
+Most modules of this package define checks, by the decorator ``check`` on a function:
+
+    @check(scenario=TRAIN, until=(("train", "step", 2),))
+    def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
+        ...
+        yield "rank 0: AdamW updates bfloat16 masters; expected float32"
+
+How a check is used, in this order:
+
+1. ``not_applicable`` says whether a cell has the check at all. A cell is one point of the test
+   matrix, such as ``fsdp2-bf16_upcast-w2`` (strategy, precision, 2 ranks).
+2. ``execute`` runs the *scenario*: one or more runs, each one process group from start to end. In a
+   run each rank performs actions, such as ``build``, ``step`` and ``save``, and records a
+   *snapshot* after each. Checks of a cell share their runs. ``engine.run_check`` calls it.
+3. ``findings`` calls the function with the cell and the *trace*, the snapshots of all runs. The
+   function yields *findings*, a sentence for each thing that is wrong. The claim holds if there are
+   none. ``judge.judge`` calls it, through the law of the cell.
+4. ``message`` makes the text of the failure of the findings.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +35,17 @@ from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.law import law_of
 from pytest_distcompat.scenario import EVALUATED_RESUME, MESH, RESUME, Scenario
-from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import OptimizerInfo, Snapshot, Trace, UnwrappedInfo
 from pytest_distcompat.wording import listed_ranks
 
 if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
 
+#: The function of a check: (cell, trace) -> findings.
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: Called with a cell and a driver: why the check does not apply to that cell; None if it does.
 NotApplicable = Callable[[Cell, type[Driver]], str | None]
-#: (cell, trace) -> what is worth telling though the claim holds; empty for nothing.
+#: (cell, trace) -> what reports say beside a claim that holds; empty for nothing.
 Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
@@ -32,26 +53,14 @@ Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 #: The snapshots of several ranks after one action, one for each rank that reported.
 Snapshots = tuple[Snapshot, ...]
 
-#: How many findings a message shows: a model that is wrong throughout has hundreds of the same
-#: kind.
+#: The most findings that a message shows. A model that is wrong throughout has hundreds.
 FINDINGS_SHOWN = 12
-#: A finding of one rank, such as "step 3: rank 1: the loss ...": what stands before the rank, its
-#: number, and the rest.
+#: A finding about one rank, such as "step 3: rank 1: the loss ...": the text before the rank, its
+#: number, and the text after it.
 _OF_RANK = re.compile(r"(?P<before>|[^:]*: )rank (?P<rank>\d+)(?P<after>: .*)", re.DOTALL)
 
-#: Collectives that sum gradients.
-REDUCTIONS = frozenset(
-    {
-        "all_reduce",
-        "allreduce",
-        "allreduce_coalesced",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_base",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
-    }
-)
+# Facets of cells (strategy, precision, world size, options) that decide about the outcome of
+# checks, for ``Check.depends_on``.
 
 #: Options that change what a checkpoint holds, or how.
 CHECKPOINT_OPTIONS = frozenset(
@@ -71,7 +80,7 @@ CHECKPOINT_OPTIONS = frozenset(
     }
 )
 
-#: The facets of a cell that decide what a resumed trainer restores.
+#: The facets that decide what a resumed trainer restores.
 RESUMED = CHECKPOINT_OPTIONS | {
     "precision",
     "world_size",
@@ -81,8 +90,8 @@ RESUMED = CHECKPOINT_OPTIONS | {
     "async_save",
     "ignored_modules",
 }
-#: The options of cells in which an evaluation between two steps is tried: those that decide how
-#: parameters are held, and what a module computes by its mode.
+#: The options that a cell may have in which an evaluation between two steps is tried. They decide
+#: how parameters are held, and what a module computes in training and evaluation mode.
 EVALUATED_OPTIONS = frozenset(
     {
         "model",
@@ -96,7 +105,7 @@ EVALUATED_OPTIONS = frozenset(
     }
 )
 
-#: The facets of a cell that decide what an export holds.
+#: The facets that decide what an export holds.
 EXPORTED = CHECKPOINT_OPTIONS | {
     "precision",
     "world_size",
@@ -104,15 +113,15 @@ EXPORTED = CHECKPOINT_OPTIONS | {
     "activation_checkpointing",
     "grad_accum_dtype",
 }
-#: The actions of scenario RESUME that a check of resumed training needs: two steps after the save,
-#: and two after the load.
-UNTIL_RESUMED = (("train", "step", 4), ("resume", "step", 1))
-#: The facets of a cell that decide by which names another number of ranks, or another strategy,
-#: finds the parts of a checkpoint.
+#: The facets that decide by which names another number of ranks, or another strategy, finds the
+#: parts of a checkpoint.
 RESHARDED = frozenset({"model", "state_dict", "use_orig_params", "checkpoints", *MESH}) - {
     "dp_replicate",
     "pp_schedule",
 }
+#: For ``Check.until``: checks of resumed training need two steps after the save, and two after the
+#: load.
+UNTIL_RESUMED = (("train", "step", 4), ("resume", "step", 1))
 
 
 def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
@@ -125,13 +134,13 @@ def _no_remark(cell: Cell, trace: Trace) -> str:
 
 @dataclass(frozen=True)
 class Execution:
-    """What a check's runs in a cell recorded, and how they were chosen.
+    """The recorded runs of a check in a cell, and how they were chosen.
 
     Attributes:
         trace: What the runs recorded.
-        seed: The seed of runs that were drawn at random; None for others.
-        may_pass: Whether the runs leave out what is known to fail. Then it is no news if an
-            expected failure does not appear.
+        seed: The seed if an extension drew the runs at random; else None.
+        may_pass: Whether the runs leave out what is known to fail. Then an expected failure need
+            not appear.
     """
 
     trace: Trace
@@ -144,20 +153,21 @@ class Check:
     """A claim with a stable name.
 
     Attributes:
-        name: The check's id.
+        name: The check's id: ``resume``.
         scenario: The runs that the claim reads.
         until: For each run that the claim reads, the last action whose snapshots it needs: (name of
-            the run, action, which one of that action). The check fails if the run ended in an error
-            before that action, and does not mind an error after it.
+            the run, action, which one of that action). ``("train", "step", 2)`` is the third step.
+            The check fails if the run ended in an error before that action. An error after it does
+            not matter.
         claim: Yields the findings for a cell and its trace; nothing if the claim holds.
-        order: Where the check stands in lists.
+        order: Where the check stands in lists: by ascending order, then by name.
         not_applicable: Returns the reason why the check does not apply to a cell, or None. A check
             that does not apply has no test item; the report shows the reason.
-        limit: Name of the limit that the user must set for anything to be asserted:
-            ``--distcompat-<limit>``.
+        limit: The name of a limit without which the check does not apply. The user sets it by
+            ``--distcompat-<limit>``. Empty if there is none.
         raises: The names of runs that must end in an exception. If one of them crashes or hangs
             instead, that is the verdict, whatever ``until`` says.
-        costly: Whether it takes several runs that no other check reads.
+        costly: Whether the check needs several runs that no other check reads.
         depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
             strategy; None for all. Of several cells that do not differ in them, the default profile
             runs the check in only one.
@@ -177,20 +187,24 @@ class Check:
     remark: Remark = _no_remark
 
     def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:
-        """Run in a cell what the claim reads.
+        """Run in a cell what the claim reads, and return the recorded runs.
 
-        A check that decides by its first runs which ones come next overrides this.
+        A subclass of an extension overrides it, to choose further runs by the first ones.
 
         Args:
-            runner: Runs the scenarios.
-            name: The name of the driver in its suite, by which ranks find it.
-            driver: The driver.
+            runner: Runs scenarios, each distinct run once.
+            name: The name by which ranks find the driver: ``my_trainer.testing:Driver``.
+            driver: The driver, the class by which the trainer is tested.
             cell: The cell.
         """
         return Execution(runner.trace(name, cell, self.runs(cell, driver)))
 
     def runs(self, cell: Cell, driver: type[Driver]) -> Scenario:
-        """Return the runs that the claim reads in that cell, by the law of the cell."""
+        """Return the runs that the claim reads in that cell.
+
+        The law of the cell may change them. Most cells have the plain law, which does not. An
+        extension may add another one for its own cells.
+        """
         scenario = self.scenario
         if not isinstance(scenario, Scenario):
             scenario = scenario(cell, driver)
@@ -198,7 +212,7 @@ class Check:
 
     @property
     def text(self) -> str:
-        """Return the claim and the likely causes of a failure: the docstring of the claim."""
+        """Return the docstring of the claim. Failures show it: the claim, and likely causes."""
         return inspect.getdoc(self.claim) or ""
 
     def findings(self, cell: Cell, trace: Trace) -> list[str]:
@@ -206,7 +220,7 @@ class Check:
         return _without_repetitions(self.claim(cell, trace))
 
     def __call__(self, cell: Cell, trace: Trace) -> Iterator[str]:
-        """Call the claim and return its findings as they come."""
+        """Call the claim, and return an iterator of its findings."""
         return iter(self.claim(cell, trace))
 
 
@@ -222,9 +236,10 @@ def check(
     depends_on: frozenset[str] | None = None,
     remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
-    """Make a ``Check`` of a function.
+    """Make a ``Check`` of a function. The arguments are the attributes of ``Check``.
 
-    The check has the function's name, and its docstring as the claim.
+    The check has the function's name, without an underscore at its end. Its docstring is the text
+    of the check.
     """
 
     def check_of(claim: Claim) -> Check:
@@ -252,7 +267,7 @@ def _without_repetitions(findings: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _TextOfRanks:
-    """The texts of a finding before and after its rank; a finding without a rank is all before."""
+    """The text of a finding before and after its rank; without a rank all is ``before``."""
 
     before: str
     after: str = ""
@@ -285,41 +300,19 @@ def message(findings: list[str]) -> str:
 
 
 def pairs(before: Snapshots, after: Snapshots) -> Iterator[tuple[Snapshot, Snapshot]]:
-    """Yield the two snapshots of each rank that reported both."""
+    """Yield (before, after) of each rank that has a snapshot in both."""
     before_by_rank = {snapshot.rank: snapshot for snapshot in before}
     for snapshot in after:
         if snapshot.rank in before_by_rank:
             yield before_by_rank[snapshot.rank], snapshot
 
 
-def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveInfo]:
-    """Yield the collectives that may sum gradients.
-
-    They reduce several floats, and are not those of activations between the ranks of tensor
-    parallelism or of a pipeline.
-    """
-    for info in snapshot.collectives:
-        if info.op not in REDUCTIONS or "float" not in info.dtype:
-            continue
-        if info.numel > 1 and not _moves_activations(cell, snapshot.rank, info):
-            yield info
-
-
-def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
-    """Tell whether a collective runs only among ranks of one tensor-parallel group or pipeline."""
-    if not info.ranks:
-        return False
-    ranks = set(info.ranks)
-    for peers in (cell.tp_peers(rank), cell.pp_peers(rank)):
-        if len(peers) > 1 and ranks.issubset(peers):
-            return True
-    return False
-
-
 def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
-    """Tell whether the trainer was given the cell's value of an option.
+    """Tell whether the trainer was told the cell's value of an option.
 
-    It was if that is not the default, or if the driver passes on the option at all.
+    It was told a value that is not the default. It was told the default, too, if the driver
+    supports the option (``obeyed``). Else it may do what it likes, as a script does that sets the
+    option by itself.
     """
     if cell.option(option) != OPTIONS[option].default:
         return True
@@ -327,12 +320,18 @@ def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
 
 
 def first_three(names: Sequence[str]) -> str:
-    """Return the first three names, for the end of a finding that says how many there are."""
+    """Return the first three names as text: ``'a', 'b', 'c'``."""
     return ", ".join(repr(name) for name in names[:3])
 
 
 def every_rank(snapshots: Snapshots, world_size: int, action: str) -> Iterator[str]:
-    """Yield a finding if ranks did not report after that action: nothing is proved for them."""
+    """Yield a finding if ranks have no snapshot after an action, as nothing is shown for them.
+
+    Args:
+        snapshots: The snapshots after the action.
+        world_size: The number of ranks that should have one.
+        action: The words for the action: ``three steps``.
+    """
     missing = set(range(world_size))
     for snapshot in snapshots:
         missing.difference_update(snapshot.ranks)
@@ -342,12 +341,12 @@ def every_rank(snapshots: Snapshots, world_size: int, action: str) -> Iterator[s
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module that has the parameter."""
+    """Return the name of the module that has the parameter: ``lm_head`` of ``lm_head.weight``."""
     return name.rpartition(".")[0]
 
 
 def with_rank(snapshot: Snapshot, texts: Iterable[str]) -> Iterator[str]:
-    """Yield each text as a finding about the snapshot's rank."""
+    """Yield each text as a finding about the snapshot's rank: ``rank 0: TEXT``."""
     for text in texts:
         yield f"rank {snapshot.rank}: {text}"
 
@@ -355,7 +354,8 @@ def with_rank(snapshot: Snapshot, texts: Iterable[str]) -> Iterator[str]:
 def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
     """Yield a finding for each rank whose loss is missing or not finite.
 
-    A comparison would not notice: two infinite losses are equal.
+    A comparison of losses would not notice: two infinite losses are equal. ``step`` is the words
+    for the step: ``step 3``.
     """
     for snapshot in snapshots:
         if snapshot.loss is None or not math.isfinite(snapshot.loss):
@@ -366,21 +366,24 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
 
 
 def stale(optimizer: OptimizerInfo, when: str = "") -> str:
-    """Return the finding that the optimizer holds tensors that are no parameters of the model."""
+    """Return the finding about an optimizer with tensors that are no parameters of the model.
+
+    ``when`` is empty, or words such as `` after the load``, which begin with a space.
+    """
     tensors = f"{optimizer.foreign} of {optimizer.entries} tensors in the optimizer"
     return f"{tensors} are no parameters of the live model{when} (stale)"
 
 
 def other_mode(expected: Snapshot, snapshot: Snapshot, step: str, where: str) -> Iterator[str]:
-    """Yield a finding if modules are not in the mode, training or evaluation, that is expected.
+    """Yield findings for modules that are in another mode in a step than in the expected one.
 
-    Dropout and BatchNorm compute something else in each.
+    The mode is training or evaluation. Dropout and BatchNorm compute something else in each.
 
     Args:
-        expected: The snapshot of the step that is compared with.
-        snapshot: The snapshot of the step.
-        step: The words for the step.
-        where: The words for where it is otherwise: "in the reference".
+        expected: The snapshot of a rank after the expected step.
+        snapshot: The snapshot after the step.
+        step: The words for the step: ``the step after the save``.
+        where: The words for the expected step: ``before it``.
     """
     in_evaluation = set(snapshot.evaluating) - set(expected.evaluating)
     if in_evaluation:
@@ -393,7 +396,7 @@ def other_mode(expected: Snapshot, snapshot: Snapshot, step: str, where: str) ->
 
 
 def _in_mode(mode: str, modules: set[str], step: str) -> str:
-    """Return the words for modules that are in a mode; the whole model has an empty name."""
+    """Return the words for modules that are in a mode; the name of the whole model is empty."""
     if "" in modules:
         return f"the whole model is in {mode} mode in {step}"
     first = min(modules)
@@ -403,14 +406,18 @@ def _in_mode(mode: str, modules: set[str], step: str) -> str:
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
     """Yield a finding for each rank that seems to have trained again instead of loading.
 
-    Such a rank took as many optimizer steps during its load as before the save.
+    Such a rank took as many optimizer steps during the load as before the save.
+
+    Args:
+        loaded: The snapshots after the load, whose ``steps`` are optimizer steps during the load.
+        trained: The snapshots after each step before the save.
     """
     # torch itself takes one step in a load, with zero gradients, to create the optimizer's state.
     before: Counter[int] = Counter()
     for snapshot in trained:
         before[snapshot.rank] += len(snapshot.steps)
     for snapshot in loaded:
-        # Not ``> 0``, which is false for NaN.
+        # ``square`` is the sum of squares of the gradients. Not ``> 0``, which is false for NaN.
         steps = sum(step.square != 0 for step in snapshot.steps)
         if steps and steps >= before[snapshot.rank]:
             finding = f"the optimizer took {steps} steps with gradients during the load"
@@ -419,7 +426,7 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
 
 
 def not_evaluated(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why no evaluation between two steps is tried in a cell; None if one is."""
+    """Return why no evaluation between two steps is tried in a cell; None if one is tried."""
     calls = driver.live_calls
     if calls is None or not kind_of(calls, "evaluate"):
         return "the driver declares no call evaluate(), by which it evaluates between two steps"
@@ -435,43 +442,11 @@ def not_evaluated(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def resume_runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return a training and a run that resumes it, and evaluates where that is tried."""
+    """Return the runs ``train`` and ``resume``; the latter also evaluates where that is tried.
+
+    The check ``midway`` reads the evaluation. All checks of resumed training take the same runs, so
+    that they share them.
+    """
     if not_evaluated(cell, driver):
         return RESUME
     return EVALUATED_RESUME
-
-
-def options_beside_checkpoints(cell: Cell) -> list[str]:
-    """Return the cell's options but those that matter only when a checkpoint is saved or loaded."""
-    read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
-    return [name for name, _ in cell.options if name not in read_at_checkpoints]
-
-
-def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why the claim is tested in another cell; None if it is tested in this one.
-
-    It is a claim about which checkpoint files are found. Precisions and most options do not matter
-    for that.
-    """
-    others = []
-    for name in options_beside_checkpoints(cell):
-        if name not in {"model", "state_dict"}:
-            others.append(name)
-    if cell.precision != "fp32" or others:
-        return "files are found as they are in fp32 without that option, and it is tested there"
-    return None
-
-
-def saved_as_elsewhere(cell: Cell) -> str | None:
-    """Return why a claim about saved tensors is tested in another cell; None if in this one."""
-    # Each such cell would need runs at other world sizes, which are the most expensive ones.
-    for name in options_beside_checkpoints(cell):
-        if name not in CHECKPOINT_OPTIONS:
-            changes = f"{name} changes how the model is trained, not what is saved"
-            return f"{changes}, and what is saved is tested without it"
-    if cell.precision not in {"fp32", "bf16_upcast"}:
-        return (
-            f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, "
-            "where it is tested"
-        )
-    return None

@@ -1,4 +1,9 @@
-"""Plain factors: the numbers of a cell that a loss or a gradient is too large or too small by."""
+"""Simple factors by which a loss or a gradient may be too large or too small.
+
+A trainer that sums over ranks where it must average has gradients that are 2 times too large on 2
+ranks. The checks ``parity`` and ``gradients`` compare the ratio of a wrong number with such
+factors, and name the one that fits in their finding: ``(= the number of ranks)``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from pytest_distcompat.trace import RunTrace
 
 
 def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
-    """Return what a number may be too large or too small by, by name."""
+    """Return name -> factor, without factors of 1: ``{"the number of ranks": 2}``."""
     # A pipeline splits a batch into more micro-batches than accumulation asks for, and a trainer
     # may accumulate unasked.
     micro_batches = int(cell.option("grad_accum"))
@@ -33,9 +38,14 @@ def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
 
 
 def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> str:
-    """Return the names of the factors that the ratio is, or is the inverse of.
+    """Return which factors the ratio is: ``= the number of ranks or 1 / micro-batches a step``.
 
-    An empty text if it is none of them.
+    The text is empty if it is none of them, nor the inverse of any.
+
+    Args:
+        factors: Name -> factor, of ``factors_of``.
+        ratio: The wrong number divided by the right one.
+        tolerance: How far the ratio may be from a factor, relatively.
     """
     names: list[str] = []
     inverse_names: list[str] = []

@@ -1,4 +1,9 @@
-"""Keys of a file that differ from the model's own names in one prefix or segment."""
+"""Groups of wrong keys that differ from a model's own names in the same prefix or segment.
+
+The checks ``names`` and ``export`` call ``renamed`` with the keys of a saved file that are no names
+of the model. If 100 keys all begin with ``_orig_mod.``, one finding then says so in place of 100:
+``100 keys have the extra prefix `_orig_mod.```.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,16 @@ from pytest_distcompat.strategies import OPTION_WRAPPERS, STRATEGIES
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a key that is extra in it, or missing: a prefix or one segment anywhere.
+    """What a key has in addition to a model's own name, or lacks of it.
 
-    ``_orig_mod.`` in front of a key is a prefix.
+    A prefix is one or more segments in front. A segment is between two dots and may be repeated:
+    ``_checkpoint_wrapped_module.`` in ``layers.0._checkpoint_wrapped_module.mlp.weight``.
 
     Attributes:
-        text: The part, with the dot after it.
+        text: The part, with the dot after it: ``_orig_mod.``.
         kind: ``prefix`` or ``segment``.
-        extra: Whether the key has it and the model's own name does not; else it is the other way
-            round.
+        extra: True if the key has the part and the model's own name does not. False if the name has
+            it and the key does not.
     """
 
     text: str
@@ -27,16 +33,16 @@ class Part:
     extra: bool
 
     def __str__(self) -> str:
-        """Return the words for it in a finding: what keys do that have it, or lack it."""
+        """Return the words that follow "9 keys": ``have the extra prefix `_orig_mod.```."""
         if self.extra:
             return f"have the extra {self.kind} `{self.text}`"
         return f"lack the {self.kind} `{self.text}`"
 
     @property
     def of_a_library(self) -> bool:
-        """Tell whether the part may be a library's, which puts it in or takes it out as it saves.
+        """Tell whether a library may add or remove the part on purpose when it saves.
 
-        It is then in no wrapper of torch or of a strategy.
+        A part that a wrapper puts in, such as ``module.`` of DDP, is no library's: it is a bug.
         """
         if not self.extra:
             return True
@@ -49,11 +55,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Several keys with the same part that is extra or missing.
+    """Several keys that differ from the model's own names in the same part.
 
     Attributes:
-        part: The part in which they differ from the model's own names.
-        names: The model's own name for each of the keys.
+        part: That part.
+        names: Key -> the model's own name that it stands for.
     """
 
     part: Part
@@ -65,10 +71,7 @@ class Renamed:
 
     @property
     def way_out(self) -> str:
-        """Return what to do if a library may have renamed the keys.
-
-        An empty text if a wrapper did.
-        """
+        """Return the advice for keys that a library may have renamed; empty if a wrapper did."""
         if self.part.of_a_library:
             return "; if a library renames them and loads them so, say it by saved_name"
         return ""
@@ -89,6 +92,7 @@ def renamed(keys: Collection[str], known: Collection[str]) -> list[Renamed]:
         keys: Keys that are no names of the model.
         known: The model's own names.
     """
+    # Keys may lack a part of a name, or have one more.
     candidates_that_lack = _candidates_by_shortened_name(known)
     names_by_part: dict[Part, dict[str, str]] = {}
     for key in sorted(keys):
@@ -108,6 +112,7 @@ def renamed(keys: Collection[str], known: Collection[str]) -> list[Renamed]:
             if key in grouped:
                 continue
             members[key] = name
+        # One key alone shows no pattern.
         if len(members) > 1:
             groups.append(Renamed(group.part, members))
             grouped.update(members)
@@ -120,9 +125,9 @@ def _size(group: Renamed) -> int:
 
 
 def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Candidate]:
-    """Yield the known name that the key is without a prefix, or else without a segment.
+    """Yield the known name that remains of the key without a prefix, or without a segment.
 
-    Of several prefixes it is the shortest one that leaves a known name.
+    There is at most one. The shortest prefix that leaves a known name is tried before segments.
     """
     segments = key.split(".")
     for count in range(1, len(segments)):
@@ -139,9 +144,9 @@ def _candidates_without_extra(key: str, known: Collection[str]) -> Iterator[_Can
 
 
 def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Candidate]]:
-    """Return the known names that a shortened name may be short for.
+    """Return shortened name -> the known names that it may stand for.
 
-    The keys are the known names without one of their segments or prefixes.
+    A shortened name is a known name without one of its prefixes or segments.
     """
     without_segment: dict[str, list[_Candidate]] = defaultdict(list)
     without_prefix: dict[str, list[_Candidate]] = defaultdict(list)
@@ -172,9 +177,10 @@ def _segment(segment: str, *, extra: bool) -> Part:
 
 
 def _without(segments: list[str], segment: str) -> str:
-    """Return the name without that segment, wherever it stands.
+    """Return the name without that segment, however often it has it.
 
-    An empty text for a segment that is a number: it counts modules.
+    The result is empty for a number, as in ``layers.0``: it tells modules of a list apart, and no
+    wrapper adds it.
     """
     if segment.isdecimal():
         return ""

@@ -1,4 +1,12 @@
-"""Tied parameters that FSDP2 shards as if they were two."""
+"""A hint about tied parameters that FSDP2 shards as if they were two.
+
+Tied parameters are one tensor with two names, such as embedding and output layer. A unit of FSDP2
+is a module that was wrapped by a ``fully_shard`` of its own. If both owners of a tied tensor are
+units, each unit gathers and frees a copy of its own, and training goes wrong.
+
+The checks ``resume``, ``parity``, ``clipping`` and ``gradients`` call ``tied_apart``, and append
+its text to their findings, because it may be the cause.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +19,9 @@ from pytest_distcompat.trace import ModelInfo, RunTrace
 
 
 def tied_apart(cell: Cell, run: RunTrace) -> str:
-    """Return, for the end of a finding, which tied names FSDP2 shards as two parameters.
+    """Return the hint for the end of a finding; empty if no tied parameter is sharded as two.
 
-    These names are in units of their own; an empty text if there are none.
-
-    Each unit gathers and frees its own copy of what is one parameter:
-    https://github.com/pytorch/pytorch/issues/176076.
+    The upstream issue is https://github.com/pytorch/pytorch/issues/176076.
     """
     group = _group_apart(cell, run)
     if not group:
@@ -29,9 +34,10 @@ def tied_apart(cell: Cell, run: RunTrace) -> str:
 
 
 def _group_apart(cell: Cell, run: RunTrace) -> Sequence[str]:
-    """Return the first names of one tensor whose modules are all units of FSDP2.
+    """Return the names of the first tied tensor whose owners are all units of FSDP2.
 
-    Empty if there are none.
+    An example is ``("model.embed_tokens.weight", "lm_head.weight")``. The result is empty if there
+    is no such tensor.
     """
     model = _first_model(run)
     if model is None or run.unwrapped is None:

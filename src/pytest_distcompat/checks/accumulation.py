@@ -1,4 +1,19 @@
-"""Does gradient accumulation reduce gradients, and step the optimizer, once a step?"""
+"""Check ``accumulation``: several micro-batches cost one reduction of gradients and one step.
+
+It applies to cells with ``grad_accum``, such as ``ddp-fp32-w2-grad_accum_2``: each step of the
+trainer adds up the gradients of 2 micro-batches.
+
+``judge.judge`` calls the check once both runs have ended. The trace has the run ``train`` (one
+process group from start to end) and the run ``single``, the same training with one micro-batch a
+step. For each rank and step there is a snapshot: what the model was fed (a digest, or hash, for
+each forward pass), the collectives, and the steps of the optimizer. The check compares the numbers
+of both runs and yields findings, such as ``step 1: rank 0: 2000 elements of gradients were reduced;
+expected 1000 with one micro-batch``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +21,21 @@ import dataclasses
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import (
-    check,
-    every_rank,
-    gradient_reductions,
-    pairs,
-    with_rank,
-)
+from pytest_distcompat.checks._base import check, every_rank, pairs, with_rank
+from pytest_distcompat.checks._reductions import gradient_reductions
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
-#: The same training with one micro-batch a step; it is the run of the cell without the option.
+#: The same training with one micro-batch a step. It is the run ``train`` of the cell without
+#: ``grad_accum``, so the two cells share it (``same_as``).
 SINGLE_RUN = dataclasses.replace(
     TRAIN_RUN, name="single", only=without("grad_accum"), same_as=TRAIN_RUN.name
 )
 _BOTH = Scenario("accumulation", (TRAIN_RUN, SINGLE_RUN))
-#: The first steps, which cannot be the end of an epoch, where a step may have fewer micro-batches.
+#: The number of first steps that certainly have all micro-batches. A later step may be the last of
+#: an epoch, with fewer.
 FULL_STEPS = 3
 
 
@@ -62,13 +74,14 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
         snapshots = trained.at("step", nth)
         yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
         is_full = nth < FULL_STEPS
+        # ``once``: the snapshot of the same rank after a step of one micro-batch.
         for once, snapshot in pairs(single, snapshots):
             findings = [
                 *_other_inputs(snapshot, once, micro_batches, is_full=is_full),
                 *_other_optimizer_steps(snapshot, once),
             ]
-            # Inside a compiled graph no hook sees the inputs: then only of full steps the
-            # micro-batches are known.
+            # No hook sees what a compiled graph is fed. Then the number of micro-batches is known
+            # only for full steps.
             if snapshot.inputs or is_full:
                 findings += _other_reductions(cell, snapshot, once, micro_batches)
             for finding in with_rank(snapshot, findings):
@@ -78,13 +91,13 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
 def _other_inputs(
     snapshot: Snapshot, once: Snapshot, micro_batches: int, *, is_full: bool
 ) -> Iterator[str]:
-    """Yield findings if a step was not fed each of its micro-batches once.
+    """Yield texts if a step was not fed each of its micro-batches once.
 
     Args:
-        snapshot: A rank after the step.
-        once: The rank after a step of one micro-batch; a pipeline splits that further.
-        micro_batches: How many a step has.
-        is_full: Whether the step has all of them; the last one of an epoch may have fewer.
+        snapshot: The rank's snapshot after the step.
+        once: Its snapshot after a step of one micro-batch. A pipeline feeds that in several parts.
+        micro_batches: How many micro-batches a full step has.
+        is_full: Whether the step is a full one; the last of an epoch may have fewer.
     """
     if not once.inputs:
         return
@@ -100,7 +113,7 @@ def _other_inputs(
 
 
 def _other_optimizer_steps(snapshot: Snapshot, once: Snapshot) -> Iterator[str]:
-    """Yield a finding if the optimizer did not step as often as with one micro-batch."""
+    """Yield a text if the optimizer did not step as often as with one micro-batch."""
     steps = len(snapshot.steps)
     expected = len(once.steps)
     if steps != expected:
@@ -110,10 +123,10 @@ def _other_optimizer_steps(snapshot: Snapshot, once: Snapshot) -> Iterator[str]:
 def _other_reductions(
     cell: Cell, snapshot: Snapshot, once: Snapshot, micro_batches: int
 ) -> Iterator[str]:
-    """Yield a finding if a step reduced more or fewer elements of gradients than expected.
+    """Yield a text if a step reduced more or fewer elements of gradients than expected.
 
-    As many are expected as in a step of one micro-batch; where the strategy reduces the gradients
-    of each micro-batch, as many for each.
+    As many are expected as in a step of one micro-batch. A strategy that reduces the gradients of
+    each micro-batch, as ZeRO-2 does, may reduce as many for each.
     """
     expected = _reduced_elements(cell, once)
     reduced = _reduced_elements(cell, snapshot)
@@ -124,6 +137,7 @@ def _other_reductions(
             times = len(snapshot.inputs) // max(1, len(once.inputs))
     if not expected:
         return
+    # Another number of reductions makes a ratio that is off by 1 or more.
     ratio = reduced / expected
     if abs(ratio - times) <= 1 / 4:
         return

@@ -1,6 +1,29 @@
-"""Is each row of the data given to one rank, once an epoch?
+"""Checks ``coverage`` (rows of data loaders) and ``evaluation`` (metrics over several ranks).
 
-And is a metric over several ranks that of one process?
+- ``coverage``: each loader of the trainer gives each row to one rank, once an epoch.
+- ``evaluation``: a metric that is computed on several ranks equals that of one process.
+
+``judge.judge`` calls a check once all its runs have ended. The check gets a cell and a trace. A
+cell is one point of the test matrix: ``ddp-fp32-w2`` is strategy ``ddp``, precision ``fp32`` and
+2 ranks. A trace has the runs of that cell; a run is one process group from start to end. For each
+run the trace has snapshots: what one rank recorded after one action. Here the actions are ``rows``
+(the rank read its loaders) and ``metrics`` (it evaluated). The check yields findings, sentences
+such as ``shuffled: epoch 1: 2 of 23 rows are given to no rank, first 3``; none if all is right.
+
+The data set has 23 rows with the numbers 0 to 22, which neither 2 nor 4 ranks divide. Three runs
+read it:
+
+- ``rows`` reads two epochs from the beginning.
+- ``resumed_rows`` is a new process group that resumes the loaders twice: at the start of epoch 2
+  and after two batches of it.
+- ``moved_rows`` has twice as many ranks and resumes after one batch of epoch 2, which is as far.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
+several runs of its own.
 """
 
 from __future__ import annotations
@@ -20,20 +43,24 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
 from pytest_distcompat.wording import and_others
 
-#: The batches that one rank is given, in order: the rows of each.
+#: The batches of one epoch that one rank is given, in order. Each batch is a tuple of row numbers:
+#: ``((4, 17), (0, 9))`` are two batches of two rows.
 Batches = Sequence[Sequence[int]]
-#: What each rank is given by one loader, by rank: one record for each stretch of epochs that it was
-#: read for.
+#: What one loader gave in one run: rank -> one record for each time that the loader was started.
+#: There is one record in ``rows`` and ``moved_rows``, and there are two in ``resumed_rows``.
 RowsByRank = Mapping[int, Sequence[RowsInfo]]
-#: What decides which rows a rank is given, of cells on a mesh: the default profile asks once for
-#: each strategy and mesh.
+#: The facets of a cell (strategy, precision, world size, options) on which the outcome depends,
+#: beside the strategy. Of cells that are equal in them the default profile tests only one. A mesh
+#: arranges ranks in a grid, by the options ``tp`` (tensor parallel), ``cp`` (context parallel),
+#: ``pp`` (pipeline) and others.
 DATA_PLACE = frozenset({"world_size", *MESH}) - {"pp_schedule"}
 
 
 def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why another cell tests what depends on neither strategy nor precision.
+    """Return why the loaders are tested in another cell; None if they are tested in this one.
 
-    There is no reason, so None, if this cell tests it.
+    Loaders depend on neither strategy nor precision. So, of all cells without a mesh, only the
+    first one that the driver supports tests them, such as ``ddp-fp32-w2``.
     """
     if any(name in MESH for name, _ in cell.options):
         return _not_on_mesh(cell, driver)
@@ -45,19 +72,21 @@ def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def _not_on_mesh(cell: Cell, driver: type[Driver]) -> str | None:
-    """Return why a cell on a mesh leaves its loaders to others on that mesh.
+    """Return why the loaders of a cell on a mesh are tested in another cell on that mesh.
 
-    There is no reason, so None, if the cell tests them.
+    None if they are tested in this cell.
     """
     if cell.precision not in {"fp32", "bf16_upcast"}:
         return (
             f"data are loaded on a mesh in {cell.precision} as in fp32 and bf16_upcast, "
             "where it is tested"
         )
+    # An option that the driver needs for a mesh does not make the cell another one: if ``ep`` needs
+    # ``model=moe``, no cell with ``ep`` would be left otherwise.
     allowed = {"model", *MESH}
     for key, needed in driver.needs_options.items():
-        # Of several options together, as ``tp+ep``, and of an option with its value, as
-        # ``optimizer_muon``.
+        # A key is an option, several options together (``tp+ep``), or an option with its value
+        # (``optimizer_muon``).
         if allowed.issuperset(key.split("+")):
             allowed.update(needed)
     for name, _ in cell.options:
@@ -69,9 +98,9 @@ def _not_on_mesh(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
-    """Return the first cell of that world size, without options, that the driver supports.
+    """Return the first cell without options that the driver supports, with the cell's ranks.
 
-    It is the cell itself if there is none.
+    If the driver supports no such cell, it is the given cell itself, which then tests the loaders.
     """
     for precision in PRECISIONS.names():
         for strategy in STRATEGIES.names():
@@ -164,7 +193,10 @@ def _same_with_another_seed(
 
 
 def _rows_by_loader(run: RunTrace | None) -> Mapping[str, RowsByRank]:
-    """Return what each loader gave the ranks of a run; nothing if there is no such run."""
+    """Return loader name -> what it gave each rank in a run; empty if there is no such run.
+
+    The runs ``resumed_rows`` and ``moved_rows`` are missing where no loader can resume.
+    """
     if run is None:
         return {}
     rows: dict[str, dict[int, list[RowsInfo]]] = {}
@@ -178,7 +210,8 @@ def _rows_by_loader(run: RunTrace | None) -> Mapping[str, RowsByRank]:
 def _unlike_peers(cell: Cell, rows_by_rank: RowsByRank) -> Iterator[str]:
     """Yield a finding for each rank that is given other rows than its peers.
 
-    Peers share rows; each is compared with the first of them.
+    Peers are ranks that must be given the same rows, such as tensor-parallel ranks. Each rank is
+    compared with the first of its peers.
     """
     first_by_place = _first_ranks(cell, rows_by_rank)
     for rank, infos in sorted(rows_by_rank.items()):
@@ -194,13 +227,13 @@ def _unlike_peers(cell: Cell, rows_by_rank: RowsByRank) -> Iterator[str]:
 
 
 def _once_for_peers(cell: Cell, rows_by_rank: RowsByRank) -> RowsByRank:
-    """Return what the first rank of those that share rows is given, for each of them."""
+    """Return the rows of one rank of each group of peers, so that shared rows count once."""
     first_ranks = _first_ranks(cell, rows_by_rank).values()
     return {rank: rows_by_rank[rank] for rank in first_ranks}
 
 
 def _first_ranks(cell: Cell, ranks: Iterable[int]) -> dict[int, int]:
-    """Return the first of the ranks that share rows, by their data parallel rank."""
+    """Return data parallel rank -> the lowest rank with it. Ranks that share rows have the same."""
     first_by_place: dict[int, int] = {}
     for rank in sorted(ranks):
         first_by_place.setdefault(cell.dp_rank(rank), rank)
@@ -208,7 +241,7 @@ def _first_ranks(cell: Cell, ranks: Iterable[int]) -> dict[int, int]:
 
 
 def _only_records(rows_by_rank: RowsByRank) -> list[RowsInfo]:
-    """Return the one record of each rank."""
+    """Return the record of each rank, of a loader that was started only once on each."""
     return [info for (info,) in rows_by_rank.values()]
 
 
@@ -230,7 +263,7 @@ def _epoch_of_each(infos: Iterable[RowsInfo], number: int) -> list[Batches]:
 
 
 def _other_epochs(full_rows: RowsByRank) -> Iterator[str]:
-    """Yield findings about the rows of the two epochs of the unbroken run, and their order."""
+    """Yield findings about the unbroken run: the rows of its two epochs, and their order."""
     infos = _only_records(full_rows)
     loader = infos[0].expected
     first_epoch = _epoch_of_each(infos, 0)
@@ -248,15 +281,16 @@ def _other_epochs(full_rows: RowsByRank) -> Iterator[str]:
 def _not_each_once(
     batches_by_rank: Sequence[Batches], loader: Loader, before: Sequence[Batches] = ()
 ) -> Iterator[str]:
-    """Yield findings about rows that no rank was given, or several were.
+    """Yield findings about rows that no rank was given, and rows that were given repeatedly.
 
     Args:
-        batches_by_rank: What each rank was given in an epoch.
-        loader: What may be expected of the loader.
-        before: What ranks of another run were given earlier in the same epoch.
+        batches_by_rank: What each data parallel rank was given in an epoch, by place in the list.
+        loader: What the driver says of the loader: whether it shuffles, fills, drops or resumes.
+        before: What the ranks of another run were given earlier in the same epoch.
     """
     times_given = _times_given([*batches_by_rank, *before])
-    # After the last batch, none is left to tell how many rows a step has but those before.
+    # A run that resumed after the last batch is given none. Only the batches before it then say
+    # how many rows a step has.
     rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
     unequal = [*_unequal_batches(batches_by_rank, loader)]
     if not unequal:
@@ -279,7 +313,10 @@ def _unequal_batches(batches_by_rank: Sequence[Batches], loader: Loader) -> Iter
 
 
 def _missing_rows(times_given: Counter[int], loader: Loader, rows_of_step: int) -> Iterator[str]:
-    """Yield a finding if more rows than the last, incomplete step has are given to no rank."""
+    """Yield a finding if rows are given to no rank.
+
+    A loader that drops incomplete steps may leave out fewer rows than a step has.
+    """
     count = loader.rows or ROWS
     missing = sorted(set(range(count)) - times_given.keys())
     if not missing:
@@ -291,7 +328,10 @@ def _missing_rows(times_given: Counter[int], loader: Loader, rows_of_step: int) 
 
 
 def _repeated_rows(times_given: Counter[int], loader: Loader, rows_of_step: int) -> Iterator[str]:
-    """Yield a finding if more rows are given again than fill the last step."""
+    """Yield a finding if rows are given repeatedly.
+
+    A loader that fills its last batches may repeat fewer rows than a step has.
+    """
     surplus = sum(times_given.values()) - len(times_given)
     if not surplus:
         return
@@ -313,7 +353,7 @@ def _repeated_rows(times_given: Counter[int], loader: Loader, rows_of_step: int)
 
 
 def _times_given(batches_by_rank: Sequence[Batches]) -> Counter[int]:
-    """Return how often each row was given to a rank."""
+    """Return row number -> how often it was given, on all ranks together."""
     times: Counter[int] = Counter()
     for batches in batches_by_rank:
         for batch in batches:
@@ -331,13 +371,17 @@ def _rows_of_first_step(batches_by_rank: Sequence[Batches]) -> int:
 
 
 def _not_continued(full_rows: RowsByRank, resumed_rows: RowsByRank) -> Iterator[str]:
-    """Yield a finding for each rank that is resumed with other rows than come next.
+    """Yield a finding for each rank that goes on with other rows than the run that never stopped.
 
-    The next rows are those of the run that never stopped.
+    Args:
+        full_rows: What the run ``rows`` was given, which never stopped.
+        resumed_rows: What the run ``resumed_rows`` was given.
     """
     for rank, infos in resumed_rows.items():
         full = full_rows[rank][0]
         for info in infos:
+            # The unbroken run counts epochs from 0; the first epoch of a resumed record is the one
+            # in which it resumed.
             expected = _epoch(full, info.epoch)[info.done :]
             resumed = _epoch(info, 0)
             if resumed == expected:
@@ -351,7 +395,14 @@ def _not_continued(full_rows: RowsByRank, resumed_rows: RowsByRank) -> Iterator[
 
 
 def _not_continued_resharded(full_rows: RowsByRank, resharded_rows: RowsByRank) -> Iterator[str]:
-    """Yield findings if twice as many ranks are not given what is left of the second epoch."""
+    """Yield findings about twice as many ranks that resume in the middle of the second epoch.
+
+    What they are given, and what the first ranks were given before, must be each row once.
+
+    Args:
+        full_rows: What one rank of each group of peers was given in the run ``rows``.
+        resharded_rows: What the ranks of the run ``moved_rows`` were given.
+    """
     infos = _only_records(resharded_rows)
     full_infos = _only_records(full_rows)
     batches = _epoch_of_each(infos, 0)
@@ -364,7 +415,7 @@ def _not_continued_resharded(full_rows: RowsByRank, resharded_rows: RowsByRank) 
 
 
 def _listed(batches: Batches) -> str:
-    """Return the first six rows as text."""
+    """Return the first six rows as text: ``4, 17, 0, 9, 2, 5 ...``, or ``none``."""
     rows: list[str] = []
     for batch in batches:
         rows += [str(row) for row in batch]
@@ -376,7 +427,8 @@ def _listed(batches: Batches) -> str:
     return text
 
 
-#: Relative: means are summed in another order.
+#: How far a metric may deviate from that of one process, relatively: several ranks sum in another
+#: order.
 TOLERANCE = 1e-5
 
 
@@ -406,6 +458,7 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     snapshots = trace.run("rows").at("metrics")
     yield from every_rank(snapshots, cell.world_size, "metrics")
+    # One process needs no gathering, so it cannot count rows twice.
     reference = trace.run("alone").first("metrics")
     if reference is None or not reference.metrics:
         yield "metrics() returns no metric in one process, so there is nothing to compare with"

@@ -1,6 +1,21 @@
-"""Is a corrupted checkpoint an error that names the file?
+"""Checks ``damage`` (a damaged checkpoint) and ``paths`` (a directory with an unusual name).
 
-And does a checkpoint work in a directory with any name?
+- ``damage``: loading a checkpoint with a truncated or missing file raises an error that names it.
+- ``paths``: a checkpoint works in a directory with any name; if a file is in its place, an error
+  names it.
+
+``judge.judge`` calls a check once all its runs have ended. It gets a cell, one point of the test
+matrix such as ``fsdp2-fp32-w2``, and a trace of the runs (a run is one process group from start to
+end). For each rank and action a run has a snapshot, and ``end``: how it failed, None if it did not.
+Some of these runs must fail. The check yields findings, such as ``file 'model.safetensors' is cut
+in half: it was loaded without an error, and training went on``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
+several runs of its own; ``raises`` names the runs that must end in an exception.
 """
 
 from __future__ import annotations
@@ -10,7 +25,8 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, only_where_it_differs
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._elsewhere import only_where_it_differs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import differences, flat_parameters, settings, values
 from pytest_distcompat.scenario import (
@@ -23,10 +39,9 @@ from pytest_distcompat.scenario import (
 )
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
-#: The frames of a traceback: a line ``File "..."``, and the lines below it that are indented
-#: further.
+#: A frame of a traceback: a line ``File "..."``, and the lines below it that are indented further.
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
-#: What a file is after each way to corrupt it, as ``FileInfo.holds`` names the way.
+#: How rank 0 corrupted a file -> what the file is now. ``FileInfo.holds`` of the file has the way.
 _CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}
 #: The actions in which a checkpoint may be read; a later error is not about its files.
 _LOADING = frozenset({"load", "build"})
@@ -69,21 +84,21 @@ def _loaded_without_error(run: RunTrace) -> Iterator[str]:
 
 
 def _later(end: RunFailure | None) -> str:
-    """Return, for the end of a finding, what training did where it should have raised."""
+    """Return the words for what training did in place of raising: ``went on``."""
     if end is None:
         return "went on"
     return f"failed in {end.action!r} only: {short(end.message)}"
 
 
 def without_frames(text: str) -> str:
-    """Return a traceback without its source lines, which may name a file that no message does."""
+    """Return a traceback without its frames: they may name a file that the message does not."""
     return _FRAMES.sub("", text)
 
 
 def short(message: str) -> str:
-    """Return the first and the last line of an exception's message.
+    """Return the first and the last line of an exception's message: ``first ... last``.
 
-    An exception of several ranks lists the ranks' own between them.
+    The message of an exception of several ranks is long: it has those of the ranks in between.
     """
     lines = []
     for line in message.splitlines():
@@ -99,7 +114,8 @@ def short(message: str) -> str:
 def _paths_runs(_cell: Cell, driver: type[Driver]) -> Scenario:
     """Return the runs ``named``, ``reopened`` and ``blocked``.
 
-    The last ends with the build of the trainer if the trainer knows the directory then.
+    ``named`` saves, and ``reopened`` loads. In ``blocked`` a file is in the place of the directory.
+    It ends with the build if the trainer is given the directory there, and must raise then.
     """
     if driver.knows_directory:
         return PATHS_AT_BUILD
@@ -140,12 +156,13 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _blocked(run: RunTrace) -> Iterator[str]:
-    """Yield a finding unless the run ends in an error in time that names the directory."""
+    """Yield a finding unless the run raised in time, with an error that names the directory."""
     problem = f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
     end = run.end
     if end is None and not run.at("step"):
         built = "the trainer was built without an error"
         yield f"{problem}: {built}, although it knows then where to save"
+    # Some rank has saved, so that a later error came too late.
     elif end is None or (run.at("save") and end.action != "save"):
         yield f"{problem}: nothing was raised in the save, and training {_later(end)}"
     elif BLOCKED_RUN.directory not in without_frames(end.text):

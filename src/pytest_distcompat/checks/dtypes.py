@@ -1,4 +1,23 @@
-"""Are parameters, products, gradients, masters and optimizer state in the precision's dtypes?"""
+"""Check ``dtypes``: each kind of tensor has the dtype that the strategy gives it.
+
+``judge.judge`` calls the check once the run has ended. It gets a cell, one point of the test matrix
+such as ``fsdp2-bf16_upcast-w2`` (strategy, precision, 2 ranks), and a trace of the run ``train``
+(one process group from start to end) with a snapshot of each rank after three steps. It yields
+findings, such as ``rank 0: AdamW updates bfloat16 masters; expected float32``.
+
+The expected dtypes are a row of a table, ``Dtypes``, which the strategy has for the precision: of
+stored parameters (``storage``), matrix products (``compute``), gradients in collectives
+(``reduce``), gradients that the optimizer sees (``gradient``), the parameters that it updates
+(``master``) and its moments (``state``). Masters are the live parameters, or float32 copies of
+them that the optimizer keeps.
+
+Dtypes are torch's names without the prefix: ``float32``. The *unwrapped* model is the one before
+anything wraps it; a *live* name is that of the wrapped model.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +27,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import (
-    check,
-    every_rank,
-    gradient_reductions,
-    requested,
-    with_rank,
-)
+from pytest_distcompat.checks._base import check, every_rank, requested, with_rank
+from pytest_distcompat.checks._reductions import gradient_reductions
 from pytest_distcompat.cost import BYTES, is_quantized
 from pytest_distcompat.model_values import TF32_SINCE_BUILD, stages_of
 from pytest_distcompat.precisions import PRECISIONS
@@ -57,13 +71,14 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _tensors_of_model(row: Dtypes, cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings about a rank's parameters, buffers, products and sums of gradients."""
+    """Yield texts about a rank's parameters, buffers, products and reduced gradients."""
     yield from _stored(row, snapshot)
     if run.unwrapped and snapshot.model:
         yield from _frozen(cell, run.unwrapped, snapshot.model)
         yield from _buffers(row, cell, run.unwrapped, snapshot.model)
     if _has_products(cell, run, snapshot):
         yield from _computed(row, snapshot)
+    # If all ranks hold parts of one copy of the model, gradients are not reduced.
     if cell.world_size > cell.tp * cell.pp:
         yield from _reduced(row, cell, run.unwrapped, snapshot)
     yield from _accumulated(row, cell, snapshot)
@@ -72,34 +87,36 @@ def _tensors_of_model(row: Dtypes, cell: Cell, run: RunTrace, snapshot: Snapshot
 
 
 def _tensors_of_optimizer(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings about what a rank's optimizer updates, is given and keeps."""
+    """Yield texts about the dtypes of masters, gradients and state in a rank's optimizer."""
     yield from _stepped(row, cell, snapshot)
     if cell.option("optimizer") == "adam8bit":
         yield from _quantized(row, snapshot)
 
 
 def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding if matrix products ran in another dtype, or in none."""
+    """Yield a text if matrix products ran in another dtype, or if there was none."""
     if set(snapshot.compute) != {row.compute}:
         yield f"matrix products ran in {_list(snapshot.compute)}; expected {row.compute}"
 
 
 def _has_products(cell: Cell, run: RunTrace, snapshot: Snapshot) -> bool:
     """Tell whether the dtypes of the rank's matrix products must have been recorded."""
-    # No hook sees inside a compiled graph, and hooks are lost with a layer that is replaced.
+    # No hook sees inside a compiled graph. Transformer Engine (``te``) replaces layers, and the
+    # hooks are lost with them.
     if cell.option("compile") or cell.option("fp8_backend") == "te":
         return False
-    # A model may have no layers that multiply matrices.
+    # The model has no layers that multiply matrices.
     if run.unwrapped and run.unwrapped.products == 0:
         return False
-    # Nor has a stage of embeddings alone, if other stages have some.
+    # A pipeline stage is some of the layers. One of embeddings alone has no products, which is
+    # right if another stage has some.
     if stages_of(run) and not snapshot.compute:
         return not any(other.compute for other in run.trained)
     return True
 
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding if trainable parameters are stored in another dtype."""
+    """Yield a text if trainable parameters are stored in another dtype."""
     trainable = 0
     others: list[ParameterInfo] = []
     dtypes: set[str] = set()
@@ -134,7 +151,7 @@ class _OtherDtype:
 
 
 def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding for frozen parameters that are wider than loaded.
+    """Yield a text if frozen parameters are stored in a wider dtype than they were loaded in.
 
     Copies of a frozen model in float32 only waste memory.
     """
@@ -147,7 +164,8 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
         if info.trainable or not info.local_numel:
             continue
         frozen += 1
-        # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
+        # FSDP1 joins all parameters of a unit (a module that it wraps) into one FlatParameter,
+        # which has one dtype. So a frozen one has the dtype of the trained ones in its unit.
         if "FSDP1" in info.kind and _unit(model, info) in trained_units:
             continue
         name = strategy.canonical(info.name, cell, loaded_dtypes)
@@ -163,7 +181,7 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
 
 
 def _trained_units(model: ModelInfo) -> set[str]:
-    """Return the FSDP units that hold a trainable parameter."""
+    """Return the names of the FSDP units that hold a trainable parameter."""
     units: set[str] = set()
     for info in model.parameters:
         if info.trainable:
@@ -172,15 +190,15 @@ def _trained_units(model: ModelInfo) -> set[str]:
 
 
 def _wider(dtype: str, than: str) -> bool:
-    """Tell whether a dtype has more bytes than another.
+    """Tell whether a dtype has more bytes an element than another one.
 
-    Dtypes that ``BYTES`` does not list are no wider than others, and others no wider than they.
+    A dtype that ``BYTES`` does not list is not wider than any, and none is wider than it.
     """
     return BYTES.get(dtype, 0) > BYTES.get(than, 8)
 
 
 def _unit(model: ModelInfo, info: ParameterInfo) -> str:
-    """Return the innermost FSDP unit that holds the parameter; the root's name is empty."""
+    """Return the name of the innermost FSDP unit that holds the parameter; empty for the root."""
     innermost = ""
     for unit in model.units:
         is_in_unit = info.name.startswith(f"{unit}.")
@@ -190,10 +208,9 @@ def _unit(model: ModelInfo, info: ParameterInfo) -> str:
 
 
 def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding if buffers have another dtype than in the unwrapped model.
+    """Yield a text if buffers have another dtype than in the unwrapped model.
 
-    Each is compared with its own counterpart, because buffers may differ in dtype. The row may give
-    another dtype for those of floating-point numbers.
+    A strategy may cast buffers of floating-point numbers: then ``row.buffer`` is their dtype.
     """
     strategy = STRATEGIES.get(cell.strategy)
     expected_dtypes: dict[str, str] = {}
@@ -204,7 +221,7 @@ def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo
     others: list[_OtherDtype] = []
     for info in model.buffers:
         name = strategy.canonical(info.name, cell, expected_dtypes)
-        # Missing and new buffers are findings of the check ``names``.
+        # The check ``names`` reports missing and new buffers.
         expected = expected_dtypes.get(name, info.dtype)
         if info.dtype != expected:
             others.append(_OtherDtype(info.name, info.dtype, expected))
@@ -215,9 +232,9 @@ def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo
 
 
 def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
-    """Return the number of elements from which on a reduction is taken for one of gradients.
+    """Return the least number of elements of a collective that counts as one of gradients.
 
-    Smaller ones are of norms, metrics and flags.
+    Smaller collectives reduce norms, metrics and flags.
     """
     sizes: list[int] = []
     if unwrapped:
@@ -231,7 +248,7 @@ def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
 def _reduced(
     row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot
 ) -> Iterator[str]:
-    """Yield a finding if gradients are reduced in a wrong dtype."""
+    """Yield a text if gradients are reduced in a wrong dtype, or not at all."""
     expected = row.reduce
     if cell.option("reduce_dtype") == "fp32":
         expected = "float32"
@@ -242,7 +259,8 @@ def _reduced(
             dtypes.add(_real(info.dtype))
     wrong = dtypes - {expected}
     if not requested(cell, unwrapped, "reduce_dtype"):
-        # Then a wider one is allowed: torch's autocast around FSDP2 reduces so.
+        # The trainer was not told the dtype, so a wider one is allowed: torch's autocast around
+        # FSDP2 reduces in float32.
         wider = {dtype for dtype in wrong if _wider(dtype, expected)}
         wrong -= wider
     if wrong or not dtypes:
@@ -250,9 +268,10 @@ def _reduced(
 
 
 def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding if ZeRO sums the gradients of micro-batches in a wrong dtype.
+    """Yield a text if ZeRO adds up the gradients of micro-batches in a wrong dtype.
 
-    Other strategies sum them in the gradients that the optimizer sees.
+    ``accumulates`` is empty for other strategies: they add up in ``parameter.grad``, which the
+    optimizer sees.
     """
     if snapshot.optimizer is None:
         return
@@ -265,10 +284,12 @@ def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding for each kind of state that is not in 8 bits where its tensors are large.
+    """Yield texts about optimizer state of ``adam8bit`` in wrong dtypes.
 
-    And for each that is, or is in another wrong dtype, where they are small.
+    Large tensors must be in 8 bits (``uint8``), small ones in the dtype of the row. torchao decides
+    by the number of elements.
     """
+    # The kinds of state, such as ``exp_avg``, in the order in which they appear.
     keys: list[str] = []
     large_dtypes: dict[str, set[str]] = defaultdict(set)
     small_dtypes: dict[str, set[str]] = defaultdict(set)
@@ -293,18 +314,15 @@ def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _is_moment(state: StateInfo) -> bool:
-    """Tell whether a state of the optimizer has the dtype of moments.
-
-    Step counts and master weights do not.
-    """
+    """Tell whether it is state with the dtype of moments: no step count and no master weight."""
     return state.key not in {"step", "master"}
 
 
 def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings for wrong dtypes of masters, gradients and state in the optimizer's steps."""
+    """Yield texts about wrong dtypes of masters, gradients and state in the optimizer's steps."""
     if not snapshot.steps:
         yield "no optimizer stepped"
-    # Of a small model the last of many ranks may hold no trainable element.
+    # If a small model is sharded over many ranks, the last ones may hold no trainable element.
     if not any(info.trainable and info.local_numel for info in snapshot.parameters):
         return
     # SGD without momentum keeps no state.
@@ -314,7 +332,7 @@ def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         if _real_dtypes(step.gradient) != {row.gradient}:
             gradients = f"gradients in {_list(step.gradient)}"
             yield f"{step.optimizer} is given {gradients}; expected {row.gradient}"
-        # What is quantized has two dtypes: ``_quantized``.
+        # ``_quantized`` looks at the state of ``adam8bit``, which has two dtypes.
         if cell.option("optimizer") == "adam8bit" or (stateless and not step.state):
             continue
         if _real_dtypes(step.state) != {row.state}:
@@ -323,7 +341,7 @@ def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _masters(row: Dtypes, step: StepInfo) -> Iterator[str]:
-    """Yield a finding if a step updated weights in another dtype."""
+    """Yield a text if a step updated weights in another dtype, or none."""
     if not step.master:
         yield f"{step.optimizer} updates nothing; expected {row.master}"
     elif _real_dtypes(step.master) != {row.master}:
@@ -331,21 +349,21 @@ def _masters(row: Dtypes, step: StepInfo) -> Iterator[str]:
         yield f"{step.optimizer} updates {masters}; expected {row.master}"
 
 
-#: Complex dtypes by the real dtype of their parts: an optimizer treats one as two real numbers
+#: Complex dtype -> real dtype of its two parts. Optimizers treat a complex number as two real ones
 #: (``torch.view_as_real``).
 _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 def _real(dtype: str) -> str:
-    """Return the real dtype that a tensor is computed in."""
+    """Return the dtype itself, or the real dtype of the parts of a complex one."""
     return _REAL.get(dtype, dtype)
 
 
 def _real_dtypes(dtypes: Iterable[str]) -> set[str]:
-    """Return the real dtypes that tensors are computed in."""
+    """Return the dtypes with complex ones replaced by the real dtype of their parts."""
     return {_real(dtype) for dtype in dtypes}
 
 
 def _list(dtypes: Iterable[str]) -> str:
-    """Return the words for some dtypes in a finding."""
+    """Return the words for dtypes: ``bfloat16 and float32``, ``nothing`` for none."""
     return " and ".join(sorted(set(dtypes))) or "nothing"

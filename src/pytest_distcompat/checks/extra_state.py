@@ -1,4 +1,24 @@
-"""Is state beside model and optimizer kept, restored and alike on all ranks?"""
+"""Check ``extra_state``: state beside model and optimizer is kept, restored, and alike on ranks.
+
+A driver names such state, for example an average of the weights or the place in the data:
+``extra_state = {"ema": ExtraState(...)}``. Each ``ExtraState`` says what is expected: that the
+state changes in training, is alike on all ranks, comes back after a load.
+
+``judge.judge`` calls the check once both runs have ended. It gets a cell, one point of the test
+matrix such as ``ddp-fp32-w2-ema``, and a trace with two runs (a run is one process group from start
+to end): ``train`` takes three steps, saves, and goes on; ``resume`` loads that checkpoint and
+repeats the next two steps. For each rank and action the trace has a snapshot with the values of
+each state: place in the state (``shadow.inlet.weight``) -> text of a number, or digest of a tensor.
+The check yields findings, such as ``rank 1: ema.decay is another after the load than was saved``.
+
+The comparisons are public, because ``ext.scripts.roundtrip`` makes them for scripts.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +38,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.trace import ExtraStateInfo, Snapshot, Trace
 
-#: The text or digest of a value at each place in a state.
+#: Place in a state -> text of the number there, or digest (hash) of the tensor: ``{"step": "3"}``.
 _TextByPlace = Mapping[str, str]
 
 
@@ -99,12 +119,11 @@ class StateDifference:
 
 
 def unlike_on_ranks(snapshots_after: Mapping[str, Sequence[Snapshot]]) -> Iterator[str]:
-    """Yield a finding for each state whose values differ between ranks.
-
-    It is about the first action after which they do.
+    """Yield a finding for each state that differs between ranks, after the first such action.
 
     Args:
-        snapshots_after: The snapshots of all ranks, by the name of the action before them.
+        snapshots_after: Action in words (``build``, ``step 1``) -> the snapshots of all ranks after
+            it, in the order of the actions.
     """
     unlike: set[str] = set()
     for action, snapshots in snapshots_after.items():
@@ -119,7 +138,7 @@ def unlike_on_ranks(snapshots_after: Mapping[str, Sequence[Snapshot]]) -> Iterat
 
 
 def _unlike_first(first: Snapshot, snapshot: Snapshot) -> Iterator[StateDifference]:
-    """Yield the first difference of each state that is to be alike on two ranks, and is not."""
+    """Yield the first difference of each state that must be alike on two ranks, and is not."""
     first_states = _states(first)
     for info in snapshot.extra:
         peer = first_states.get(info.name)
@@ -133,7 +152,13 @@ def _unlike_first(first: Snapshot, snapshot: Snapshot) -> Iterator[StateDifferen
 def unchanged(
     built: tuple[Snapshot, ...], stepped: tuple[Snapshot, ...], steps: str
 ) -> Iterator[str]:
-    """Yield a finding for each state that the steps between snapshots leave as it is on a rank."""
+    """Yield a finding for each state that should have changed on a rank, and has not.
+
+    Args:
+        built: The snapshots of all ranks before some steps.
+        stepped: The snapshots after these steps.
+        steps: The words for the steps: ``three steps``.
+    """
     for before, after in pairs(built, stepped):
         states_before = _states(before)
         for info in after.extra:
@@ -146,13 +171,13 @@ def unchanged(
 def other_states(
     before: Snapshot, after: Snapshot, *, exact: bool = False
 ) -> Iterator[StateDifference]:
-    """Yield the first difference of each state that a checkpoint is to bring back.
+    """Yield the first difference of each state that a checkpoint must bring back.
 
     Args:
-        before: One snapshot.
-        after: The other one, of the same rank.
-        exact: Whether only whole numbers, texts and the like are compared: numbers with a fraction
-            may differ in their last digits where the same is computed in another order.
+        before: A snapshot.
+        after: A later snapshot of the same rank.
+        exact: Whether numbers with a fraction are left out. They may differ in their last digits if
+            the same is computed again, in another order.
     """
     states_before = _states(before)
     for info in after.extra:
@@ -172,13 +197,10 @@ def _states(snapshot: Snapshot) -> dict[str, ExtraStateInfo]:
 
 
 def _first_difference(values: _TextByPlace, others: _TextByPlace) -> str | None:
-    """Return the first place at which two values of a state differ, None if there is none.
+    """Return the first place at which two states differ, None if there is none.
 
-    Args:
-        values: The text or digest at each place. The place of a shard names its region, so that
-            ranks with other shards have no place in common: a shard that only one of the two values
-            has is no difference.
-        others: Those of the other value.
+    The place of a shard of a tensor names the part that it is. Two ranks with different shards have
+    no such place in common, so a shard that only one of them has is no difference.
     """
     for place in sorted(values.keys() | others.keys()):
         text = values.get(place)
@@ -193,5 +215,5 @@ def _first_difference(values: _TextByPlace, others: _TextByPlace) -> str | None:
 
 
 def _is_part(place: str) -> bool:
-    """Tell whether a place is that of a shard of a tensor."""
+    """Tell whether the value at a place is a shard of a tensor: such places end in parentheses."""
     return place.endswith(")")

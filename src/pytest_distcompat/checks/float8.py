@@ -1,6 +1,21 @@
-"""Do linear layers really compute in 8 bits under precision fp8?
+"""Checks ``float8`` (layers compute in 8 bits) and ``stages`` (8 bits, DeepSpeed, or both).
 
-And which breaks: 8 bits, DeepSpeed, or only both together?
+Both apply to cells of precision ``fp8``. A cell is one point of the test matrix, such as
+``zero2-fp8-w2`` (strategy, precision, 2 ranks). A trainer that finds no layer to convert does not
+complain, and computes in bfloat16.
+
+- ``float8``: linear layers are converted, and multiply in 8 bits.
+- ``stages``: if DeepSpeed and 8 bits fail together, does one of them fail alone?
+
+``judge.judge`` calls a check once its runs have ended, with the cell and a trace: for each run (one
+process group from start to end), rank and action a snapshot, with the number of layers that compute
+in 8 bits and of tensors that a step made in 8 bits. The check yields findings, such as ``rank 0: 0
+of 9 linear layers are in 8 bits after build; expected all but the first and the last``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None; ``raises``
+names the runs that must end in an exception.
 """
 
 from __future__ import annotations
@@ -17,8 +32,8 @@ from pytest_distcompat.scenario import STAGES, TRAIN, Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
-#: How many layers a recipe may leave in more bits, the first and the last: accelerate's leaves both
-#: by default.
+#: How many layers may stay unconverted: the first and the last, which accelerate's recipe leaves
+#: out by default.
 UNCONVERTED_LAYERS = 2
 
 
@@ -64,14 +79,20 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _converted_layers(snapshot: Snapshot) -> int:
-    """Return how many layers of the live model compute in 8 bits."""
+    """Return how many layers of a rank's model are converted; 0 if it has no model."""
     if snapshot.model is None:
         return 0
     return snapshot.model.float8
 
 
 def _not_converted(snapshot: Snapshot, linears: int, action: str) -> Iterator[str]:
-    """Yield a finding if more linear layers than the first and the last are not in 8 bits."""
+    """Yield a finding if a rank has converted too few of its linear layers.
+
+    Args:
+        snapshot: The rank's snapshot.
+        linears: The number of linear layers that can be converted (16 divides their sizes).
+        action: The words for what came before: ``build``.
+    """
     layers = _converted_layers(snapshot)
     if layers < max(1, linears - UNCONVERTED_LAYERS):
         finding = f"{layers} of {linears} linear layers are in 8 bits after {action}"
@@ -79,7 +100,7 @@ def _not_converted(snapshot: Snapshot, linears: int, action: str) -> Iterator[st
 
 
 def _not_computed(snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding if the layers that are in 8 bits do not multiply in them."""
+    """Yield a finding if a step made too few tensors in 8 bits for its converted layers."""
     layers = _converted_layers(snapshot)
     # An activation and a weight for each layer, at least; the backward pass casts more.
     if snapshot.float8 < 2 * layers:
@@ -100,7 +121,7 @@ def _one_stage(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
-#: The checks of the run in 8 bits alone, of that of DeepSpeed alone, and of that of both.
+#: The checks of each run of ``STAGES``: 8 bits alone, DeepSpeed alone, both together.
 CHECKS_OF_STAGES: Sequence[Sequence[Check]] = [[float8], [active], [float8, active]]
 
 
@@ -128,14 +149,16 @@ def stages(cell: Cell, trace: Trace) -> Iterator[str]:
         for finding in findings:
             yield f"{name}: {finding}"
         if findings:
-            return  # later stages follow from it
+            # Both together cannot run if one of them cannot.
+            return
 
 
 def _findings_of_stage(cell: Cell, trace: Trace, stage: Run, checks: Sequence[Check]) -> list[str]:
-    """Return why the run of a stage broke off, or else what these checks find in it."""
+    """Return why the run of a stage failed, or else what the checks find in it."""
     run = trace.run(stage.name)
     if run.end:
         return [run.end.message]
+    # The checks read the run ``train``.
     stage_trace = Trace(trace.driver, {"train": run})
     findings: list[str] = []
     for check_of_stage in checks:

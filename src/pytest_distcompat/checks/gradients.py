@@ -1,41 +1,54 @@
-"""Does the optimizer get the reference's gradient for each single parameter?"""
+"""Check ``gradients``: the optimizer gets the reference's gradient for each single parameter.
+
+The check ``clipping`` compares the norm of all gradients; a few wrong ones hardly show in that.
+
+``judge.judge`` calls the check once both runs have ended. It gets a cell, one point of the test
+matrix such as ``fsdp2-bf16_upcast-w2``, and a trace with two runs: ``train`` on the cell's ranks,
+and ``reference`` in one process in float32 on the batches of all ranks. For the first three steps
+the snapshot of each rank has the gradients that its optimizer got. The check yields findings, such
+as ``step 1: all ranks: the gradient of all 9 parameters is 2 times the reference's (= the number of
+ranks): 'lm_head.weight' has norm 2; 1 in the reference (2e-04 allowed)``.
+
+A parameter's ratio is the norm of its gradient over that in the reference. Parameters with the same
+wrong ratio are in one finding. If some gradients are wrong, clipping scales all others by one
+factor; that common ratio is no finding.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import Snapshots, check, every_rank
+from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
+from pytest_distcompat.checks._reference import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
+from pytest_distcompat.checks._whole_gradients import Norms, View, norms_of_one_process, views
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
 from pytest_distcompat.model_values import (
     Names,
-    Ranks,
     named_stage,
-    pipelines_of,
     rounding_of,
     stages_of,
 )
-from pytest_distcompat.trace import GradientInfo, RunTrace, Trace, shard_groups
+from pytest_distcompat.trace import RunTrace, Trace
 
-#: How many steps are compared: later gradients depend on how earlier ones were rounded.
+#: How many steps are compared. Later gradients depend on how earlier ones were rounded.
 COMPARED = 3
-#: Rounding is measured against this part of the norm of all gradients, if a parameter's is smaller:
-#: the gradient of the bias of attention's keys is zero but for rounding. Of sound runs 1.4e-2 in
-#: bf16_upcast, 3.6e-4 in fp16_mixed, 2.3e-2 in fp8 measured.
+#: A deviation is relative to the norm of the parameter's gradient, but at least to this part of the
+#: norm of all gradients. Otherwise a gradient that is zero but for rounding would deviate by any
+#: ratio, such as that of the bias of attention's keys. Sound runs deviated by 1.4e-2 in
+#: bf16_upcast, 3.6e-4 in fp16_mixed, 2.3e-2 in fp8.
 SMALLEST = 0.01
-#: Parameters whose ratios differ by less have one cause.
+#: Parameters whose ratios differ by less than this, relatively, are in one finding.
 SAME_RATIO = 0.05
-
-#: Unwrapped name -> norm of the gradient of all parts together; None where the parts are not the
-#: whole tensor.
-Norms = Mapping[str, float | None]
 
 
 def _no_single_gradients(cell: Cell, driver: type[Driver]) -> str | None:
@@ -67,7 +80,8 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     expected_by_step: list[Norms] = []
     for step in range(COMPARED):
         snapshots = reference.at("reference", step)
-        expected_by_step.append(_norms_of_one_process(reference, snapshots))
+        expected_by_step.append(norms_of_one_process(reference, snapshots))
+    # The tolerance of the precision, or the largest deviation that rounding alone causes.
     rounding = [rounding_of(cell, train).norm_tolerance]
     rounding += _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
     tolerance = ROUNDING_FACTOR * max(rounding)
@@ -80,133 +94,33 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"{step_name}: no gradients to compare with"
             return
         findings: list[str] = []
-        for view in _views(train, snapshots):
-            # A live name that is none of the unwrapped model's is a finding of the check ``names``.
+        for view in views(train, snapshots):
+            # If a name of the wrapped model maps to no unwrapped name, the check ``names`` reports
+            # it, and gradients cannot be compared by name.
             if view.norms.keys() <= known:
                 findings += _wrong_gradients(train, view, expected, tolerance, factors)
         for finding in findings:
             cause = tied_apart(cell, train)
             yield f"{step_name}: {finding}{cause}"
         if findings:
-            return  # later differences follow from these
-
-
-@dataclass(frozen=True)
-class _View:
-    """Ranks that see the same gradients; a rank of a pipeline sees those of all its stages.
-
-    Attributes:
-        ranks: The ranks.
-        norms: The norms of the gradients.
-    """
-
-    ranks: Ranks
-    norms: Norms
-
-
-def _views(run: RunTrace, snapshots: Snapshots) -> Iterator[_View]:
-    """Yield what the ranks see of the gradients, put together from the parts of shard groups."""
-    norms_by_rank: dict[int, dict[str, float | None]] = {}
-    for snapshot in snapshots:
-        norms_by_rank[snapshot.rank] = {}
-    groups_by_rank: dict[int, set[Ranks]] = defaultdict(set)
-    for gradient in _whole_gradients(run, snapshots):
-        for rank in gradient.ranks:
-            if rank in norms_by_rank:
-                norms_by_rank[rank][gradient.name] = gradient.norm
-                groups_by_rank[rank].add(gradient.ranks)
-    for ranks in _ranks_with_same_groups(run, groups_by_rank, sorted(norms_by_rank)):
-        norms: dict[str, float | None] = {}
-        # Where ranks disagree, the norm of the lowest one stays.
-        for rank in reversed(ranks):
-            norms.update(norms_by_rank[rank])
-        yield _View(ranks, norms)
-
-
-def _ranks_with_same_groups(
-    run: RunTrace, groups_by_rank: Mapping[int, set[Ranks]], ranks: Sequence[int]
-) -> list[Ranks]:
-    """Return the ranks whose gradients are put together from the same shard groups.
-
-    Args:
-        run: The run.
-        groups_by_rank: The shard groups that each rank has parts in.
-        ranks: The ranks, in ascending order.
-    """
-    # The stages of a pipeline see one training together.
-    pipelines = pipelines_of(run)
-    ranks_by_groups: dict[frozenset[Ranks], list[int]] = defaultdict(list)
-    for rank in ranks:
-        groups: set[Ranks] = set()
-        for peer in pipelines.get(rank) or (rank,):
-            groups.update(groups_by_rank.get(peer, ()))
-        if not groups:
-            groups.add((rank,))
-        ranks_by_groups[frozenset(groups)].append(rank)
-    return [tuple(members) for members in ranks_by_groups.values()]
-
-
-@dataclass(frozen=True)
-class _WholeGradient:
-    """The gradient of a parameter on the ranks of one shard group.
-
-    Attributes:
-        name: The parameter's unwrapped name.
-        ranks: The ranks.
-        norm: Its norm; None if the parts of these ranks are not the whole tensor.
-    """
-
-    name: str
-    ranks: Ranks
-    norm: float | None
-
-
-def _whole_gradients(run: RunTrace, snapshots: Snapshots) -> Iterator[_WholeGradient]:
-    """Yield the gradient of each parameter, by its unwrapped name, as each shard group has it."""
-    if run.unwrapped is None:
-        return
-    names = Names(run, run.unwrapped)
-    parts_by_name: dict[str, dict[int, GradientInfo]] = defaultdict(dict)
-    for snapshot in snapshots:
-        for step in snapshot.steps:
-            for info in step.gradients:
-                parts_by_name[names(info.name)][snapshot.rank] = info
-    for name, part_of_rank in parts_by_name.items():
-        holders_by_rank = {rank: info.layout.holders for rank, info in part_of_rank.items()}
-        for group in shard_groups(holders_by_rank):
-            parts: list[GradientInfo] = []
-            for rank in group:
-                if rank in part_of_rank:
-                    parts.append(part_of_rank[rank])
-            norm = _whole_norm(parts, names.sizes.get(name))
-            yield _WholeGradient(name, group, norm)
-
-
-def _whole_norm(parts: list[GradientInfo], numel: int | None) -> float | None:
-    """Return the norm of parts together; None if they do not have so many elements."""
-    if sum(info.numel for info in parts) != numel:
-        return None
-    return math.sqrt(sum(info.square for info in parts))
-
-
-def _norms_of_one_process(run: RunTrace, snapshots: Snapshots) -> Norms:
-    """Return the norms of a run of one process; none if it recorded no snapshot."""
-    for view in _views(run, snapshots):
-        return view.norms
-    return {}
+            # Later differences follow from these.
+            return
 
 
 def _deviations_of_rounding(
     rounded: RunTrace | None, expected_by_step: list[Norms]
 ) -> Iterator[float]:
-    """Yield how far rounding alone moves each gradient, relative to its norm; see ``parity``.
+    """Yield how far rounding alone moves each gradient, relative to its norm.
 
-    That was run only for a model of the driver's own.
+    Args:
+        rounded: The run that trains the reference under autocast. None for a built-in model, whose
+            rounding is known.
+        expected_by_step: The norms of the reference, for each step.
     """
     if rounded is None:
         return
     for step, expected in enumerate(expected_by_step):
-        norms = _norms_of_one_process(rounded, rounded.at("rounded", step))
+        norms = norms_of_one_process(rounded, rounded.at("rounded", step))
         smallest = _smallest_norm(expected)
         if not smallest:
             continue
@@ -219,22 +133,23 @@ def _deviations_of_rounding(
 
 
 def _smallest_norm(norms: Norms) -> float:
-    """Return the least norm that rounding is measured against."""
+    """Return the least norm that a deviation is relative to, see ``SMALLEST``."""
     known_norms = [norm or 0.0 for norm in norms.values()]
     return SMALLEST * math.hypot(*known_norms)
 
 
 def _wrong_gradients(
-    train: RunTrace, view: _View, expected: Norms, tolerance: float, factors: Mapping[str, int]
+    train: RunTrace, view: View, expected: Norms, tolerance: float, factors: Mapping[str, int]
 ) -> Iterator[str]:
     """Yield a finding for each group of parameters whose gradients are off by the same ratio.
 
     Args:
-        train: The training.
-        view: The gradients that some of its ranks see.
-        expected: Those of the reference.
+        train: The run on the cell's ranks.
+        view: The gradients that some of its ranks have together.
+        expected: The norms of the reference.
         tolerance: How far norms may be from the reference's, relative to them.
-        factors: By name the numbers that a gradient may be too large or too small by.
+        factors: Name -> number that a wrong gradient may be multiplied or divided by:
+            ``{"the number of ranks": 2}``.
     """
     incomplete: list[str] = []
     for name in sorted(view.norms):
@@ -253,9 +168,9 @@ def _wrong_gradients(
 
 
 def _ranks_that_hold(run: RunTrace, ranks: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Return those of some ranks whose stage of a pipeline has any of the parameters.
+    """Return those of the ranks whose pipeline stage has any of the parameters.
 
-    It returns all of these ranks if no stage has one, or if there is no pipeline.
+    All of the ranks are returned if none has any of them, or if there is no pipeline.
     """
     if run.unwrapped is None or not stages_of(run):
         return list(ranks)
@@ -277,9 +192,10 @@ class _Deviation:
 
     Attributes:
         names: Their unwrapped names, by ascending ratio.
-        norm: The norm of the first one's gradient.
-        reference_norm: That in the reference.
-        ratio: The ratio of the two; infinite if the reference has none, NaN if the norm is.
+        norm: The norm of the gradient of the first of them.
+        reference_norm: The norm of that gradient in the reference.
+        ratio: ``norm / reference_norm``: infinite if ``reference_norm`` is 0, NaN if ``norm`` is
+            NaN.
     """
 
     names: tuple[str, ...]
@@ -289,18 +205,18 @@ class _Deviation:
 
     @property
     def is_scale(self) -> bool:
-        """Tell whether the ratio is a factor that another may be multiplied by."""
+        """Tell whether the ratio may be that by which clipping scaled all gradients."""
         return self.ratio != 0 and math.isfinite(self.ratio)
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """In what gradients deviate from the reference's.
+    """How the gradients deviate from the reference's.
 
     Attributes:
-        deviations: The deviations, without the common one.
-        common_ratio: The ratio that most gradients have in common: 1.0 if they have the reference's
-            norm.
+        deviations: The deviations that are findings, without a common one.
+        common_ratio: The ratio that most gradients have in common, because clipping scaled them:
+            0.7, or 1.0 if there is none.
     """
 
     deviations: tuple[_Deviation, ...]
@@ -308,15 +224,17 @@ class _Comparison:
 
 
 def _compare(norms: Norms, expected: Norms, tolerance: float) -> _Comparison:
-    """Return in what the norms deviate from the reference's."""
+    """Return how the norms deviate from the reference's."""
     smallest = _smallest_norm(expected)
+    # The ratio of each parameter whose norm is wrong.
     ratios: dict[str, float] = {}
+    # The number of gradients that are right, and large enough to show a common factor.
     sound = 0
     for name in expected.keys() | norms.keys():
         norm = norms.get(name) or 0.0
         reference_norm = expected.get(name) or 0.0
         allowed = tolerance * max(reference_norm, smallest)
-        # False for NaN.
+        # A norm that is NaN is not close.
         is_close = abs(norm - reference_norm) <= allowed
         if not is_close:
             ratios[name] = math.inf
@@ -334,14 +252,14 @@ def _compare(norms: Norms, expected: Norms, tolerance: float) -> _Comparison:
 
 
 def _without_common_ratio(deviations: list[_Deviation], most: float) -> _Comparison:
-    """Return the deviations without that which most gradients have in common.
+    """Return the deviations without the one that most gradients have in common.
 
-    What clipping does to all gradients because some are wrong shows in most of them: it is no
-    finding of its own, unless it is the only deviation.
+    If some gradients are too large, clipping makes all others smaller by one factor. That factor is
+    no finding of its own, unless it is the only deviation.
 
     Args:
-        deviations: The deviations.
-        most: More than so many gradients have the common one.
+        deviations: All deviations.
+        most: A deviation is common if more than this number of gradients have it.
     """
     common: list[_Deviation] = []
     others: list[_Deviation] = []
@@ -368,7 +286,7 @@ def _names_by_ratio(ratios: Mapping[str, float]) -> list[list[str]]:
     groups: list[list[str]] = []
     ratio_of_group = math.nan
     for name in sorted(ratios, key=by_ratio):
-        # False for NaN: then each name is a group.
+        # NaN is close to nothing, so each name with NaN is a group of its own.
         if math.isclose(ratios[name], ratio_of_group, rel_tol=SAME_RATIO):
             groups[-1].append(name)
         else:
@@ -380,7 +298,14 @@ def _names_by_ratio(ratios: Mapping[str, float]) -> list[list[str]]:
 def _worded(
     deviation: _Deviation, common_ratio: float, parameters: int, factors: Mapping[str, int]
 ) -> str:
-    """Return the finding about a deviation, of a model with so many parameters."""
+    """Return the finding about a deviation.
+
+    Args:
+        deviation: The deviation.
+        common_ratio: The ratio of most other gradients.
+        parameters: The number of parameters of the model.
+        factors: Name -> number, see ``_wrong_gradients``.
+    """
     names = listed(deviation.names)
     if len(deviation.names) == parameters:
         names = f"all {parameters} parameters"
@@ -392,7 +317,7 @@ def _worded(
 
 
 def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:
-    """Return the ratio in words, and what number it is if it is a known one."""
+    """Return the ratio in words: ``is 2 times the reference's (= the number of ranks)``."""
     if not ratio:
         return "is zero or missing"
     if not math.isfinite(ratio):

@@ -1,4 +1,25 @@
-"""Over what are the gradients of a step a mean: tokens, rows, micro-batches or ranks?"""
+"""Check ``mean``: over what are the gradients of a step a mean?
+
+A loss may be a mean over all tokens of a step, or a mean of the means of rows, micro-batches or
+ranks. They differ if these have different numbers of tokens: a mean of means gives the tokens of a
+short batch more weight.
+
+``judge.judge`` calls the check once the run has ended. It gets a cell, one point of the test matrix
+such as ``ddp-fp32-w2``, and a trace of the run ``train`` (one process group from start to end). The
+snapshots of the first three steps have, for each micro-batch and row, how many tokens are trained
+on and what each of them weighs in the gradient of the loss (``token_weights``). The check yields a
+finding if the weights are not those that the driver declares, such as ``gradients give each
+micro-batch the same weight; the driver says each token``. If it passes, reports show ``_measured``.
+
+Example: two ranks with rows of 1 and 3 tokens. In a mean over tokens each token weighs 1/4. In a
+mean over ranks the token of the first weighs 1/2, each of the others 1/6: weight times tokens of
+the rank is equal.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None; ``remark``
+returns what reports say if the check passes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +33,12 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED, TRAIN
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
-#: Relative. Weights are read from gradients that may be in bfloat16.
+#: How far equal weights may be apart, relatively. They are read from gradients that may be in
+#: bfloat16.
 TOLERANCE = 0.03
 
-#: What a mean gives an equal weight -> the words for it.
+#: The names of means, by what has an equal weight in them -> the words for it. A driver declares
+#: one of the names. A joint micro-batch is the micro-batches with one number of all ranks together.
 MEANS = {
     "token": "each token",
     "row": "each row",
@@ -37,9 +60,9 @@ def _not_read(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def _measured(cell: Cell, trace: Trace) -> str:
-    """Return over what gradients are a mean, as a remark for reports.
+    """Return a remark for reports: over what gradients are a mean. Empty if it is not known.
 
-    Where that is not each token, the loss of the joined batch stands beside it.
+    If it is not each token, the remark also says how far that moves the loss.
     """
     run = trace.run()
     steps = _steps(run)
@@ -56,11 +79,10 @@ def _measured(cell: Cell, trace: Trace) -> str:
 
 
 def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
-    """Return the words for the loss of the first step over the tokens of all ranks together.
+    """Return the words for two means of the ranks' losses in the first step: plain and by tokens.
 
-    It stands beside the mean of the ranks' losses.
-
-    A reference that is derived from the trainer's own loss has the same mean, and cannot show it.
+    No other check shows the difference if the reference is derived from the trainer's own loss,
+    since it then has the same mean.
     """
     tokens_by_rank: Counter[int] = Counter()
     for row in rows:
@@ -120,6 +142,7 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"step {number}: {other}: {example}"
             return
         means = step.means
+    # The weights of a step are not known, so nothing can be said.
     if len(steps) < SAVED:
         return
     if declared and declared not in means:
@@ -149,7 +172,7 @@ class _Step:
 
     Attributes:
         rows: Its rows on all ranks.
-        means: Over what gradients may be a mean, in this step and all before it.
+        means: The means (keys of ``MEANS``) that fit the weights of this step and all before it.
     """
 
     rows: list[_Row]
@@ -184,7 +207,7 @@ def _rows_of(snapshots: Iterable[Snapshot]) -> list[_Row] | None:
 
 
 def _is_equal(rows: list[_Row], mean: str) -> bool:
-    """Tell whether the rows have the weights of a mean.
+    """Tell whether the rows have the weights of a mean, a key of ``MEANS``.
 
     A mean over micro-batches gives each micro-batch the same weight, which its tokens share. So the
     weight of a token times the number of tokens in its micro-batch is the same for all rows.
@@ -199,7 +222,11 @@ def _is_equal(rows: list[_Row], mean: str) -> bool:
 
 
 def _tokens_that_share(rows: list[_Row], row: _Row, mean: str) -> int:
-    """Return how many tokens share one weight with a row: its micro-batch's, its rank's, ..."""
+    """Return how many tokens are in the unit of the mean that the row is part of.
+
+    The units of the mean ``micro_batch`` are micro-batches, those of ``rank`` are all micro-batches
+    of a rank.
+    """
     if mean == "token":
         return 1
     if mean == "row":
@@ -208,6 +235,8 @@ def _tokens_that_share(rows: list[_Row], row: _Row, mean: str) -> int:
     for other in rows:
         same_rank = other.rank == row.rank
         same_number = other.micro_batch == row.micro_batch
+        # ``micro_batch`` needs the same rank and number, ``joint_micro_batch`` the same number,
+        # ``rank`` the same rank.
         if (mean == "joint_micro_batch" or same_rank) and (mean == "rank" or same_number):
             total += other.tokens
     return total

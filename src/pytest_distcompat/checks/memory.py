@@ -1,4 +1,23 @@
-"""Does the optimizer keep as much state as it must, and no more?"""
+"""Check ``memory``: the optimizer keeps as much state as it must, and no more.
+
+Adam keeps two numbers for each trained element: ``exp_avg`` and ``exp_avg_sq``. Under DDP each rank
+keeps them for the whole model; under FSDP and ZeRO all ranks keep them once together. More means
+that something is kept twice, less that a part of the model is not trained.
+
+``judge.judge`` calls the check once the run has ended. It gets a cell, one point of the test matrix
+such as ``fsdp2-fp32-w2``, and a trace of the run ``train`` (one process group from start to end)
+with a snapshot of each rank after three steps. Elements are counted, not bytes. It yields findings,
+such as ``all ranks together keep 2000 elements of 'exp_avg'; 1000 elements are trained, expected
+1000``.
+
+A *kind of state* is a key of the optimizer's state, such as ``exp_avg``, or ``master``: the float32
+copies of parameters that ZeRO's optimizer updates. A *stage* is the part of the layers that
+pipeline parallelism (``pp``) puts on some ranks; without a pipeline all ranks are one stage.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +37,7 @@ from pytest_distcompat.wording import named_ranks
 
 #: torch's ZeRO-1, an optimizer for DDP: https://docs.pytorch.org/docs/stable/distributed.optim.html
 ZERO_OPTIMIZER = "ZeroRedundancyOptimizer"
-#: How many elements a strategy may pad each tensor with on each rank; no strategy tried pads more.
+#: A sharding strategy may pad each tensor by this many elements on each rank. None pads more.
 MAX_PADDING = 64
 
 
@@ -65,14 +84,14 @@ def _too_large_quantized(snapshot: Snapshot) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _StateSize:
-    """Finding that ranks keep another number of elements of a kind of state than they should.
+    """Finding that ranks keep too many or too few elements of a kind of state.
 
     Attributes:
-        where: The words for the ranks.
-        key: The kind of state: a key such as ``exp_avg``.
-        kept: How many elements of it the ranks keep.
-        trained: How many elements of the model they train that have such state.
-        copies: In how many copies they should keep it.
+        where: The words for the ranks: ``all ranks``.
+        key: The kind of state: ``exp_avg``.
+        kept: How many elements of it the ranks keep together.
+        trained: How many elements of the model have such state.
+        copies: How many copies the ranks should keep together: under DDP one on each rank.
         ranks_of_stage: How many ranks they are.
     """
 
@@ -104,15 +123,14 @@ def _wrong_sizes(
 ) -> Iterator[_StateSize]:
     """Yield the kinds of state of which the ranks of a stage keep a wrong number of elements.
 
-    Expected is one element for each trained element that has such state, times the copies in which
-    the ranks keep it. With DDP on four ranks that are four copies, with FSDP one, and one over
-    ``dp_replicate`` of two are two.
+    One element is expected for each trained element, times the number of copies. On four ranks DDP
+    has four copies, FSDP one, and hybrid sharding with ``dp_replicate`` 2 two.
 
     Args:
         cell: The cell.
-        run: The training.
-        snapshots: Those of the stage's ranks after three steps.
-        unwrapped: What these ranks hold of the unwrapped model.
+        run: The run ``train``.
+        snapshots: The snapshots of the stage's ranks after three steps.
+        unwrapped: The stage's part of the unwrapped model (the model before anything wraps it).
     """
     strategy = STRATEGIES.get(cell.strategy)
     is_sharded = strategy.shards or strategy.flat_masters
@@ -120,17 +138,12 @@ def _wrong_sizes(
     ranks_of_stage = cell.world_size // cell.pp
     built = _built_on(run, ranks)
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
-    padding = 0
+    padding = MAX_PADDING
     if not is_sharded:
-        # Each rank has the whole model, but for experts that are spread over ranks.
+        # Each rank has the whole model, except experts that expert parallelism puts on other ranks.
         trained -= _elements_of_other_experts(built)
-        parameter_copies = ranks_of_stage // cell.tp
-    elif requested(cell, unwrapped, "dp_replicate"):
-        padding = MAX_PADDING
-        parameter_copies = int(cell.option("dp_replicate"))
-    else:
-        padding = MAX_PADDING
-        parameter_copies = _copies(built, ranks_of_stage)
+        padding = 0
+    parameter_copies = _parameter_copies(cell, built, unwrapped, is_sharded=is_sharded)
     shards_state = _shards_state(snapshots)
     kept = _kept_elements(snapshots)
     tensors = _state_tensors(snapshots)
@@ -141,19 +154,40 @@ def _wrong_sizes(
         trained_with_state = trained
         copies = parameter_copies
         if key != "master":
+            # These elements are counted on all ranks, so in all copies.
             without_state = _without_state(snapshots, key, unused(run))
             trained_with_state -= without_state // parameter_copies
         if shards_state and key != "master":
             copies = 1
         expected = trained_with_state * copies
+        # Masters are not among the tensors of state: there is one partition of them on each rank.
         room = padding * (tensors[key] or ranks_of_stage)
         if expected <= kept[key] <= expected + room:
             continue
         yield _StateSize(where, key, kept[key], trained_with_state, copies, ranks_of_stage)
 
 
+def _parameter_copies(
+    cell: Cell, built: Sequence[Snapshot], unwrapped: UnwrappedInfo | None, *, is_sharded: bool
+) -> int:
+    """Return how many copies of the parameters the ranks of a stage should hold together.
+
+    Args:
+        cell: The cell.
+        built: The snapshots of these ranks after the build.
+        unwrapped: The stage's part of the unwrapped model.
+        is_sharded: Whether the strategy shards parameters or masters.
+    """
+    ranks_of_stage = cell.world_size // cell.pp
+    if not is_sharded:
+        return ranks_of_stage // cell.tp
+    if requested(cell, unwrapped, "dp_replicate"):
+        return int(cell.option("dp_replicate"))
+    return _copies(built, ranks_of_stage)
+
+
 def _built_on(run: RunTrace, ranks: Collection[int]) -> list[Snapshot]:
-    """Return the snapshots of some ranks after build."""
+    """Return the snapshots of these ranks after the build."""
     snapshots: list[Snapshot] = []
     for snapshot in run.at("build"):
         if snapshot.rank in ranks:
@@ -162,9 +196,9 @@ def _built_on(run: RunTrace, ranks: Collection[int]) -> list[Snapshot]:
 
 
 def _elements_of_other_experts(built: Sequence[Snapshot]) -> int:
-    """Return how many trained elements of experts the first rank does not hold.
+    """Return how many trained elements of experts are on other ranks than the first.
 
-    They are on other ranks, over which the experts are spread.
+    Expert parallelism spreads the experts evenly over ``expert_parts`` ranks.
     """
     if not built:
         return 0
@@ -176,7 +210,7 @@ def _elements_of_other_experts(built: Sequence[Snapshot]) -> int:
 
 
 def _shards_state(snapshots: Sequence[Snapshot]) -> bool:
-    """Tell whether the optimizer itself shards its state, not the parameters, over the ranks."""
+    """Tell whether it is torch's ZeroRedundancyOptimizer, which shards its state alone."""
     for snapshot in snapshots:
         if snapshot.optimizer and ZERO_OPTIMIZER in snapshot.optimizer.chain:
             return True
@@ -184,16 +218,17 @@ def _shards_state(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def _kept_elements(snapshots: Sequence[Snapshot]) -> Counter[str]:
-    """Return how many elements of each kind of state the ranks keep together."""
+    """Return kind of state -> how many elements of it the ranks keep together."""
     kept: Counter[str] = Counter()
     for snapshot in snapshots:
+        # A snapshot is of one rank, or of all ranks that an extension ran one process in place of.
         for (key, _), numel in state_elements(snapshot).items():
             kept[key] += numel * len(snapshot.ranks)
     return kept
 
 
 def _state_tensors(snapshots: Sequence[Snapshot]) -> Counter[str]:
-    """Return how many tensors of each kind of state the ranks keep together."""
+    """Return kind of state -> how many tensors of it the ranks keep together."""
     tensors: Counter[str] = Counter()
     for snapshot in snapshots:
         for state in snapshot.states:
@@ -202,13 +237,14 @@ def _state_tensors(snapshots: Sequence[Snapshot]) -> Counter[str]:
 
 
 def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter[str]) -> list[str]:
-    """Return the kinds of state that have an element for each element of a parameter.
+    """Return the kinds of state that have one element for each element of a parameter.
+
+    A kind that these ranks lack altogether is returned too, if the ranks of other stages have it.
 
     Args:
-        run: The training.
-        snapshots: Those of the ranks of one stage after three steps.
-        kept: How many elements of each kind these ranks keep. A kind that they lack altogether is
-            returned too, if the ranks of other stages keep it for each element.
+        run: The run ``train``.
+        snapshots: The snapshots of the ranks of one stage after three steps.
+        kept: Kind of state -> how many elements of it these ranks keep.
     """
     keys = set(kept)
     for snapshot in snapshots:
@@ -224,9 +260,10 @@ def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter
 
 
 def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
-    """Return how many elements tensor parallelism adds to those of the model.
+    """Return how many elements are trained several times because of tensor parallelism.
 
-    What it leaves whole is on each of its ranks, and all but one of these are further ones.
+    A parameter that it leaves whole, such as a norm, is on each of its ranks. All but one of them
+    count here.
     """
     if not built:
         return 0
@@ -240,13 +277,14 @@ def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
 
 
 def _copies(built: Sequence[Snapshot], size: int) -> int:
-    """Return in how many copies ranks hold a sharded model.
+    """Return how many copies of a sharded model the ranks hold together.
 
     Args:
-        built: Snapshots of the ranks after build.
+        built: The snapshots of the ranks after the build.
         size: How many ranks they are.
     """
-    # Each copy is held by as many ranks as hold together the tensor that is spread widest.
+    # A layout's ``holders`` are the ranks that hold one copy of a tensor together. As many ranks
+    # hold a copy of the model as hold the tensor that is spread over most ranks.
     most_holders = 0
     for snapshot in built:
         layouts = [info.layout for info in snapshot.parameters]
@@ -260,15 +298,15 @@ def _copies(built: Sequence[Snapshot], size: int) -> int:
 
 
 def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[str]) -> int:
-    """Return how many elements, on all ranks, have no state of a kind.
+    """Return how many elements on all ranks have no state of a kind, since nothing updates them.
 
-    Nothing updates the parameters that they belong to.
+    A parameter that has such state all the same is not counted. Nor is one in a flat partition of
+    ZeRO, which has state for all of its elements.
 
     Args:
-        snapshots: Those of the ranks of one stage after three steps.
+        snapshots: The snapshots of the ranks of one stage after three steps.
         key: The kind of state.
-        unused: The names of parameters that nothing updates. Those that have such state all the
-            same, or lie in a flat partition, do not count here.
+        unused: The live names of parameters that never got a gradient.
     """
     without = set(unused)
     for snapshot in snapshots:
@@ -286,21 +324,22 @@ def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[st
 
 
 def _of_another_size(snapshot: Snapshot) -> set[str]:
-    """Return the kinds of state that do not have an element for each element of the parameters.
+    """Return the kinds of state that do not have one element for each element of the parameters.
 
-    These are factors of a moment, kinds of one number for a parameter, and kinds that only some of
-    the parameters have.
+    They are factors of a moment (Adafactor's rows and columns), kinds with one number for a
+    parameter (NAdam's ``mu_product``), and kinds that only some parameters have.
     """
     numel_by_parameter = {info.name: info.local_numel for info in snapshot.parameters}
-    #: The parameters that have state.
+    # The parameters that have state.
     owners = set()
+    # Kind of state -> parameter -> number of elements.
     numel_by_key: dict[str, dict[str, int]] = {}
     for state in snapshot.states:
         if not state.numel or state.key in {"step", "master"}:
             continue
         numel_by_owner = numel_by_key.setdefault(state.key, {})
-        # For a parameter of one element the sizes always agree; the size of a partition is not
-        # known.
+        # A parameter of one element tells nothing: one number has the same size. The size of a flat
+        # partition is not known, and is taken for a large one (2).
         if numel_by_parameter.get(state.owner, 2) > 1:
             owners.add(state.owner)
             numel_by_owner[state.owner] = state.numel

@@ -1,4 +1,24 @@
-"""Does the optimizer hold and update the parameters that the model computes with?"""
+"""Check ``optimizer``: the optimizer updates each trainable parameter that the model computes with.
+
+The usual bug is an optimizer that was made before the model was wrapped: it updates tensors that
+nobody uses any more.
+
+``judge.judge`` calls the check once the run has ended. It gets a cell, one point of the test matrix
+such as ``zero2-bf16_upcast-w2``, and a trace of the run ``train`` (one process group from start to
+end). For each rank there is a snapshot after the build and one after three steps, with what the
+optimizer holds, and with digests (hashes) of parameters and optimizer state. The check yields
+findings, such as ``trainable parameter 'lm_head.weight' did not move in three steps, on any rank``.
+
+ZeRO's optimizers do not hold the parameters themselves. They hold *flat masters*: float32 copies of
+many parameters, flattened into one tensor (a partition) on each rank.
+
+A *live* name is that of the wrapped model. The *unwrapped* model is the one before anything wraps
+it; it says what is trainable.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +41,7 @@ from pytest_distcompat.trace import (
     Trace,
 )
 
-#: Why a parameter has no gradient that its model uses, and what to do.
+#: Why a parameter that the model uses has no gradient, and what to do: the end of a finding.
 _LOST = (
     "a block is recomputed with use_reentrant=True, and none of its inputs requires a gradient; "
     "use_reentrant=False, or enable_input_require_grads() in transformers, gives them theirs"
@@ -60,10 +80,7 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _trainable(cell: Cell, run: RunTrace, built: Snapshots) -> _Trainable:
-    """Return, for each live name, whether it should be trained.
-
-    The unwrapped model decides, not the trainer.
-    """
+    """Return live name -> whether the parameter should be trained, as the unwrapped model says."""
     strategy = STRATEGIES.get(cell.strategy)
     unwrapped: dict[str, bool] = {}
     if run.unwrapped:
@@ -72,15 +89,16 @@ def _trainable(cell: Cell, run: RunTrace, built: Snapshots) -> _Trainable:
     for snapshot in built:
         for info in snapshot.parameters:
             name = strategy.canonical(info.name, cell, unwrapped)
-            # The live parameter decides where it has no counterpart there: a flat or a renamed one.
+            # A flat or renamed parameter has no counterpart in the unwrapped model; then the live
+            # parameter itself says it.
             trainable[info.name] = unwrapped.get(name, info.trainable)
     return trainable
 
 
 def _entries(snapshot: Snapshot, trainable: _Trainable) -> Iterator[str]:
-    """Yield findings unless a rank's optimizer holds each trainable parameter once.
+    """Yield findings unless a rank's optimizer holds each trainable parameter once, and no other.
 
-    It is to hold nothing else.
+    ``info.held`` says how many entries of the optimizer are this very tensor.
     """
     where = f"rank {snapshot.rank}"
     if snapshot.optimizer is None or snapshot.model is None:
@@ -91,7 +109,7 @@ def _entries(snapshot: Snapshot, trainable: _Trainable) -> Iterator[str]:
     if snapshot.optimizer.foreign:
         yield f"{where}: {stale(snapshot.optimizer)}"
     for info in snapshot.model.parameters:
-        # ZeRO's optimizers hold flat copies instead (None): ``_flat_masters``.
+        # It is None under ZeRO, whose optimizers hold flat masters: see ``_flat_masters``.
         if not trainable[info.name] or info.held in {None, 1}:
             continue
         parameter = f"{where}: trainable parameter {info.name!r}"
@@ -104,8 +122,9 @@ def _entries(snapshot: Snapshot, trainable: _Trainable) -> Iterator[str]:
 def _flat_masters(cell: Cell, built: Snapshots, trainable: _Trainable) -> Iterator[str]:
     """Yield a finding unless each trainable element is in the flat master of exactly one rank.
 
-    What tensor parallelism leaves whole each of its ranks has.
+    A parameter that tensor parallelism leaves whole is in the flat master of each of its ranks.
     """
+    # Live name -> how many of its elements are in flat masters, on all ranks together.
     elements: Counter[str] = Counter()
     parameters: dict[str, ParameterInfo] = {}
     for snapshot in built:
@@ -136,9 +155,9 @@ def _movements(
     trained: Snapshots,
     trainable: _Trainable,
 ) -> Iterator[str]:
-    """Yield findings for unchanged trainable parameters, and for changed frozen ones.
+    """Yield findings for trainable parameters that did not change, and frozen ones that did.
 
-    A trainable one is unchanged if no rank changed it; an unused one may be.
+    A parameter changed if it did on any rank. One that the model never uses need not change.
     """
     ranks = _ranks_with_model(built) & _ranks_with_model(trained)
     built_digests = _digests(built)
@@ -159,17 +178,19 @@ def _movements(
                 holders = sorted(built_digests[name].keys() & ranks)
                 where = f"on {named_stage(run, holders)}, where it is"
             yield f"trainable parameter {name!r} did not move in three steps, {where}"
+        # Weight decay changes a parameter without a gradient, too. Its state then stays zero.
         elif name in without_gradient:
             yield (
                 f"trainable parameter {name!r} had no gradient in three steps: "
                 "its state in the optimizer is all zero"
             )
+    # Owners that are no parameters are the flat partitions of ZeRO.
     for owner in sorted(without_gradient - trainable.keys()):
         yield f"{owner} of the optimizer had no gradient in three steps: its state is all zero"
 
 
 def _loses_gradients(run: RunTrace) -> bool:
-    """Tell whether a block was recomputed in a way in which its parameters get no gradient."""
+    """Tell whether re-entrant recomputation lost the gradients of a block, see ``_LOST``."""
     for step in range(3):
         for snapshot in run.at("step", step):
             if snapshot.recomputed.get(WITHOUT_GRADIENT):
@@ -189,8 +210,8 @@ def _moved(built: Snapshots, trained: Snapshots) -> set[str]:
             if digest_by_rank.get(rank) != digest_after_by_rank.get(rank):
                 moved.add(name)
     if moved:
-        # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1
-        # takes more than three steps to change.
+        # A bfloat16 parameter near 1 takes more than three steps to change by rounding. So a change
+        # of its float32 master is enough, if any live parameter changed.
         moved |= _moved_masters(built, trained)
     return moved
 
@@ -200,7 +221,7 @@ def _ranks_with_model(snapshots: Snapshots) -> set[int]:
 
 
 def _digests(snapshots: Snapshots) -> _Digests:
-    """Return the digests of live parameters, by name and rank."""
+    """Return live name -> rank -> digest of the parameter there."""
     digests: _Digests = defaultdict(dict)
     for snapshot in snapshots:
         for info in snapshot.parameters:
@@ -209,7 +230,7 @@ def _digests(snapshots: Snapshots) -> _Digests:
 
 
 def _moved_masters(built: Snapshots, trained: Snapshots) -> set[str]:
-    """Return the parameters whose master changed on any rank that had one after build."""
+    """Return the live names of parameters whose master changed on any rank."""
     before = _master_digests(built)
     after = _master_digests(trained)
     moved: set[str] = set()
@@ -221,7 +242,7 @@ def _moved_masters(built: Snapshots, trained: Snapshots) -> set[str]:
 
 
 def _master_digests(snapshots: Snapshots) -> dict[_MasterKey, str]:
-    """Return the digests of masters, by rank and owner."""
+    """Return (rank, live name) -> digest of the master, for each master on each rank."""
     digests: dict[_MasterKey, str] = {}
     for snapshot in snapshots:
         for state in _states(snapshot):
@@ -231,17 +252,14 @@ def _master_digests(snapshots: Snapshots) -> dict[_MasterKey, str]:
 
 
 def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
-    """Return the state of live parameters and flat partitions.
-
-    The parameters' parts of the partitions are among it.
-    """
+    """Return all optimizer state of a rank, with the parts of flat partitions by parameter."""
     return (*snapshot.states, *snapshot.masters)
 
 
 def _without_gradient(trained: Snapshots) -> set[str]:
     """Return the owners of optimizer state that is all zero on every rank.
 
-    Step counts and masters are left aside.
+    An owner is a parameter or a flat partition. Step counts and masters are not looked at.
     """
     owners: set[str] = set()
     with_gradient: set[str] = set()

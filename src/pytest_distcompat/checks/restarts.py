@@ -1,4 +1,28 @@
-"""Can a resumed run be saved and resumed again, and go on over the end of an epoch?"""
+"""Check ``restarts``: a resumed run can be saved and resumed again, and goes on in the next epoch.
+
+The check ``resume`` loads one checkpoint and takes two steps. Counters that begin at 0 in a resumed
+run show only later: in its own checkpoint, or at the next end of an epoch.
+
+``judge.judge`` calls the check once all its runs have ended. It gets a cell, one point of the test
+matrix such as ``fsdp2-fp32-w2-grad_accum_2``, and a trace of these runs (a run is one process group
+from start to end):
+
+- ``train`` saves after 3 steps and goes on without a stop; it is what the others must equal.
+- ``second`` loads that checkpoint, saves after 1 step and again after 3, and takes 5 steps.
+- ``third`` loads the later save of ``second`` and takes 4 steps.
+- ``first_save`` loads the earlier save; only if the trainer keeps both.
+
+For each rank and action there is a snapshot: losses, learning rates, and digests (hashes) of what
+the rank holds. The check yields findings, such as ``rank 0: loss 2 after the second load is 0.61;
+0.58 in the run that never stopped``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
+several runs of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +30,8 @@ import math
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import (
-    check,
-    every_rank,
-    options_beside_checkpoints,
-    pairs,
-    with_rank,
-)
+from pytest_distcompat.checks._base import check, every_rank, pairs, with_rank
+from pytest_distcompat.checks._elsewhere import options_beside_checkpoints
 from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import differences, settings, unlike, values
@@ -20,16 +39,16 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESTARTS, RESTARTS_OF_BOTH, SAVED, Scenario
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
-#: Steps of the second run, those of them before its last save, and steps of the third run.
+#: The steps of the run ``second``, those of them before its later save, and the steps of ``third``.
 SECOND_STEPS, SECOND_SAVED, THIRD_STEPS = 5, 3, 4
-#: Steps of the run that loads the first save of the second run, which took one step before.
+#: The steps of the run ``first_save``. Its checkpoint was saved after one step of ``second``.
 FIRST_SAVE_STEPS = 2
 
 
 def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does.
 
-    It takes two runs, and what a load restores is tested by ``resume`` already.
+    It takes several runs, so few cells have it. The check ``resume`` tests what a load restores.
     """
     if not {"grad_accum", "model"}.issuperset(options_beside_checkpoints(cell)):
         return "a second load is tried without that option"
@@ -45,7 +64,7 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return the runs; one of them loads the first save if the second leaves it where it is."""
+    """Return the runs: with ``first_save`` if the trainer keeps the earlier of two saves."""
     if driver.keeps_saves(cell):
         return RESTARTS_OF_BOTH
     return RESTARTS
@@ -100,12 +119,13 @@ def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _loaded_first_save(cell: Cell, trace: Trace, *, follows: bool) -> Iterator[str]:
-    """Yield findings for the run that loads the first of two saves, after the second was written.
+    """Yield findings for the run ``first_save``, which loads the earlier of two saves.
 
     Args:
         cell: The cell.
-        trace: A trace that has this run.
-        follows: Whether its steps are compared with those of the run that never stopped.
+        trace: The trace, with this run.
+        follows: Whether to compare its steps with those of ``train``. They are wrong anyway if the
+            steps of ``second`` are.
     """
     second = trace.run("second")
     reopened = trace.run("first_save")
@@ -122,16 +142,14 @@ def _loaded_first_save(cell: Cell, trace: Trace, *, follows: bool) -> Iterator[s
 def _followed(
     train: RunTrace, resumed: RunTrace, first: int, steps: int, load: str
 ) -> Iterator[str]:
-    """Yield the findings of the first step of a resumed run that is another one.
-
-    It is compared with that of the run that never stopped.
+    """Yield findings for the first step of a resumed run that differs from that of ``train``.
 
     Args:
         train: The run that never stopped.
-        resumed: The other one.
-        first: How many steps were taken before the load.
-        steps: How many are compared.
-        load: Words for the load.
+        resumed: The resumed run.
+        first: How many steps had been taken when its checkpoint was saved.
+        steps: How many steps to compare.
+        load: The words for the load: ``second load``.
     """
     for nth in range(steps):
         step = f"{nth + 1} after the {load}"
@@ -146,7 +164,7 @@ def _followed(
 
 
 def _other_step(expected: Snapshot, snapshot: Snapshot, step: str) -> Iterator[str]:
-    """Yield what is wrong with the loss and the numbers of param groups of a rank's step."""
+    """Yield texts about the loss and the numbers of param groups (``lr``) in a rank's step."""
     if expected.loss is None or snapshot.loss is None:
         yield f"no loss to compare in step {step}; expected step() to return it"
     elif not math.isclose(expected.loss, snapshot.loss, rel_tol=LOSS_TOLERANCE):
@@ -154,6 +172,7 @@ def _other_step(expected: Snapshot, snapshot: Snapshot, step: str) -> Iterator[s
             f"loss {step} is {snapshot.loss:.6g}; {expected.loss:.6g} in the run that never stopped"
         )
     for number in unlike(expected.param_groups, snapshot.param_groups, RATE_TOLERANCE):
+        # Only numbers that both runs have can be compared.
         if number.before is None or number.after is None:
             continue
         setting = f"{number.key} of the optimizer's group {number.group}"

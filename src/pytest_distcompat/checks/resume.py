@@ -1,4 +1,29 @@
-"""Does training resume from a checkpoint as if it had never stopped? Does saving change nothing?"""
+"""Checks ``resume``, ``observers``, ``midway`` and ``best``: state before and after an action.
+
+- ``resume``: a new process group that loads a checkpoint goes on as if it had never stopped.
+- ``observers``: a save or an export changes nothing of the training.
+- ``midway``: an evaluation between two steps changes nothing of the training.
+- ``best``: training that is to end with its best checkpoint ends with its weights.
+
+``judge.judge`` calls a check once all its runs have ended. The check gets a cell, one point of the
+test matrix such as ``fsdp2-bf16_upcast-w2``, and a trace. The trace has, for each run (one process
+group from start to end), snapshots: what one rank recorded of its part of model, optimizer,
+scheduler and scaler after one action. The check yields findings, such as ``rank 1: parameter
+'lm_head.weight': other values after the load``; none if all is right.
+
+The run ``train`` takes three steps (``SAVED``), saves, and takes further steps. The run ``resume``
+loads that checkpoint and repeats the two steps after it; for ``midway`` it then evaluates and takes
+one more step. Tensors are compared by digests, which are hashes of the values that a rank holds.
+
+The file has four parts: the check ``resume``; classes of findings; comparisons of two snapshots of
+one rank; the other three checks.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
+that of cells with equal facets the default profile tests only one.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +101,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(loaded, cell.world_size, "load")
     yield from _first_infinite_losses(train)
     yield from trained_again(loaded, _before_save(train))
+    # The save itself must change nothing, or what was saved is not what was trained.
     for before, after in pairs(trained, saved):
         yield from _texts(_state_changes(before, after, "save"))
     saved = _without_nonpersistent_buffers(cell, train, saved)
@@ -83,6 +109,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     allowed_buffers = _buffers_of_ranks(saved)
     for before, after in pairs(saved, loaded):
         yield from _texts(_optimized_changes(before, after))
+    # Such a checkpoint has no optimizer or scheduler, so that training cannot go on as before.
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
             yield from _texts(_model_changes(before, after, "load", allowed_buffers))
@@ -135,7 +162,7 @@ def _before_save(train: RunTrace) -> list[Snapshot]:
 
 
 def _same_groups_loaded(saved: Snapshots, loaded: Snapshots) -> bool:
-    """Tell whether each rank has loaded the numbers of param groups that it saved."""
+    """Tell whether each rank has loaded the numbers of param groups (``lr``) that it saved."""
     for before, after in pairs(saved, loaded):
         if list(_group_changes(before, after, "load")):
             return False
@@ -161,6 +188,7 @@ def _later_steps(
         steps = resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"{name} after the save")
         yield from every_rank(steps, cell.world_size, f"{name} after the load")
+        # Later steps have the modes of the first one, so one finding is enough.
         if nth == 0:
             when = f"{name} after the load"
             for before, after in pairs(expected, steps):
@@ -170,6 +198,7 @@ def _later_steps(
         if compares_groups:
             changes = list(_later_group_changes(nth, expected, steps))
             yield from _texts(changes)
+            # Numbers that differ after this step differ after the next, too.
             compares_groups = not changes
 
 
@@ -182,15 +211,17 @@ def _loss_tolerance(cell: Cell) -> float:
 
 @dataclass(frozen=True)
 class _Value:
-    """The value of a tensor: its digest and its dtype."""
+    """The value of a tensor."""
 
+    #: A hash of the values that this rank holds.
     digest: str
+    #: torch's name without the prefix: ``float32``.
     dtype: str
 
 
-#: The value of each tensor by its name.
+#: Name -> value of a tensor: of a parameter, a buffer, or optimizer state (``exp_avg of lm_head``).
 _Tensors = Mapping[str, _Value]
-#: The values that any rank has of each buffer, by its name.
+#: Name of a buffer -> the values that any rank has of it.
 _Buffers = Mapping[str, Collection[_Value]]
 
 
@@ -199,6 +230,8 @@ def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: Snapsho
     if run.unwrapped is None or not run.unwrapped.buffers:
         return snapshots
     strategy = STRATEGIES.get(cell.strategy)
+    # By the names of the unwrapped model. Live names may have prefixes of wrappers, which
+    # ``canonical`` removes.
     persistent = {info.name: info.persistent for info in run.unwrapped.buffers}
     kept: list[Snapshot] = []
     for snapshot in snapshots:
@@ -215,7 +248,7 @@ def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: Snapsho
 
 
 def _buffers_of_ranks(snapshots: Snapshots) -> _Buffers:
-    """Return the values that any rank has of each buffer."""
+    """Return name of a buffer -> the values that any rank has of it."""
     values: dict[str, set[_Value]] = defaultdict(set)
     for snapshot in snapshots:
         for info in snapshot.buffers:
@@ -226,8 +259,9 @@ def _buffers_of_ranks(snapshots: Snapshots) -> _Buffers:
 
 @dataclass(frozen=True)
 class _Finding(abc.ABC):
-    """What a rank has otherwise after an action than before; as text a message about it."""
+    """A difference between two snapshots of one rank. ``str`` gives the finding's text."""
 
+    #: The rank of the two snapshots.
     rank: int
 
     @property
@@ -246,8 +280,8 @@ class _TensorsChange(_Finding):
     Attributes:
         kind: ``parameter``, ``buffer`` or ``optimizer state``.
         names: Their names.
-        change: How they changed.
-        action: The action that must not change them.
+        change: How they changed: ``missing``, ``new``, ``other values`` or ``another dtype``.
+        action: The action that must not change them: ``save``, ``load``, ``export``.
     """
 
     kind: str
@@ -263,7 +297,7 @@ class _TensorsChange(_Finding):
 
 @dataclass(frozen=True)
 class _EmptyState(_Finding):
-    """The optimizer has no state any more; before the action it had so many ``tensors``."""
+    """The optimizer has no state after an action; before it had state of ``tensors`` tensors."""
 
     tensors: int
     action: str
@@ -278,7 +312,7 @@ class _EmptyState(_Finding):
 
 @dataclass(frozen=True)
 class _GroupCountChange(_Finding):
-    """The optimizer has another number of param groups."""
+    """The optimizer has ``after`` param groups after an action, and had ``before`` before it."""
 
     before: int
     after: int
@@ -292,7 +326,7 @@ class _GroupCountChange(_Finding):
 
 @dataclass(frozen=True)
 class _GroupNumberChange(_Finding):
-    """A number of a param group, such as its learning rate, is another one."""
+    """An action changed a number of a param group, such as its learning rate."""
 
     number: GroupNumber
     action: str
@@ -306,7 +340,10 @@ class _GroupNumberChange(_Finding):
 
 @dataclass(frozen=True)
 class _LaterGroupNumber(_Finding):
-    """A number of a param group is another one after step ``nth`` (from 0) of the resumed run."""
+    """A number of a param group differs between two runs after a step.
+
+    They are the resumed run and the run that never stopped. ``nth`` counts steps from 0.
+    """
 
     number: GroupNumber
     nth: int
@@ -326,7 +363,10 @@ def _setting(number: GroupNumber) -> str:
 
 @dataclass(frozen=True)
 class _StaleOptimizer(_Finding):
-    """The optimizer updates tensors that are not in the model; ``problem`` is the text about it."""
+    """The optimizer updates tensors that are not in the model.
+
+    ``problem`` is the text of ``stale``: ``2 of 9 tensors in the optimizer are no parameters ...``.
+    """
 
     problem: str
 
@@ -362,7 +402,10 @@ class _MissingLoss(_Finding):
 
 @dataclass(frozen=True)
 class _LossChange(_Finding):
-    """The loss of a step after the load is another one; ``nth`` counts steps from 0."""
+    """A step after the load has another loss than the same step of the run that never stopped.
+
+    ``nth`` counts the steps after the load from 0.
+    """
 
     nth: int
     before: float
@@ -387,11 +430,13 @@ def _state_changes(
         before: The snapshot before the action.
         after: The snapshot of the same rank after it.
         action: The action.
-        buffers: Values that a buffer may have after the action, too.
+        buffers: Other values that a buffer may have after the action: name -> values. None if it
+            must keep its value.
     """
     yield from _model_changes(before, after, action, buffers or {})
     states = _optimizer_states(before)
     states_after = _optimizer_states(after)
+    # One finding says it better than each tensor as missing.
     if states and not states_after:
         yield _EmptyState(after.rank, len(states), action)
         return
@@ -401,7 +446,7 @@ def _state_changes(
 
 
 def _optimizer_states(snapshot: Snapshot) -> _Tensors:
-    """Return the tensors of a rank's optimizer state."""
+    """Return the tensors of a rank's optimizer state, by names such as ``exp_avg of lm_head``."""
     states: dict[str, _Value] = {}
     for state in held_states(snapshot):
         name = f"{state.key} of {state.owner}"
@@ -421,6 +466,7 @@ def _model_changes(
     buffers_after = _tensors(after.buffers)
     for name, value in buffers_after.items():
         allowed = allowed_buffers.get(name, ())
+        # An allowed value counts as unchanged.
         if name in buffers and value in allowed:
             buffers_after[name] = buffers[name]
     for change, names in _tensor_changes(buffers, buffers_after).items():
@@ -428,7 +474,7 @@ def _model_changes(
 
 
 def _tensors(infos: Iterable[ParameterInfo]) -> dict[str, _Value]:
-    """Return the values of parameters or buffers."""
+    """Return name -> value of parameters or buffers."""
     tensors: dict[str, _Value] = {}
     for info in infos:
         tensors[info.name] = _Value(info.digest, info.dtype)
@@ -436,7 +482,11 @@ def _tensors(infos: Iterable[ParameterInfo]) -> dict[str, _Value]:
 
 
 def _tensor_changes(before: _Tensors, after: _Tensors) -> dict[str, Collection[str]]:
-    """Return the names of the tensors that changed, by the words for how; only ways with any."""
+    """Return how tensors changed -> the names of those that did so.
+
+    The ways are ``missing``, ``new``, ``other values`` and ``another dtype``. A way that no tensor
+    changed in is left out.
+    """
     other_values: list[str] = []
     other_dtypes: list[str] = []
     for name in before.keys() & after.keys():
@@ -508,9 +558,13 @@ def _loss_changes(
 def _later_group_changes(
     nth: int, expected: Snapshots, resumed: Snapshots
 ) -> Iterator[_LaterGroupNumber]:
-    """Yield findings for numbers of param groups after a step, which no later loss may show."""
+    """Yield findings for numbers of param groups that differ after a step.
+
+    The loss of the next step may be too close to show another learning rate.
+    """
     for before, after in pairs(expected, resumed):
         for number in unlike(before.param_groups, after.param_groups, RATE_TOLERANCE):
+            # Only numbers that both runs have can be compared.
             if number.before is not None and number.after is not None:
                 yield _LaterGroupNumber(after.rank, number, nth)
 
@@ -538,9 +592,11 @@ def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     train = trace.run("train")
     trained = train.at("step", SAVED - 1)
     trained_further = train.at("step", SAVED)
+    # An evaluation in the save shows in the next step, whose modules are still in evaluation mode.
     for before, after in pairs(trained, trained_further):
         yield from other_mode(before, after, "the step after the save", "before it")
     yield from _observed(cell, trained, train.at("save"), "save")
+    # The action ``export`` takes its snapshot before the driver exports, ``exported`` after it.
     before_export = train.at("export")
     yield from _observed(cell, before_export, train.at("exported"), "export")
 
@@ -573,6 +629,7 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     after = evaluating.at("step", 2)
     yield from every_rank(after, cell.world_size, "the step after the evaluation")
     evaluated = evaluating.at(EVALUATE)
+    # A buffer may change to the value of another rank, see the docstring.
     yield from _observed(cell, before, evaluated, "evaluation", _buffers_of_ranks(before))
     for snapshot, following in pairs(before, after):
         yield from other_mode(snapshot, following, "the step after the evaluation", "before it")
@@ -580,6 +637,7 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     for nth in (0, 1):
         steps = evaluating.at("step", nth)
         expected_steps = train.at("step", SAVED + nth)
+        # A run that resumed wrongly has another loss anyway; the check ``resume`` reports it.
         if any(_loss_changes(nth, expected_steps, steps, tolerance)):
             return
         changes = list(_later_rate_changes(nth, expected_steps, steps))
@@ -622,6 +680,7 @@ def best(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train = trace.run("train")
     saved = _without_nonpersistent_buffers(cell, train, train.at("save"))
+    # The snapshot of ``export`` is taken before the driver exports, so at the end of the training.
     ended = _without_nonpersistent_buffers(cell, train, train.at("export"))
     yield from every_rank(ended, cell.world_size, "the end of the training")
     for before, after in pairs(saved, ended):
@@ -649,14 +708,14 @@ def _observed(
     action: str,
     buffers: _Buffers | None = None,
 ) -> Iterator[str]:
-    """Yield findings for what an action changed that must only read.
+    """Yield findings for what an action changed that must change nothing.
 
     Args:
         cell: The cell.
         before_action: The snapshots of all ranks before the action.
         after_action: Those after it.
-        action: The action.
-        buffers: Values that a buffer may have after the action, too.
+        action: The action in words: ``save``, ``export`` or ``evaluation``.
+        buffers: Other values that a buffer may have after the action: name -> values.
     """
     yield from every_rank(after_action, cell.world_size, action)
     for before, after in pairs(before_action, after_action):

@@ -1,4 +1,20 @@
-"""Is the loss of float16 scaled, and do all ranks skip a step whose gradients overflow?"""
+"""Check ``scaling``: the loss of float16 is scaled, and all ranks skip a step that overflows.
+
+Small gradients vanish in float16, so a trainer multiplies the loss by a scale such as 65536. If
+gradients overflow, it must skip the step on all ranks and make the scale smaller.
+
+``judge.judge`` calls the check once the run ``overflow`` (one process group from start to end) has
+ended. It gets a cell, one point of the test matrix such as ``fsdp1-fp16_mixed-w2``, and the trace
+of that run: a step, a step in which the gradients of one rank are made infinite (action
+``overflow``), and a step. For each rank and action there is a snapshot with the numbers of the
+scaler (``{"scale": 65536.0}``), and with digests (hashes) of parameters and optimizer state. The
+check yields findings, such as ``rank 0: 'lm_head.weight' changed in a step whose gradients
+overflow; expected it to be skipped``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +73,7 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _not_skipped(snapshot_before, snapshot)
         yield from _not_shrunk(snapshot_before, snapshot)
     for snapshot_before, snapshot in pairs(corrupted, after):
+        # A rank without optimizer state may hold no element of the model, so nothing can change.
         trained_before = _trained_digests(snapshot_before)
         if snapshot.states and trained_before == _trained_digests(snapshot):
             yield (
@@ -66,7 +83,7 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _wrong_scale(snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding if nothing scales the loss up."""
+    """Yield a finding if the loss is not scaled, or by no number that can help."""
     rank = f"rank {snapshot.rank}"
     scale = snapshot.scaler.get("scale")
     if scale is None:
@@ -78,7 +95,7 @@ def _wrong_scale(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _unlike_scales(snapshots: Sequence[Snapshot], moment: str) -> Iterator[str]:
-    """Yield a finding if ranks scale the loss by different numbers."""
+    """Yield a finding if ranks scale the loss by different numbers; ``moment`` says when."""
     scales = set()
     for snapshot in snapshots:
         if "scale" in snapshot.scaler:
@@ -90,7 +107,7 @@ def _unlike_scales(snapshots: Sequence[Snapshot], moment: str) -> Iterator[str]:
 
 
 def _not_skipped(before: Snapshot, after: Snapshot) -> Iterator[str]:
-    """Yield a finding if a rank changed values in a step that is to be skipped."""
+    """Yield a finding if a rank changed values in the step that must be skipped."""
     digests = _trained_digests(before)
     digests_after = _trained_digests(after)
     changed: list[str] = []
@@ -110,12 +127,12 @@ def _not_skipped(before: Snapshot, after: Snapshot) -> Iterator[str]:
 
 
 def _not_shrunk(before: Snapshot, after: Snapshot) -> Iterator[str]:
-    """Yield a finding if a step whose gradients overflow does not make a rank's scale smaller."""
+    """Yield a finding if the step that overflows did not make a rank's scale smaller."""
     scale = before.scaler.get("scale")
     scale_after = after.scaler.get("scale")
     if scale is None or scale_after is None:
         return
-    # Hysteresis may tolerate an overflow:
+    # DeepSpeed's hysteresis is how many overflows it tolerates before it makes the scale smaller:
     # https://www.deepspeed.ai/docs/config-json/#fp16-training-options.
     tolerated = before.scaler.get("hysteresis", 1.0)
     tolerated_after = after.scaler.get("hysteresis", 1.0)
@@ -126,7 +143,7 @@ def _not_shrunk(before: Snapshot, after: Snapshot) -> Iterator[str]:
 
 
 def _trained_digests(snapshot: Snapshot) -> dict[str, str]:
-    """Return the digests of all that a step changes on this rank, by the words for it."""
+    """Return the digests of all tensors that a step changes: ``exp_avg of 'head'`` -> digest."""
     digests = {repr(info.name): info.digest for info in snapshot.parameters}
     for state in snapshot.states:
         words = f"{state.key} of {state.owner!r}"

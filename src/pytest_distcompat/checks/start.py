@@ -1,4 +1,22 @@
-"""Does training start from the model that was loaded?"""
+"""Check ``start``: training starts from the model that was loaded.
+
+A trainer may make weights anew, or load them on one rank only. Its losses look sound all the same.
+
+``judge.judge`` calls the check once the run has ended. It gets a cell, one point of the test matrix
+such as ``fsdp2-bf16_upcast-w2``, and a trace of the run ``train`` (one process group from start to
+end). After the action ``build_model`` the trace has a record of the *unwrapped* model: the model
+before anything wraps it, with digests (hashes) of its values. After ``build`` it has, for each
+rank, what the trainer made of it. The check yields findings, such as ``parameter 'lm_head.weight':
+other values after build than were loaded``.
+
+Digests of a whole tensor can be computed from those of its shards. If the precision computes in a
+lower dtype than the model was loaded in, the record also has the digest of the value that is
+rounded to that dtype (``rounded``).
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +63,10 @@ def start(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _other_parameters(cell: Cell, run: RunTrace, built: Snapshots) -> Iterator[str]:
-    """Yield findings for parameters and flat masters that have other values than loaded."""
+    """Yield findings for parameters and masters that have other values than loaded.
+
+    Masters are the float32 copies of parameters that ZeRO's optimizer updates.
+    """
     assert run.unwrapped is not None
     loaded = _with_values(run.unwrapped.parameters)
     for name in _flat_in_memory_order(cell, run.unwrapped):
@@ -55,11 +76,12 @@ def _other_parameters(cell: Cell, run: RunTrace, built: Snapshots) -> Iterator[s
     built_values = values(run, built)
     for kind in ("parameter", "master"):
         built_dtypes = built_values.dtypes[kind]
+        # Names with values that differ between replicas, and names with one wrong value.
         apart: list[str] = []
         others: list[str] = []
         for name, built_digests in built_values.of(kind).items():
-            # Flat parameters have no names to compare by, and a name too many is a finding of the
-            # check ``names``.
+            # FSDP1's flat parameters have no names to compare by, and the check ``names`` reports
+            # a name too many. Parts that do not make up a whole have no digest.
             if name not in loaded or not built_digests:
                 continue
             expected = _expected_values(cell, kind, loaded[name], built_dtypes[name])
@@ -79,9 +101,10 @@ def _other_parameters(cell: Cell, run: RunTrace, built: Snapshots) -> Iterator[s
 
 
 def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[str]:
-    """Return the names of parameters whose flat pieces follow each other as in memory.
+    """Return the names of parameters that FSDP1 flattens in another order than that of the tensor.
 
-    Their digests differ for that reason alone.
+    It takes the elements as they lie in memory, which is another order for a transposed tensor. The
+    digests of its pieces then differ for that reason alone.
     """
     # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/fsdp/_flat_param.py,
     # ``flatten_tensors``.
@@ -91,7 +114,7 @@ def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[st
 
 
 def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
-    """Return the tensors whose values were read, by name: one on the meta device has none."""
+    """Return name -> tensor, without tensors on the meta device, which have no values."""
     with_values: dict[str, ParameterInfo] = {}
     for info in infos:
         has_no_elements = 0 in info.shape
@@ -104,13 +127,19 @@ def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
 def _expected_values(
     cell: Cell, kind: Kind, loaded: ParameterInfo, dtypes: Collection[str]
 ) -> set[str]:
-    """Return the digests that a parameter or a flat master may have.
+    """Return the digests that a parameter or a master may have.
 
-    None if its dtype is a finding of the check ``dtypes``.
+    The result is empty if its dtype is too narrow, which the check ``dtypes`` reports.
+
+    Args:
+        cell: The cell.
+        kind: ``parameter`` or ``master``.
+        loaded: The record of the parameter in the unwrapped model.
+        dtypes: The dtypes in which ranks store it after the build.
     """
     flat_masters = STRATEGIES.get(cell.strategy).flat_masters
     if kind == "master" or flat_masters:
-        # DeepSpeed casts the model before it copies the masters.
+        # DeepSpeed may cast the model before it copies the masters from it.
         return {loaded.digest, loaded.rounded or loaded.digest}
     compute = PRECISIONS.get(cell.precision).compute
     if loaded.rounded and set(dtypes) == {compute}:
@@ -123,11 +152,8 @@ def _expected_values(
 
 
 def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield a finding for buffers with other values on this rank than were loaded.
-
-    The loaded values in another dtype are the same.
-    """
-    # The check ``names`` compares those that kept their dtype.
+    """Yield a text for buffers that have another dtype than loaded, and also other values."""
+    # The check ``names`` compares buffers that kept their dtype.
     loaded = _with_values(unwrapped.buffers)
     others: list[str] = []
     for info in snapshot.buffers:
@@ -141,7 +167,7 @@ def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -
 
 
 def _other_flags(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield findings for parameters that became trainable, or frozen, since they were loaded."""
+    """Yield texts for parameters that became trainable, or frozen, since they were loaded."""
     trainable = {info.name: info.trainable for info in unwrapped.parameters}
     frozen: list[str] = []
     thawed: list[str] = []
@@ -160,9 +186,9 @@ def _other_flags(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> 
 
 
 def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
-    """Yield a finding if what is trained is in evaluation mode, and was not when loaded.
+    """Yield a text if modules with trainable parameters are in evaluation mode in the first step.
 
-    The mode is that of the rank's step.
+    Modules that were in evaluation mode when loaded do not count.
     """
     # A trainer may put what it does not train into evaluation mode.
     trained = _above_trainable(unwrapped)
@@ -181,9 +207,9 @@ def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> I
 
 
 def _above_trainable(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the names of all modules with a trainable parameter, of their own or below.
+    """Return the names of all modules that have a trainable parameter, in them or in a child.
 
-    The root's name is empty.
+    The name of the root is empty.
     """
     modules: set[str] = set()
     for info in unwrapped.parameters:

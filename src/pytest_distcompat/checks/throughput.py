@@ -1,4 +1,18 @@
-"""Is a strategy about as fast as the baseline?"""
+"""Check ``throughput``: a strategy is about as fast as a baseline.
+
+It applies only if the user sets a limit, ``--distcompat-throughput 0.9``: each cell must reach 0.9
+of the baseline's tokens a second and rank.
+
+``judge.judge`` calls the check once both runs have ended. It gets a cell, one point of the test
+matrix such as ``fsdp2-bf16_upcast-w2``, and a trace with the runs ``train`` (one process group from
+start to end, on the cell's ranks) and ``baseline`` (the same training under DDP). Both have, for
+each rank and step, the seconds that it took and the number of tokens. The check yields one finding:
+``900 tokens a second and rank, 0.75 of ddp's 1200; expected at least 0.9 of it``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``limit`` names the limit that the user must set.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +27,18 @@ from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Trace
 
-#: Strategies to compare with: the first one that the driver supports.
+#: The strategies to compare with, best first; the first one that the driver supports is taken.
 BASELINES = ("ddp", "fsdp2", "zero1")
+#: The name of the limit in ``Trace.limits``, and of the option that sets it.
 LIMIT = "throughput"
 #: The last step, which both runs must reach.
 _LAST = STEPS - 1
 
 
 def _baseline(cell: Cell, driver: type[Driver]) -> str:
-    """Return the first of the baselines that the driver supports.
+    """Return the strategy to compare with, in the cell's precision and world size.
 
-    It has the cell's precision and world size.
+    It is the cell's own if the driver supports none of the baselines.
     """
     for name in BASELINES:
         baseline_cell = Cell(name, cell.precision, cell.world_size).spread_as(cell)
@@ -33,8 +48,8 @@ def _baseline(cell: Cell, driver: type[Driver]) -> str:
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    # The same run as that of the baseline's own cell, so that it is shared if the matrix has that
-    # cell.
+    # It is the run ``train`` of the baseline's own cell (``same_as``). So it is not run twice if
+    # the matrix has that cell.
     baseline = dataclasses.replace(
         TRAIN_RUN, strategy=_baseline(cell, driver), only=("model", "grad_accum")
     )
@@ -67,6 +82,7 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     speed = measured.tokens_per_second
     baseline_speed = baseline.tokens_per_second
     if speed < limit * baseline_speed:
+        # The id of the run's cell begins with the strategy: ``ddp-bf16_upcast-w2``.
         baseline_strategy = trace.run("baseline").cell.partition("-")[0]
         name = STRATEGIES.get(baseline_strategy).name
         fraction = speed / baseline_speed

@@ -1,4 +1,24 @@
-"""Is the model sharded, recomputed and compiled block by block as the cell says?"""
+"""Check ``units``: the model is sharded, recomputed and compiled block by block.
+
+A *block* is a module that repeats, such as a transformer layer. Three things should be done to each
+block as a whole: FSDP makes a *unit* of it (it gathers and frees the parameters of one unit at a
+time), activation checkpointing recomputes it in the backward pass, and ``compile=regional``
+compiles it.
+
+``judge.judge`` calls the check once the run has ended. It gets a cell, one point of the test matrix
+such as ``fsdp2-fp32-w2-activation_checkpointing``, and a trace of the run ``train`` (one process
+group from start to end) with a snapshot of each rank after three steps. The snapshot has the names
+of the live modules that are units, recomputed or compiled. The check yields findings, such as
+``rank 0: FSDP's units are the root; expected 'layers.0', 'layers.1', the root, and none inside a
+block``.
+
+The *unwrapped* model is the one before anything wraps it; its record says which blocks there are.
+*Live* names are those of the wrapped model.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +32,7 @@ from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ModelInfo, Snapshot, Trace, UnwrappedInfo
 
-#: The values of ``ModelInfo.wrappers`` that shard a model in units.
+#: The wrappers, by their names in ``ModelInfo.wrappers``, that shard a model in units.
 _WITH_UNITS = frozenset({"FSDP1", "FSDP2"})
 
 
@@ -59,9 +79,10 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _of_rank(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
-    """Yield what is not as the cell says on one rank.
+    """Yield texts about modules of one rank's model.
 
-    ``unwrapped`` is the part of the unwrapped model that the rank's stage has.
+    ``unwrapped`` is the record of the unwrapped model. Under pipeline parallelism it is the part of
+    it that the rank's stage has.
     """
     if snapshot.model is None or unwrapped is None:
         yield "no model to read units from"
@@ -74,9 +95,9 @@ def _of_rank(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) ->
 
 
 def _why_not_known(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
-    """Return a finding if the expected units are not known; None otherwise.
+    """Return a finding if it is not known which modules are expected; None if it is known.
 
-    Without them the check cannot pass.
+    The check must not pass then.
     """
     if cell.option("ignored_modules") and not unwrapped.ignored_modules:
         return "it is not known which module was to be left out of the sharding"
@@ -107,9 +128,9 @@ def _needs_blocks(cell: Cell) -> bool:
 
 
 def _unwrapped_names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
-    """Return the unwrapped model's names of live modules.
+    """Return the unwrapped model's names of live modules; the name of the root is empty.
 
-    The root's is empty, whatever wraps it.
+    ``layers.0`` for ``_fsdp_wrapped_module.layers.0``.
     """
     strategy = STRATEGIES.get(cell.strategy)
     known = {module_of(info.name) for info in unwrapped.parameters}
@@ -121,13 +142,14 @@ def _unwrapped_names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]
 
 
 def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding unless FSDP's units are the blocks and the root.
+    """Yield a text unless FSDP's units are the blocks and the root.
 
-    None may be inside a block.
+    Modules outside of blocks, such as embeddings, may be units too. Modules inside may not.
     """
     if not _has_units(cell):
         return
     fsdp_units = _unwrapped_names(cell, unwrapped, model.units)
+    # Tensor parallelism takes all ranks, so FSDP may be left out.
     if cell.only_tp and not fsdp_units:
         return
     if cell.option("wrap_policy") == "size":
@@ -145,7 +167,8 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
     inside_blocks -= set(unwrapped.blocks)
     inside_blocks -= _adapters(unwrapped)
     expected = set(unwrapped.blocks)
-    # Of several stages on a rank each is a root, and none of them the model's.
+    # A rank of an interleaved pipeline has several stages. Each is wrapped as a model of its own,
+    # so that no root is among the units.
     if cell.stages == cell.pp:
         expected.add("")
     # Embeddings and heads may be units of their own.
@@ -157,7 +180,10 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
 
 
 def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the trained layers of blocks that are frozen otherwise."""
+    """Return the layers of LoRA adapters: trained modules in blocks that are frozen otherwise.
+
+    They may be units although they are inside blocks.
+    """
     # PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones:
     # https://huggingface.co/docs/peft/accelerate/fsdp.
     layers: set[str] = set()
@@ -177,9 +203,9 @@ def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
 
 
 def _recomputed_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding unless the activations of each block are recomputed.
+    """Yield a text unless the activations of each block are recomputed.
 
-    Without activation checkpointing those of none are to be.
+    Without activation checkpointing, those of no block may be.
     """
     recomputed = _unwrapped_names(cell, unwrapped, model.checkpointed)
     # A parent of blocks may be marked without being recomputed.
@@ -211,9 +237,11 @@ def _blocks_and_modules_inside(unwrapped: UnwrappedInfo) -> set[str]:
 
 
 def _recomputed_operators(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings for what blocks did not compute again, or did although it was kept.
+    """Yield a text if blocks recomputed too little in the backward pass, or too much.
 
-    Nothing if that was not seen.
+    ``snapshot.recomputed`` counts operators in blocks: ``calls`` of blocks, ``products`` (matrix
+    products) in the forward pass, ``products again`` and ``others again`` after it. It is empty if
+    they could not be counted, as in a compiled graph.
     """
     mode = cell.option("activation_checkpointing")
     counts = snapshot.recomputed
@@ -226,8 +254,8 @@ def _recomputed_operators(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         yield f"{counted}; expected none in selective activation checkpointing"
     elif not again and not counts.get("others again"):
         yield "blocks computed nothing again in the backward pass"
-    # A recomputation ends with what it needs, so that the last product of a block is not computed
-    # again.
+    # torch stops recomputing a block once it has what the backward pass needs. So the last product
+    # of each block is not computed again.
     elif mode is True and not again and products > counts["calls"]:
         yield f"{counted}; expected all but the last of each block"
 
@@ -241,9 +269,9 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 
 
 def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield findings unless torch.compile has compiled what the cell says.
+    """Yield texts unless torch.compile has compiled what the cell says.
 
-    That is the model, each block, or one of them.
+    That is the whole model, each block (``regional``) or one of them (``partial``).
     """
     mode = cell.option("compile")
     if not mode:
@@ -267,12 +295,9 @@ def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) ->
 
 
 def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Yield a finding for each sharded parameter that was to be left out of the sharding.
-
-    Its module is to be left out.
-    """
+    """Yield a text for each parameter of ``ignored_modules`` that is sharded all the same."""
     strategy = STRATEGIES.get(cell.strategy)
-    # Then the strategy shards no live parameters, as DDP.
+    # Such a strategy, as DDP, shards no live parameters.
     if strategy.kind == "Tensor":
         return
     numel_by_name = {info.name: info.local_numel for info in unwrapped.parameters}
@@ -295,7 +320,7 @@ def _quoted(module: str) -> str:
 
 
 def _listed(names: Collection[str]) -> str:
-    """Return the words for some modules in a finding: the first six, and how many more."""
+    """Return the words for modules: ``'layers.0', the root``, at most six, and how many more."""
     if not names:
         return "nothing"
     quoted = [_quoted(name) for name in names]

@@ -1,4 +1,19 @@
-"""Evidence from a cell's training: names, dtypes, mesh, losses and norms by step, memory."""
+"""The evidence of one cell's training: names, dtypes, curves, memory, mesh and values.
+
+A cell is one point of the test matrix, such as ``fsdp2-bf16_upcast-w2``. Its training is the run
+``train`` (one process group from start to end), of which each rank recorded a *snapshot* after each
+action: ``build``, ``step``, ``files``, ...
+
+``evidence.store`` calls ``add_training`` for each cell of a session's report, and so does the
+command ``distcompat trace`` for one cell. It fills the fields of ``report.result.Row`` with plain
+data, which goes to JSON and to the HTML page as it is. The schema of the report describes the keys.
+A parameter is a row of the table ``names``, for example:
+
+    {"unwrapped": "lm_head.weight", "live": "module.lm_head.weight", "dtype": "float32", ...}
+
+The *unwrapped* model is the one before anything wraps it. *Live* names are those of the wrapped
+model.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import REDUCTIONS
-from pytest_distcompat.checks.parity import tolerances
+from pytest_distcompat.checks import REDUCTIONS, tolerances
 from pytest_distcompat.cost import tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.evidence.values import values_of
@@ -21,14 +35,13 @@ from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 #: The most rows that the table of names has.
 MAX_NAMES = 400
 
-
-#: The curves that are compared with those of the reference.
+#: The curves that are shown beside those of the reference and of the resumed run.
 _COMPARED = ("loss", "grad_norm")
-#: A number for each step; None for a step without one, and for infinity and NaN, which JSON lacks.
+#: A number for each step. None for a step without one, and for infinity and NaN, which JSON lacks.
 _Curve = list[float | None]
-#: Curves by name.
+#: Name of a curve (``loss``, ``reference_loss``, ``seconds``) -> the curve.
 _Curves = dict[str, _Curve]
-#: A row of a table, as the report's schema has it.
+#: A row of a table of the report: column -> value.
 _TableRow = dict[str, Any]
 
 
@@ -56,7 +69,11 @@ def add_training(row: Row, *runs: RunTrace) -> None:
 
 
 def _all_curves(cell: Cell, trace: Trace) -> _Curves:
-    """Return the curves of the training, the reference with tolerances, and the resumed run."""
+    """Return the curves of the training, with those of the reference and of the resumed run.
+
+    They are ``loss``, ``grad_norm`` and ``seconds`` of the training, ``reference_loss`` and
+    ``resumed_loss``, ``loss_tolerance`` and so on. Curves of a run that is not there are left out.
+    """
     curves = _curves(trace.run(), "step")
     if "reference" in trace.runs:
         reference = _curves(trace.run("reference"), "reference")
@@ -71,7 +88,7 @@ def _all_curves(cell: Cell, trace: Trace) -> _Curves:
 
 
 def _add_compared(curves: _Curves, others: _Curves, prefix: str) -> None:
-    """Add the curves of another run that stand beside the training's, under a prefix."""
+    """Add the loss and norm of another run, under names with a prefix: ``reference_loss``."""
     for name in _COMPARED:
         if name in others:
             curves[f"{prefix}_{name}"] = others[name]
@@ -87,9 +104,10 @@ def _peak_memory(run: RunTrace) -> list[int]:
 
 
 def _names(cell: Cell, run: RunTrace) -> list[_TableRow]:
-    """Return a row for each parameter: its unwrapped name, its live counterpart, the files with it.
+    """Return a row for each parameter: its unwrapped name, its live counterpart, and its files.
 
-    A live parameter, or a key of a saved file, that maps to no unwrapped name has a row too.
+    A live parameter, or a key of a saved file, that is no name of the unwrapped model has a row of
+    its own.
     """
     first = run.first("build_model")
     if first is None or first.unwrapped is None:
@@ -114,7 +132,7 @@ def _names(cell: Cell, run: RunTrace) -> list[_TableRow]:
 def _live_parameters(
     cell: Cell, run: RunTrace, unwrapped_keys: set[str]
 ) -> dict[str, ParameterInfo]:
-    """Return the wrapped model's parameters on the lowest rank, by their unwrapped names."""
+    """Return unwrapped name -> live parameter, on the lowest rank after the build."""
     trained = run.first("build")
     if trained is None:
         return {}
@@ -127,7 +145,7 @@ def _live_parameters(
 
 
 def _files_by_key(run: RunTrace) -> dict[str, list[str]]:
-    """Return the paths of the saved model files, by the keys that they contain."""
+    """Return key -> the paths of the saved model files that have it."""
     keys_by_path: dict[str, Iterable[str]] = {}
     for snapshot in run.snapshots:
         for file in snapshot.files:
@@ -145,7 +163,13 @@ def _name_row(
     unwrapped: ParameterInfo | None,
     live: ParameterInfo | None,
 ) -> _TableRow:
-    """Return a row of the table of names, as the report's schema has it, but for the files."""
+    """Return a row of the table of names, without the column ``files``.
+
+    Args:
+        name: The unwrapped name, or a key that is none.
+        unwrapped: The parameter of the unwrapped model; None if it has none of that name.
+        live: The live parameter; None if there is none.
+    """
     row: _TableRow = {
         "unwrapped": "",
         "shape": [],
@@ -174,7 +198,11 @@ def _name_row(
 
 
 def _dtypes(cell: Cell, run: RunTrace) -> list[_TableRow]:
-    """Return a row for each kind of tensor: the expected dtype, and those that ranks had."""
+    """Return a row for each kind of tensor: the expected dtype, and those that ranks had.
+
+    ``{"kind": "master", "expected": "float32", "seen": ["float32"]}``. The kinds are the fields of
+    the strategy's row of the dtype table.
+    """
     if not run.trained:
         return []
     strategy = STRATEGIES.get(cell.strategy)
@@ -188,7 +216,7 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[_TableRow]:
 
 
 def _seen_dtypes(snapshots: Sequence[Snapshot]) -> dict[str, set[str]]:
-    """Return the dtypes that any rank recorded for each kind of tensor."""
+    """Return kind of tensor -> the dtypes that any rank recorded for it."""
     seen: dict[str, set[str]] = {}
     for kind in ("storage", "compute", "reduce", "gradient", "master", "state"):
         seen[kind] = set()
@@ -206,10 +234,11 @@ def _seen_dtypes(snapshots: Sequence[Snapshot]) -> dict[str, set[str]]:
 
 
 def _reduced(snapshot: Snapshot) -> Iterable[str]:
-    """Return the dtype of the largest reduction, which is that of gradients.
+    """Return the dtype of the largest reduction of a step, in a list; none without a reduction.
 
-    Smaller ones reduce norms, metrics and flags.
+    It is that of gradients. Smaller reductions are of norms, metrics and flags.
     """
+    # Dtype -> the most elements of a reduction in it.
     largest_numel: dict[str, int] = {}
     for info in snapshot.collectives:
         if info.op in REDUCTIONS and "float" in info.dtype:
@@ -221,12 +250,13 @@ def _reduced(snapshot: Snapshot) -> Iterable[str]:
 
 
 def _curves(run: RunTrace, action: str, before: int = 0) -> _Curves:
-    """Return curves: the ranks' mean loss, the gradient norm, and the slowest rank's seconds.
+    """Return the curves of a run: the ranks' mean loss, the norm, and the slowest rank's seconds.
 
     Args:
         run: The run.
-        action: The action that is a step of this run.
-        before: How many steps an earlier run has taken; the curves have None for these.
+        action: The action that is a step of this run: ``step`` or ``reference``.
+        before: How many steps came before its first one. The curves have None for them, so that
+            those of a resumed run begin at the right step.
     """
     losses: _Curve = [None] * before
     norms: _Curve = [None] * before
@@ -260,7 +290,7 @@ def _has_numbers(curve: _Curve) -> bool:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Round to six digits; return None for None, and for a number that JSON does not have."""
+    """Return the number with six digits; None for None, infinity and NaN, which JSON lacks."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")

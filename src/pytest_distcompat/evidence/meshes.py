@@ -1,4 +1,20 @@
-"""Meshes: which rank holds which part of which parameter, as the page of a report draws it."""
+"""Which rank holds which part of which parameter, as the HTML page of a report draws it.
+
+torch arranges ranks in a *mesh*, a grid with a dimension for each parallelism: four ranks as
+``dp_shard`` of size 2 times ``tp`` of size 2. The *layout* of a parameter says how it is placed
+along each dimension: ``dp_shard=Shard(0), tp=Replicate``.
+
+``evidence.cells`` calls ``mesh`` for the training of a cell. It returns plain data:
+
+    {
+        "dims": [{"name": "dp_shard", "size": 2}, {"name": "tp", "size": 2}],
+        "ranks": [{"rank": 0, "at": [0, 0]}, {"rank": 1, "at": [0, 1]}, ...],
+        "layouts": [{"names": ["lm_head.weight"], "shape": [8, 4], "placement": "...",
+                     "parts": ["0:4, :", "0:4, :", "4:8, :", "4:8, :"]}, ...],
+    }
+
+``parts`` has what each rank holds, in rank order: slices, ``all`` or ``none``.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +29,20 @@ from pytest_distcompat.excerpt import name_patterns
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FLAT, MeshDim, ParameterInfo, RunTrace, held_indices
 
-#: A placement that shards one dimension of the tensor: its number, and into how many pieces it was
-#: cut before.
+#: A placement that shards a dimension of the tensor. ``Shard(0)`` shards dimension 0.
+#: ``StridedShard(0, 2)`` shards each of the 2 pieces that another mesh dimension has made.
 _SHARD = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
 
 
 def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
-    """Return the ranks at their coordinates, and the parts that they hold after ``build``.
-
-    Each distinct layout is there once.
+    """Return the mesh of a training, and the parts of parameters that each rank holds.
 
     Args:
         cell: The cell of the training.
-        run: The training.
+        run: The training: one process group, with a record of each rank after ``build``.
 
     Returns:
-        Plain data as the schema describes it; None for a mesh of one dimension without tensor or
+        Data as above. None if there is nothing to draw: a mesh of one dimension, without tensor or
             pipeline parallelism.
     """
     snapshots = run.at("build")
@@ -46,7 +60,7 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     for parameters in parameters_by_rank:
         coordinates.append(_coordinate(parameters.values(), dims))
     if not _tell_ranks_apart(coordinates, dims):
-        # Parameters lie on no mesh that does.
+        # No parameter lies on a mesh of all ranks. Then ranks are drawn in a row.
         dim_rows = [{"name": "rank", "size": run.world_size}]
         coordinates = [[snapshot.rank] for snapshot in snapshots]
     rank_rows = []
@@ -56,7 +70,7 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     return {"dims": dim_rows, "ranks": rank_rows, "layouts": layouts}
 
 
-#: A rank's parameters by the names that they have in the unwrapped model.
+#: Name in the unwrapped model (before anything wraps it) -> the parameter as a rank holds it.
 _Parameters = dict[str, ParameterInfo]
 
 
@@ -79,7 +93,7 @@ def _parameters_by_rank(cell: Cell, run: RunTrace) -> list[_Parameters]:
 
 
 def _widest_mesh(parameters_by_rank: Iterable[_Parameters]) -> tuple[MeshDim, ...]:
-    """Return the dimensions of the mesh with the most, of those on which parameters lie."""
+    """Return the dimensions of the mesh that has most of them, of all parameters on all ranks."""
     widest: tuple[MeshDim, ...] = ()
     for parameters in parameters_by_rank:
         for info in parameters.values():
@@ -90,7 +104,7 @@ def _widest_mesh(parameters_by_rank: Iterable[_Parameters]) -> tuple[MeshDim, ..
 
 
 def _tell_ranks_apart(coordinates: Sequence[Sequence[int]], dims: Sequence[MeshDim]) -> bool:
-    """Tell whether each rank has a coordinate on each dimension, and no two ranks have the same."""
+    """Tell whether each rank has a coordinate in each dimension, and no two ranks have the same."""
     different: set[tuple[int, ...]] = set()
     for coordinate in coordinates:
         if len(coordinate) != len(dims):
@@ -104,9 +118,9 @@ class _Layout:
     """How a parameter is spread over the ranks.
 
     Attributes:
-        shape: Its global shape.
-        placement: Its placement.
-        parts: The part that each rank holds.
+        shape: Its shape, as a whole.
+        placement: Its placement on the lowest rank, as text: ``dp_shard=Shard(0)``.
+        parts: The part that each rank holds, in rank order: ``0:4, :``.
     """
 
     shape: tuple[int, ...]
@@ -136,10 +150,11 @@ def _layouts(parameters_by_rank: Sequence[_Parameters]) -> list[dict[str, Any]]:
 
 
 def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
-    """Return each parameter as the lowest rank that holds it has it.
+    """Return each parameter as the lowest rank that has it holds it.
 
-    Those of the last pipeline stage come first.
+    Under pipeline parallelism each rank has some of the layers. Those of the last ranks come first.
     """
+    # Later updates replace earlier ones, so the lowest rank comes last.
     first: _Parameters = {}
     for parameters in reversed(parameters_by_rank):
         first.update(parameters)
@@ -147,9 +162,9 @@ def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
 
 
 def _part_on_rank(info: ParameterInfo | None) -> str:
-    """Return the part of a parameter that a rank holds.
+    """Return the part of a parameter that a rank holds: ``0:4, :``, or ``none``.
 
-    ``none`` for a parameter of another pipeline stage.
+    None is the parameter of another pipeline stage.
     """
     if info is None:
         return "none"
@@ -166,8 +181,9 @@ def _dims(info: ParameterInfo) -> tuple[MeshDim, ...]:
 
 
 def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) -> list[int]:
-    """Return the rank's place on these dimensions, as far as its parameters tell it."""
-    # Experts and all else are on meshes of their own, with dimensions of one name and two sizes.
+    """Return the rank's coordinates in these dimensions, as far as its parameters have them."""
+    # Experts are on another mesh than other parameters. Both may have a dimension of one name, with
+    # different sizes.
     coordinates: dict[tuple[str, int], int] = {}
     for info in parameters:
         for dim in _dims(info):
@@ -182,7 +198,11 @@ def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) ->
 
 @functools.lru_cache(maxsize=1024)
 def _part(shape: tuple[int, ...], dims: tuple[MeshDim, ...]) -> str:
-    """Return the held part as slices, ``0:8, :``; ``all`` of the tensor, or ``none``."""
+    """Return the part of a tensor that a rank holds.
+
+    It is a slice for each dimension (``0:8, :``), ``all``, ``none``, or ``flat piece 1 of 2`` of
+    the flattened tensor.
+    """
     cuts: list[tuple[int, int, int, int]] = []
     flat_pieces: list[str] = []
     for dim in dims:
@@ -194,6 +214,7 @@ def _part(shape: tuple[int, ...], dims: tuple[MeshDim, ...]) -> str:
         if dim.placement == FLAT:
             number = dim.coordinate + 1
             flat_pieces.append(f"flat piece {number} of {dim.size}")
+    # ``held_indices`` gives the held indices of each dimension of the tensor.
     slices: list[str] = []
     for indices, size in zip(held_indices(shape, cuts), shape, strict=True):
         if len(indices) == 0:
@@ -214,7 +235,7 @@ def _slices(rows: Sequence[int], size: int) -> str:
     for row in rows:
         start = row
         if stretches and stretches[-1].stop == row:
-            # It goes on.
+            # The row follows the last stretch, so that stretch becomes longer.
             start = stretches.pop().start
         stretches.append(range(start, row + 1))
     texts = [f"{stretch.start}:{stretch.stop}" for stretch in stretches]

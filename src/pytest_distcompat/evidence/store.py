@@ -1,22 +1,27 @@
-"""Runs in the store, whichever process started them.
+"""Runs in the store of a session, for its report: how each ended, and which cells read it.
 
-Those in progress, how others ended, and which cells' checks read them.
+A *run* is one process group from start to end. All processes of a session, pytest-xdist's workers
+too, put runs into one directory, the store. Each run has a directory there: ``request.json`` says
+what the ranks must do, the logs of the ranks have what they recorded, and ``run.json``
+(``runner.DONE``) is written last and says how the run ended.
+
+When a session ends, ``plugin.reporting.results`` calls ``read_store`` and ``add_evidence``. The
+latter adds the runs to the report, and the evidence of its training to the row of each cell. A cell
+is one point of the test matrix, such as ``fsdp2-bf16_upcast-w2``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.evidence.cells import add_training
 from pytest_distcompat.excerpt import excerpt
-from pytest_distcompat.launch.files import read_end
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.run_paths import SuitePayload
@@ -24,16 +29,14 @@ from pytest_distcompat.runner import DONE, read_run
 from pytest_distcompat.spread import Hosts
 from pytest_distcompat.trace import RunTrace
 
-#: The longest texts about a rank in a report, in characters; and the most ranks of a run.
+#: Text about a rank -> how many characters of it a report has at most.
 TEXT_LIMITS = {"message": 500, "text": 3500, "stack": 3500, "collectives": 1000, "output": 1000}
+#: The most ranks of a run that a report shows.
 MAX_RANKS = 8
 
-#: How much of the end of a rank's log is read, in bytes: the events about actions are short.
-TAIL_BYTES = 8192
-#: How long after its time limit a run still counts as running, in seconds.
-GRACE_S = 60.0
 
-#: The runs that a report shows beside the training.
+#: The names of runs whose curves a report shows beside those of the training: the resumed run, the
+#: reference in one process, and the reference under autocast.
 _COMPARED = ("resume", "reference", "rounded")
 
 
@@ -45,9 +48,10 @@ class StoredRun:
 
     Attributes:
         directory: Where its files are.
-        payload: What the ranks were asked to do.
+        payload: What the ranks had to do: driver, cell, actions and directories.
         world_size: The number of its ranks.
-        done: What the runner has written (``runner.DONE``); empty for a run that has not ended.
+        done: The content of ``run.json``: ``trace`` with its end, ``seconds``, ``ranks``,
+            ``command``; empty for a run that has not ended.
     """
 
     directory: Path
@@ -62,7 +66,7 @@ class StoredRun:
 
     @property
     def name(self) -> str:
-        """Return the name of the run in its scenario."""
+        """Return the name of the run in its scenario: ``train`` or ``resume``."""
         return self.payload.run.name
 
     def trace(self) -> RunTrace:
@@ -70,7 +74,7 @@ class StoredRun:
         return read_run(self.directory)[0]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run as reports have it."""
+        """Return the run as plain data, as the JSON report has it."""
         end = self._end()
         ranks = self.done.get("ranks", ())[:MAX_RANKS]
         return {
@@ -88,12 +92,13 @@ class StoredRun:
         }
 
     def _end(self) -> Mapping[str, Any]:
-        """Return how it ended early; empty for a run that did not."""
+        """Return how it failed (the fields of ``trace.RunFailure``); empty if it did not."""
         if not self.done:
             return {}
         return self.done["trace"]["end"] or {}
 
     def _ending(self) -> str:
+        """Return ``ok``, ``unfinished``, or how it failed: ``raised``, ``crashed`` or ``hung``."""
         end = self._end()
         if end:
             return str(end["kind"])
@@ -102,9 +107,9 @@ class StoredRun:
         return "unfinished"
 
     def _message(self) -> str:
-        """Return the first line of the message with which it ended early.
+        """Return the first line of the message of its failure; empty if there is none.
 
-        The line has the machines of the ranks. Empty if there is no message.
+        In a run over several machines it also names the machines of the ranks.
         """
         lines = self._end().get("message", "").splitlines()
         if not lines:
@@ -114,7 +119,7 @@ class StoredRun:
 
 
 def _rank_json(rank: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known about a rank, with its texts no longer than ``TEXT_LIMITS``."""
+    """Return what ``run.json`` has about a rank, with long texts shortened."""
     data = dict(rank)
     for name, limit in TEXT_LIMITS.items():
         data[name] = excerpt(rank[name], limit)
@@ -122,9 +127,9 @@ def _rank_json(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_store(store: Path) -> list[StoredRun]:
-    """Return the runs in that directory, in the order in which they began.
+    """Return the runs in a store, in the order in which they began.
 
-    Those that cannot be read are left out.
+    A run that cannot be read is left out.
     """
     paths = list(store.glob("*/request.json"))
     paths.sort(key=lambda path: path.stat().st_mtime_ns)
@@ -140,6 +145,7 @@ def read_store(store: Path) -> list[StoredRun]:
 
 
 def _read_stored(directory: Path) -> StoredRun:
+    """Return the run in that directory."""
     request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
     payload = decode(SuitePayload, request["payload"])
     done: dict[str, Any] = {}
@@ -150,9 +156,12 @@ def _read_stored(directory: Path) -> StoredRun:
 
 
 def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool = True) -> None:
-    """Add the runs to the report, and to each cell the ids of its runs.
+    """Add the runs to the report, and the ids of its runs to the row of each cell.
 
-    With ``trainings`` each cell also gets the evidence of its training.
+    Args:
+        report: The report, which has a row for each cell.
+        runs: The runs of the session.
+        trainings: Whether to add the evidence of its training to each row, too.
     """
     stored_runs = list(runs)
     by_id = {run.id: run for run in stored_runs}
@@ -169,9 +178,9 @@ def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool =
 
 
 def _add_first_training(row: Row, runs: Iterable[StoredRun]) -> None:
-    """Add the evidence of the cell's first training that ended.
+    """Add the evidence of the cell's first training that ended to its row.
 
-    Beside it stands the last run of each name that is shown with a training.
+    It is compared with the last run of each name in ``_COMPARED``.
     """
     training = None
     compared: dict[str, StoredRun] = {}
@@ -188,118 +197,31 @@ def _add_first_training(row: Row, runs: Iterable[StoredRun]) -> None:
 
 
 def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bool:
-    """Tell whether checks of that cell read the run.
+    """Tell whether checks of the cell read the run.
 
-    Several cells may share a run that follows no other.
+    Several cells may share a run: the reference of ``ddp-fp32-w2`` is that of ``fsdp2-fp32-w2``,
+    too.
+
+    Args:
+        stored: The run, of the driver of the cell.
+        cell: The cell.
+        by_id: All runs, by the names of their directories.
     """
     payload = stored.payload
     try:
         cell_of_run = payload.run.cell(cell)
     except ValueError:
-        # Another cell's run, on a mesh into which this cell's ranks cannot be divided.
+        # The run is on a mesh into which this cell's ranks cannot be divided, so it is another's.
         return False
-    # ``ranks`` are the data-parallel ranks of the cell whose checks need the run.
+    # The run trains in a cell of its own (the reference on one rank). It is this cell's if this
+    # cell would ask for it: on the same cell, and with the batches of as many data-parallel ranks.
     if cell_of_run.id != payload.cell or payload.ranks != cell.dp_size:
         return False
     if not payload.run.after:
         return True
-    # A run that loads another one's checkpoint belongs to that one's cell.
+    # A run that loads a checkpoint belongs to the cell of the run that saved it: its directory is
+    # in the path.
     for parent in payload.paths.load_from.parents:
         if parent.name in by_id:
             return _is_for(by_id[parent.name], cell, by_id)
     return False
-
-
-@dataclass(frozen=True)
-class Running:
-    """Run in progress.
-
-    Attributes:
-        cell: The cell's id.
-        run: The name of the run in its scenario.
-        action: What rank 0 does; empty before its first action.
-        number: The number of that action, from 1; 0 before the first.
-        actions: How many there are.
-        seconds: How long it has run.
-        timeout: How many seconds it may run.
-    """
-
-    cell: str
-    run: str
-    action: str
-    number: int
-    actions: int
-    seconds: float
-    timeout: float
-
-    def __str__(self) -> str:
-        """Return a line for the user: ``fsdp2-fp32-w2 train: step 7/27, 3 s of 300 s``."""
-        progress = "starts"
-        if self.number:
-            progress = f"{self.action} {self.number}/{self.actions}"
-        time = f"{self.seconds:.0f} s of {self.timeout:g} s"
-        return f"{self.cell} {self.run}: {progress}, {time}"
-
-
-def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Running]:
-    """Yield the runs in the store that have begun after ``since`` and not ended.
-
-    ``since`` is in seconds since the epoch.
-
-    ``ended`` collects the names of those that have ended, so that they are not read again.
-    """
-    try:
-        names = sorted(path.name for path in store.iterdir())
-    except FileNotFoundError:
-        return
-    for name in names:
-        directory = store / name
-        if name in ended or name.endswith(".lock"):
-            continue
-        if (directory / DONE).exists():
-            ended.add(name)
-            continue
-        request_path = directory / "request.json"
-        try:
-            begun = request_path.stat().st_mtime
-            request = json.loads(request_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue  # it waits for its devices, or is being written
-        seconds = max(0.0, clock.wall() - begun)
-        # A run whose pytest process died never ends.
-        if begun >= since and seconds < request["timeout"] + GRACE_S:
-            payload = decode(SuitePayload, request["payload"])
-            current = _last_action(directory / "rank-0.jsonl")
-            yield Running(
-                payload.cell,
-                payload.run.name,
-                current.name,
-                current.index + 1,
-                len(payload.run.actions),
-                seconds,
-                request["timeout"],
-            )
-
-
-@dataclass(frozen=True)
-class _Action:
-    """An action that a rank has begun, and its index in the run.
-
-    An empty name and -1 before the first.
-    """
-
-    name: str = ""
-    index: int = -1
-
-
-def _last_action(log: Path) -> _Action:
-    """Return the last action that a rank has begun, by the end of its log."""
-    lines = read_end(log, TAIL_BYTES).splitlines()
-    for line in reversed(lines):
-        if '"event": "action"' in line:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            return _Action(str(event["action"]), int(event["index"]))
-    return _Action()

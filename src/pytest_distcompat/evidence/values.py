@@ -1,4 +1,13 @@
-"""Values of a training in float32, to the last bit, to compare with those under other releases."""
+"""All values of a training in float32, to the last bit, to compare it with other releases.
+
+``evidence.cells`` calls ``values_of`` for the training of each cell in ``fp32``. The report stores
+the result. ``distcompat`` commands that compare two reports, or run a suite with other releases of
+a library, show what a release has changed although all checks pass.
+
+The data are small: digests (hashes of 12 hexadecimal digits) in place of tensors, and one number a
+step, for example ``{"digests": {"step 3 parameter": "0a1b..."}, "numbers": {"loss": [0.69, ...]},
+"files": {"model.safetensors": "safetensors model 9f3c..."}}``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import held_values
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot
 
-#: A number for each step; None for a step without one.
+#: A number for each step. None for a step without one, and for infinity and NaN.
 _Numbers = list[float | None]
 
 #: The only precision whose values are compared. Others round so coarsely that a change of a library
@@ -25,9 +34,7 @@ _HELD = ("build", "step", "export")
 
 
 def values_of(cell: Cell, run: RunTrace) -> dict[str, Any]:
-    """Return the values of a training.
-
-    The result is nothing in another precision, or where no tensor has values.
+    """Return the values of a training; empty in another precision, or if tensors have no values.
 
     - ``digests`` has a digest of all parameters, of all buffers, and of each kind of optimizer
       state, by action and kind (``step 2 exp_avg``). They do not depend on how a strategy shards
@@ -53,12 +60,12 @@ def values_of(cell: Cell, run: RunTrace) -> dict[str, Any]:
 
 
 def _digests(run: RunTrace) -> Iterator[tuple[str, str]]:
-    """Yield the name and the digest of each group of tensors."""
+    """Yield (name, digest) of each group of tensors: ``("step 2 exp_avg", "0a1b...")``."""
     for action in _HELD:
         for number, index in enumerate(run.indices(action), 1):
             snapshots = run.at_index(index)
             if not snapshots[0].parameters:
-                # After most steps only numbers are recorded.
+                # After most steps no tensors are recorded, only numbers.
                 continue
             name = action
             if action == "step":
@@ -72,7 +79,7 @@ def _digests(run: RunTrace) -> Iterator[tuple[str, str]]:
 def _numbers(run: RunTrace) -> dict[str, _Numbers]:
     """Return the numbers of each step, and the outputs of the trained model.
 
-    No list without numbers.
+    A list in which all are None is left out.
     """
     numbers: dict[str, _Numbers] = {
         "loss": [],
@@ -99,7 +106,7 @@ def _has_numbers(values: Sequence[float | None]) -> bool:
 
 
 def _square_sum(snapshots: Sequence[Snapshot]) -> float | None:
-    """Return the sum of the squares of all gradients that any rank's optimizer got in a step."""
+    """Return the sum, over all ranks, of the squares of the gradients that the optimizer got."""
     squares: _Numbers = []
     for snapshot in snapshots:
         squares += [step.square for step in snapshot.steps]
@@ -115,9 +122,9 @@ def _learning_rate_sum(snapshots: Sequence[Snapshot]) -> float | None:
 
 
 def _sum(numbers: Sequence[float | None]) -> float | None:
-    """Return the sum of the numbers that are not None.
+    """Return the sum of the numbers that are not None; None if it is infinite or NaN.
 
-    The result is None without any, or if the sum is infinite or NaN.
+    It is also None if there is no number.
     """
     known = [number for number in numbers if number is not None]
     total = math.fsum(known)
@@ -127,7 +134,7 @@ def _sum(numbers: Sequence[float | None]) -> float | None:
 
 
 def _files(run: RunTrace) -> dict[str, str]:
-    """Return the description of each saved file by its path, as it was when it was last read."""
+    """Return path of a saved file -> its description, as the file was when it was last read."""
     files: dict[str, str] = {}
     for snapshot in run.snapshots:
         for file in snapshot.files:
@@ -149,5 +156,6 @@ def _format_of(file: FileInfo) -> str:
 
 
 def _hash(content: Any) -> str:
+    """Return 12 hexadecimal digits of the hash of JSON data."""
     data = json.dumps(content).encode()
     return hashlib.sha256(data).hexdigest()[:12]

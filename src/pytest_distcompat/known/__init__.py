@@ -1,13 +1,11 @@
-"""Known upstream issues as data: versions that have them, cells that show them, messages."""
+"""Known issues: upstream bugs as data, for which a failure is expected where they are installed.
 
-from pytest_distcompat.known.read import (
-    IssueFile,
-    KnownIssue,
-    applying,
-    concerned,
-    concerning,
-    read_file,
-    shipped,
-)
+``issue`` has what one issue says, ``read`` reads issues from TOML files, ``choice`` chooses those
+that concern a driver on the installed packages.
+"""
+
+from pytest_distcompat.known.choice import applying, concerned, concerning
+from pytest_distcompat.known.issue import KnownIssue
+from pytest_distcompat.known.read import IssueFile, read_file, shipped
 
 __all__ = ["IssueFile", "KnownIssue", "applying", "concerned", "concerning", "read_file", "shipped"]

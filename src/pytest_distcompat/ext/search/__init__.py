@@ -1,4 +1,5 @@
-"""Guided search for cells and calls that reach branches of the stack which no cell reaches.
+"""Guided search for cells and calls that reach library code which no cell reaches.
 
-Candidates that reach such branches are kept, and varied.
+``command`` is ``distcompat search``. ``space`` draws candidates, ``trial`` runs and judges one,
+``guide`` decides which comes next and what is kept, and ``state`` stores that in a file.
 """

@@ -1,6 +1,15 @@
-"""Arguments of public methods: their names, and the values to try.
+"""Optional arguments of public methods of a library, and values to try for them.
 
-They are read from the source of a library, which is not imported.
+A search tries calls of a live trainer. A call such as ``export()`` may pass arguments on to a
+public method of the library, ``Accelerator.save_model``; the driver says to which
+(``Calls.passes_on``). ``space`` calls ``call_arguments`` when it draws a call.
+
+Names and values are read from the source of the method; the library is not imported. From
+
+    def save_model(self, model, safe_serialization: bool = True, max_shard_size="10GB"): ...
+
+come the arguments ``safe_serialization`` with the value False, and ``max_shard_size`` with values
+that the code compares it with.
 """
 
 from __future__ import annotations
@@ -17,19 +26,26 @@ from typing import Any
 
 from pytest_distcompat.ext.upstream.sweep.fields import FRACTIONS, NUMBERS
 
+#: The nodes of a syntax tree that define a function.
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+#: Name of a type in an annotation -> values to try for an argument of that type.
 _VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {
     "bool": (True, False),
     "int": NUMBERS,
     "float": FRACTIONS,
 }
-#: Methods of a text that compare it with another one.
+#: The methods of ``str`` that compare it with another text.
 _TEXT_TESTS = frozenset({"endswith", "startswith"})
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that may be left out, and values other than its default."""
+    """An argument that has a default.
+
+    Attributes:
+        name: Its name.
+        values: Values to try, other than the default.
+    """
 
     name: str
     values: tuple[Any, ...]
@@ -37,12 +53,12 @@ class Argument:
 
 @functools.cache
 def arguments_of(target: str) -> tuple[Argument, ...]:
-    """Return the arguments with defaults of a function or method, those that have values to try.
+    """Return the optional arguments of a function or method for which there are values to try.
 
     Values are those of the argument's type, and the constants that the code compares it with.
 
     Args:
-        target: ``module:function`` or ``module:Class.method``, where it is defined.
+        target: Where the function is defined: ``module:function`` or ``module:Class.method``.
     """
     function = _function(target)
     arguments: list[Argument] = []
@@ -58,13 +74,13 @@ def arguments_of(target: str) -> tuple[Argument, ...]:
 
 
 def call_arguments(calls: type, name: str) -> tuple[Argument, ...]:
-    """Return the arguments that a call passes on to a public method.
+    """Return the optional arguments that a call passes on to a public method.
 
-    Those that it gives itself are left out.
+    Arguments that the call gives itself are left out: their names are in its source.
 
     Args:
-        calls: The class with the calls of a live trainer.
-        name: The name of the call.
+        calls: The class whose methods are the calls of a live trainer.
+        name: The name of the call: ``export``.
     """
     target = getattr(calls, "passes_on", {}).get(name)
     if not target:
@@ -93,7 +109,7 @@ def _names_given(function: Callable[..., Any]) -> set[str]:
 
 
 def _function(target: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """Return the definition of a function or method.
+    """Return the definition of a function or method; ``target`` as for ``arguments_of``.
 
     Raises:
         LookupError: There is none.
@@ -111,7 +127,7 @@ def _function(target: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
 
 
 def _class_body(body: list[ast.stmt], name: str) -> list[ast.stmt]:
-    """Return the body of the class of that name among these statements."""
+    """Return the body of the class of that name. Raises LookupError if no statement defines it."""
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node.body
@@ -119,7 +135,7 @@ def _class_body(body: list[ast.stmt], name: str) -> list[ast.stmt]:
 
 
 def _source_file(module_name: str) -> Path:
-    """Return the file of a module below an installed package, which is not imported."""
+    """Return the source file of a module of an installed package, without importing the module."""
     package, *parts = module_name.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -129,8 +145,9 @@ def _source_file(module_name: str) -> Path:
 
 
 def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
-    """Yield the parameters that have a default, each with it."""
+    """Yield (parameter, default) for each parameter that has a default."""
     positional = [*arguments.posonlyargs, *arguments.args]
+    # The defaults in a syntax tree are those of the last positional parameters.
     first_default = len(positional) - len(arguments.defaults)
     with_default = positional[first_default:]
     yield from zip(with_default, arguments.defaults, strict=True)
@@ -141,7 +158,7 @@ def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr
 
 
 def _typed_values(parameter: ast.arg, default: ast.expr) -> Iterator[Any]:
-    """Yield the values of the types in an argument's annotation, or of its default's type."""
+    """Yield values of the types in a parameter's annotation, and of the type of its default."""
     names = {type(_constant(default)).__name__}
     if parameter.annotation is not None:
         names |= set(_names(parameter.annotation))
@@ -151,7 +168,7 @@ def _typed_values(parameter: ast.arg, default: ast.expr) -> Iterator[Any]:
 
 
 def _names(annotation: ast.expr) -> Iterator[str]:
-    """Yield the names in an annotation, also of one that is written as a text."""
+    """Yield the names in an annotation: ``Optional``, ``int``; also if it is written as a text."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Name):
             yield node.id
@@ -160,7 +177,7 @@ def _names(annotation: ast.expr) -> Iterator[str]:
 
 
 def _compared_values(function: ast.AST, name: str) -> Iterator[Any]:
-    """Yield the constants that a function compares an argument with."""
+    """Yield the constants that a function compares the argument of that name with."""
     for node in ast.walk(function):
         sides = _compared(node)
         if not _has_argument(sides, name):
@@ -170,7 +187,10 @@ def _compared_values(function: ast.AST, name: str) -> Iterator[Any]:
 
 
 def _compared(node: ast.AST) -> list[ast.expr]:
-    """Return what an expression compares: ``a == b``, ``a in b`` or ``a.endswith(b)``."""
+    """Return the sides of a comparison: a and b of ``a == b``, ``a in b`` or ``a.endswith(b)``.
+
+    The result is empty for any other node.
+    """
     if isinstance(node, ast.Compare):
         return [node.left, *node.comparators]
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -189,7 +209,7 @@ def _has_argument(sides: list[ast.expr], name: str) -> bool:
 
 
 def _constants(node: ast.expr) -> Iterator[Any]:
-    """Yield a constant, or those in a tuple, list or set, if they are values to try: not None."""
+    """Yield the value of a constant, or the values in a tuple, list or set; None is left out."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, (bool, int, float, str)):
             yield node.value
@@ -199,12 +219,12 @@ def _constants(node: ast.expr) -> Iterator[Any]:
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return the value of a constant; None for any other expression."""
+    """Return the value of a constant expression; None for any other expression."""
     if isinstance(node, ast.Constant):
         return node.value
     return None
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Tell whether two values are the same argument: 1 equals True, and is another one."""
+    """Tell whether two values have one type and are equal: 1 equals True, but is another value."""
     return type(value) is type(other) and bool(value == other)

@@ -1,6 +1,14 @@
-"""Candidates: a cell of a driver, and perhaps calls of its live trainer.
+"""Candidates of a search: a cell of a driver, and perhaps calls of its live trainer.
 
-The cell has options and settings, the calls have arguments.
+A cell is one point of the test matrix, with options and settings. As text a candidate is
+
+    torch fsdp2-fp32-w2-model_mlp-set_AdamW.eps=0.5: step(), export(max_shard_size=7)
+
+Here ``torch`` is the driver, ``model_mlp`` an option, ``AdamW.eps=0.5`` a setting (a field of an
+object of a library), and ``step()`` a call of a method of the trainer.
+
+``space`` makes candidates, ``trial`` runs them, and ``guide`` reduces those that fail: it takes
+away *parts* (options, settings, calls and arguments of calls).
 """
 
 from __future__ import annotations
@@ -18,13 +26,13 @@ from pytest_distcompat.cell import Cell, OptionValue
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is run and judged at once.
+    """A candidate, which is run and judged as a whole.
 
     Attributes:
         driver: The driver's name.
         cell: Strategy, precision, options and settings.
-        calls: Calls of the live trainer. Without any it trains, saves, loads and exports as in
-            every cell.
+        calls: Calls of the live trainer, in order. Without calls the trainer trains, saves, loads
+            and exports, as in every cell.
     """
 
     driver: str
@@ -32,7 +40,7 @@ class Candidate:
     calls: tuple[Call, ...] = ()
 
     def __str__(self) -> str:
-        """Return it as one line, which names no other one."""
+        """Return it as one line, which no other candidate has."""
         text = f"{self.driver} {self.cell}"
         if self.calls:
             text += f": {self.calls_text}"
@@ -53,13 +61,17 @@ class Candidate:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return what can be taken away: options, settings, calls, and arguments of calls."""
+        """Return what can be taken away, as texts.
+
+        ``model=mlp`` is an option, ``set AdamW.eps=0.5`` a setting, ``1 export`` call number 1
+        (from 0), and ``1 max_shard_size=7`` an argument of it.
+        """
         return (*self._cell_parts(), *self._call_parts())
 
     def only(self, parts: Sequence[str]) -> Candidate:
-        """Return the candidate with nothing but these of its parts.
+        """Return the candidate with these of its parts only.
 
-        A call whose argument is no part is made without that argument.
+        A call whose argument is not among them is made without that argument.
         """
         kept = set(parts)
         options: list[tuple[str, OptionValue]] = []
@@ -95,7 +107,7 @@ class Candidate:
                 yield _argument_part(number, pair)
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as a file has it."""
+        """Return it as data for a JSON file: ``{"driver": ..., "cell": ..., "calls": [...]}``."""
         data: dict[str, Any] = {
             "driver": self.driver,
             "cell": self.cell.id,
@@ -106,14 +118,14 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str) -> Candidate:
-        """Return the candidate that ``str`` wrote."""
+        """Return the candidate of which ``str`` returned this text."""
         driver, _, rest = text.partition(" ")
         cell, _, calls = rest.partition(": ")
         return cls(driver, Cell.parse(cell), tuple(parse_calls(calls)))
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Candidate:
-        """Return what ``as_data`` wrote."""
+        """Return the candidate of which ``as_data`` returned this data."""
         cell = Cell.parse(data["cell"])
         calls = [Call.parse(text) for text in data.get("calls", ())]
         return cls(data["driver"], cell, tuple(calls))

@@ -1,4 +1,16 @@
-"""``search``: look for branches of the stack that no cell reaches, and judge what reaches them."""
+"""The command ``distcompat search``: look for branches of the stack that no cell reaches.
+
+The *stack* is torch and the libraries above it. A *candidate* is a cell of a driver (one point of
+the test matrix: ``fsdp2-fp32-w2-model_mlp``), and perhaps calls of the live trainer (``step(),
+export(max_shard_size=7)``). The command tries candidates for a while, prints a line for each, and
+keeps those that reach new branches. A branch is new if neither the map (``--map``, written by
+``--distcompat-reach``) nor an earlier candidate has it.
+
+``cli`` calls ``add``, by the entry point ``pytest_distcompat.commands``. The parser then calls
+``_search``, whose return value is the exit code: 1 if a candidate breaks the law of ``trial``.
+
+This file has the options and the output; ``guide`` has the search itself.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +32,14 @@ from pytest_distcompat.ext.search.trial import Trials
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import versions
 
-#: The candidates of the package, which searches begin with.
+#: The candidates that come with this package. They have reached new branches in earlier searches,
+#: and a search begins with them.
 CORPUS = Path(__file__).with_name("corpus.json")
 _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600}
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand ``search`` to ``commands``, the result of ``add_subparsers``."""
     parser = commands.add_parser(
         "search",
         help="look for branches of the stack that no cell reaches, and judge what reaches them",
@@ -107,6 +120,7 @@ def add(commands: Any) -> None:
 
 
 def _search(options: argparse.Namespace) -> int:
+    """Run the search, or the candidate of ``--cell`` alone; return the exit code."""
     if options.cell:
         return _alone(options)
     state = _state(options)
@@ -128,6 +142,7 @@ def _search(options: argparse.Namespace) -> int:
         if limit > 0 and clock.now() < deadline:
             for number, step in enumerate(search.run(first, trials.run), start=1):
                 _print_step(step)
+                # After each candidate, so that an interrupted search loses nothing.
                 if options.state:
                     state.write(options.state)
                 if number >= limit or clock.now() >= deadline:
@@ -141,14 +156,17 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _reached(options: argparse.Namespace) -> Reached:
-    """Return what the map says; nothing is reached without one."""
+    """Return what the map of ``--map`` says cells reach; nothing without a map."""
     if not options.map:
         return Reached()
     return read_reached(options.map)
 
 
 def _alone(options: argparse.Namespace) -> int:
-    """Run one candidate and judge it."""
+    """Run the candidate of ``--cell`` and ``--calls``, and return the exit code.
+
+    A finding of a search is printed with such a command, by which it can be repeated.
+    """
     if not options.driver or len(options.driver) > 1:
         raise UsageProblem("--cell needs one --driver")
     try:
@@ -168,6 +186,7 @@ def _alone(options: argparse.Namespace) -> int:
         new = outcome.branches.without(known)
         counted = f"{len(outcome.branches)} branches, {len(new)} new"
         print(f"{candidate}: {counted}")
+        # Without a map all branches are new, which is too much to list.
         if options.map:
             for text in trials.installed.functions(new):
                 print(f"  {text}")
@@ -179,10 +198,12 @@ def _alone(options: argparse.Namespace) -> int:
 
 
 def _state(options: argparse.Namespace) -> State:
-    """Return the state to go on from.
+    """Return the state to go on from: that of ``--state`` if the file exists, else a new one.
+
+    The states of ``--add`` are added.
 
     Raises:
-        UsageProblem: It is of another search.
+        UsageProblem: The state is of a search with another seed, shard or releases.
     """
     if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
         raise UsageProblem(
@@ -203,7 +224,7 @@ def _state(options: argparse.Namespace) -> State:
 
 
 def _limit(options: argparse.Namespace) -> float:
-    """Return how many candidates to try at most."""
+    """Return how many candidates to try at most; with ``--budget`` alone there is no limit."""
     if options.candidates is not None:
         return float(options.candidates)
     if options.budget:
@@ -212,7 +233,7 @@ def _limit(options: argparse.Namespace) -> float:
 
 
 def _seconds(text: str | None) -> float:
-    """Return the seconds of a time like ``20m``; without one, no limit."""
+    """Return the seconds of a time like ``20m``; infinity for None."""
     if text is None:
         return float("inf")
     match = re.fullmatch(r"(\d+)([smh])", text)
@@ -222,6 +243,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _spaces(options: argparse.Namespace) -> Sequence[DriverSpace]:
+    """Return the candidates of each driver that supports any of the strategies."""
     from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.strategies import STRATEGIES
 
@@ -240,6 +262,7 @@ def _spaces(options: argparse.Namespace) -> Sequence[DriverSpace]:
 
 
 def _print_step(step: Step) -> None:
+    """Print a candidate: ``+12 torch fsdp2-fp32-w2`` if it reached 12 new branches."""
     words = [f"+{step.new_branches}" if step.new_branches else "  "]
     words.append(str(step.candidate))
     print(*words, flush=True)
@@ -247,11 +270,13 @@ def _print_step(step: Step) -> None:
         print(f"     refused: {step.outcome.refused[:160]}", flush=True)
     if step.found is not None:
         print(f"     FAIL: {step.outcome.problem}", flush=True)
+        # The command is printed for the first candidate that fails in this way.
         if step.found.times == 1:
             print(f"     {step.found.candidate.command}", flush=True)
 
 
 def _print_summary(state: State) -> None:
+    """Print the numbers of the whole search, and all findings."""
     tried = f"{len(state.tried)} candidates in {state.seconds:.0f} s"
     new = f"{len(state.new_branches)} new branches by {len(state.kept)}"
     cover = list(smallest_cover(state.kept))

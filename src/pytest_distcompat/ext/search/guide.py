@@ -1,11 +1,16 @@
 """The search itself, a coverage-guided fuzzer.
 
-It says which candidate is tried next, what is kept of it, and how a failure is reduced.
+It decides which candidate is tried next, what is kept of it, and how a failure is reduced.
 
-A candidate is a cell, perhaps with calls of its live trainer. One that reaches branches of the
-installed libraries that none has reached before is kept. The next candidate is drawn from all that
-are possible, or is a neighbour of a kept one: it differs in an option, a setting or a call. A
-candidate that breaks the law (``trial``) is reduced to the parts that it needs to fail.
+A *candidate* is a cell of a driver (``torch fsdp2-fp32-w2-model_mlp``), perhaps with calls of the
+live trainer. A candidate that reaches branches of the installed libraries that none has reached
+before is *kept*. Every second candidate is drawn from all that are possible. The others are
+*neighbours* of kept ones, which differ in an option, a setting or a call.
+
+``command`` calls ``Search.run`` with a function that runs and judges a candidate
+(``trial.Trials.run``), and prints each ``Step`` that it yields. A candidate that breaks the law
+(see ``trial``) is reduced to the parts that it needs to fail: of ``fsdp2-fp32-w2-model_mlp-lora``
+perhaps only ``fsdp2-fp32-w2-lora`` remains.
 """
 
 from __future__ import annotations
@@ -22,14 +27,14 @@ from pytest_distcompat.ext.search.trial import Outcome
 from pytest_distcompat.ext.search.yields import Yields
 from pytest_distcompat.ext.upstream.sweep.pairs import smallest
 
-#: The fraction of candidates that are drawn from all, although there are kept ones to vary.
+#: The fraction of candidates that are drawn from all; the others vary kept ones.
 _FRESH = 0.5
-#: After how many draws without a new candidate there is nothing left to try.
+#: If so many draws in a row give no untried candidate, the search ends.
 _DRAWS = 2000
 #: The most trials that the reduction of one failure takes.
 _REDUCTION_TRIALS = 24
-#: A kept candidate that the stack refused is varied as rarely as if so many of its neighbours had
-#: reached nothing new.
+#: ``Kept.barren`` of a kept candidate that the libraries refused: it is varied as rarely as one of
+#: which 20 neighbours reached nothing new.
 _BARREN_IF_REFUSED = 20
 
 #: Runs a candidate and judges it.
@@ -42,9 +47,9 @@ class Step:
 
     Attributes:
         candidate: The candidate.
-        outcome: What came of it.
+        outcome: The branches that it reached, and whether it breaks the law.
         new_branches: How many branches it was the first to reach.
-        found: The finding that it belongs to, if it breaks the law.
+        found: The finding that it belongs to; None if it does not break the law.
     """
 
     candidate: Candidate
@@ -54,17 +59,19 @@ class Step:
 
 
 class Search:
-    """Candidates in the order of a search.
+    """A search: it draws, tries and keeps candidates.
 
     Args:
         spaces: The candidates of each driver.
-        state: What was tried before; each trial is added to it.
-        known: The branches that are not new: those that a cell of the map reaches. What a trial
-            reaches is added.
-        functions: Returns the functions that have some branches, those with most of them first.
-        readers: For each name, such as a setting's, how many branches that no cell reaches have it
-            in their condition.
-        guided: Whether neighbours of kept candidates are tried; otherwise all are drawn alike.
+        state: What was tried before. Each trial is added to it.
+        known: The branches that are not new, such as those that cells of a map reach. What trials
+            reach is added.
+        functions: Returns the functions that have some branches, those with most branches first:
+            ``torchao/optim/adam.py _AdamBase.step: 11``.
+        readers: Name -> how many branches that no cell reaches have it in their condition. A
+            setting whose field has such a name is drawn more often.
+        guided: Whether neighbours of kept candidates are tried. If not, all candidates are drawn
+            with equal weights, for comparison.
     """
 
     def __init__(
@@ -85,14 +92,17 @@ class Search:
         self._yields = Yields()
         if guided:
             self._yields = state.yields(readers or {})
+        # Those of a state that goes on are not new.
         known.add(state.new_branches)
 
     def run(self, first: Sequence[Candidate], attempt: Try) -> Iterator[Step]:
-        """Yield what came of each candidate: of these first, then of those that are drawn.
+        """Yield a step for each candidate: first for the given ones, then for drawn ones.
+
+        It ends when no candidate is left; the caller may stop before.
 
         Args:
             first: Candidates to begin with, such as those of a corpus.
-            attempt: Runs one.
+            attempt: Runs a candidate and judges it.
         """
         for candidate in first:
             if str(candidate) not in self.state.tried and self._is_ours(candidate):
@@ -105,19 +115,19 @@ class Search:
             yield self._tried(candidate, parent, attempt)
 
     def _is_ours(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate, perhaps of another search, is one of this search's."""
+        """Tell whether a candidate of a corpus is one that this search may try."""
         space = self._spaces.get(candidate.driver)
         if space is None or candidate.cell.strategy not in space.strategies:
             return False
         return space.sound(candidate)
 
     def _draw(self) -> tuple[Candidate, Kept | None] | None:
-        """Return a candidate that was not tried, and what it is a neighbour of.
+        """Return an untried candidate, and the kept one that it is a neighbour of (or None).
 
         The result is None if no candidate is left.
         """
-        # By the number of those tried, so that a search which goes on draws as one that never
-        # stopped.
+        # The seed has the number of candidates tried, so that a search that goes on from a file
+        # draws as one that never stopped.
         state = self.state
         random = Random(f"{state.seed} {state.shard} {len(state.tried)}")  # noqa: S311 - no secret
         spaces = list(self._spaces.values())
@@ -137,8 +147,8 @@ class Search:
     def _parent(self, random: Random) -> Kept:
         """Draw a kept candidate to vary.
 
-        Candidates are drawn more often if they reached much, and if their neighbours have reached
-        something new.
+        One that reached many new branches is drawn more often, and one of which many neighbours in
+        a row have reached nothing new is drawn more rarely.
         """
         choices: list[Kept] = []
         weights: list[float] = []
@@ -153,8 +163,8 @@ class Search:
 
         Args:
             candidate: The candidate.
-            parent: What it is a neighbour of; None if it is none.
-            attempt: Runs it.
+            parent: The kept candidate that it is a neighbour of; None if it was drawn from all.
+            attempt: Runs it and judges it.
         """
         outcome = attempt(candidate)
         new = outcome.branches.without(self.known)
@@ -179,9 +189,10 @@ class Search:
         return Step(candidate, outcome, len(new), finding)
 
     def _finding(self, candidate: Candidate, outcome: Outcome, attempt: Try) -> Found:
-        """Return the finding of a candidate that breaks the law.
+        """Return the finding that a candidate belongs to, which breaks the law.
 
-        The first candidate that fails in its way is reduced.
+        A failure of a new cause is a new finding, whose candidate is reduced. Another failure of a
+        known cause is only counted.
         """
         cause = cause_of(outcome.problem)
         known_finding = self.state.finding(cause)
@@ -194,13 +205,18 @@ class Search:
         return finding
 
     def _reduced(self, candidate: Candidate, cause: str, attempt: Try) -> Candidate:
-        """Return the smallest part of a candidate that fails for the same cause."""
+        """Return the smallest part of a candidate that fails for the same cause.
+
+        ``smallest`` takes away halves of its parts (options, settings, calls and their arguments),
+        then quarters, and so on, as long as the rest still fails.
+        """
         space = self._spaces[candidate.driver]
         trials = 0
 
         def fails_alike(parts: tuple[str, ...]) -> bool:
             nonlocal trials
             part = candidate.only(parts)
+            # Without calls it would be a candidate of another kind, judged in another way.
             lost_all_calls = bool(candidate.calls) and not part.calls
             if lost_all_calls or trials >= _REDUCTION_TRIALS or not space.sound(part):
                 return False

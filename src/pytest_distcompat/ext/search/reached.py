@@ -1,4 +1,14 @@
-"""Branches of library code that runs have executed; only this module imports ``ext.reach``."""
+"""Which branches of library code runs have executed, and which a map says are executed.
+
+A branch is one outcome of a condition in a library's source: the ``if`` is true, or it is false.
+``ext.reach`` records branches: ranks write the executed lines to files in the directory of their
+run, and ``--distcompat-reach FILE`` writes a *map* of the branches that each cell of a session
+executes.
+
+``trial`` calls ``InstalledBranches.read`` after the runs of a candidate. ``command`` calls
+``read_reached`` with the map of ``--map``. This is the only module of ``ext.search`` that imports
+``ext.reach``, besides ``trial``, which names its tracer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +24,7 @@ from pytest_distcompat.ext.reach.rank_files import reach_files
 from pytest_distcompat.ext.reach.store import read_map
 from pytest_distcompat.failures import UsageProblem
 
-#: A name in source code, also inside a string: ``config.get("overlap_comm")``.
+#: A name in source code, also inside a string, as in ``config.get("overlap_comm")``.
 _NAME = re.compile(r"[A-Za-z_]\w+")
 
 
@@ -23,8 +33,8 @@ class Branches:
     """A set of branches in several files.
 
     Attributes:
-        bits: By file an integer whose bit ``n`` is set if branch number ``n`` of the file is in the
-            set.
+        bits: File -> an integer. Its bit ``n`` is set if branch number ``n`` of the file is in the
+            set: ``0b101`` for branches 0 and 2.
     """
 
     bits: dict[FileId, int] = field(default_factory=dict)
@@ -48,7 +58,7 @@ class Branches:
         return Branches(remaining_bits)
 
     def as_data(self) -> dict[str, list[int]]:
-        """Return data for JSON: the numbers of the branches by ``LIBRARY/PATH`` of the file."""
+        """Return data for JSON: ``LIBRARY/PATH`` of the file -> the numbers of the branches."""
         numbers: dict[str, list[int]] = {}
         for file_id, bits in self.bits.items():
             numbers[str(file_id)] = list(numbers_of(bits))
@@ -56,7 +66,7 @@ class Branches:
 
     @classmethod
     def from_data(cls, data: dict[str, list[int]]) -> Branches:
-        """Return the set that ``as_data`` has encoded."""
+        """Return the set of which ``as_data`` returned this data."""
         bits: dict[FileId, int] = {}
         for text, numbers in data.items():
             library, _, path = text.partition("/")
@@ -67,8 +77,9 @@ class Branches:
 class InstalledBranches:
     """Finds the branches of installed libraries that runs have executed.
 
-    Ranks record arcs, which are pairs of line numbers. To turn arcs into branches a file must be
-    analysed, which is done when the file is first needed.
+    Ranks record arcs: pairs of numbers of lines that were executed one after the other. To turn
+    arcs into branches, a source file must be analysed. That is done once, when the file is first
+    needed.
     """
 
     def __init__(self) -> None:
@@ -78,7 +89,11 @@ class InstalledBranches:
         self._analysed: dict[FileId, AnalysedFile] = {}
 
     def read(self, directories: Iterable[Path]) -> Branches:
-        """Return the branches that the ranks of runs have executed, from the runs' directories."""
+        """Return the branches that the ranks of some runs have executed.
+
+        Args:
+            directories: The directories of the runs.
+        """
         branches = Branches()
         for directory in directories:
             for path in reach_files(directory):
@@ -86,7 +101,12 @@ class InstalledBranches:
         return branches
 
     def _of_rank(self, path: Path) -> Branches:
-        """Return the branches in the file that a ``RankTracer`` of ``reach`` wrote."""
+        """Return the branches that one rank executed, from the file that its tracer wrote.
+
+        The file has ``{"files": [[LIBRARY, PATH], ...], "actions": {ACTION: {NUMBER: LINES}}}``,
+        with the lines that each action of the rank (``build``, ``step``, ...) executed in each
+        file.
+        """
         recorded = json.loads(path.read_text(encoding="utf-8"))
         file_ids = [FileId(library, name) for library, name in recorded["files"]]
         branches = Branches()
@@ -105,13 +125,16 @@ class InstalledBranches:
         return branches
 
     def _file(self, file_id: FileId) -> AnalysedFile:
-        """Return a file, analysed at its first use."""
+        """Return the analysis of a file."""
         if file_id not in self._analysed:
             self._analysed[file_id] = AnalysedFile(self._paths[file_id], file_id)
         return self._analysed[file_id]
 
     def functions(self, branches: Branches) -> Iterator[str]:
-        """Yield ``FILE FUNCTION: COUNT`` of the branches in the set, the largest counts first."""
+        """Yield the functions that have the branches, with how many, the largest numbers first.
+
+        A text is ``torchao/optim/adam.py _AdamBase.step: 11``.
+        """
         counts: dict[str, int] = {}
         for file_id, bits in branches.bits.items():
             all_branches = self._file(file_id).file.branches
@@ -132,8 +155,8 @@ class Reached:
 
     Attributes:
         branches: The branches that at least one cell executes.
-        readers: The names in the conditions of branches that no cell executes, each with the number
-            of these branches.
+        readers: Name -> how many branches that no cell executes have it in their condition. A
+            setting whose field has the name may lead there.
     """
 
     branches: Branches = field(default_factory=Branches)
@@ -141,11 +164,14 @@ class Reached:
 
 
 def read_reached(path: Path) -> Reached:
-    """Read a map of ``distcompat reach``.
+    """Return what a map says.
+
+    Args:
+        path: The file that ``--distcompat-reach`` wrote.
 
     Raises:
-        UsageProblem: If the map cannot be read, or was made with other releases than those
-            installed.
+        UsageProblem: If the map cannot be read, or was made with other releases of the libraries
+            than those installed.
     """
     reach_map = read_map(path)
     for name, version in installed_versions().items():

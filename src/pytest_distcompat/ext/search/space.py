@@ -1,10 +1,16 @@
-"""All candidates of a search.
+"""Which candidates a search may try, and how it draws them at random.
 
-A candidate is a cell of a driver with options and settings, and perhaps with calls of the live
-trainer. Candidates are drawn at random, either from nothing (``fresh``) or as a neighbour of one
-that has reached new branches: with another strategy, option, setting or call. What is drawn need
-not go together, say an option that the strategy does not have; then there is no candidate, and the
-caller draws again.
+``distcompat search`` looks for branches of the *stack* (torch and the libraries above it) that no
+test executes. It tries *candidates*: a cell of a driver, and perhaps calls of the live trainer. A
+driver is the class by which a trainer is tested. A cell is one point of the test matrix, with
+options and settings: ``fsdp2-fp32-w2-model_mlp-set_AdamW.eps=0.5`` has the option ``model`` and the
+setting ``AdamW.eps=0.5``, a field of an object of a library. A call is a method of the trainer,
+``export(max_shard_size=7)``.
+
+``guide.Search`` holds a ``DriverSpace`` for each driver and asks it for a candidate: drawn from
+nothing (``fresh``), or a ``neighbour`` of one that has reached new branches, with another strategy,
+option, setting or call. What is drawn may not go together, such as an option that the strategy does
+not have. Then the result is None, and the caller draws again.
 """
 
 from __future__ import annotations
@@ -29,13 +35,15 @@ from pytest_distcompat.profiles import cell_of, option_choices
 from pytest_distcompat.scenario import FOLLOWED
 
 T = TypeVar("T")
-#: The options of a cell, by name.
+#: Option of a cell -> its value: ``{"model": "mlp", "set": "AdamW.eps=0.5"}``. ``set`` has all
+#: settings, joined by ``+``.
 _Options = dict[str, OptionValue]
 #: The most ranks of a candidate's cell.
 MOST_RANKS = 4
-#: The most calls of a candidate: each costs time, and what fails after few is easier to read.
+#: The most calls of a candidate. Each costs time, and a failure after few calls is easier to read.
 MOST_CALLS = 5
-#: Options beside which calls are compared with one process; the others change what a step is.
+#: Options that a cell with calls may have. Calls are compared with the same calls in one process,
+#: and other options change what a step is.
 _OPTIONS_OF_CALLS = frozenset(
     {
         "model",
@@ -49,22 +57,33 @@ _OPTIONS_OF_CALLS = frozenset(
         "set",
     }
 )
-#: Settings by which DeepSpeed compiles an operator of its own for minutes, in each run anew.
+#: Settings that are not tried, since DeepSpeed then compiles an operator for minutes in each run.
 _COMPILED = frozenset({"ds_config.zero_force_ds_cpu_optimizer"})
-#: What a candidate that is drawn from nothing has, as often as it stands here: calls, a setting, or
-#: options alone.
+#: What a candidate has that is drawn from nothing: calls, a setting, or options alone. Each is
+#: drawn as often as it is in this tuple.
 _KINDS = ("calls", "calls", "setting", "setting", "setting", "option")
-#: The probability that a call is drawn with an argument that it passes on to the library.
+#: The probability that an optional argument of a call is given.
 _ARGUMENT_GIVEN = 0.7
 
 
 class DriverSpace:
-    """What a driver's candidates are made of.
+    """All candidates of a driver, to draw from.
 
     Args:
+        driver: The driver's name: ``accelerate``.
+        strategies: The strategies to search under: ``("fsdp2", "zero3")``. Those that the driver
+            does not support are left out.
+        shared: A directory in which several processes share the list of settings; reading it from
+            the libraries takes time. None to read it anew.
+
+    Attributes:
         driver: The driver's name.
-        strategies: The strategies to search under; those that the driver lacks are left out.
-        shared: A directory in which processes find what one of them has read of the libraries.
+        kind: The driver's class.
+        settings: The settings of the driver's libraries that can be tried.
+        strategies: The strategies that the driver supports.
+        choices: (option, value) of each value that an option may have, other than the default.
+        calls: The calls that the live trainer offers, with possible arguments; empty if the driver
+            has none.
     """
 
     def __init__(self, driver: str, strategies: Iterable[str], shared: Path | None = None) -> None:
@@ -87,10 +106,7 @@ class DriverSpace:
         return unsupported_reason(self.kind, cell, "cpu") is None
 
     def sound(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate can be run.
-
-        Only then does its failure say something about the stack.
-        """
+        """Tell whether a candidate can be run, so that a failure says something about the stack."""
         cell = candidate.cell
         # On a busy machine inductor's compiler takes longer than a run may.
         too_slow = cell.world_size > MOST_RANKS or cell.option("compile") is True
@@ -101,7 +117,7 @@ class DriverSpace:
         return self._compares_calls(cell) and self._callable(candidate.calls, cell.strategy)
 
     def _compares_calls(self, cell: Cell) -> bool:
-        """Tell whether calls in a cell can be compared with one process."""
+        """Tell whether calls in a cell can be compared with the same calls in one process."""
         if self.kind.live_calls is None:
             return False
         if cell.option("model") != "mlp" or cell.precision != "fp32":
@@ -109,13 +125,15 @@ class DriverSpace:
         for name, _ in cell.options:
             if name not in _OPTIONS_OF_CALLS:
                 return False
-        # The reference of calls follows no settings.
+        # The one process of the comparison gets no settings, so those that change a training
+        # (``FOLLOWED``) must not be set.
         return not any(setting.startswith(FOLLOWED) for setting in cell.set)
 
     def _callable(self, calls: Sequence[Call], strategy: str) -> bool:
         """Tell whether these calls can be made in this order.
 
-        Each call may follow those before it, and none is refused or known to be broken.
+        Each call may follow those before it. None is one that the trainer refuses under the
+        strategy. The calls are not known to fail, by a known issue.
         """
         kind = self.kind.live_calls
         assert kind is not None
@@ -131,13 +149,12 @@ class DriverSpace:
         return True
 
     def fresh(self, random: Random, yields: Yields) -> Candidate | None:
-        """Return a candidate drawn from nothing.
-
-        It has a few calls, a setting, or one or two options.
+        """Return a candidate from nothing, with a few calls, a setting, or one or two options.
 
         Args:
-            random: What it is drawn by.
-            yields: The weights of options, settings and calls, by how much new they gave.
+            random: The source of random numbers.
+            yields: The weights of options, settings and calls. What has led to new branches has
+                more weight.
 
         Returns:
             The candidate; None if what was drawn does not go together.
@@ -162,17 +179,19 @@ class DriverSpace:
     def neighbour(
         self, candidate: Candidate, others: Sequence[Candidate], random: Random, yields: Yields
     ) -> Candidate | None:
-        """Return a candidate that differs from another one in one thing, or that joins two.
+        """Return a candidate that differs in one thing from a given one, or that joins two.
 
         Args:
-            candidate: The other one.
-            others: Other candidates that reached something new: one of these may be joined with it.
-            random: What it is drawn by.
-            yields: The weights of options, settings and calls, by how much new they gave.
+            candidate: The given candidate.
+            others: All candidates that have reached new branches. One of them may be joined with
+                the given one.
+            random: The source of random numbers.
+            yields: The weights of options, settings and calls.
 
         Returns:
             The candidate; None if what was drawn does not go together.
         """
+        # Each move is drawn as often as it is in the list.
         moves = [self._other_strategy, self._other_option, self._other_setting, self._other_setting]
         if candidate.calls:
             moves += [self._other_calls] * 4
@@ -201,11 +220,12 @@ class DriverSpace:
     def _cell(self, strategy: str, precision: str, options: _Options) -> Cell | None:
         """Return the cell with these options, the options that they need, and enough ranks.
 
-        The result is None if there is no such cell.
+        It has two ranks, or more if the options need more. The result is None if there is no such
+        cell.
         """
         chosen = dict(options)
         if chosen.get("set"):
-            # In one order: the same settings are one candidate.
+            # Sorted, so that the same settings are one candidate.
             settings = sorted(str(chosen["set"]).split("+"))
             chosen["set"] = "+".join(settings)
         try:
@@ -220,10 +240,10 @@ class DriverSpace:
         yields: Yields,
         options: _Options | None = None,
     ) -> Cell | None:
-        """Draw a setting, and return the cell in which the sweep would run it.
+        """Draw a setting, and return a cell with it; None if there is none that goes together.
 
-        The cell has the given options beside the setting. The result is None if no setting means
-        something under the strategy, or if the options do not go together.
+        The cell is that in which the profile ``sweep``, which tries each setting once, would run
+        the setting. It also has the given options.
         """
         possible: list[Setting] = []
         weights: list[float] = []
@@ -234,6 +254,7 @@ class DriverSpace:
         if not possible:
             return None
         setting = _weighted(random, possible, weights)
+        # ``cells`` has a text for each value to try: ``AdamW.eps=0.5``.
         text = random.choice(setting.cells)
         chosen: _Options = {**(options or {}), **setting.options}
         if "model" in self.kind.options:
@@ -244,7 +265,7 @@ class DriverSpace:
         return self._cell(strategy, setting.precision, chosen)
 
     def _choice(self, random: Random, yields: Yields) -> tuple[str, OptionValue]:
-        """Draw an option, then one of its values."""
+        """Draw an option, then one of its values; return both."""
         names = list(OPTIONS)
         weights = [self._option_weight(name, yields) for name in names]
         option = _weighted(random, names, weights)
@@ -259,7 +280,11 @@ class DriverSpace:
         return 0.0
 
     def _call(self, random: Random, yields: Yields) -> Call:
-        """Draw a method of the live trainer, then its arguments."""
+        """Draw a call: a method of the live trainer, then its arguments.
+
+        Beside its own arguments a call may have those of the library's public method that it calls,
+        such as ``max_shard_size`` of ``save_model``.
+        """
         kind = self.kind.live_calls
         assert kind is not None
         names = list(dict.fromkeys(call.name for call in self.calls))
@@ -276,7 +301,8 @@ class DriverSpace:
     def _other_strategy(
         self, candidate: Candidate, random: Random, yields: Yields
     ) -> Candidate | None:
-        del yields
+        """Return the candidate under another strategy; None if a setting means nothing there."""
+        del yields  # all moves have the same parameters
         strategy = random.choice(self.strategies)
         cell = candidate.cell
         names = {setting.partition("=")[0] for setting in cell.set}
@@ -289,6 +315,7 @@ class DriverSpace:
     def _other_option(
         self, candidate: Candidate, random: Random, yields: Yields
     ) -> Candidate | None:
+        """Return the candidate with an option added, changed or removed."""
         cell = candidate.cell
         options = dict(cell.options)
         name, value = self._choice(random, yields)
@@ -302,6 +329,7 @@ class DriverSpace:
     def _other_setting(
         self, candidate: Candidate, random: Random, yields: Yields
     ) -> Candidate | None:
+        """Return the candidate with a setting added, or with another value of one."""
         cell = candidate.cell
         changed = self._with_setting(cell.strategy, random, yields, dict(cell.options))
         return self._made(changed, candidate.calls)
@@ -309,6 +337,7 @@ class DriverSpace:
     def _other_calls(
         self, candidate: Candidate, random: Random, yields: Yields
     ) -> Candidate | None:
+        """Return the candidate with a call added, or with one that has other arguments."""
         calls = list(candidate.calls)
         place = random.randint(0, len(calls))
         if place < len(calls) and random.random() < 0.5:
@@ -317,12 +346,13 @@ class DriverSpace:
         else:
             calls.insert(place, self._call(random, yields))
         cell = candidate.cell
+        # Calls are compared with one process on this model only.
         options = {**dict(cell.options), "model": "mlp"}
         changed = self._cell(cell.strategy, cell.precision, options)
         return self._made(changed, calls)
 
     def _call_named(self, name: str, random: Random) -> Call:
-        """Draw the arguments for a method: draw calls until one is of that method."""
+        """Return a call of that method with drawn arguments: draw calls until one is of it."""
         equal_weights = Yields()
         for _ in range(100):
             call = self._call(random, equal_weights)
@@ -331,9 +361,10 @@ class DriverSpace:
         return Call(name)
 
     def _joined(self, candidate: Candidate, other: Candidate) -> Candidate | None:
-        """Return a candidate with the options and settings of both.
+        """Return a candidate with the options and settings of both, and the calls of one.
 
-        It has the calls of the first of them that has any.
+        The calls are those of ``candidate``, or of ``other`` if that has none. Where both have an
+        option, the value of ``candidate`` counts.
         """
         cell = candidate.cell
         settings = dict.fromkeys((*cell.set, *other.cell.set))
@@ -348,8 +379,8 @@ def _with_settings(text: str, added: str) -> str:
     """Return settings with others added, which replace those of the same name.
 
     Args:
-        text: Settings ``NAME=VALUE``, joined by ``+``; may be empty.
-        added: The others, in the same form.
+        text: Settings, joined by ``+``: ``AdamW.eps=0.5+AdamW.amsgrad=true``. It may be empty.
+        added: The settings to add, in the same form.
     """
     replaced = {setting.partition("=")[0] for setting in added.split("+")}
     kept: list[str] = []
@@ -362,7 +393,8 @@ def _with_settings(text: str, added: str) -> str:
 def _is_read_under(setting: Setting, strategy: str) -> bool:
     """Tell whether a setting means something under a strategy.
 
-    The strategy is one that the setting is swept under, or another stage of ZeRO.
+    ``setting.strategies`` are the strategies under which the profile ``sweep`` tries it. One that
+    is tried under a stage of ZeRO means something under all stages.
     """
     if strategy in setting.strategies:
         return True

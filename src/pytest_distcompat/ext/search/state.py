@@ -1,6 +1,11 @@
-"""The state of a search: which candidates were tried and kept, and which failed.
+"""The state of a search: which candidates were tried, which were kept, and which failed.
 
-It is in a file, from which the search goes on, and to which the states of others can be added.
+``distcompat search`` tries *candidates*: a cell of a driver (``torch fsdp2-fp32-w2-model_mlp``),
+perhaps with calls of the live trainer. It looks for branches of library code that no cell reaches.
+
+``guide.Search`` adds each trial to the state, and ``command`` writes the state to a JSON file
+(``--state``). From that file a search goes on. States of searches with other shards can be added.
+A *corpus* is a smaller file, with only the candidates that reached new branches.
 """
 
 from __future__ import annotations
@@ -17,29 +22,32 @@ from pytest_distcompat.ext.search.reached import Branches
 from pytest_distcompat.ext.search.yields import Yields
 from pytest_distcompat.failures import UsageProblem
 
-#: The version of the file; one of another version is not read.
+#: The version of the file's format. A file of another version is not read.
 FORMAT = 1
-#: What differs between failures of one cause: ranks, addresses and digests, numbers.
+#: The parts of a message that differ between failures of one cause: ranks, addresses, digests and
+#: numbers.
 _CHANCE = re.compile(r"\branks? [\d, ]+|\ball ranks|0x[0-9a-f]+|\b[0-9a-f]{16}\b|\d[\d.e+-]*")
-#: The arguments of the call that a problem begins with.
+#: The call that the message of a failed call begins with: ``export(max_shard_size=7)``.
 _ARGUMENTS = re.compile(r"^(\w+)\([^)]*\)")
-#: How many functions of an entry are written down, those with most new branches.
+#: How many functions of an entry are written to a corpus: those with most new branches.
 _FUNCTIONS_WRITTEN = 3
 
 
-#: An object of a JSON file.
+#: An object in a JSON file.
 _Data = dict[str, Any]
 
 
 @dataclass
 class Kept:
-    """A candidate that reached something new.
+    """A candidate that reached new branches.
 
     Attributes:
         candidate: The candidate.
-        branches: The branches that were new then.
-        functions: The functions that have most of them, with their number.
-        barren: How many neighbours reached nothing new since one last did.
+        branches: The branches that it was the first to reach.
+        functions: The functions with most of these branches, and how many each has:
+            ``torchao/optim/adam.py _AdamBase.step: 11``.
+        barren: How many of its neighbours (candidates that differ from it in one thing) have
+            reached nothing new, since one last did.
     """
 
     candidate: Candidate
@@ -48,7 +56,7 @@ class Kept:
     barren: int = 0
 
     def as_data(self) -> _Data:
-        """Return it as a state's file has it."""
+        """Return it as data for the JSON file of a state."""
         return {
             **self.candidate.as_data(),
             "functions": list(self.functions),
@@ -69,11 +77,11 @@ class Kept:
 
 @dataclass
 class Found:
-    """A candidate that breaks the law, reduced.
+    """A finding: one way in which candidates break the law of ``trial``.
 
     Attributes:
-        candidate: The smallest candidate that fails so.
-        problem: How it fails.
+        candidate: The first candidate that failed so, reduced to the parts that it needs to fail.
+        problem: How it fails: the check or call, and the first line of the message.
         times: How many candidates failed so.
     """
 
@@ -83,11 +91,11 @@ class Found:
 
     @property
     def cause(self) -> str:
-        """Return how it fails, without what is chance."""
+        """Return ``problem`` without what differs between failures of one cause."""
         return cause_of(self.problem)
 
     def as_data(self) -> _Data:
-        """Return it as a state's file has it."""
+        """Return it as data for the JSON file of a state."""
         return {**self.candidate.as_data(), "problem": self.problem, "times": self.times}
 
     @classmethod
@@ -97,7 +105,11 @@ class Found:
 
 
 def cause_of(problem: str) -> str:
-    """Return a problem without what differs between failures of one cause."""
+    """Return a problem without what differs between failures of one cause.
+
+    Arguments of the call at its beginning, ranks and numbers are removed. Failures with equal
+    results count as one.
+    """
     without_arguments = _ARGUMENTS.sub(r"\1()", problem)
     return _CHANCE.sub("", without_arguments)
 
@@ -107,15 +119,15 @@ class State:
     """What a search knows.
 
     Attributes:
-        seed: What it draws by.
-        shard: Its part of several, as ``1/2``.
-        versions: The release of each library.
-        tried: All candidates, as text, in their order, with the number of branches that each one
-            reached first.
-        refused: How many of them the stack refused in words.
-        seconds: How long it has run.
-        kept: What reached something new.
-        found: What breaks the law.
+        seed: The seed of its random numbers.
+        shard: Which of several searches it is, that draw differently: ``1/2``.
+        versions: Library -> installed release.
+        tried: Candidate as text -> how many branches it was the first to reach, in the order in
+            which they were tried.
+        refused: How many of them the stack refused with an exception raised on purpose.
+        seconds: How long all trials took.
+        kept: The candidates that reached new branches.
+        found: The findings, one for each way to fail.
     """
 
     seed: int = 0
@@ -129,14 +141,18 @@ class State:
 
     @property
     def new_branches(self) -> Branches:
-        """Return all branches that its candidates were the first to reach."""
+        """Return all new branches that its candidates have reached."""
         branches = Branches()
         for kept in self.kept:
             branches.add(kept.branches)
         return branches
 
     def yields(self, readers: Mapping[str, int]) -> Yields:
-        """Return what the candidates tried so far have yielded; ``readers`` as for ``Yields``."""
+        """Return what the candidates tried so far have yielded, by option, setting and call.
+
+        Args:
+            readers: Name of a setting's field -> how many unreached branches read it.
+        """
         yields = Yields(readers)
         new_by_text: dict[str, int] = {}
         for kept in self.kept:
@@ -146,7 +162,7 @@ class State:
         return yields
 
     def add(self, other: State) -> None:
-        """Add what another search knows, such as that of another shard."""
+        """Add what another search knows, such as one of another shard."""
         if self.versions != other.versions:
             raise UsageProblem("the searches are of different releases of the libraries")
         self.tried.update(other.tried)
@@ -168,7 +184,7 @@ class State:
         return None
 
     def write(self, path: Path) -> None:
-        """Write it to a file, which is whole at any moment."""
+        """Write it to a JSON file. The file is complete at any moment, also if this is killed."""
         data = {
             "format": FORMAT,
             "seed": self.seed,
@@ -189,7 +205,7 @@ class State:
         """Return what ``write`` wrote.
 
         Raises:
-            UsageProblem: The file is another one, or cannot be read.
+            UsageProblem: The file is no state of this format, or cannot be read.
         """
         try:
             data: _Data = json.loads(path.read_text(encoding="utf-8"))
@@ -212,9 +228,10 @@ class State:
 
 
 def smallest_cover(kept: Iterable[Kept]) -> Iterator[Kept]:
-    """Yield few candidates that together reach all that is new, each with what it adds.
+    """Yield few candidates that together reach all new branches, each with those that it adds.
 
-    The next candidate is always the one that adds most to those before it.
+    The next candidate is always the one that adds most branches to those before it. So the number
+    is small, but not always the smallest.
     """
     rest = list(kept)
     reached = Branches()
@@ -233,7 +250,7 @@ def smallest_cover(kept: Iterable[Kept]) -> Iterator[Kept]:
 
 
 def corpus_text(kept: Iterable[Kept]) -> str:
-    """Return the corpus as a file of the package has it: an entry a line."""
+    """Return the text of a corpus file, JSON with one entry a line, like ``corpus.json``."""
     lines = []
     for entry in smallest_cover(kept):
         data = entry.candidate.as_data()
@@ -247,10 +264,10 @@ def corpus_text(kept: Iterable[Kept]) -> str:
 
 
 def read_corpus(path: Path) -> list[Candidate]:
-    """Return the candidates of a corpus.
+    """Return the candidates of a corpus file.
 
     Raises:
-        UsageProblem: The file is another one, or cannot be read.
+        UsageProblem: The file is no corpus, or cannot be read.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))

@@ -1,11 +1,16 @@
-"""Trials: run a candidate on real ranks, and judge it by a law.
+"""Trials: run a candidate on real ranks, see which branches it reaches, and judge it by a law.
 
-Each trial also reads which branches of the stack the candidate reaches. The stack is torch and the
-libraries above it.
+A *candidate* is a cell of a driver (``torch fsdp2-fp32-w2-model_mlp``), perhaps with calls of the
+live trainer. The *stack* is torch and the libraries above it. ``guide.Search`` calls ``Trials.run``
+for each candidate, and gets an ``Outcome``.
 
-The law is the oracle of the search, and needs no expected values: a training passes all checks, and
-calls of a live trainer have the effect that they have in one process. Or the stack refuses the
-candidate with an exception that says why.
+The law needs no expected values:
+
+- A candidate without calls trains, saves, loads and exports; all checks must pass.
+- Calls of a live trainer must have the effect that they have in one process.
+- Or the stack refuses the candidate: it raises an exception on purpose, with a message.
+
+Anything else is a *problem*: ``names: failed: file 'model.safetensors': 9 keys have ...``.
 """
 
 from __future__ import annotations
@@ -41,13 +46,13 @@ from pytest_distcompat.trace import RunFailure
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: The seconds after which a run hangs: the models are tiny.
+#: The seconds after which a run counts as hung. The models are tiny.
 _TIMEOUT = 60
-#: Checks with runs of their own, made only for a candidate that has reached new branches.
+#: Checks that need further runs. Only a candidate that has reached new branches gets them.
 _DEEP_CHECKS = ("resume", "export")
-#: An exception with a message, as the last line of a traceback has them.
+#: An exception with a message, as in the last line of a traceback: ``ValueError: no such ...``.
 _EXCEPTION = re.compile(r"(?P<kind>[\w.]+): \S")
-#: A line of a traceback with a statement that raises on purpose.
+#: A source line of a traceback that raises on purpose: a ``raise`` or ``assert``.
 _RAISED_ON_PURPOSE = re.compile(r"^\s+(?:raise|assert)\b", re.MULTILINE)
 
 
@@ -56,10 +61,10 @@ class Outcome:
     """What came of a candidate.
 
     Attributes:
-        branches: All branches that it reached.
-        problem: How it breaks the law: the check or call, and the first finding; empty if it does
-            not.
-        refused: The words with which the stack refused it; empty if it did not.
+        branches: All branches that it reached, also known ones.
+        problem: How it breaks the law: the check or call, and the first line of the message; empty
+            if it does not.
+        refused: The message of the exception with which the stack refused it; empty if it did not.
         seconds: How long it took.
     """
 
@@ -70,11 +75,13 @@ class Outcome:
 
 
 class Trials:
-    """Runs candidates, on fork servers that begin with the first candidate of a driver.
+    """Runs candidates. It is a context manager, which ends the processes that it started.
+
+    A driver's processes (fork servers, from which ranks are forked) start with its first candidate.
 
     Args:
-        known: The branches that are not new. Candidates that reach others get more checks. What
-            they reach is not added here.
+        known: The branches that are not new. A candidate that reaches others gets more checks. The
+            caller adds what it reached.
     """
 
     def __init__(self, known: Branches) -> None:
@@ -92,7 +99,11 @@ class Trials:
         self._stack.close()
 
     def run(self, candidate: Candidate) -> Outcome:
-        """Run a candidate and judge it."""
+        """Run a candidate and judge it.
+
+        A runner keeps its runs for later checks; ``started`` maps the directory of each to its
+        name. Those that this candidate added are read, and then removed.
+        """
         began = clock.now()
         runner = self._runner(candidate.driver)
         earlier_runs = dict(runner.started)
@@ -112,16 +123,17 @@ class Trials:
 
     def _runner(self, driver: str) -> Runner:
         if driver not in self._runners:
-            # The fork servers import what these two models need.
+            # The fork servers import what the cells of these two models need.
             cells = [Cell.of("ddp", "fp32", model=model) for model in ("mlp", "llama")]
             local = local_runner(find_driver(driver), cells, device="cpu", timeout=_TIMEOUT)
             runner = self._stack.enter_context(local)
+            # Each rank then runs with the tracer, which records the executed lines in a file.
             runner.recorders = (f"{tracer.__name__}:{tracer.rank_tracer.__name__}",)
             self._runners[driver] = runner
         return self._runners[driver]
 
     def _branches(self, runner: Runner, earlier_runs: Collection[Path]) -> Branches:
-        """Return the branches that runs have reached, without the earlier ones."""
+        """Return the branches that new runs have reached, which are not among the earlier ones."""
         new_runs: list[Path] = []
         for directory in runner.started:
             if directory not in earlier_runs:
@@ -130,9 +142,10 @@ class Trials:
 
 
 def _remove_runs(runner: Runner, earlier_runs: Collection[Path]) -> None:
-    """Remove the files of runs, but for those of earlier ones.
+    """Remove the directories of new runs. A search of hours would fill the disk.
 
-    References stay, since other candidates have the same.
+    The run ``reference`` (the same training in one process) stays, since it serves other candidates
+    too.
     """
     for directory, name in runner.started.items():
         if directory not in earlier_runs and name != "reference":
@@ -140,7 +153,10 @@ def _remove_runs(runner: Runner, earlier_runs: Collection[Path]) -> None:
 
 
 def _checks(candidate: Candidate, driver: type[Driver]) -> list[str]:
-    """Return the checks of a training, and those that rules name for its settings."""
+    """Return the names of the checks for a candidate without calls.
+
+    They are those of the profile ``sweep``, and those that the rules of its settings name.
+    """
     names = [*SWEEP_CHECKS]
     for setting in candidate.cell.set:
         name, _, _ = setting.partition("=")
@@ -149,13 +165,15 @@ def _checks(candidate: Candidate, driver: type[Driver]) -> list[str]:
 
 
 def _deep_checks(candidate: Candidate, driver: type[Driver]) -> list[str]:
+    """Return the names of further checks, for a candidate that has reached new branches."""
     return _applying(_DEEP_CHECKS, candidate, driver)
 
 
 def _applying(names: Iterable[str], candidate: Candidate, driver: type[Driver]) -> list[str]:
-    """Return the checks that apply to the candidate's cell.
+    """Return which of these checks apply to the candidate's cell.
 
-    Those that one of its settings is meant to fail are left out.
+    A check that one of its settings is meant to fail, by the rules of the profile ``sweep``, is
+    left out.
     """
     meant: set[str] = set()
     for setting in candidate.cell.set:
@@ -171,11 +189,11 @@ def _applying(names: Iterable[str], candidate: Candidate, driver: type[Driver]) 
 
 @dataclass(frozen=True)
 class _Judgement:
-    """What came of judging a candidate; both texts are empty if it passes.
+    """A judgement; both texts are empty if the candidate keeps the law.
 
     Attributes:
-        problem: How it breaks the law.
-        refused: The words with which the stack refuses it.
+        problem: How it breaks the law, see ``Outcome``.
+        refused: The message with which the stack refused it.
     """
 
     problem: str = ""
@@ -186,7 +204,10 @@ _PASSED = _Judgement()
 
 
 def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> _Judgement:
-    """Judge a training: every check of these names passes, or the stack refuses the cell."""
+    """Judge a candidate without calls: all these checks pass, or the stack refuses the cell.
+
+    Known issues (declared bugs of the libraries) are no problems.
+    """
     names_of_driver = concerned(find_driver(candidate.driver))
     known: list[Expectation] = list(applying(shipped(), names_of_driver, "cpu"))
     for name in names:
@@ -194,6 +215,7 @@ def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> _
         verdict, _ = run_check(runner, candidate.driver, candidate.cell, check, known)
         if verdict.status is Status.REFUSED:
             return _Judgement(refused=verdict.reason)
+        # ``FIXED``: a declared bug does not show, which is no problem.
         if verdict.status.red and verdict.status is not Status.FIXED:
             message = verdict.message or verdict.reason
             first_line, _, _ = message.strip().partition("\n")
@@ -202,7 +224,11 @@ def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> _
 
 
 def _judge_calls(runner: Runner, candidate: Candidate) -> _Judgement:
-    """Judge calls of a live trainer: they do what one process does, or the stack refuses one."""
+    """Judge a candidate with calls: they do what they do in one process, or one is refused.
+
+    A walk is a sequence of calls of one live trainer. ``run_walk`` makes the calls, compares the
+    state after each with that of one process, and returns texts for what is wrong.
+    """
     kind = find_driver(candidate.driver).live_calls
     assert kind is not None
     walk = Walk(candidate.calls, kind)
@@ -217,7 +243,7 @@ def _judge_calls(runner: Runner, candidate: Candidate) -> _Judgement:
 
 
 def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
-    """Return the first of a walk's problems that no known issue explains; empty if none is left."""
+    """Return the first of the problems that no known issue explains; empty if all are known."""
     names_of_driver = concerned(find_driver(candidate.driver))
     known = applying(shipped(), names_of_driver, "cpu")
     covering = [issue for issue in known if issue.covers(candidate.cell, "walk")]
@@ -229,10 +255,12 @@ def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
 
 
 def refuses_in_words(end: RunFailure) -> bool:
-    """Tell whether a library ended a run by an exception that it raised on purpose.
+    """Tell whether a run ended with an exception that a library raised on purpose.
 
-    Such an exception has a message.
+    It has a message, its type is none of ``ACCIDENTS`` (``KeyError``, ...), and its traceback has a
+    ``raise`` or ``assert``.
     """
+    # The message of a failed run is ``rank 1 raised ValueError: ...``.
     _, _, exception_text = end.message.partition(" raised ")
     exception = _EXCEPTION.search(exception_text)
     if end.kind != "raised" or exception is None:

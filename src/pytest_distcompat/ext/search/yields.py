@@ -1,7 +1,11 @@
-"""How often a search draws each option, setting and call, by what candidates with it have reached.
+"""Weights of options, settings and calls: how often a search draws each of them.
 
-A candidate yields the branches of library code that it reaches and no earlier one did. What yielded
-many branches is drawn more often, and so are settings that many unreached branches read.
+A search tries *candidates*: a cell of a driver with options and settings, perhaps with calls of the
+live trainer. It looks for branches of library code that no cell reaches. A candidate *yields* the
+branches that it is the first to reach. What has yielded many branches so far is drawn more often.
+So are settings that many unreached branches read.
+
+``guide`` adds each trial by ``Yields.add``, and ``space`` asks for weights when it draws.
 """
 
 from __future__ import annotations
@@ -12,10 +16,9 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat.ext.search.candidate import Candidate
 
-#: Added to each yield, so that what was never tried counts as if one trial of it had yielded so
-#: much.
+#: The weight of what was never tried: as if one trial of it had yielded this much.
 _PRIOR = 2.0
-#: At most so many branches that read a name count: ``enabled`` and ``dtype`` are read everywhere.
+#: The most branches that count for a name. ``enabled`` and ``dtype`` are read everywhere.
 _MOST_READERS = 9
 
 
@@ -23,13 +26,15 @@ _MOST_READERS = 9
 class Yields:
     """What candidates have yielded, by family.
 
-    A family is an option, a call, a setting, or all settings of an object. Without any trials, all
-    are drawn equally often.
+    A family is an option (``option model``), a call (``call export``), a setting (``setting
+    AdamW.eps``), or all settings of an object (``object AdamW``). Without trials all have the same
+    weight.
 
     Attributes:
-        readers: By the name of a setting's field, how many unreached branches read such a field.
-        branches: By family, the sum over its trials of the square root of the new branches.
-        trials: By family, the number of trials.
+        readers: Name of a setting's field -> how many unreached branches have that name in their
+            condition.
+        branches: Family -> sum, over its trials, of the square root of the number of new branches.
+        trials: Family -> number of trials.
     """
 
     readers: Mapping[str, int] = field(default_factory=dict)
@@ -37,9 +42,10 @@ class Yields:
     trials: dict[str, int] = field(default_factory=dict)
 
     def add(self, candidate: Candidate, new_branches: int) -> None:
-        """Add what a candidate yielded.
+        """Add what a candidate yielded to the families of all of its parts.
 
-        By the square root, a few branches in each of many trials count more than many in one trial.
+        Because of the square root, a few branches in each of many trials count more than many
+        branches in one trial.
         """
         yielded = new_branches**0.5
         for family in set(_families(candidate)):
@@ -47,7 +53,11 @@ class Yields:
             self.branches[family] = self.branches.get(family, 0.0) + yielded
 
     def of_setting(self, name: str) -> float:
-        """Return the weight of a setting: by its object, the setting itself, and its readers."""
+        """Return the weight of a setting such as ``ds_config.zero_optimization.stage``.
+
+        It is a product of the weights of its object and of the setting itself, and of a factor for
+        the unreached branches that read its field.
+        """
         _, _, field_name = name.rpartition(".")
         readers = min(self.readers.get(field_name, 0), _MOST_READERS)
         of_object = self._weight(_setting_family(name))
@@ -55,22 +65,22 @@ class Yields:
         return of_object * own * math.sqrt(1 + readers)
 
     def of_option(self, name: str) -> float:
-        """Return the weight of an option."""
+        """Return the weight of an option, such as ``model``."""
         return self._weight(f"option {name}")
 
     def of_call(self, name: str) -> float:
-        """Return the weight of a call."""
+        """Return the weight of a call, by the name of its method."""
         return self._weight(f"call {name}")
 
     def _weight(self, family: str) -> float:
-        """Return the mean yield of a trial of that family."""
+        """Return the mean yield of a trial of that family, ``_PRIOR`` counted as one trial."""
         branches = self.branches.get(family, 0.0)
         trials = self.trials.get(family, 0)
         return (_PRIOR + branches) / (1 + trials)
 
 
 def _families(candidate: Candidate) -> Iterator[str]:
-    """Yield the families that the parts of a candidate belong to."""
+    """Yield the families that a candidate is a trial of."""
     for name, _ in candidate.cell.options:
         if name != "set":
             yield f"option {name}"
@@ -83,9 +93,10 @@ def _families(candidate: Candidate) -> Iterator[str]:
 
 
 def _setting_family(name: str) -> str:
-    """Return the family of all settings of the object that has this one.
+    """Return the family of all settings of one object.
 
-    Of ``ds_config.zero_optimization.stage`` the object is ``ds_config.zero_optimization``.
+    The setting ``ds_config.zero_optimization.stage`` is of the object
+    ``ds_config.zero_optimization``.
     """
     object_name, _, _ = name.rpartition(".")
     return f"object {object_name}"

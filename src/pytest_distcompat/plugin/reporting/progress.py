@@ -171,7 +171,7 @@ class Progress:
 
     def _run(self) -> None:
         """Show progress until ``stop``: the function of the thread."""
-        from pytest_distcompat.evidence.store import running
+        from pytest_distcompat.evidence.progress import running
 
         finished: set[str] = set()
         while not self._stopped.wait(RENEWED):

@@ -1,0 +1,67 @@
+"""Which known issues concern a driver, on the packages that are installed here.
+
+A known issue is a bug of another project, such as accelerate, with the versions and the cells that
+show it. A driver is the class by which a trainer is tested; its ``libraries`` are those that it
+trains with.
+
+``plugin`` calls ``concerning`` for a session. ``engine.check_driver`` and the commands call
+``applying``, since they have no test items that an issue may name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.expect import Expectation
+from pytest_distcompat.known.issue import EVERY, KnownIssue
+
+
+def concerned(driver: type[Driver]) -> tuple[str, ...]:
+    """Return the names by which the key ``drivers`` of an issue may mean a driver.
+
+    They are the driver's libraries and ``driver:NAME``: ``("torch", "accelerate",
+    "driver:accelerate")``.
+    """
+    return (*driver.libraries, f"driver:{driver.name}")
+
+
+def concerning(
+    issues: Iterable[KnownIssue], libraries: Iterable[str], device: str
+) -> tuple[KnownIssue, ...]:
+    """Return the issues that the installed packages have and that concern a driver.
+
+    Issues that name neither a check nor a test come last, because others are more specific.
+
+    Args:
+        issues: All known issues.
+        libraries: The names by which an issue may mean the driver, see ``concerned``.
+        device: ``cpu`` or ``cuda``.
+    """
+    names = set(libraries)
+    chosen = []
+    for issue in issues:
+        concerns_driver = not issue.drivers or names.intersection(issue.drivers)
+        if concerns_driver and issue.applies_on(device):
+            chosen.append(issue)
+    return tuple(sorted(chosen, key=_is_unspecific))
+
+
+def _is_unspecific(issue: KnownIssue) -> bool:
+    """Tell whether an issue names neither a check nor a test."""
+    return not issue.strict and not issue.test and issue.check == (EVERY,)
+
+
+def applying(
+    issues: Iterable[KnownIssue], libraries: Iterable[str], device: str
+) -> tuple[Expectation, ...]:
+    """Return the expectations of the issues that concern a driver and name no ``test``.
+
+    The arguments are those of ``concerning``.
+    """
+    expectations: list[Expectation] = []
+    for issue in concerning(issues, libraries, device):
+        # An issue without ``test`` matches any node id, also an empty one.
+        if issue.matches_test(""):
+            expectations += issue.expectations
+    return tuple(expectations)
