@@ -369,7 +369,7 @@ class DistcompatSession:
         return self._launcher
 
     def _launcher_of_this_machine(self, warmth: Warmth) -> Launcher:
-        from pytest_distcompat.launch.hosting import LAUNCHERS
+        from pytest_distcompat.launch.torchrun import LAUNCHERS
         from pytest_distcompat.leased import LeasedLauncher
 
         if self.substitute is not None:
@@ -408,8 +408,8 @@ class DistcompatSession:
 
         It is for tests that are run a second time (``--distcompat-verify``).
         """
-        from pytest_distcompat.launch.hosting import TorchrunLauncher
         from pytest_distcompat.launch.request import Warmth
+        from pytest_distcompat.launch.torchrun import TorchrunLauncher
         from pytest_distcompat.leased import LeasedLauncher
 
         return LeasedLauncher(
