@@ -13,10 +13,10 @@ import pytest
 
 from pytest_distcompat.events import Note, pids_of
 from pytest_distcompat.launch.forensics.ending import Ending
-from pytest_distcompat.launch.hosting import TorchrunLauncher
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.torchrun import TorchrunLauncher
 from pytest_distcompat.launch.warm import WarmLauncher
 
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from tests.launch.conftest import notes
 from pytest_distcompat.events import Note
 from pytest_distcompat.launch.forensics import watchdog
 from pytest_distcompat.launch.forensics.ending import Ending
-from pytest_distcompat.launch.hosting import TorchrunLauncher
 from pytest_distcompat.launch.rank_log import read_events
+from pytest_distcompat.launch.torchrun import TorchrunLauncher
 from pytest_distcompat.launch.warm import WarmLauncher
 
 if TYPE_CHECKING:

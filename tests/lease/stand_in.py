@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pytest_distcompat import devices
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
-from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.torchrun import LAUNCHERS
 from pytest_distcompat.lease import pool
 from pytest_distcompat.plugin.marked.phase import Phase
 

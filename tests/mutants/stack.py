@@ -16,8 +16,8 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import run_check
 from pytest_distcompat.judge import skipped
 from pytest_distcompat.known import applying, concerned, shipped
-from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.launch.torchrun import LAUNCHERS
 from pytest_distcompat.models import model_of
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.status import Verdict

@@ -29,8 +29,8 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
-from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.torchrun import LAUNCHERS
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS

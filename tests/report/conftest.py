@@ -52,7 +52,7 @@ import dataclasses, json, os, pathlib, time
 
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
-from pytest_distcompat.launch.hosting import LAUNCHERS, TorchrunLauncher
+from pytest_distcompat.launch.torchrun import LAUNCHERS, TorchrunLauncher
 from pytest_distcompat.events import Action, SnapshotTaken
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.plugin.marked.phase import Phase

@@ -11,8 +11,8 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, preload_of
-from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.launch.torchrun import LAUNCHERS
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.runner import Runner
 

@@ -29,7 +29,6 @@ import importlib.machinery
 import io
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +52,7 @@ from pytest_distcompat.launch.environment_watch import (
 )
 from pytest_distcompat.launch.import_findings import EVERY_TEST, Findings
 from pytest_distcompat.launch.installed_files import is_installed
+from pytest_distcompat.launch.open_files import open_files, shared_memory
 
 
 class _Importing(NamedTuple):
@@ -129,7 +129,7 @@ class Watch:
         global active  # noqa: PLW0603 - a process has one
         active = self
         self._compare_state(report=False)
-        self._shared = _shared_memory()
+        self._shared = shared_memory()
         for environ in (os.environ, os.environb):
             self.undo.callback(setattr, environ, "__class__", type(environ))
             watch_environment(environ, self._variable_read, self._variable_written)
@@ -143,7 +143,7 @@ class Watch:
         global active  # noqa: PLW0603 - a process has one
         active = None
         self.undo.close()
-        for mapping in sorted(_shared_memory() - self._shared):
+        for mapping in sorted(shared_memory() - self._shared):
             self.findings.add(
                 f"memory that processes share ({mapping}) is mapped at import", EVERY_TEST
             )
@@ -255,7 +255,7 @@ class Watch:
             report: Whether the code that ran since then is the user's own, so that a change is a
                 finding.
         """
-        files = _open_files()
+        files = open_files()
         generators = randomness.states()
         # During a hook, code other than the user's runs too.
         if report and self._importing[-1].alone:
@@ -457,8 +457,6 @@ _PASSED_OVER = {
     "warnings",
 }
 _PASSED_OVER |= {"_pytest", "pytest", "pluggy", "hypothesis"}
-#: How the paths of shared memory begin that no file keeps, in ``/proc/self/maps``.
-_UNKEPT_MEMORY = ("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - as there
 #: Files that give each process other contents, so that even reading them is a finding.
 _PROCESS_FILES = ("/proc/self/", "/dev/random", "/dev/urandom")
 
@@ -473,34 +471,3 @@ def _writes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT
         return mode & flags != 0
     return not set("wax+").isdisjoint(str(mode))
-
-
-def _open_files() -> frozenset[tuple[int, str]]:
-    """Return this process's file descriptors, with the files that they lead to.
-
-    For example ``(7, "/repo/cache.db")``. Terminals and other character devices are left out.
-    """
-    files = set()
-    for link in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISCHR(os.fstat(int(link.name)).st_mode):
-                files.add((int(link.name), str(link.readlink())))
-    return frozenset(files)
-
-
-def _shared_memory() -> frozenset[str]:
-    """Return the mappings of memory that forks share, while no file keeps what is written there.
-
-    proc_pid_maps(5): each line has an address, permissions (``s`` is shared), an offset, a device,
-    an inode and a path.
-    """
-    mappings = set()
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        if " rw-s " not in line:
-            continue
-        fields = line.split(maxsplit=5)
-        address = fields[0]
-        path = fields[5] if len(fields) > 5 else ""
-        if path.startswith(_UNKEPT_MEMORY) or path.endswith(" (deleted)"):
-            mappings.add(f"{path} at {address}")
-    return frozenset(mappings)

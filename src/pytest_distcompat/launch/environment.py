@@ -44,8 +44,8 @@ def of_ranks(now: Mapping[str, str], device: str, local_world_size: int) -> dict
 def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
     """Return the variables of the launcher process, which starts the fork servers.
 
-    They keep libraries from starting CUDA or threads there, because a process with either cannot be
-    forked safely.
+    Fork servers are the processes from which ranks are forked. The variables keep libraries from
+    starting CUDA or threads there, because a process with either cannot be forked safely.
 
     Args:
         now: The environment of pytest's process.
@@ -61,7 +61,8 @@ def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
     if users_value:
         settings.append(users_value)
     environment["JE_ARROW_MALLOC_CONF"] = ",".join(settings)
-    # With it torch.cuda.is_available() asks NVML, and creates no CUDA context.
+    # With it torch.cuda.is_available() asks NVML, NVIDIA's library of device management, and
+    # creates no CUDA context.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return environment
 

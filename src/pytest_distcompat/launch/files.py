@@ -53,11 +53,12 @@ class Files:
         lines of another.
         """
         lines: list[str] = []
-        for path in (
+        paths = [
             *captured_files(self.run, rank),
             *_logs(self.run, rank - self.first),
             log_file(self.run, rank),
-        ):
+        ]
+        for path in paths:
             text = read_end(path, BYTES_READ, self.since.get(path, 0))
             before_crash, crash = _split_at_crash(text.splitlines())
             lines += before_crash[-LINES_SHOWN:]

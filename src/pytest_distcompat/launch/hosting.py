@@ -4,8 +4,7 @@ A foreign launcher is a command that starts ranks by itself, as ``torchrun --npr
 train.py``. ``Hosted(...).run()`` runs one and returns an ``Ending``: how each rank ended. There are
 two callers:
 
-- ``TorchrunLauncher``, below, for ``--distcompat-launcher torchrun`` and for tests that are
-  verified a second time: the same work as with the warm launcher (``warm``), without fork servers.
+- ``torchrun.TorchrunLauncher``, for runs of this package that torchrun starts.
 - ``ext/scripts/launching``, for a user's script with torchrun, accelerate or another command.
 
 The ranks are not children of this process. So they announce themselves: each writes its process
@@ -17,7 +16,6 @@ read from torchrun's final report or from the ranks' files. The launcher itself 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -35,7 +33,6 @@ from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.files import CRASH, read_end
 from pytest_distcompat.launch.forensics.ending import Ending, exit_name
 from pytest_distcompat.launch.forensics.watchdog import Watchdog
-from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import (
     alive,
     await_end,
@@ -43,11 +40,8 @@ from pytest_distcompat.launch.process import (
     descendants,
     kill,
     kill_and_wait,
-    on_device,
-    user_environment,
 )
-from pytest_distcompat.launch.request import Request, Warmth, unbuffered
-from pytest_distcompat.launch.warm import WarmLauncher
+from pytest_distcompat.launch.request import Request
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its
 #: launcher, in seconds.
@@ -350,57 +344,3 @@ def _root_cause(output: str) -> int | None:
     if match is None:
         return None
     return int(match.group(1))
-
-
-class TorchrunLauncher(Launcher):
-    """A launcher that starts ``python -m torch.distributed.run`` for each run.
-
-    Args:
-        warmth: What the warm launcher would prepare. It is ignored.
-        device: ``cpu`` or ``cuda``.
-        plain: Whether ranks get the user's own environment, as from a torchrun in the user's shell.
-            Only the GPUs stay hidden from ranks on the CPU.
-    """
-
-    def __init__(self, warmth: Warmth, *, device: str = "cpu", plain: bool = False) -> None:  # noqa: ARG002 - the launchers' protocol
-        self._device = device
-        self._plain = plain
-
-    def run(self, request: Request) -> Ending:
-        """Start the ranks, wait until they ended or were killed, and return how.
-
-        It never raises for what the ranks do.
-        """
-        request = request.from_here()
-        path = request.write()
-        logs = Path(request.directory) / "logs"
-        logs.mkdir(exist_ok=True)
-        # Standalone: the kernel chooses the port. Before torch 2.13 the default was 29500 for every
-        # run.
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(request.world_size)]
-        command += ["--log-dir", str(logs), "--redirects", "3"]
-        # By itself torchrun starts its ranks without the flags that this interpreter was given.
-        command += ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
-        environment = on_device(os.environ, self._device)
-        if self._plain:
-            environment = user_environment(os.environ, self._device)
-        return Hosted(
-            name="torchrun",
-            line=command,
-            environment=environment,
-            world_size=request.world_size,
-            directory=Path(request.directory),
-            timeout=request.timeout,
-            cwd=Path(request.cwd),
-            reproduce=request.command(),
-            # torchrun reports each rank that failed.
-            unreported=0,
-        ).run()
-
-
-#: The launchers that ``--distcompat-launcher`` names.
-LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {
-    "warm": WarmLauncher,
-    "torchrun": TorchrunLauncher,
-}

@@ -1,7 +1,7 @@
 """Protocols of launchers, and of runs whose ranks perform several requests one after the other.
 
 A launcher starts the ranks of a run (one process group from start to end) and returns how they
-ended. Implementations are ``warm.WarmLauncher`` (the default), ``hosting.TorchrunLauncher``, the
+ended. Implementations are ``warm.WarmLauncher`` (the default), ``torchrun.TorchrunLauncher``, the
 one of ``ext/cluster`` for several machines, and ``leased.LeasedLauncher``, which leases devices and
 calls another one. ``runner`` and ``plugin/marked/run`` call ``run(request)``; ``ext/reuse`` calls
 ``open``, for ranks that tests share.
@@ -114,8 +114,9 @@ class OpenRun(Protocol):
             replies: The replies to wait for.
 
         Returns:
-            The answer of torchrun's agent after the ranks have ended; None if the replies have
-            arrived, or if the watchdog has ended the ranks and the agent does not answer.
+            The answer of torchrun's agent, which started the ranks, after they have ended; None if
+            the replies have arrived, or if the watchdog has ended the ranks and the agent does not
+            answer.
         """
 
     def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:

@@ -67,15 +67,7 @@ class LauncherProcess:
         #: Is removed with the process, and has a path short enough for a socket.
         self.directory = self._owned.path
         warmth_file = self.directory / "warmth.json"
-        fields = {**dataclasses.asdict(warmth), "device": device}
-        if device != "cpu":
-            # NVML starts a thread in a process that opens it, and the fork servers must have none.
-            fields["gpus"] = dataclasses.asdict(devices.gpu_facts())
-            libraries: list[dict[str, Any]] = []
-            for library in nccl.answers():
-                libraries.append({"path": str(library.path), "version": library.version})
-            fields["nccl"] = libraries
-        warmth_file.write_text(json.dumps(fields), encoding="utf-8")
+        warmth_file.write_text(json.dumps(_warmth_fields(warmth, device)), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         #: What has arrived and is no whole line yet.
         self._buffer = b""
@@ -307,3 +299,20 @@ class LauncherProcess:
             kill_and_wait(self._process)
             self._channel.close()
             self._owned.remove()
+
+
+def _warmth_fields(warmth: Warmth, device: str) -> dict[str, Any]:
+    """Return what the launcher process reads from a file when it starts.
+
+    It is the fields of the Warmth, the ``device`` and, for GPUs, what pytest's process knows of
+    them (``gpus``) and of NCCL (``nccl``). The launcher process must not ask NVML itself: that
+    starts a thread, and the fork servers must have none.
+    """
+    fields = {**dataclasses.asdict(warmth), "device": device}
+    if device != "cpu":
+        fields["gpus"] = dataclasses.asdict(devices.gpu_facts())
+        libraries: list[dict[str, Any]] = []
+        for library in nccl.answers():
+            libraries.append({"path": str(library.path), "version": library.version})
+        fields["nccl"] = libraries
+    return fields

@@ -131,7 +131,8 @@ def _read_version(path: Path) -> Library | None:
         return None
     # Since 2.9 the code is X * 10000 + Y * 100 + Z.
     major, rest = divmod(int(code), 10_000)
-    return Library(path, (major, *divmod(rest, 100)))
+    minor, patch = divmod(rest, 100)
+    return Library(path, (major, minor, patch))
 
 
 def environment_of_shared_ranks() -> dict[str, str]:

@@ -77,9 +77,9 @@ def _of_torch(error: BaseException) -> bool:
         trace = trace.tb_next
     if f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(f"{_TORCH_MODULE}."):
         return True
-    return not _raised_by_statement(trace) and (
-        own_type or _GLOO_SOURCE.search(str(error)) is not None
-    )
+    if _raised_by_statement(trace):
+        return False
+    return own_type or _GLOO_SOURCE.search(str(error)) is not None
 
 
 def _raised_by_statement(trace: TracebackType) -> bool:

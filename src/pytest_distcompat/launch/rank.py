@@ -10,8 +10,8 @@ The main function is called in three ways:
 - ``forked``: on a warm rank, which is forked from a fork server, a process that has imported torch;
 - ``main``: on a rank that the agent spawns because the fork server must not be forked from;
 - as a program, by torchrun: ``torchrun --nproc-per-node 2 -m pytest_distcompat.launch.rank
-  request.json``. The launcher ``torchrun`` does so (``hosting``), and so does a user who repeats a
-  run by hand, with ``--by-hand`` and perhaps ``--pdb 1``.
+  request.json``. The module ``torchrun`` does so, and so does a user who repeats a run by hand,
+  with ``--by-hand`` and perhaps ``--pdb 1``.
 """
 
 from __future__ import annotations

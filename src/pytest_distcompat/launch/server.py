@@ -69,31 +69,43 @@ def main(channel_descriptor: str, warmth: str) -> None:
     os.set_inheritable(descriptor, False)
     lines = channel.makefile("r", encoding="utf-8")
     channel.sendall(f"{json.dumps(status)}\n".encode())
-    from pytest_distcompat.launch import agent
-
     for line in lines:
         # Before a run, not after the last one: the parent kills what a run left only once it has
         # the answer.
         reap_adopted(keep=own_children)
-        try:
-            message = json.loads(line)
-            request = Request.read(message["request"])
-
-            def listens(port: int) -> None:
-                channel.sendall(f"{json.dumps({'listens': port})}\n".encode())
-
-            if message["start"] == "spawn":
-                outcome: dict[str, Any] = agent.run(request, rank.main, "spawn", listens)
-            else:
-                servers.choose(message["start"], request.turn, len(request.here))
-                outcome = agent.run(request, rank.forked, "forkserver", listens)
-        except Exception:
-            outcome = {"exit_codes": None, "launch_error": traceback.format_exc()}
+        outcome = _perform(line, servers, channel)
         channel.sendall(f"{json.dumps(outcome)}\n".encode())
     servers.dismiss()
     clock.wait_until(
         lambda: not any(alive(pid) for pid in servers.pids), SERVERS_END_TIMEOUT_S, every=0.01
     )
+
+
+def _perform(line: str, servers: ForkServers, channel: socket.socket) -> dict[str, Any]:
+    """Run one request under torchrun's agent, and return the answer for the parent.
+
+    Args:
+        line: The message: the ``request``, which is the path of its file, and how the ranks
+            ``start``: ``spawn``, or the kind of fork server from which they are forked.
+        servers: The fork servers.
+        channel: The socket to the parent. In a run over several machines it gets a message with the
+            port on which the agents meet.
+    """
+    from pytest_distcompat.launch import agent
+
+    try:
+        message = json.loads(line)
+        request = Request.read(message["request"])
+
+        def listens(port: int) -> None:
+            channel.sendall(f"{json.dumps({'listens': port})}\n".encode())
+
+        if message["start"] == "spawn":
+            return agent.run(request, rank.main, "spawn", listens)
+        servers.choose(message["start"], request.turn, len(request.here))
+        return agent.run(request, rank.forked, "forkserver", listens)
+    except Exception:
+        return {"exit_codes": None, "launch_error": traceback.format_exc()}
 
 
 def _handle_by_default() -> None:

@@ -1,4 +1,4 @@
-"""The default launcher: its ranks are forked from processes that have imported torch already.
+"""The default launcher: forks ranks from processes that have imported torch (fork servers).
 
 A launcher starts the ranks of a run (one process group from start to end) and returns how they
 ended. ``WarmLauncher.run(request)`` sends the request to its launcher process
@@ -30,7 +30,7 @@ from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.process import kill
 from pytest_distcompat.launch.request import Request, Warmth
 
-#: How long the agent may take to notice that its ranks are gone, in seconds.
+#: How long torchrun's agent may take to notice that its ranks are gone, in seconds.
 AGENT_TIMEOUT_S = 5.0
 #: After how many seconds it is notified if it has not noticed.
 AGENT_NOTIFIED_AFTER_S = 0.2
@@ -47,8 +47,11 @@ class WarmLauncher(Launcher):
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
         self._warmth = warmth
         self._device = device
+        #: The launcher process; None before the first run, and after it broke.
         self._process: LauncherProcess | None = None
+        #: The run that is held open; None without one. While there is one, the agent is busy.
         self._open_run: OpenWarmRun | None = None
+        #: Whether the session has had the notice on slow starts.
         self._notice_given = False
         #: The watchdog of the run that goes on, or of the last one.
         self.watch: Watchdog | None = None

@@ -441,7 +441,7 @@ class DistcompatSession:
 
         The latter leases devices from the pool for each run.
         """
-        from pytest_distcompat.launch.hosting import LAUNCHERS
+        from pytest_distcompat.launch.torchrun import LAUNCHERS
         from pytest_distcompat.leased import LeasedLauncher
 
         if self.substitute is not None:
@@ -486,8 +486,8 @@ class DistcompatSession:
 
         It runs the cold ``torchrun`` command.
         """
-        from pytest_distcompat.launch.hosting import TorchrunLauncher
         from pytest_distcompat.launch.request import Warmth
+        from pytest_distcompat.launch.torchrun import TorchrunLauncher
         from pytest_distcompat.leased import LeasedLauncher
 
         return LeasedLauncher(

@@ -1,31 +1,27 @@
-"""Marks and base classes of other test harnesses, so that their tests run here unchanged.
+"""pytest plugin with the marks and base classes of other test harnesses, so that their tests run.
 
 ``pytest_plugins = ["pytest_distcompat.aliases"]`` in the top ``conftest.py`` turns this on:
 
 - ``@pytest.mark.world_size(2)`` (composer, llm-foundry) and a class attribute ``world_size = 2``:
-  the test runs on that many ranks;
+  the test runs on that many ranks. It gets this package's own mark, ``distcompat(world_size=2)``;
 - ``DistributedTest`` and ``DistributedFixture`` (DeepSpeed's ``tests/unit/common.py``), to inherit
-  from;
+  from (``deepspeed_tests``);
 - ``@pytest.mark.require_distributed(2)`` (LLaMA-Factory) and ``@gpu_test(gpu_count=2)``
-  (torchtune): the test starts its ranks itself; that many devices are lent to it, or it is skipped.
+  (torchtune): the test starts its ranks itself. It gets a fixture that lends it so many devices:
+  its processes see only these. Without enough devices it is skipped.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
-import socket
 import sys
 import unittest
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
 
-from pytest_distcompat import clock
-from pytest_distcompat.failures import RunFailedError
+from pytest_distcompat.ext.aliases.deepspeed_tests import DistributedFixture, DistributedTest
 from pytest_distcompat.lease import Lease
 from pytest_distcompat.leased import inherited_leak_message, leak_message, rank_environment
 from pytest_distcompat.plugin.current import session_of
@@ -33,13 +29,16 @@ from pytest_distcompat.plugin.marked.declare import MARK
 from pytest_distcompat.plugin.marked.outcome import unexcused
 from pytest_distcompat.plugin.reporting.representation import represent
 
+__all__ = ["DistributedFixture", "DistributedTest", "gpu_test"]
+
 #: The marks of composer and of LLaMA-Factory.
 _SIZE = "world_size"
 _DEVICES = "require_distributed"
-#: The fixtures that lend devices, and that say in which world size a test runs.
+#: The fixtures that lend devices, and that say on how many ranks a test runs.
 _LENT = "distcompat_lent"
 _SIZES = "distcompat_size"
-#: Memory that a test leaked on the devices lent to it.
+#: In an item's stash (pytest's dict for plugins' data): the message about memory that the test left
+#: in use on the devices lent to it; empty if it left none.
 _LEAKED: pytest.StashKey[str] = pytest.StashKey()
 
 
@@ -51,166 +50,16 @@ def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
     return pytest.mark.require_distributed(gpu_count, gpus=True)
 
 
-class DistributedTest:
-    """Base class of tests that run on ``world_size`` ranks, in a process group.
-
-    If ``world_size`` is a list, a test runs once for each. A mark ``world_size`` on a test takes
-    precedence over the class. ``tmp_path``, ``tmpdir`` and ``class_tmpdir`` are one directory for
-    all ranks of a test.
-    https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
-    """
-
-    world_size: int | Sequence[int] = 2
-    #: Whether the test begins with a process group.
-    init_distributed: bool = True
-
-    @pytest.fixture(autouse=True)
-    def _initialised(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if self.init_distributed:
-            request.getfixturevalue("process_group")
-            if "deepspeed" in sys.modules:
-                sys.modules["deepspeed"].init_distributed()
-
-    @pytest.fixture
-    def tmp_path(self, shared_dir: Path) -> Path:
-        """Return the directory that the parent made for all ranks."""
-        return shared_dir
-
-    @pytest.fixture
-    def class_tmpdir(self, tmpdir: Any) -> Any:
-        """Return the test's own directory: each test has ranks and directories of its own."""
-        return tmpdir
-
-
-class _FixtureClass(type):
-    """Metaclass that makes a fixture of each class with a world size.
-
-    A class without one is a base class.
-    """
-
-    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-        created = super().__new__(cls, name, bases, namespace)
-        size = getattr(created, _SIZE)
-        if size is None:
-            return created
-        if type(size) is not int or size < 1:
-            raise TypeError(f"{name}.{_SIZE} is {size!r}: expected a whole number above 0")
-        _CLASSES[created.__module__, name] = created
-        return _fixture_of(created)
-
-
-#: The fixture classes, by module and name; in its module, the fixture replaces the class.
-_CLASSES: dict[tuple[str, str], Any] = {}
-
-
-class DistributedFixture(metaclass=_FixtureClass):
-    """Base class of fixtures that run on ranks of their own before the test.
-
-    The method ``run`` runs on ``world_size`` ranks. Its arguments are fixtures, and go to the ranks
-    by pickle. Rank 0 of the test starts these ranks, on the devices that it has, and the test's
-    other ranks wait.
-    https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
-    """
-
-    world_size: int | None = None
-    #: Whether ``run`` begins with a process group.
-    init_distributed: bool = True
-
-
-def _fixture_of(cls: Any) -> Any:
-    """Return the fixture of a class, with the arguments of its ``run``."""
-
-    def fixture(request: pytest.FixtureRequest, **values: Any) -> None:
-        done: Path | None = None
-        if "RANK" in os.environ:
-            shared = request.getfixturevalue("shared_dir")
-            done = shared.with_name(f"{shared.name}-{cls.__name__}")
-        if os.environ.get("RANK", "0") == "0":
-            _spawn_fixture(cls, values)
-            if done is not None:
-                done.touch()
-        elif done is not None:
-            # No time limit of its own: the test has one, and a rank that fails ends this one too.
-            clock.wait_until(done.exists, float("inf"), every=0.05)
-
-    # pytest gives a fixture what its signature names.
-    signature = [inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name, parameter in inspect.signature(cls.run).parameters.items():
-        if name not in {"self", "request"}:
-            signature.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    # Functions take attributes.
-    fixture.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
-    return pytest.fixture(name=cls.__name__)(fixture)
-
-
-def _spawn_fixture(cls: Any, values: Mapping[str, Any]) -> None:
-    """Run a fixture class on ranks of its own, and wait for them.
-
-    Raises:
-        RunFailedError: A rank failed.
-    """
-    import torch
-
-    multiprocessing: Any = torch.multiprocessing
-    arguments = (cls.__module__, cls.__name__, _free_port(), values)
-    try:
-        multiprocessing.spawn(_run_fixture, args=arguments, nprocs=cls.world_size)
-    except (
-        multiprocessing.ProcessRaisedException,
-        multiprocessing.ProcessExitedException,
-    ) as error:
-        text = str(error).strip()
-        last_line = text.splitlines()[-1]
-        headline = f"rank {error.error_index} of the fixture {cls.__name__}: {last_line}"
-        raise RunFailedError(f"{headline}\n\n{text}") from None
-
-
-def _free_port() -> str:
-    """Return a port of this machine that is free now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[str, Any]) -> None:
-    """Run the method ``run`` of a fixture class on one rank."""
-    importlib.import_module(module)
-    cls = _CLASSES[module, name]
-    size = str(cls.world_size)
-    for variable in list(os.environ):
-        if variable.startswith("TORCHELASTIC_"):
-            del os.environ[variable]
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
-    import torch
-
-    if cls.init_distributed:
-        backend = "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(rank)
-            backend = "nccl"
-        torch.distributed.init_process_group(backend)
-        if "deepspeed" in sys.modules:
-            sys.modules["deepspeed"].init_distributed()
-    cls().run(**values)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
     """Keep the tests that a ``conftest.py`` deselects for another size than ``WORLD_SIZE``.
 
-    Composer has such a file.
+    Composer has such a file: its tests run under a launcher, and those for other numbers of ranks
+    are deselected. Here each test has ranks of its own. So the other plugins' hooks are called once
+    more for each number of ranks, with this number in ``WORLD_SIZE``. What they keep then is put
+    back into the list.
     """
     collected = list(items)
     yield
@@ -218,6 +67,7 @@ def pytest_collection_modifyitems(
     deselected_by_size = _deselected_by_size(collected, selected)
     if not deselected_by_size or "WORLD_SIZE" in os.environ:
         return
+    # The same hook of all plugins but this one.
     others = config.pluginmanager.subset_hook_caller(
         "pytest_collection_modifyitems", [sys.modules[__name__]]
     )
@@ -225,9 +75,10 @@ def pytest_collection_modifyitems(
     for size, candidates in deselected_by_size.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", str(size))
-            # It removes from the list what is for another size still.
+            # They remove from the list what must be left out with this size too.
             others(session=session, config=config, items=candidates)
         restored.update(candidates)
+    # If the order is that of the collection, it stays so. Otherwise the restored tests come last.
     if [item for item in collected if item in selected] == items:
         items[:] = [item for item in collected if item in selected | restored]
     else:
@@ -235,7 +86,8 @@ def pytest_collection_modifyitems(
         items += [item for item in collected if item in restored]
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and "deselected" in reporter.stats:
-        # The conftest reported each item once or twice.
+        # pytest counts deselected items for its summary. The conftest has reported each once or
+        # twice, and restored ones are none.
         reported = dict.fromkeys(reporter.stats["deselected"])
         reporter.stats["deselected"] = [item for item in reported if item not in restored]
 
@@ -266,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make an item for each world size of a test."""
+    """Make an item for each world size of a test: ``test_sum[w2]`` and ``test_sum[w4]``."""
     sizes = _sizes(metafunc.definition)
     if len(sizes) > 1:
         metafunc.fixturenames.append(_SIZES)
@@ -278,7 +130,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add the mark of this package to a test with a mark or base class of another one."""
+    """Add this package's mark to a test with a world size, and a fixture to one that needs devices.
+
+    Tests with several world sizes have their marks from ``pytest_generate_tests``.
+    """
     if not isinstance(item, pytest.Function):
         return
     sizes = _sizes(item)
@@ -289,9 +144,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _sizes(item: Any) -> list[int]:
-    """Return the world sizes of a test.
+    """Return the world sizes of a test, from its mark or its class's attribute ``world_size``.
 
-    None for a test with this package's mark, or on one process.
+    The list is empty for a test with this package's own mark, and for one that runs in pytest's own
+    process.
+
+    Raises:
+        pytest.Collector.CollectError: The mark has a wrong argument.
     """
     test_class = getattr(item, "cls", None) or object
     if item.get_closest_marker(MARK) is not None or issubclass(test_class, unittest.TestCase):
@@ -315,18 +174,19 @@ def _sizes(item: Any) -> list[int]:
             raise pytest.Collector.CollectError(
                 f"{where}({declared!r}): expected whole numbers above 0"
             )
+    # One rank is an ordinary test, unless its class asks for a process group.
     if sizes == [1] and not issubclass(test_class, DistributedTest):
         return []
     return sizes
 
 
 def _listed(declared: Any) -> list[Any]:
-    """Return a list of world sizes from a list or from one of them."""
+    """Return the declared world sizes, a list or a single one, as a list."""
     return list(declared) if isinstance(declared, (list, tuple)) else [declared]
 
 
 def _are_sizes(values: Iterable[Any]) -> bool:
-    """Tell whether all are whole numbers above 0; True is none."""
+    """Tell whether all are whole numbers above 0; a bool is none."""
     return all(type(value) is int and value > 0 for value in values)
 
 
@@ -340,7 +200,10 @@ def distcompat_size(request: pytest.FixtureRequest) -> int:
 def distcompat_lent(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Lease]:
-    """Lease devices for a test that starts ranks itself; its processes see no others."""
+    """Lease devices for a test that starts ranks itself; its processes see no others.
+
+    After the test it is checked whether memory of the devices is still in use.
+    """
     mark = request.node.get_closest_marker(_DEVICES)
     session = session_of(request.config)
     count = int(mark.args[0])
@@ -374,9 +237,9 @@ def distcompat_lent(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test that leaked memory, even if it is marked xfail.
+    """Fail a test that leaked memory of the devices lent to it, even if it is marked xfail.
 
-    This comes after its fixtures are torn down.
+    The report of the teardown fails, because the leak is found when fixtures are torn down.
     """
     report = yield
     leaked = item.stash.get(_LEAKED, "")

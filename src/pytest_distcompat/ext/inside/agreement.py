@@ -1,4 +1,12 @@
-"""Agreement on a phase: one outcome from the reports of all ranks, which torchrun started."""
+"""Agreement on a phase of a test: one outcome from the reports of all ranks.
+
+Under ``torchrun -m pytest`` each rank runs all tests. At the end of each phase (setup, call,
+teardown) every rank sends a ``PhaseReport`` to rank 0 (``lockstep``). There ``agree`` makes one
+``Outcome`` of them: for example ``Outcome("failed", "rank 1 raised ValueError: ...")``, although
+the phase passed on rank 0. It reuses the code that does the same for ranks which this package
+starts: it makes the events that such ranks would have logged, and gives them to ``conclude``. Then
+each rank changes its own pytest report by ``impose``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +44,7 @@ class PhaseReport:
 
     Attributes:
         rank: The rank.
-        location: The phase and the node id of the test.
+        location: The phase and the node id of the test: ``call of tests/test_a.py::test_sum``.
         time: When the report was made, by CLOCK_MONOTONIC, in seconds.
         phase: The outcome on the rank; None if the rank is stuck, or if the launcher ended it.
         stuck: Whether the rank was still in the phase at the time limit.
@@ -57,13 +65,16 @@ class PhaseReport:
     terminated: bool = False
 
     def to_text(self) -> str:
-        """Return the report as JSON, for the store."""
+        """Return the report as JSON, to be sent by the launch's store."""
         phase = None if self.phase is None else self.phase.own_fields()
         return json.dumps({**vars(self), "phase": phase})
 
     @property
     def problem(self) -> str:
-        """The outcome of a rank that did not pass, ``stuck`` or ``ended``; empty if it passed."""
+        """What kept the rank from passing; empty if it passed.
+
+        It is the outcome (``failed``, ``skipped`` or ``xfailed``), ``stuck`` or ``ended``.
+        """
         if self.phase is None:
             return STUCK if self.stuck else ENDED
         if self.phase.outcome == "passed":
@@ -102,6 +113,8 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
     timed_out = any(report.stuck for report in reports.values())
     outcome = merge(conclude(events, processes, timed_out=timed_out, timeout=limit))
     any_passed_setup = any(map(_passed_setup, phases.values()))
+    # A setup that raised an expected exception on some ranks only. Those that passed must still run
+    # the call.
     if outcome.kind == "xfailed" and any_passed_setup:
         return dataclasses.replace(outcome, kind=POSTPONED)
     return outcome
@@ -137,15 +150,20 @@ def _outcome_of_passed(reports: Mapping[int, PhaseReport], phases: Mapping[int, 
 
 
 def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Event]:
-    """Yield the events that the log of a rank would have if this plugin had started the rank.
+    """Yield the events that the log of a rank would have if this package had started the rank.
 
-    If all ranks skip the test, none of them left the others alone, and the phase simply ends.
+    Args:
+        report: The report of the rank.
+        phase: The outcome in it.
+        all_skip: Whether all ranks skip the test. Then no rank left the others alone, and the phase
+            simply ends.
     """
     common: dict[str, Any] = {"rank": report.rank, "time": report.time}
     yield dataclasses.replace(phase, **common)
     if phase.ending is None or all_skip:
         yield Done(**common)
         return
+    # ``Excused`` is for a skip or an expected failure, which the test allows.
     kind = Error if phase.outcome == "failed" else Excused
     ending, message = phase.ending
     yield kind(ending, message, phase.text, lost=phase.lost, cut=report.cut, **common)

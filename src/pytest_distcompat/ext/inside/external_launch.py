@@ -1,18 +1,22 @@
 """pytest as one rank of another launcher: ``torchrun --nproc-per-node 2 -m pytest``.
 
-All ranks run all tests in lockstep, and rank 0 reports. Fixtures such as ``rank`` and ``world``
-work as on ranks that the plugin starts. Tests that start ranks themselves (suites, scripts) are
-skipped.
+torchrun starts two processes, each of which runs pytest with all tests. ``plugin`` calls ``enter``
+in each of them. It registers ``Inside``, whose hooks keep the ranks in step: after each phase of a
+test (setup, call, teardown) the ranks exchange what happened, by way of a ``Lockstep``, and agree
+on one outcome. If rank 1 fails a test, the reports of all ranks say that it failed. Only rank 0
+writes to the terminal.
+
+Fixtures such as ``rank`` and ``world`` work as on ranks that this package starts. Tests that start
+ranks themselves (a ``CompatSuite``, scripts) are skipped.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +24,7 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.ext.inside.agreement import POSTPONED, impose
+from pytest_distcompat.ext.inside.collection import differences
 from pytest_distcompat.ext.inside.lockstep import Gone, Lockstep
 from pytest_distcompat.ext.inside.termination import Termination
 from pytest_distcompat.plugin.current import session_of
@@ -34,7 +39,7 @@ from pytest_distcompat.plugin.on_ranks.rank_session import SILENCING_OPTIONS
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.world import World
 
-#: Fixtures that start ranks, and the beginning of the reason to skip their tests.
+#: By the name of a fixture that starts ranks: the beginning of the reason to skip its tests.
 _STARTING = {
     "distcompat_case": "a suite starts ranks",
     "distcompat": "the fixture distcompat starts ranks",
@@ -42,14 +47,17 @@ _STARTING = {
 }
 #: Why the session ends before all its tests have run.
 _STOP_REASON = "a rank of the launch has ended, or hangs: there is nothing to go on with"
-#: How many differences between the tests of ranks a message shows.
-_DIFFERENCES_SHOWN = 5
 
 
 def enter(config: pytest.Config) -> None:
-    """Set this pytest up as a rank of the launch. Raises pytest.UsageError under xdist."""
+    """Set this pytest up as a rank of the launch.
+
+    Raises:
+        pytest.UsageError: Under pytest-xdist, whose workers would each run other tests.
+    """
     config.stash[ON_RANK] = config.stash[COLLECTS] = True
     session = session_of(config)
+    # A pytest that a test starts must not take itself for a rank.
     launched.hide_from_children()
     if getattr(config.option, "dist", "no") != "no" or hasattr(config, "workerinput"):
         raise pytest.UsageError(
@@ -60,6 +68,7 @@ def enter(config: pytest.Config) -> None:
     session.world_size = world.size
     config.stash[WORLD] = world
     if world.rank:
+        # Options of the terminal and of report files, which are for rank 0 only.
         for name, value in SILENCING_OPTIONS.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
@@ -71,24 +80,32 @@ def enter(config: pytest.Config) -> None:
 
 
 class Inside:
-    """Hooks of one rank of an external launch."""
+    """pytest's hooks on one rank of an external launch.
+
+    Args:
+        session: The package's settings for this session of pytest.
+        world: The place of this rank: its number, and the number of ranks.
+    """
 
     def __init__(self, session: DistcompatSession, world: World) -> None:
         self._session = session
         self._world = world
         self._termination = Termination()
-        #: None until all tests are collected.
+        #: By it the ranks agree; None until all tests are collected.
         self._lockstep: Lockstep | None = None
         self._pytest: pytest.Session | None = None
         self._collection_errors: list[str] = []
-        #: Whether the ranks cannot go on together: there is no lockstep any more.
+        #: Whether the ranks cannot go on together, because one has ended or hangs. From then on no
+        #: outcomes are exchanged, and this rank only tears down.
         self._over = False
-        #: The exception that ends the session on this rank; empty without one.
+        #: The exception that ends the session on this rank, as text: ``pytest.exit`` or Ctrl-C;
+        #: empty without one.
         self._exit = ""
 
         # The test that is running.
         self._item: pytest.Item | None = None
         self._when: Literal["setup", "call", "teardown"] = "setup"
+        #: Gathers the reports of the phase that is running, subtests included.
         self._phases = Phases()
         #: Whether the test function is running.
         self._calling = False
@@ -130,6 +147,7 @@ class Inside:
             problem = differences(self._lockstep.exchange(collection, limit))
         except Gone as gone:
             problem = str(gone)
+        # Rank 0 shows the error. The others end with the same exit status.
         if problem and self._world.rank == 0:
             raise pytest.UsageError(f"pytest inside a launch: {problem}")
         if problem:
@@ -146,6 +164,7 @@ class Inside:
         reason = self._unsupported_reason(item)
         if reason:
             pytest.skip(reason)
+        # The directory of the fixture ``shared_dir``: rank 0 makes it, for all ranks.
         if "shared_dir" in getattr(item, "fixturenames", ()):
             assert self._lockstep is not None
             base = session_basetemp(item.config)
@@ -156,7 +175,7 @@ class Inside:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        """Begin the call."""
+        """Begin the call; on a rank whose setup raised an expected exception, raise it again."""
         self._begin(item, "call")
         if self._postponed is not None:
             raise self._postponed
@@ -181,7 +200,7 @@ class Inside:
             self._deadline = clock.now() + self._limit
         self._when = when
         self._phases = Phases()
-        # After a hang there are no other ranks to agree with.
+        # After a rank has ended or hung there is nobody to agree with.
         if self._lockstep is not None and not self._over:
             place = f"{when} of {item.nodeid}"
             self._lockstep.begin(place, self._deadline, self._limit)
@@ -209,12 +228,16 @@ class Inside:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Change this rank's own report so that it shows the outcome of all ranks."""
+        """Change this rank's own report of a phase so that it shows the outcome of all ranks.
+
+        This is where a rank waits for the others, at the end of each phase.
+        """
         report = yield
         mark_exception(report, call, item.config.rootpath)
         if self._is_of_subtest(call):
             # Other ranks need not have the same subtests.
             return report
+        # A setup or teardown that failed only because another rank is gone.
         is_lost = call.when != "call" and report.failed and getattr(report, LOST, False)
         if is_lost and (self._over or self._cut):
             # A fixture has waited for its peers in vain again. The report of the call has the
@@ -253,7 +276,7 @@ class Inside:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
-        """Add a subtest to its phase, also on ranks that do not report."""
+        """Add a subtest to its phase, also on ranks that write no report."""
         if name_of(report):
             self._phases.of(report)
             if report.failed and not hasattr(report, "wasxfail") and self._pytest is not None:
@@ -263,10 +286,13 @@ class Inside:
         return (yield)
 
     def _has_group(self, when: str) -> bool:
-        """Tell whether this rank has a process group.
+        """Tell whether this rank has a process group at the end of a phase.
 
-        A group whose connections were closed is destroyed in the teardown, for it is of no use any
-        more.
+        If the connections of a rank were closed in this test, the group is of no use any more. It
+        is destroyed in the teardown, so that the next test can make a new one.
+
+        Args:
+            when: ``setup``, ``call`` or ``teardown``.
         """
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_initialized():
@@ -279,7 +305,10 @@ class Inside:
     def _apply_known_issues(
         self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome
     ) -> None:
-        """Turn a failure of the call that a known issue explains into an xfail."""
+        """Turn a failure of the call into an xfail if a known issue explains it.
+
+        A known issue is a bug of a library that this package, or the user, has declared.
+        """
         if report.when == "call" and self._session.own:
             apply_known_issues(item, report, hard=outcome.hard, outcome=outcome)
 
@@ -294,14 +323,18 @@ class Inside:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Set an exit status that is a failure if any rank has failed."""
+        """Set the exit status: a failure on all ranks if any rank has failed."""
         if self._lockstep is not None:
             session.exitstatus = self._lockstep.end_session(
                 int(exitstatus), self._reason_to_leave(session)
             )
 
     def _reason_to_leave(self, session: pytest.Session) -> str:
-        """Return why this rank ends the session before all tests have run; empty if it does not."""
+        """Return why this rank ends the session before all tests have run; empty if it does not.
+
+        For example ``stopping after 1 failures``. The reason that this module sets itself does not
+        count: the other ranks have it too.
+        """
         reason = self._exit or session.shouldfail or session.shouldstop
         if not reason or reason == _STOP_REASON:
             return ""
@@ -313,15 +346,15 @@ class Inside:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Wait until rank 0 has reported.
+        """Wait until rank 0 has written its reports.
 
-        The launcher ends all ranks as soon as one exits with a failure.
+        The launcher ends all ranks as soon as one exits with a failure, rank 0 included.
         """
         if self._lockstep is not None:
             self._lockstep.close()
 
     def _overrun(self, outcome: Outcome | None) -> None:
-        """End this process, whose main thread will not return; this is called in another thread.
+        """End this process, whose main thread hangs in a test; the watcher's thread calls this.
 
         Args:
             outcome: The outcome that rank 0 reports before; None if it is unknown.
@@ -363,45 +396,3 @@ def _declared_world_size(item: pytest.Item) -> int | None:
     if mark:
         return mark.world_size
     return None
-
-
-def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
-    """Return how the collected tests differ between ranks; empty if they do not.
-
-    Args:
-        collections: By rank, the node ids (``items``) and the ``errors`` of collection.
-    """
-    own = collections[0]
-    for rank, other in collections.items():
-        if other["errors"] != own["errors"]:
-            own_errors = _first_or_none(own["errors"])
-            other_errors = _first_or_none(other["errors"])
-            errors = f"rank 0: {own_errors}; rank {rank}: {other_errors}"
-            return f"not all ranks have the same errors of collection. {errors}"
-        if other["items"] != own["items"]:
-            return _different_items(own["items"], other["items"], rank)
-    return ""
-
-
-def _first_or_none(texts: Sequence[str]) -> str:
-    return texts[0] if texts else "none"
-
-
-def _different_items(own: Sequence[str], others: Sequence[str], rank: int) -> str:
-    """Return how the node ids of rank 0 (``own``) and of another rank differ, in a few lines."""
-    lines: list[str] = []
-    for line in difflib.unified_diff(sorted(own), sorted(others), lineterm="", n=0):
-        if line.startswith(("---", "+++", "@@")):
-            continue
-        only_rank = 0 if line[0] == "-" else rank
-        lines.append(f"  only rank {only_rank}: {line[1:]}")
-    if not lines:
-        pairs = zip(own, others, strict=True)
-        for number, (nodeid, other) in enumerate(pairs, 1):
-            if nodeid != other:
-                pair = f"rank 0 has {nodeid}, rank {rank} has {other}"
-                return f"the ranks have their tests in different orders: as number {number} {pair}"
-    shown = ["the ranks have collected different tests:", *lines[:_DIFFERENCES_SHOWN]]
-    if len(lines) > _DIFFERENCES_SHOWN:
-        shown.append(f"  and {len(lines) - _DIFFERENCES_SHOWN} more")
-    return "\n".join(shown)

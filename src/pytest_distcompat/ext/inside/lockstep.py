@@ -1,7 +1,20 @@
 """Lockstep of ranks that torchrun started: they agree on the outcome of each phase of a test.
 
-All ranks report to rank 0 through a store, rank 0 decides, and all read its decision. A thread on
-each rank watches the phase meanwhile, because the main thread may hang in a collective.
+Under ``torchrun -m pytest`` each rank runs all tests. ``external_launch`` has one ``Lockstep`` on
+each rank. At the end of each phase (setup, call, teardown) all ranks report to rank 0, rank 0
+decides, and all read its decision:
+
+1. Each rank puts a ``PhaseReport`` under the key ``17/1`` (the 17th phase, rank 1) into the store.
+   The store is torchrun's TCP server with texts by key, by which the ranks of a process group also
+   find each other.
+2. Rank 0 waits for all reports, calls ``agreement.agree`` and puts an ``Agreement`` under the key
+   ``17/outcome``.
+3. All ranks read it, and show its outcome in their own reports.
+
+A thread on each rank watches the phase meanwhile, because the main thread may hang in a collective
+that another rank never joins. If the other has left the phase with a failure, or by a skip, the
+thread cuts the rank's connections, so that the collective raises. At the time limit it reports
+the rank as stuck, with its Python stack, and ends the process.
 """
 
 from __future__ import annotations
@@ -55,8 +68,9 @@ class Agreement:
     """What rank 0 has decided about a phase.
 
     Attributes:
-        outcome: The outcome on all ranks.
-        over: Whether the session cannot go on.
+        outcome: The outcome on all ranks: ``Outcome("failed", "rank 1 raised ValueError: ...")``.
+        over: Whether the session cannot go on, because a rank has ended or hangs, or because the
+            ranks run different tests.
         cut: Whether the connections of any rank were closed.
     """
 
@@ -75,7 +89,8 @@ class Step:
 
     Attributes:
         number: The number of the phase, from 1; the same on all ranks.
-        location: The phase and the node id of the test; the same on all ranks.
+        location: The phase and the node id of the test, as ``call of tests/test_a.py::test_sum``;
+            the same on all ranks.
         deadline: When this rank's time limit ends, in seconds of CLOCK_MONOTONIC.
         limit: The time limit in seconds.
         reported: Whether this rank has sent its report.
@@ -112,14 +127,17 @@ def _left_key(rank: int) -> str:
 
 
 class Lockstep:
-    """The lockstep on this rank.
+    """The part of this rank in the lockstep.
+
+    Its main thread calls ``exchange`` once, then ``begin`` and ``end`` for each phase, and at last
+    ``end_session`` and ``close``.
 
     Args:
         rank: This rank.
         size: The number of ranks.
         termination: Tells whether the launcher has sent SIGTERM.
         overrun: Ends the process. It is called in a thread if this rank does not finish its phase;
-            on rank 0 with the outcome, if that is known.
+            on rank 0 with the outcome, if that is known, so that rank 0 can report it.
     """
 
     def __init__(
@@ -135,15 +153,21 @@ class Lockstep:
         self._host = socket.gethostname()
         self._port = int(os.environ["MASTER_PORT"])
         self._store_client = StoreClient(rank, size)
+        #: The connections of the line above, which must not be cut.
         self._own_connections = connections.of_store(self._port)
+        #: Guards the step: the main thread and the watcher's change it.
         self._lock = threading.Lock()
+        #: The phase that this rank is in; None between two phases.
         self._step: Step | None = None
+        #: How many phases this rank has begun.
         self._number = 0
         #: The names of the keys that each phase may set in the store.
         self._names: list[object] = ["problem", "outcome", "shared", *range(size)]
         self._names += [f"waiting/{rank}" for rank in range(size)]
+        #: By rank: its process number, and the name of its machine.
         self.pids: dict[int, int] = {}
         self._hosts: dict[int, str] = {}
+        #: Set when the session ends: the watcher's thread ends then.
         self._closing = threading.Event()
         self._watcher = threading.Thread(
             target=self._watch, name="distcompat-lockstep", daemon=True
@@ -153,6 +177,12 @@ class Lockstep:
 
     def exchange(self, payload: Any, timeout: float) -> dict[int, Any]:
         """Send a payload to all ranks, and return the payloads of all by rank.
+
+        Called once, when this rank has collected its tests. From then on the watcher's thread runs.
+
+        Args:
+            payload: Plain data: the collected tests.
+            timeout: For how many seconds to wait for the other ranks.
 
         Raises:
             Gone: If a rank sends none within ``timeout`` seconds.
@@ -217,7 +247,7 @@ class Lockstep:
     # Phase by phase.
 
     def begin(self, location: str, deadline: float, limit: float) -> None:
-        """Begin a phase on this rank."""
+        """Begin a phase on this rank; the arguments are fields of ``Step``."""
         with self._lock:
             self._number += 1
             self._step = Step(self._number, location, deadline, limit)
@@ -240,7 +270,8 @@ class Lockstep:
             self.rank, step.location, clock.now(), phase, group=group, terminated=terminated
         )
         if not self._send(step, report):
-            # The watcher has reported this rank as stuck already. It will end the process.
+            # The watcher has reported this rank as stuck already, and will end the process. Until
+            # then this thread must do nothing.
             threading.Event().wait()
         if self.rank == 0:
             agreement = self._conclude(step)
@@ -254,7 +285,10 @@ class Lockstep:
         return agreement
 
     def from_rank_zero(self, make: Callable[[], str]) -> str:
-        """Return on all ranks what ``make`` returns on rank 0. Call this once in a phase only."""
+        """Return on all ranks what ``make`` returns on rank 0.
+
+        All ranks must call this, and only once in a phase.
+        """
         step = self._step
         assert step is not None
         key = step.key("shared")
@@ -278,7 +312,11 @@ class Lockstep:
         return True
 
     def _conclude(self, step: Step) -> Agreement:
-        """Wait for the reports of all ranks, and send the agreement to all; called on rank 0."""
+        """Wait for the reports of all ranks, and send the agreement to all; called on rank 0.
+
+        Ranks that send no report in time are missing. Ranks that run another test than rank 0 make
+        the phase fail: after that no agreement is possible.
+        """
         reports = self._collect_reports(step)
         reports_of_left: dict[int, PhaseReport] = {}
         for rank in range(self.size):
@@ -298,7 +336,8 @@ class Lockstep:
             outcome = agree({**reports, **reports_of_left}, self.pids, step.limit)
         any_stopped = any(report.stuck or report.terminated for report in reports.values())
         if not any(report.group for report in reports.values()):
-            # No process group uses the keys that torch has put into the store.
+            # No rank has a process group, so nobody uses the keys that torch has put into the
+            # store.
             self._store_client.clear()
         agreement = Agreement(
             outcome,
@@ -312,7 +351,11 @@ class Lockstep:
         return agreement
 
     def _collect_reports(self, step: Step) -> dict[int, PhaseReport]:
-        """Return the reports of all ranks. Wait for a rank as long as it may still report."""
+        """Return the reports by rank. Wait for a rank as long as it may still report.
+
+        A rank will not report any more if it is much too late, if the launcher is ending all ranks,
+        or if it has left.
+        """
         reports: dict[int, PhaseReport] = {}
         missing = set(range(self.size))
         while missing:
@@ -337,7 +380,10 @@ class Lockstep:
         return self._store_client.get(_left_key(rank)) is not None
 
     def _report_of_left(self, step: Step, rank: int) -> PhaseReport | None:
-        """Return a report for a rank that has ended its session with a reason, or None."""
+        """Return a failed report for a rank that has ended its session with a reason, or None.
+
+        The reason may be Ctrl-C, ``pytest.exit`` or ``--maxfail`` on that rank.
+        """
         text = self._store_client.get(f"reason/{rank}")
         if text is None:
             return None
@@ -382,15 +428,21 @@ class Lockstep:
     # The watcher's thread.
 
     def _watch(self) -> None:
-        """Watch each phase: end it at its limit, or if other ranks have left it."""
+        """Watch each phase: end it at its limit, or if other ranks have left it.
+
+        This is the function of the watcher's thread.
+        """
         while not self._closing.is_set():
             self.termination.wait(5 * POLL)
             step = self._step
             if step is None or step.reported:
+                # The main thread is between two phases, or waits for rank 0. Long after SIGTERM it
+                # waits in vain.
                 if self.termination.since > 2 * REPORT_DELAY_S:
                     self._overrun(None)
                 continue
             terminated = self.termination.since > TERMINATION_DELAY_S
+            # The problem of a rank that has ended this phase: its outcome, if that is not "passed".
             problem = self._store_client.get(step.key("problem"))
             if problem in EXCUSED and self._all_wait(step):
                 self._cut_connections(step)
@@ -411,7 +463,10 @@ class Lockstep:
                     self._give_up(step)
 
     def _give_up(self, step: Step) -> None:
-        """Report what is known, and end this process, whose main thread will not return."""
+        """Report what is known, and end this process, whose main thread will not return.
+
+        ``_overrun`` does not return either.
+        """
         if self.rank == 0:
             self._overrun(self._conclude(step).outcome)
         deadline = clock.now() + 2 * REPORT_DELAY_S
@@ -423,8 +478,9 @@ class Lockstep:
     def _all_wait(self, step: Step) -> bool:
         """Tell whether all ranks that are still in the phase wait in torch.
 
-        They wait for ranks that have left the phase then. Each rank observes itself, and shares in
-        the store whether it waits. While one of them still works, the phase may end by itself.
+        Then they wait for ranks that have left the phase, by a skip say, and will wait for ever.
+        While one of them still works, the phase may end by itself. Each rank observes itself, and
+        shares in the store whether it waits.
         """
         waiting = step.stall_detector.check([os.getpid()], _waits_in_torch)
         if waiting != step.waiting:
@@ -446,6 +502,9 @@ class Lockstep:
     def _cut_connections(self, step: Step, grace: float = 0.0) -> None:
         """Close this rank's connections to its peers, so that its collectives fail.
 
+        Only ranks on the same machine count as peers: the process numbers of others are unknown to
+        this machine's list of connections.
+
         Args:
             step: The phase.
             grace: For how many seconds the rank may still finish by itself.
@@ -465,14 +524,17 @@ class Lockstep:
 
 
 def _waits_in_torch() -> bool:
-    """Tell whether the main thread of this process, which sleeps, waits for other ranks."""
+    """Tell whether the main thread of this process, which sleeps, waits for other ranks.
+
+    It does if torch's code is innermost in its stack. If the user's own line is innermost
+    (``work.wait()``), the flight recorder, torch's list of the last collectives, must have an
+    unfinished one.
+    """
     stack = _stacks()
     if in_torch(stack):
         return True
     if not may_wait_for_work(os.getpid(), stack):
         return False
-    # The user's code may call C++ code that waits, which the Python stack does not show. The flight
-    # recorder does.
     dumped = [dump().strip() for dump in dumps()]
     record = b"\n".join(dumped).decode("utf-8", "replace")
     operation = read_wait_state(record, stack)
@@ -484,5 +546,5 @@ def _stacks() -> str:
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        # The current thread comes first.
+        # The current thread comes first, and an empty line after each thread.
         return file.read().partition("\n\n")[2]

@@ -1,4 +1,9 @@
-"""Plugin for a pytest that a launcher, such as torchrun, has started as one of several ranks."""
+"""pytest plugin for a pytest that a launcher has started as one of several ranks.
+
+For example ``torchrun --nproc-per-node 2 -m pytest`` starts two. The plugin notices it by the
+variables that launchers set, and calls ``external_launch.enter``. In any other pytest it does
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Client of torchrun's TCPStore, through which the ranks exchange texts; it never waits in C."""
+"""Client of torchrun's TCPStore, through which the ranks exchange texts; it never waits in C.
+
+The store is a TCP server with values by key, on ``MASTER_PORT``. Process groups of torch use it
+too. Under ``torchrun -m pytest`` each rank has a ``StoreClient`` (``lockstep``): after
+``put("17/1", "...")`` on rank 1, ``get("17/1")`` returns the text on rank 0. ``get`` returns at
+once, since a thread that waits in torch's C++ code could not be ended.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +21,22 @@ PREFIX = "distcompat/"
 class StoreClient:
     """Texts by key, for all threads of this rank.
 
+    Args:
+        rank: This rank.
+        size: The number of ranks.
+
     Attributes:
         lost: Whether the store is gone, with the process that served it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._store = _store(rank, size)
-        # An older torch cannot list the keys; then none are cleared.
+        #: The keys that were there before the first process group. None in an older torch, which
+        #: cannot list keys: then none are cleared.
         self._initial_keys = (
             set(self._store.list_keys()) if hasattr(self._store, "list_keys") else None
         )
+        # The main thread and the watcher's use the store.
         self._lock = threading.RLock()
         self.lost = False
 
@@ -57,6 +69,7 @@ class StoreClient:
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:
+        """Use the store in the block, alone among threads; note that it is gone if it raises."""
         with self._lock:
             try:
                 yield

@@ -1,4 +1,9 @@
-"""SIGTERM of the launcher, noticed at once whatever the main thread waits for."""
+"""SIGTERM of the launcher, noticed at once whatever the main thread waits for.
+
+torchrun sends SIGTERM to all ranks once one has failed, and kills them 30 s later. Under ``torchrun
+-m pytest`` a rank uses that time to report. ``external_launch`` creates one ``Termination`` on each
+rank, and the threads of ``lockstep`` ask how long ago the signal came (``since``).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,11 @@ from pytest_distcompat.launch.process import do_nothing
 class Termination:
     """A handler of SIGTERM that keeps the process alive until it has reported.
 
-    It must be created in the main thread.
+    It must be created in the main thread, which alone may set handlers.
 
-    torchrun sends SIGTERM to all ranks once one has failed, and kills them 30 s later. A Python
-    handler runs only when the main thread returns from C; the byte that Python writes for the
-    signal (``signal.set_wakeup_fd``) is there at once.
+    A Python handler runs only when the main thread returns from C, so it may come too late. But
+    Python writes a byte for each signal to a file descriptor (``signal.set_wakeup_fd``) at once.
+    The handler does nothing, and ``wait`` reads the byte.
     """
 
     def __init__(self) -> None:
@@ -36,10 +41,11 @@ class Termination:
         """Seconds since the signal came; 0 if it has not."""
         if self._received_at is None:
             return 0.0
+        # Never 0, which means that no signal came.
         return max(clock.now() - self._received_at, 1e-9)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the signal, at most so many seconds."""
+        """Wait for the signal, at most so many seconds; ``since`` then says whether it came."""
         readable, _, _ = select.select([self._reading], [], [], seconds)
         if not readable:
             return
@@ -50,8 +56,8 @@ class Termination:
 
     def ignore(self) -> None:
         """Ignore SIGTERM to the end; Python itself restores the default handler earlier."""
-        # Only the main thread can set a handler; other threads end the process by os._exit, without
-        # Python's shutdown.
+        # Only the main thread can set a handler. In another thread nothing is done, and needs to
+        # be: such a thread ends the process by os._exit, which restores no handler.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -64,7 +64,7 @@ class RankKeeper:
             raise
 
     def _run(self, request: Request, reuse: Reuse) -> Ending:
-        """Do the request; the launcher is warm."""
+        """Do the request; the launcher is ready to start ranks."""
         self._drop_lost()
         died = self._died_waiting()
         self._end_unfit(reuse)
@@ -76,7 +76,8 @@ class RankKeeper:
         ranks.send(request)
         watch = Watchdog(request, ranks.files)
         answer = ranks.run.wait(watch, ranks)
-        # The agent answers only when all ranks have ended: one has failed, or was killed.
+        # torchrun's agent, which started the ranks, answers only when all have ended: one has
+        # failed or was killed.
         if answer is not None or watch.acted:
             self.drop()
             return ranks.run.conclude(watch, answer)

@@ -61,8 +61,8 @@ from pytest_distcompat.launch.unimported import loaded
 _LIMITS = {"memory": 256 * 2**20, "native threads": 32, "open files": 128, "child processes": 0}
 
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-#: ``signal.getsignal`` makes an enum of each result if it can, which would take a third of the time
-#: of a comparison.
+#: Returns the handler of a signal. It is the C function below ``signal.getsignal``, which makes an
+#: enum of each result if it can: that would take a third of the time of a comparison.
 _handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 #: The interval timers of a process (setitimer(2)).
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)

@@ -47,7 +47,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     next_item = rank_session.items_of(session).get(payload["next"] or "")
     _reset_between_items(reused, item)
     # The directory is that of the first request: pytest has made its base temporary directory
-    # there, and the agent writes its logs there too.
+    # there, and torchrun's agent writes the ranks' output there too.
     with rank_session.reporting(item, item_payload, log, reused.directory):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
 

@@ -6,8 +6,8 @@ process sends a ``Request`` for each test, and the rank replies ``{"rank": 0, "c
 environment (FOO set to 'x')"]}`` when it has run it. ``reused_ranks`` is the counterpart in
 pytest's process, and ends the ranks if anything has changed.
 
-Between two requests the ranks also check the process group that tests share, and clear the store.
-The *store* is torchrun's TCP server, by which the ranks of a process group find each other.
+Between two requests the ranks also check the process group that tests share, and clear the store
+(``store``), torchrun's server by which the ranks of a process group find each other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.ext.reuse.process_state import changes, grown, sizes, state_now
+from pytest_distcompat.ext.reuse.store import Store
 from pytest_distcompat.launch import pristine_builtins, randomness, rank
 from pytest_distcompat.launch.process import flush
 from pytest_distcompat.launch.rank_log import RankLog
@@ -35,83 +36,6 @@ GROUP_CHECK_TIMEOUT_S, GROUP_CHECK_PART_OF_LIMIT = 5.0, 0.25
 #: Time limits of destroying the process group, in seconds: it waits for collectives that a peer
 #: never joins. The second is shorter, because the end of the process destroys the group too.
 DESTROY_TIMEOUT_S, DESTROY_TIMEOUT_AT_END_S = 5.0, 1.0
-
-#: How the keys in the store begin by which ranks tell each other that the store is cleared, and
-#: that they are done with a request.
-_CLEARED = "distcompat/cleared/"
-_DONE = "distcompat/done/"
-
-
-class Store:
-    """A client of the store, which clears it between two requests.
-
-    Process groups leave keys in the store, such as the ranks' addresses. torch expects a new store
-    for each process group: the next one would take these keys for its own.
-    """
-
-    def __init__(self) -> None:
-        # torch exports it without saying so.
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        # A request may change the environment.
-        self._rank = int(os.environ["RANK"])
-        self._ranks = int(os.environ["WORLD_SIZE"])
-        address = os.environ["MASTER_ADDR"]
-        port = int(os.environ["MASTER_PORT"])
-        self._store = TCPStore(address, port, is_master=False)
-        #: Whether this release of torch can list the keys.
-        self._can_list = hasattr(self._store, "list_keys")
-        #: The keys of torchrun's agent, which stay.
-        self._agent_keys = set(self._store.list_keys()) if self._can_list else set()
-        #: How many keys there were at first.
-        self._initial_keys = self._store.num_keys()
-        #: How often ``clear`` was called, and how many requests this rank has finished.
-        self._clears = 0
-        self._requests = 0
-
-    def announce_done(self) -> Callable[[], None]:
-        """Announce that this rank has finished the request.
-
-        All ranks add to one count. The rank that makes it complete sets a key, for which the others
-        wait.
-
-        Returns:
-            A function that waits until all ranks have finished it.
-        """
-        self._requests += 1
-        count = f"{_DONE}count"
-        all_done = f"{_DONE}{self._requests}"
-        if self._store.add(count, 1) == self._requests * self._ranks:
-            self._store.set(all_done, "")
-            return lambda: None
-        # Practically no limit: the parent enforces the request's own, and kills this rank.
-        return lambda: self._store.wait([all_done], timedelta(days=1))
-
-    def clear(self) -> None:
-        """Remove the keys that process groups left, which a new group would take for its own.
-
-        All ranks call it together. In a torch without ``list_keys`` nothing can be removed;
-        ``has_leftover_keys`` is true then.
-        """
-        self._clears += 1
-        done = f"{_CLEARED}{self._clears}"
-        if self._rank == 0:
-            keys = self._store.list_keys() if self._can_list else []
-            leftover = set(keys) - self._agent_keys
-            for key in leftover:
-                # A slower rank may still wait for one of these.
-                if not key.startswith((_CLEARED, _DONE)):
-                    self._store.delete_key(key)
-            self._store.set(done, "")
-        self._store.wait([done])
-
-    def has_leftover_keys(self) -> bool:
-        """Tell whether there are keys that ``clear`` could not remove, in an older torch."""
-        if self._can_list:
-            return False
-        # One for each call of ``clear`` and for each request, and the count of requests.
-        own_keys = self._clears + self._requests + 1
-        return bool(self._store.num_keys() > self._initial_keys + own_keys)
 
 
 class ReusedRank:

@@ -91,8 +91,8 @@ class SharedRanks:
         limit = session.setting("reuse_limit").value
         ending = self._keeper.run(request, Reuse(scope, limit, next_item is None))
         if session.verifies(session.nodeid_of(item)):
-            # The test runs a second time, under cold torchrun. It needs the devices that these
-            # ranks hold.
+            # The test runs a second time, on new ranks of torchrun. They need the devices that
+            # these ranks hold.
             self._keeper.retire()
         return ending
 

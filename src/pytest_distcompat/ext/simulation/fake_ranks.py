@@ -1,8 +1,19 @@
-"""Entry point of a simulation: takes the part of each rank that differs.
+"""Entry point of a simulation: one process takes the part of each rank that differs.
 
-There are no peers and no values.
-Floating-point tensors are fake (shape and dtype alone), whole numbers are real: data and masks keep
-their control flow. torch's fake process group takes every collective for done.
+``launcher.SimulatingLauncher`` starts it for each run of a suite: ``python -m
+pytest_distcompat.ext.simulation.fake_ranks request.json``. It does what the ranks of such a run do
+(``worker.Rank``): it builds the model with the trainer under test, takes a step, and writes a
+snapshot of the model and the optimizer to each rank's log. But no other rank exists, and no values
+are computed:
+
+- Floating-point tensors are fake (torch's ``FakeTensor``: shape and dtype alone). Whole numbers are
+  real, so that data and masks keep their control flow.
+- torch's fake process group takes every collective for done.
+
+Most ranks hold as much as another one. So rank 0 is simulated first. It finds the classes of ranks
+that hold equally much of each parameter: with 5 rows on 4 ranks these are ``(0, 1)``, ``(2,)`` and
+``(3,)``. Then one rank of each further class is simulated, each in a process of its own. A snapshot
+says for which ranks it stands (``trace.StandIn``).
 """
 
 from __future__ import annotations
@@ -41,28 +52,26 @@ from pytest_distcompat.trace import StandIn
 from pytest_distcompat.worker import Rank
 from pytest_distcompat.world import World
 
-#: What a rank of a simulation does: one step sends what each of them sends.
+#: The actions of a simulated rank. One step is enough: each sends the same.
 ACTIONS = ("build_model", "build", "step")
 
-#: Ranks that hold as much as each other.
+#: Ranks that hold as much of each parameter as each other.
 RankClass = tuple[int, ...]
 
 
 def main(path: str) -> None:
-    """Simulate the request in that file.
-
-    Rank 0 comes first, then one rank of each class of ranks that hold as much as no rank before.
-    """
+    """Simulate the request in that file: rank 0 first, then one rank of each other class."""
     die_with_parent()
     request = Request.read(path)
     prepare(request)
     payload = decode(SuitePayload, request.payload)
+    # Imported once, in the process from which the simulated ranks are forked.
     for name in preload_of(find_driver(payload.driver), [Cell.parse(payload.cell)]):
         importlib.import_module(name)
     _, *others = _in_a_fork(request, _Part(0, ()))
     parts = [_Part(ranks[0], ranks) for ranks in others]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        # A list, so that an error is raised here.
+        # ``map`` raises the error of a call only where its result is read: the list reads all.
         list(threads.map(functools.partial(_in_a_fork, request), parts))
 
 
@@ -72,8 +81,8 @@ class _Part:
 
     Attributes:
         rank: The rank.
-        stands_for: The ranks that hold as much, itself among them; empty for rank 0, which finds
-            them out.
+        stands_for: The ranks that hold as much, itself among them. Empty for rank 0, which finds
+            out the classes.
     """
 
     rank: int
@@ -81,9 +90,10 @@ class _Part:
 
 
 def _in_a_fork(request: Request, part: _Part) -> list[RankClass]:
-    """Take the part of a rank in a process of its own.
+    """Take the part of a rank in a process of its own, and return what ``_simulate`` returns.
 
-    DTensor keeps the meshes and groups of an earlier one.
+    In one process the second rank would meet what torch keeps of the first: DTensor stores meshes
+    and groups.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         return process.submit(_simulate, request, part).result()
@@ -124,30 +134,34 @@ def _simulate(request: Request, part: _Part) -> list[RankClass]:
 
 
 class _SimulatedRank(Rank):
-    """Actions of one rank without peers.
+    """A rank of a suite's run without peers, whose snapshots stand for all ranks of its class."""
 
-    Its snapshots stand for those of all ranks that hold as much.
-    """
-
-    #: The first are the ranks that this one stands for.
+    #: The classes of ranks. The first has the ranks for which this one stands; only rank 0 has
+    #: others.
     classes: list[tuple[int, ...]]
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
+        """End an action: log its snapshot, with the ranks that it stands for."""
+        # Rank 0 finds out the classes once the model is sharded.
         is_build = self.run.actions[self.index] == "build"
         if is_build and not self.classes[0]:
             parameters = self.driver.model.parameters()
             self.classes = alike_ranks(parameters, self.driver.world.size)
         steps = self.run.actions.count("step")
         stand_in = StandIn(SIMULATED.name, self.classes[0], steps)
-        # The process's peak is no rank's.
+        # Without values the process's peak of memory is not that of a rank.
         super()._end({**infos, "memory": 0, "stand_in": stand_in}, seconds)
 
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, size: int) -> Iterator[None]:
-    """Be that rank of a process group without peers.
+    """Be that rank of a process group without peers, in a ``with`` block.
 
     Tensors made inside have no values, unless they are of whole numbers.
+
+    Args:
+        rank: The rank.
+        size: The number of ranks of the group.
     """
     # All of it is private: torch's fake process group (registered as a backend by the import), fake
     # tensors, and the function that disables modes. ``tests/launch/test_simulated.py`` fails when
@@ -156,7 +170,7 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def again(*_: Any, **__: Any) -> None:
-        """Take the place of ``init_process_group``, which a trainer may call without looking."""
+        """Do nothing, in place of ``init_process_group``: a trainer calls it once more."""
 
     store: Any = FakeStore()
     distributed.init_process_group("fake", store=store, rank=rank, world_size=size)
@@ -178,9 +192,10 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 
 # torch leaves the base class untyped.
 class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode above fake tensors.
+    """Dispatch mode above fake tensors: it sees each operator, and makes some results real.
 
-    What is made of whole numbers is real, and a number read from a fake tensor is 1.
+    What is computed from real tensors alone is real, and so is a new tensor of whole numbers. A
+    number that code reads from a fake tensor, as by ``loss.item()``, is 1.
     """
 
     def __init__(self) -> None:
@@ -194,11 +209,14 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads_number = func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
         if reads_number and self._fake in types:
             return _number_one(args[0].dtype)
+        # Fake tensors, DTensors and collectives go on to the modes below.
         has_other_types = bool({*types} - _PLAIN)
         if has_other_types or func.namespace == "c10d":
             return func(*args, **keywords)
         if _has_tensor((*args, *keywords.values())):
             return _really(func, args, keywords)
+        # An operator without tensors makes a new one, as ``arange`` does. With the mode below it is
+        # fake: if it is of whole numbers, it is made again, as a real one.
         made = func(*args, **keywords)
         if isinstance(made, torch.Tensor) and _is_of_whole_numbers(made):
             return _really(func, args, keywords)
@@ -208,13 +226,14 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _EqualChunks(TorchFunctionMode):
     """Mode in which equally large chunks of a tensor without values are one tensor.
 
-    ``fully_shard`` makes a chunk for each rank. Where the tensor is shorter than there are ranks,
-    it makes empty ones of the first chunk
-    (``new_empty(0)``).
+    ``fully_shard`` makes a chunk for each rank, a thousand for a thousand ranks, of which a rank
+    needs its own. Where the tensor is shorter than there are ranks, it makes the missing ones of
+    the first chunk (``new_empty(0)``). This mode makes each only once.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        #: The first chunk of the last ``torch.chunk``, and an empty one made of it.
         self._first = self._empty = torch.empty(0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,10 +253,11 @@ class _EqualChunks(TorchFunctionMode):
 
 
 def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return what ``torch.chunk`` does, but one tensor for all chunks of full size."""
+    """Return what ``torch.chunk`` returns, but with one tensor for all chunks of full size."""
     length = tensor.shape[dim]
     if not length:
         return (tensor.narrow(dim, 0, 0),)
+    # Rounded up, as torch does.
     size = -(-length // chunks)
     full, rest = divmod(length, size)
     full_chunks = (tensor.narrow(dim, 0, size),) * full
@@ -251,6 +271,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def _really(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator without any mode, so that its result has values."""
     with _disable_current_modes():
         return func(*args, **kwargs)
 
@@ -260,6 +281,7 @@ def _is_of_whole_numbers(tensor: torch.Tensor) -> bool:
 
 
 def _number_one(dtype: torch.dtype) -> float | int | bool:
+    """Return 1 as a number of that dtype."""
     if dtype.is_floating_point:
         return 1.0
     if dtype is torch.bool:

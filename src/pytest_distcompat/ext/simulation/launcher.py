@@ -1,4 +1,11 @@
-"""Launcher of simulations: one process acts as one rank after the other; no other ranks exist."""
+"""Launcher of simulations: one process acts as one rank after the other; no other ranks exist.
+
+With ``--distcompat-simulate 1024`` a suite gets this launcher in place of one that starts ranks
+(``substitute.Simulation.launcher``). ``runner`` calls ``run`` with the same requests, and gets an
+``Ending``, how the ranks ended. The process, ``fake_ranks``, acts only as ranks that hold different
+parts of the model; each writes its log as a real rank does. Of 1024 ranks, two or three have logs,
+and only those are in the ending.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +30,7 @@ OUTPUT_BYTES = 8000
 
 
 class SimulatingLauncher(Launcher):
-    """A launcher whose runs are performed by one process, ``fake_ranks``.
-
-    The process acts only as ranks that differ from one another. The others have no events.
-    """
+    """A launcher whose runs are performed by one process, ``fake_ranks``."""
 
     def run(self, request: Request) -> Ending:
         """Run the process to its end or to the time limit; never raises for what the ranks do."""
@@ -42,6 +46,7 @@ class SimulatingLauncher(Launcher):
         code = _run_process(command, request, output)
         timed_out = code is None
         if code is None:
+            # The process was killed, and so were the ranks that it was.
             code = -signal.SIGKILL
         events = _events_by_rank(request)
         text = read_end(output, OUTPUT_BYTES)
@@ -90,6 +95,6 @@ def _run_process(command: Sequence[str], request: Request, output: Path) -> int 
 
 
 def _events_by_rank(request: Request) -> dict[int, Sequence[Event]]:
-    """Return the events of each rank that the process acted as."""
+    """Return, by rank, the events of the ranks that the process acted as; the others have none."""
     logged = LogReader(request.directory, range(request.world_size)).read()
     return {rank: events for rank, events in logged.items() if events}

@@ -1,4 +1,8 @@
-"""The option ``--distcompat-simulate``; what it does is imported when it is given."""
+"""pytest plugin with the option ``--distcompat-simulate N``.
+
+If it is given, suites get simulated ranks in place of real ones (``substitute``). Otherwise nothing
+else of this extension is imported.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def pytest_distcompat_options() -> list[Option]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_substitute(session: DistcompatSession) -> Simulation | None:
-    """Simulate the ranks, if it is asked for."""
+    """Return what replaces the ranks, if the option is given; else None."""
     world_size = int(session.setting("simulate").value)
     if not world_size:
         return None

@@ -1,6 +1,7 @@
-"""The status of a claim that holds in a simulation, which computes no values.
+"""The status of a check that passed in a simulation, which computes no values: ``simulated``.
 
-It is weaker than ``passed``.
+It is weaker than ``passed``, and reports show it so. An entry point registers it with the core,
+which does not know simulations; ``trace.StandIn`` names it in each snapshot of a simulated rank.
 """
 
 from __future__ import annotations

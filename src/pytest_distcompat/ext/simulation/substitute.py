@@ -1,4 +1,10 @@
-"""Which cells can be simulated, and which checks say something about them."""
+"""Which cells can be simulated, and which checks say something about them.
+
+A *cell* is what a suite trains in: strategy, precision, number of ranks and options, as
+``fsdp2-bf16-w2``. A *driver* is the trainer under test. With ``--distcompat-simulate 1024`` the
+session has a ``Simulation`` in place of ranks (``plugin``). It asks it for the cells
+(``fsdp2-bf16-w1024``), for the launcher, and why a cell or a check is skipped.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +17,9 @@ from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
 from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.failures import UsageProblem
 
-#: The checks that need no values.
+#: The ids of the checks that need no values.
 CHECKS = ("active", "names", "dtypes", "units", "memory")
-#: The options beside which FSDP2 was simulated.
+#: The options of a cell with which FSDP2 was simulated.
 _OPTIONS = frozenset(
     {
         "model",
@@ -48,10 +54,10 @@ class Simulation:
         return SimulatingLauncher()
 
     def cells(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Return the cells for so many ranks, each once.
+        """Return the cells with the number of ranks to simulate, each once.
 
         Raises:
-            UsageProblem: So many ranks cannot form the mesh of a cell.
+            UsageProblem: So many ranks cannot form the mesh that a cell's options ask for.
         """
         try:
             resized = [dataclasses.replace(cell, world_size=self.world_size) for cell in cells]
@@ -76,7 +82,7 @@ class Simulation:
         return None
 
     def why_not_checked(self, check: str) -> str | None:
-        """Return that a check needs values; None if it needs none."""
+        """Return why a check is not made, that it needs values; None if it needs none."""
         if check in CHECKS:
             return None
         return SIMULATED.reason

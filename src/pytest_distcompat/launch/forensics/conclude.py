@@ -8,6 +8,9 @@ It gets two dicts: by rank the events of its log (``events.Start``, ``Action``, 
 ...), and by rank a ``RankProcess``. It returns an ``Ending``. For example, a rank with the last
 event ``Action("step")`` and the exit code -9 becomes ``RankEnd(status="killed", message="was killed
 by SIGKILL during 'step'")``.
+
+Two words: the *agent* is the part of torchrun that starts ranks and waits for them, and an
+*excused* rank has left its test as the test allows, by a skip or an expected failure.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ class RankProcess:
         code: The exit code; negative for signals (-9 is SIGKILL), None where unknown.
         ended_by_us: Whether this package killed it: at the time limit, or because it outlived
             another rank's failure.
-        ended_at: When torchrun's agent, the process that starts and watches ranks, saw that it was
-            gone; in seconds of CLOCK_MONOTONIC. None if the agent did not see it.
+        ended_at: When the agent saw that it was gone, in seconds of CLOCK_MONOTONIC; None if it did
+            not.
         output: The last lines of its stdout and stderr.
         stack: The Python stacks of its threads, as ``faulthandler`` wrote them on request.
         record: The last collectives, from torch's flight recorder: a line of JSON for each

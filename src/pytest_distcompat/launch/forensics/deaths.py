@@ -77,7 +77,7 @@ def explain(number: int, oom_kills: int | None, memory: int) -> Iterator[str]:
         return
     yield cause
     if number == signal.SIGKILL and oom_kills is not None:
-        plural = "es" * (oom_kills != 1)
+        plural = "" if oom_kills == 1 else "es"
         yield (
             f"the kernel killed {oom_kills or 'no'} process{plural} "
             "for lack of memory since the rank started"

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from pytest_distcompat.launch import pristine_builtins
 
-#: The file of a rank's main function. What called it is the same in all stacks: agent,
-#: multiprocessing, fork server.
+#: The file of a rank's main function. What called it is the same in all stacks: torchrun's agent,
+#: multiprocessing, or a fork server (the process from which a rank is forked).
 _MAIN = "pytest_distcompat/launch/rank.py"
 #: One line of a stack.
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')

@@ -103,7 +103,8 @@ def _switches(pid: int) -> object:
 def in_torch(stack: str) -> bool:
     """Tell whether the innermost Python function of the main thread is torch's.
 
-    A function that connects to a store does not count: it may wait for a host that is no rank.
+    A function that connects to a store, the server by which ranks find each other, does not count:
+    it may wait for a host that is no rank.
 
     Args:
         stack: The stacks of a process, as faulthandler writes them.
@@ -118,11 +119,11 @@ def in_torch(stack: str) -> bool:
 def may_wait_for_work(pid: int, stack: str) -> bool:
     """Tell whether the main thread may sleep in the ``wait`` of a collective, which is C++ code.
 
-    Such code has no Python frame. The thread sleeps in a futex, until another thread of the process
-    wakes it up (https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html). A thread that waits
-    for a Python lock or thread sleeps in a futex too. It is told apart in three ways: Python's own
-    code is innermost, the line calls ``acquire`` rather than ``wait``, or another thread runs the
-    user's code.
+    Such code has no Python frame. The thread sleeps in a futex, the kernel's lock, until another
+    thread of the process wakes it up (https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html).
+    A thread that waits for a Python lock or thread sleeps in a futex too. It is told apart in three
+    ways: Python's own code is innermost, the line calls ``acquire`` rather than ``wait``, or
+    another thread runs the user's code.
 
     Args:
         pid: The process.

@@ -4,7 +4,8 @@ A run is one process group from start to end. While its ranks work, their launch
 ``hosting``) calls ``check`` at least ten times a second. The watchdog reads the ranks' logs, and
 kills all ranks when
 
-- the time limit has passed; each rank that hangs first writes its Python stack;
+- the time limit has passed; each rank that hangs first writes its Python stack, and its last
+  collectives from torch's flight recorder;
 - a rank has vanished without a last event, as by ``os._exit(0)``;
 - the others live on after a rank failed; or
 - all others wait in torch for an *excused* rank, one that left its test as the test allows, by a
@@ -49,7 +50,7 @@ from pytest_distcompat.launch.request import Request
 #: How long to wait until the logs are read again, in seconds.
 CHECK_INTERVAL_S = 0.2
 #: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0
-#: and without a last event (``os._exit(0)``), which the agent does not notice.
+#: and without a last event (``os._exit(0)``). torchrun's agent, which started it, does not notice.
 VANISHED_AFTER = 1.0
 #: How long the other ranks may live on after a rank failed, in seconds.
 FAILED_AFTER = 5.0
