@@ -20,13 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.ext.scripts.launching import (
-    RANKS,
-    Host,
-    check_argument,
-    launch,
-    leave_directory,
-)
+from pytest_distcompat.ext.scripts.launch_arguments import RANKS, check_argument
+from pytest_distcompat.ext.scripts.launching import Host, launch, leave_directory
 from pytest_distcompat.ext.scripts.quantities import SAME
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
