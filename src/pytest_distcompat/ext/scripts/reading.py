@@ -55,7 +55,7 @@ def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str
     request_file.write_text(json.dumps(request), encoding="utf-8")
     # The interpreter may not have this package. Its directory comes last, so that nothing in it
     # hides a package of the script.
-    python_path = str(Path(__file__).parents[2])
+    python_path = str(Path(__file__).parents[3])
     if os.environ.get("PYTHONPATH"):
         python_path = os.pathsep.join((os.environ["PYTHONPATH"], python_path))
     python = sys.executable
