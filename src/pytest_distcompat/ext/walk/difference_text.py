@@ -38,11 +38,11 @@ def differing(title: str, before: Values, after: Values) -> Iterator[str]:
         before: The values before, or those of the reference.
         after: The values after, or those of the trainer.
     """
-    differing: list[str] = []
+    names: list[str] = []
     for name in {**before, **after}:
         if before.get(name) != after.get(name):
-            differing.append(name)
-    yield from difference_of(title, before, after, differing)
+            names.append(name)
+    yield from difference_of(title, before, after, names)
 
 
 def difference_of(title: str, before: Values, after: Values, names: Sequence[str]) -> Iterator[str]:
