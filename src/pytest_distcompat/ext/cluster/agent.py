@@ -9,8 +9,7 @@ sends until the session ends.
 pytest's process (``membership``, ``node``, ``run``) sends:
 
 - ``{"do": "warm"}`` and ``get_warm``: start the launcher process, which imports torch and then
-forks
-  ranks fast, and wait until it is ready;
+  forks ranks fast, and wait until it is ready;
 - ``write``: make a file in the shared directory;
 - ``run``: run this node's part, with the request and this node's place in it (``_part``);
 - ``log``: lines that ranks of other nodes logged;

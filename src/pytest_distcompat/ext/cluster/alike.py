@@ -21,7 +21,7 @@ from pytest_distcompat.launch.request import Warmth
 
 
 def difference(nodes: Sequence[Node], settings: Settings, warmth: Warmth, *, accounts: bool) -> str:
-    """Return in what nodes differ, empty if in nothing.
+    """Return how the nodes differ, as text for the user; empty if they are alike.
 
     They are compared with the first node. If one node has all runs, it is compared with pytest's
     own machine.

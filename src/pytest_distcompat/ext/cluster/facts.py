@@ -60,7 +60,7 @@ def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
 def differences(
     name: str, node_facts: Mapping[str, Any], first: str, first_facts: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield in what a node differs from the first node, such as ``n2 has torch 2.9, n1 has 2.8``.
+    """Yield how a node differs from the first node, such as ``n2 has torch 2.9, n1 has 2.8``.
 
     Args:
         name: The name of the node.

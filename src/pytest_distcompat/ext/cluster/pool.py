@@ -33,7 +33,8 @@ class ScheduledPool(Pool):
     def lease(self, ranks: int, *, who: str, **options: Any) -> Iterator[Lease]:
         """Lease GPUs as ``Pool`` does.
 
-        A lease inside another one gets its GPUs, and asks for none.
+        A lease inside another one leases from the GPUs of the outer one: it does not ask the
+        scheduler.
         """
         with contextlib.ExitStack() as held:
             if self.inventory is self._whole:

@@ -1,9 +1,9 @@
 """The launcher of a session over several nodes, made from the session's options.
 
 ``placement`` calls ``nodes_launcher`` once all tests are collected, if a test needs several *nodes*
-(machines) or runs of xdist's workers are dealt out over nodes. In goes what the tests need
+(machines) or runs of xdist's workers are dealt out over nodes. Its input is what the tests need
 (``Wanted``), the options (``--distcompat-executor slurm``), and the launcher of runs on this
-machine. Out comes a ``NodesLauncher`` (``launcher``), or a usage error if options do not fit.
+machine. Its result is a ``NodesLauncher`` (``launcher``), or a usage error if options do not fit.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The places in which a library changes: read from two copies of its package, or from a diff.
 
 ``distcompat reach MAP --changed accelerate@OLD_DIR..NEW_DIR`` and ``distcompat releases --changed``
-call ``read_change`` with the text of the option. What comes out is a ``ChangedPlace`` for each
-group of lines that are replaced, removed or added together. ``changed`` then looks up which test
-cells executed the old lines.
+call ``read_change`` with the text of the option. The result is a ``ChangedPlace`` for each group of
+lines that are replaced, removed or added together. ``changed`` then looks up which test cells
+executed the old lines.
 
-Only files with training code count (``libraries``), and only code: of a comment or docstring that
-differs nothing is said.
+Only files with training code count (``libraries``). Comments and docstrings do not count.
 """
 
 from __future__ import annotations

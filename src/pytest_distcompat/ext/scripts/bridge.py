@@ -39,7 +39,7 @@ def _log_change(description: str) -> None:
 
 
 def _requested_plugin() -> dict[str, Any]:
-    """Return ``{"fsdp_plugin": None}``, or the like of DeepSpeed; empty if neither is requested.
+    """Return the plugin that the environment requests: ``{"fsdp_plugin": None}``; empty for none.
 
     ``accelerate launch`` and Accelerator's plugins set the environment variables
     ``ACCELERATE_USE_FSDP`` and ``ACCELERATE_USE_DEEPSPEED``. ``on_cpu`` asks only whether the key

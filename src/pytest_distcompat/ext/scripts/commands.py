@@ -70,37 +70,50 @@ def command_line(
             "a module goes by '-m', 'name', a command by launcher='cli'"
         )
     if launcher == "torchrun":
-        # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each
-        # other.
-        start = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world_size),
-        ]
+        start = _start_of_torchrun(world_size)
     elif launcher == "accelerate":
-        start = [sys.executable, "-m", "accelerate.commands.launch"]
-        # accelerate ignores torchrun's variables, but has two of torchrun's options for logs. With
-        # port 0 the kernel chooses the port.
-        start += [
-            "--num_processes",
-            str(world_size),
-            "--main_process_port",
-            "0",
-            "--tee",
-            "3",
-            "--log_dir",
-            str(logs),
-        ]
-        if configuration is not None:
-            start += ["--config_file", str(configuration)]
+        start = _start_of_accelerate(world_size, logs, configuration)
     else:
         raise UsageProblem(f"no launcher named {launcher!r}. Known: {', '.join(LAUNCHERS)}")
     if script != "-m":
         script = str(Path(script).resolve())
     return (*start, script, *args), environment
+
+
+def _start_of_torchrun(world_size: int) -> list[str]:
+    """Return the command line of torchrun up to the script."""
+    # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each
+    # other.
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+    ]
+
+
+def _start_of_accelerate(world_size: int, logs: Path, configuration: Path | None) -> list[str]:
+    """Return the command line of ``accelerate launch`` up to the script."""
+    # accelerate ignores torchrun's variables, but has two of torchrun's options for logs. With port
+    # 0 the kernel chooses the port.
+    start = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        str(world_size),
+        "--main_process_port",
+        "0",
+        "--tee",
+        "3",
+        "--log_dir",
+        str(logs),
+    ]
+    if configuration is not None:
+        start += ["--config_file", str(configuration)]
+    return start
 
 
 def _executable(command: str) -> str:

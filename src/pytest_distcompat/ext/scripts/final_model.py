@@ -1,9 +1,9 @@
 """The check ``final_model_loadable``: the model that a script left loads, with the trained values.
 
 ``ScriptRun`` (module ``result``) calls ``check_final_model`` when a user's test says
-``run.check("final_model_loadable")``. What goes in: the trace of the run, which is all that the
+``run.check("final_model_loadable")``. The input is the trace of the run, which is all that the
 probe in each rank recorded while the script trained, and the path that the script wrote, such as
-``out/`` with ``model.safetensors``. What comes out: findings as sentences, none if all is well.
+``out/`` with ``model.safetensors``. The result is findings as sentences, none if all is well.
 
 The *unwrapped* model is the model before DDP, FSDP or DeepSpeed wraps it. Its names and shapes are
 the right ones for the files. The trained values are known by *digests*: hashes of each tensor, or

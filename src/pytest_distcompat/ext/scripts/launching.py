@@ -161,6 +161,7 @@ def launch(
         LeaseTimeout: If the devices do not become free in time.
 
     """
+    # Fill in the defaults, and check all arguments before anything is written.
     host = host or Host.here()
     classes = (blocks,) if isinstance(blocks, str) else blocks
     limit = host.timeout if timeout is None else timeout
@@ -183,6 +184,8 @@ def launch(
     cell = expected_cell(strategy, precision, ranks, options or {})
     arguments = tuple(str(argument) for argument in args)
     uses_file = uses_configuration(launcher, arguments, configuration, strategy)
+
+    # Make the directory of the run, with the configuration files and the settings of the probe.
     directory = host.new_directory(_name_of_run(script, arguments))
     file = None
     if uses_file:
@@ -192,6 +195,9 @@ def launch(
         str(script), filled, launcher, world_size=ranks, directory=directory, configuration=file
     )
     ProbeConfig(watch_steps, host.device, stop_after, tuple(classes), states).write(directory)
+
+    # Run the command: ``Hosted`` starts it, watches its ranks, and kills all of them at the time
+    # limit.
     #: The variables of the run that this process does not have.
     added = {**variables, **(environment or {})}
     if bridge and host.device == "cpu":
@@ -209,6 +215,7 @@ def launch(
         reproduce="",
     )
     ending = _run_on_leased_devices(host, command, user)
+
     # Without a strategy nothing says what should run, so no check compares with it.
     judged_cell = cell if strategy else None
     output_path = Path(output) if output else None

@@ -3,12 +3,12 @@
 A user's test calls ``launch("train.py", strategy="fsdp2")`` and then ``run.check("active",
 "names")`` on the result. ``resume_roundtrip`` and ``parity`` read its ``trace``.
 
-What goes in are the files of the run's directory. In each rank (process that trains) a *probe*
+The input is the files of the run's directory. In each rank (process that trains) a *probe*
 recorded *snapshots* there: what it read of model and optimizer after an *action*, such as the third
 ``step``. All snapshots of a run are its ``trace``. A *check* is a function of a trace and of a
 *cell*, which says what should have run: ``fsdp2-fp32-w2`` is FSDP2 in float32 on 2 ranks. The
 checks are those of the built-in suite (``pytest_distcompat.checks``); ``final_model_loadable``
-alone is for scripts only. What comes out is a ``Verdict`` for each check: passed, failed with its
+alone is for scripts only. The result is a ``Verdict`` for each check: passed, failed with its
 findings, or skipped where the check does not apply.
 """
 
@@ -358,7 +358,7 @@ class ScriptRun:
         """
         if self.output is not None:
             return self.output
-        # What all ranks write together is a checkpoint. A final model is written by one rank.
+        # What all ranks save together is a checkpoint, and no final model.
         paths = [saved.path for saved in self.saved() if not saved.everyone]
         if not paths:
             # The output directories of trainers that the script made.
@@ -390,9 +390,9 @@ class ScriptRun:
     def _written_files(self) -> list[tuple[FileInfo, ...]]:
         """Return what the script saved, as groups of files; each group becomes one snapshot.
 
-        With checkpoints each of them is a group, and each other saved path is one. Each group that
-        holds a model must hold all of it. Without a checkpoint all files are one group: a script
-        may save its model in parts.
+        The check ``names`` reads each snapshot by itself. With checkpoints each of them is a group,
+        and each other saved path is one. Without a checkpoint all files are one group, because a
+        script may save its model in parts.
         """
         # The script may have deleted what it saved.
         existing = []

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,59 +80,103 @@ def resume_roundtrip(
     )
     _check_settings(settings)
     host = host or Host.here()
-    #: ``{steps}`` and ``{save_at}`` in the script's arguments -> their values.
-    replacements = {"steps": str(total), "save_at": str(save_at)}
-    #: The runs that have ended well so far.
-    runs: list[ScriptRun] = []
-
-    def run(output: Path, *more: str, **others: Any) -> ScriptRun:
-        """Launch the script with ``more`` arguments; ``others`` go to ``launch``."""
-        replacements_of_run = {**replacements, "output": str(output)}
-        arguments = [_filled(argument, replacements_of_run) for argument in (*args, *more)]
-        # The probe records every step in full, because each may be compared.
-        done = launch(script, *arguments, host=host, watch_steps=total, **{**settings, **others})
-        runs.append(done)
-        return done
-
+    launches = _Launches(script, args, save_at, total, host, settings)
     stopped_output = host.new_directory("stopped")
     through_output = host.new_directory("through")
-
-    def run_all() -> RoundTrip:
-        stopped = run(stopped_output, stop_after=save_at)
+    try:
+        stopped = launches.run(stopped_output, stop_after=save_at)
         through = stopped
         # With ``save_at=total`` the stopped run has trained all steps, as a second one would.
         if save_at < total:
-            through = run(through_output)
-        checkpoint = _checkpoint(stopped, save_at)
-        if checkpoint is None:
-            raise Incompatible(
-                f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}"
-            )
-        more = [_filled(argument, {"checkpoint": checkpoint}) for argument in resume]
-        others: dict[str, Any] = {}
-        if reshard_to:
-            others["world_size"] = reshard_to
-        try:
-            # The resumed run has the output directory of the stopped one, as a user's would.
-            resumed = run(stopped_output, *more, **others)
-        except RunFailedError as failure:
-            message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
-            raise RunFailedError(message, hard=failure.hard) from None
+            through = launches.run(through_output)
+        # The resumed run has the output directory of the stopped one, as a user's would.
+        resumed = launches.resume(stopped, stopped_output, resume, reshard_to)
         trip = RoundTrip(
             through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to)
         )
         trip.check()
-        return trip
-
-    try:
-        return run_all()
     except (Incompatible, RunFailedError):
         # The message is about checkpoints and logs there.
         leave_directory(stopped_output)
         leave_directory(through_output)
-        for done in runs:
+        for done in launches.done:
             leave_directory(done.directory)
         raise
+    return trip
+
+
+@dataclass
+class _Launches:
+    """The launches of one script, with the arguments that all runs have."""
+
+    script: str | Path
+    #: The arguments of the script, with placeholders such as ``{steps}``.
+    args: Sequence[str | Path]
+    save_at: int
+    total: int
+    host: Host
+    #: Further arguments of ``launch``.
+    settings: Mapping[str, Any]
+    #: The runs that have ended well so far.
+    done: list[ScriptRun] = field(default_factory=list)
+
+    def run(self, output: Path, *more: str, **others: Any) -> ScriptRun:
+        """Launch the script.
+
+        Args:
+            output: The directory that takes the place of ``{output}``.
+            *more: Further arguments of the script.
+            **others: Arguments of ``launch`` for this run alone.
+        """
+        replacements = {
+            "steps": str(self.total),
+            "save_at": str(self.save_at),
+            "output": str(output),
+        }
+        arguments = [_filled(argument, replacements) for argument in (*self.args, *more)]
+        # The probe records every step in full, because each may be compared.
+        run = launch(
+            self.script,
+            *arguments,
+            host=self.host,
+            watch_steps=self.total,
+            **{**self.settings, **others},
+        )
+        self.done.append(run)
+        return run
+
+    def resume(
+        self,
+        stopped: ScriptRun,
+        output: Path,
+        arguments: Sequence[str | Path],
+        reshard_to: int | None,
+    ) -> ScriptRun:
+        """Launch the script so that it goes on from the checkpoint of a stopped run.
+
+        Args:
+            stopped: The run that has written the checkpoint.
+            output: As for ``run``.
+            arguments: The further arguments of the script, with ``{checkpoint}``.
+            reshard_to: The number of ranks, if it is another.
+
+        Raises:
+            Incompatible: There is no checkpoint.
+            RunFailedError: The run failed; the message names the checkpoint.
+        """
+        checkpoint = _checkpoint(stopped, self.save_at)
+        if checkpoint is None:
+            problem = _missing_checkpoint(stopped, self.save_at)
+            raise Incompatible(f"{problem}\nlogs: {stopped.directory}")
+        more = [_filled(argument, {"checkpoint": checkpoint}) for argument in arguments]
+        others: dict[str, Any] = {}
+        if reshard_to:
+            others["world_size"] = reshard_to
+        try:
+            return self.run(output, *more, **others)
+        except RunFailedError as failure:
+            message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
+            raise RunFailedError(message, hard=failure.hard) from None
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

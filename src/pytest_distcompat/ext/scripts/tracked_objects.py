@@ -62,7 +62,7 @@ class TrackedObjects:
         self._blocks = blocks
         #: What calls such as ``FSDP(model)`` or ``Accelerator.prepare`` have wrapped, in order.
         self.models: list[weakref.ref[Module]] = []
-        #: What wraps an optimizer in the trainer, such as accelerate's ``AcceleratedOptimizer``.
+        #: The optimizers that such calls have returned, as accelerate's ``AcceleratedOptimizer``.
         self.optimizers: list[weakref.ref[Any]] = []
         #: torch's learning rate schedulers, in the order they were made.
         self.schedulers: list[weakref.ref[Any]] = []

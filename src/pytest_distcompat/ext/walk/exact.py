@@ -9,8 +9,8 @@ after each call, by these functions:
 - ``reference_differences``: what is trainable, learning rates, buffers and modes are those of the
   reference.
 
-What goes in are *snapshots*: what the probe of one rank (process) recorded after the call. A tensor
-is recorded by its digest, a hash of the part that the rank stores. What comes out are findings as
+The input is *snapshots*: what was recorded in one rank (process) after the call. A tensor is
+recorded by its digest, a hash of the part that the rank stores. The result is findings as
 text. ``inexact`` compares the numbers that rounding may change.
 
 A parameter has a *live name* in the trainer, such as ``module.layer.weight``, and another one in
@@ -50,7 +50,7 @@ def must_change_nothing(call: Call, snapshot: Snapshot) -> bool:
 
 
 def changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
-    """Yield what a call changed that was to change nothing, bit by bit.
+    """Yield what changed, bit by bit, in a call that must change nothing.
 
     Args:
         before: The snapshot of a rank before the call.
@@ -99,7 +99,7 @@ def _by_name(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
 
 
 def structure_changes(built: Snapshot, after: Snapshot) -> Iterator[str]:
-    """Yield what is not as it was built: names, kinds, shapes, dtypes and shards of parameters.
+    """Yield how parameters differ from those that were built: names, shapes, dtypes, shards.
 
     ``built`` is the snapshot of the same rank after the trainer was built.
     """
@@ -121,7 +121,7 @@ def _structure(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def reference_differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
-    """Yield what is not exactly as in the reference.
+    """Yield what differs from the reference, where it must be exactly equal.
 
     Compared are what is trainable, what is in the optimizer, learning rates, buffers and modes.
 

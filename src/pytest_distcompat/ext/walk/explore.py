@@ -285,14 +285,7 @@ class Explorer:
         )
         @given(strategies.lists(call, max_size=length + length // 2))
         def run(drawn: list[Call]) -> None:
-            # What Hypothesis draws is made a valid walk: calls that may not follow are dropped.
-            calls: list[Call] = []
-            for next_call in drawn:
-                if not allowed(calls, next_call, kind.own):
-                    continue
-                # What is known to be broken would be all that is found.
-                if not matches_any(known, [*calls, next_call]):
-                    calls.append(next_call)
+            calls = self._valid_walk(drawn, known)
             failed_calls = self.check(calls[:length])
             if failed_calls:
                 failed.add(failed_calls)
@@ -303,6 +296,23 @@ class Explorer:
         except WalkFailed:
             return min(failed, key=_length)
         return ()
+
+    def _valid_walk(self, drawn: Iterable[Call], known: Sequence[re.Pattern[str]]) -> list[Call]:
+        """Return the drawn calls without those that cannot follow the others.
+
+        Args:
+            drawn: What Hypothesis has drawn.
+            known: Patterns of walks that are known to fail, of which new ones would say nothing.
+        """
+        kind = self.kind.live_calls
+        assert kind is not None
+        calls: list[Call] = []
+        for next_call in drawn:
+            if not allowed(calls, next_call, kind.own):
+                continue
+            if not matches_any(known, [*calls, next_call]):
+                calls.append(next_call)
+        return calls
 
 
 def _length(calls: _Calls) -> tuple[int, int]:

@@ -5,10 +5,10 @@ A *walk* makes the same sequence of calls on a live trainer, on several ranks (p
 functions. Two trainers that add numbers in another order differ in the last digits, so each number
 has a tolerance. What must be equal bit by bit is compared in ``exact``.
 
-What goes in are *snapshots*, what the probe of one rank recorded after the call. Tensors are not in
+The input is *snapshots*, what was recorded in one rank after the call. Tensors are not in
 them, only their *sums*: the number of elements, their sum, and the sum of their squares. The sums
 of the *shards* (parts) that several ranks store add up to those of the whole tensor, so nothing is
-gathered. What comes out are findings as text.
+gathered. The result is findings as text.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def inexact_live_values(
 def inexact_returned_values(
     cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot
 ) -> Iterator[str]:
-    """Yield what a call returned that is not the reference's, or did not return.
+    """Yield how the tensors that a call returned differ from those of the reference.
 
     A call such as ``state_dict`` returns tensors, ``step`` returns nothing to compare. What returns
     any must return all trained parameters.
