@@ -23,6 +23,10 @@ second says that it lives, ``leaving`` that a signal ends it.
 Three threads share the work: the main thread does one thing after the other, ``_receive`` takes
 what must not wait for a run to end, and ``_beat`` sends the beats. Ranks write their logs to files
 below a directory of this node; ``_stream`` sends new lines to pytest's process as they come.
+
+A *lease* gives a run devices of this node, and keeps other runs off them. If runs span nodes,
+pytest's process sees to that. If this node has whole runs (``--distcompat-worker-nodes``), the
+agent leases for each.
 """
 
 from __future__ import annotations

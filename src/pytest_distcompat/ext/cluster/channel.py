@@ -1,9 +1,9 @@
 """The channel between pytest's process and a node agent: messages in JSON over TCP.
 
-An *agent* is the process that runs one machine's part of a test over several machines
-(``agent``). pytest's process listens (``Listener``, made by ``membership``); agents connect.
-Anybody in the network could connect too, so both sides first prove that they know the session's
-*token*, a secret, without sending it. ``Channel`` does that when it is made:
+An *agent* is the process that runs one machine's part of a test over several machines (``agent``).
+pytest's process listens (``Listener``, made by ``membership``); agents connect. Anybody in the
+network could connect too, so both sides first prove that they know the session's *token*, a secret,
+without sending it. ``Channel`` does that when it is made:
 
 1. pytest -> agent: a random number, the nonce;
 2. agent -> pytest: another nonce, and an HMAC (a hash that only who knows the key can make) of

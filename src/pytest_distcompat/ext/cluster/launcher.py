@@ -9,8 +9,8 @@ On each node an *agent* runs (``agent``): it joins pytest's process by a channel
 ranks there. ``Node`` is an agent as pytest sees it. ``Membership`` has the agents of a session
 started, and waits until all have joined. Each run over nodes is a ``NodesRun`` (``run``).
 
-A scheduler, such as Slurm or Ray, may count the devices of the nodes: then each run asks it for
-them (``devices``).
+A scheduler, such as Ray, may count the devices of the nodes: then each run asks it for them
+(``devices``). A *lease* is the span of time in which a run has devices.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A *pool* lends GPUs to one run at a time: ``with pool.lease(2, who="test_x") as lease``. In a
 session on a Ray cluster the GPUs of pytest's own machine belong to Ray too, so a run on that
-machine must first ask Ray for some. ``placement`` gives the session a ``ScheduledPool`` then.
+machine must first ask Ray for some, for its *ranks*, the processes of the run. ``placement`` gives
+the session a ``ScheduledPool`` then.
 """
 
 from __future__ import annotations

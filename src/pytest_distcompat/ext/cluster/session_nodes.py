@@ -4,6 +4,7 @@
 (machines) or runs of xdist's workers are dealt out over nodes. Its input is what the tests need
 (``Wanted``), the options (``--distcompat-executor slurm``), and the launcher of runs on this
 machine. Its result is a ``NodesLauncher`` (``launcher``), or a usage error if options do not fit.
+An *agent* is the process that starts ranks on a node, and an *executor* is how agents are started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``Settings``: the nodes (machines) of a session, as its options describe them.
 
 ``session_nodes`` makes them from the options; ``launcher``, ``membership``, ``run`` and ``alike``
-read them.
+read them. *Ranks* are the processes of a run; a *lease* gives a run devices for a while.
 """
 
 from __future__ import annotations

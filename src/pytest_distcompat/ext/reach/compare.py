@@ -1,8 +1,8 @@
 """Two releases compared: new code of the later one, and code that test cells reach no more.
 
 ``distcompat reach MAP --compare EARLIER`` (``command``) calls ``compare`` with the *maps* of two
-releases. A map says which *cells* (test configurations) reach which *branches* of the libraries;
-a branch is one way from a line that has several.
+releases. A map says which *cells* (test configurations) reach which *branches* of the libraries; a
+branch is one way from a line that has several.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """pytest plugin of reach: the option ``--distcompat-reach FILE``.
 
 With it a session records which functions and branches of the installed libraries its test cells
-execute, and writes that *map* to the file. pytest loads this module by the entry point
-``distcompat-reach``; the core of the plugin calls the two hooks at its end. All else is imported
-when the option is given.
+execute in their *ranks*, the processes that train, and writes that *map* to the file. pytest loads
+this module by the entry point ``distcompat-reach``; the core of the plugin calls the two hooks at
+its end. All else is imported when the option is given.
 """
 
 from __future__ import annotations

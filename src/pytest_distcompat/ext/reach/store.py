@@ -1,10 +1,10 @@
 """The file of a map, which is an SQLite database: writing and reading.
 
 A *map* (``map.ReachMap``) says which functions and branches of the installed libraries each *cell*
-(test configuration) executes. ``write_map`` is called at the end of a pytest session
-(``session_map``) and by ``distcompat reach -o``, ``read_map`` by ``distcompat reach``. The file has
-everything that is needed to show the map where the libraries are not installed, source lines
-included.
+(test configuration of a driver, the trainer) executes, in which *action*, such as ``step``.
+``write_map`` is called at the end of a pytest session (``session_map``) and by ``distcompat reach
+-o``, ``read_map`` by ``distcompat reach``. The file has everything that is needed to show the map
+where the libraries are not installed, source lines included.
 """
 
 from __future__ import annotations

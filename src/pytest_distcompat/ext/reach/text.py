@@ -1,9 +1,9 @@
 """The lines that ``distcompat reach`` prints: a map as text, 100 columns wide at most.
 
 A *map* says which *cells* (test configurations, such as ``accelerate/fsdp2-fp32-w2``) execute which
-functions and *branches* (ways from one line to another) of the installed libraries. ``command``
-calls the functions of this module with a map or a part of it, and prints the lines; ``page`` uses
-some for HTML:
+functions and *branches* (ways from one line to another) of the installed libraries, and in which
+*action* of a rank, such as ``build``. ``command`` calls the functions of this module with a map or
+a part of it, and prints the lines; ``page`` uses some for HTML:
 
 - ``overview``, with ``library_table`` and ``file_table``: numbers of each library and file;
 - ``functions``: all functions of one library, with the cells that execute each;

@@ -5,6 +5,8 @@ A *rank* is one of the processes that train together in a test. In a session wit
 ``session_map.TracedRanks``), then ``start``, ``switch`` at each *action*, such as ``build`` or
 ``step``, and ``stop``, which writes a file. ``collect`` makes the map from the files of all ranks.
 
+A *driver* is the trainer under test, a *cell* its configuration, such as ``fsdp2-fp32-w2``.
+
 The recording is coverage.py's, with an action as its *context*. It records *arcs*: the number of a
 line, and that of the line that was executed next.
 """

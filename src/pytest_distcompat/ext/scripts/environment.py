@@ -4,7 +4,8 @@ The parent (``launching``) starts the script with ``with_probe(os.environ, direc
 environment, and writes ``ProbeConfig(...)`` to ``probe.json`` in that directory. Every Python
 process of the script then runs ``site/sitecustomize.py`` when it starts, because Python imports a
 module of that name from PYTHONPATH. That starts the *probe*, the code that records what the script
-trains, and the probe reads ``probe.json``.
+trains, and the probe reads ``probe.json``. A *rank* is one of the processes that train together;
+the script may start others too.
 """
 
 from __future__ import annotations

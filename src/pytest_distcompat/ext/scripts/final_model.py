@@ -1,9 +1,13 @@
 """The check ``final_model_loadable``: the model that a script left loads, with the trained values.
 
 ``ScriptRun`` (module ``result``) calls ``check_final_model`` when a user's test says
-``run.check("final_model_loadable")``. The input is the trace of the run, which is all that the
-probe in each rank recorded while the script trained, and the path that the script wrote, such as
-``out/`` with ``model.safetensors``. The result is findings as sentences, none if all is well.
+``run.check("final_model_loadable")``. The input is the trace of the run, its *cell* (what should
+have run, such as ``fsdp2-fp32-w2``: FSDP2 in float32 on 2 ranks), and the path that the script
+wrote, such as ``out/`` with ``model.safetensors``. The result is findings as sentences, none if all
+is well.
+
+A trace is all *snapshots* of a run: what was recorded in each rank (process that trains) of model
+and optimizer after each step, each save, and at the end.
 
 The *unwrapped* model is the model before DDP, FSDP or DeepSpeed wraps it. Its names and shapes are
 the right ones for the files. The trained values are known by *digests*: hashes of each tensor, or

@@ -4,8 +4,8 @@ The probe must wrap ``torch.save`` in a script, and must not import torch itself
 script may never need it. So it says ``on_import("torch", patch)`` at the start of the process, and
 ``patch(torch)`` is called right after the script's own ``import torch``.
 
-Python asks the finders in ``sys.meta_path`` for each module. Ours comes first. For a module that
-is waited for it asks the others, and replaces ``exec_module`` of the loader that they return, once.
+Python asks the finders in ``sys.meta_path`` for each module. Ours comes first. For a module that is
+waited for it asks the others, and replaces ``exec_module`` of the loader that they return, once.
 """
 
 from __future__ import annotations

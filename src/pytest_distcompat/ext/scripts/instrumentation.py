@@ -1,11 +1,12 @@
 """The library calls of a script that the probe wraps, and the start of the probe.
 
+The *probe* is the code that records, inside its processes, what an unmodified script trains.
 ``enter()`` is called in every Python process of a launched script, by ``site/sitecustomize.py``,
-before the script runs. It makes the process a *rank* if it is one of those that train together,
-and registers hooks: when the script imports ``torch``, ``accelerate``, ``deepspeed`` or another
-library in ``_CALLS``, its functions there are replaced by wrapped ones. A wrapped ``torch.save``,
-for example, calls the original and then has the ``Recorder`` note the path that was saved. The
-script gets the same results as ever.
+before the script runs. It makes the process a *rank* if it is one of those that train together, and
+registers hooks: when the script imports ``torch``, ``accelerate``, ``deepspeed`` or another library
+in ``_CALLS``, its functions there are replaced by wrapped ones. A wrapped ``torch.save``, for
+example, calls the original and then has the ``Recorder`` note the path that was saved. The script
+gets the same results as ever.
 
 A *wrapper* (``wrappers.Wrapper``) is a generator function with the arguments (recorder, positional
 arguments, keyword arguments). What is before its ``yield`` runs before the original call, what is

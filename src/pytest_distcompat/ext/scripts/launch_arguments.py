@@ -1,9 +1,12 @@
 """Checks of the arguments of ``launch``, ``resume_roundtrip`` and ``parity``.
 
 These functions are called with whatever a user's test passed, before anything runs. Each raises
-``UsageProblem``, with the argument's name and value, for a wrong one, such as
-``timeout=-1: expected a number of seconds above 0``. Two also turn arguments into what the launch
-works with: ``expected_cell`` and ``extra_states``.
+``UsageProblem``, with the argument's name and value, for a wrong one, such as ``timeout=-1:
+expected a number of seconds above 0``. Two also turn arguments into what the launch works with:
+``expected_cell`` and ``extra_states``.
+
+A *cell* says what should run: ``fsdp2-fp32-w2`` is FSDP2 in float32 on 2 *ranks*, the processes
+that train together.
 """
 
 from __future__ import annotations

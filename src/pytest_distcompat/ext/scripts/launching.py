@@ -1,13 +1,15 @@
 """``launch``: run a script or a command line on ranks, and return how all of them ended.
 
-It is the same for pytest, ``unittest`` and plain Python: a test calls ``launch("train.py",
-"--lr", "1", strategy="fsdp2")``, directly or by the fixture ``distcompat`` (``plugin``), and gets a
+It is the same for pytest, ``unittest`` and plain Python: a test calls ``launch("train.py", "--lr",
+"1", strategy="fsdp2")``, directly or by the fixture ``distcompat`` (``plugin``), and gets a
 ``ScriptRun``, whose ``check("active", "names")`` judges the run.
 
 ``launch`` waits for free devices, makes the command line (``commands``), adds the environment
-variables that start the *probe* in every Python process of the script (``environment``), and
-starts the launcher, such as torchrun. The probe records what the script trains, in files of the
-run's directory. A *rank* is one of the processes that train together.
+variables that start the *probe* in every Python process of the script (``environment``), and starts
+the launcher, such as torchrun. The probe records what the script trains, in files of the run's
+directory. A *rank* is one of the processes that train together. A *cell* says what should run:
+``fsdp2-fp32-w2`` is FSDP2 in float32 on 2 ranks. Devices are taken by a *lease*, which keeps other
+runs on this machine off them until the run has ended.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A user's test says ``launch(extra_state=["ema", "trainer.curriculum"])`` for state that a checkpoint
 must bring back too: ``ema`` is a variable of a function or module of the script, and
 ``trainer.curriculum`` an attribute of one. The ``Recorder`` in each rank calls ``NamedStates.read``
-after a step, a save or a load. The result is the values of each state then, as texts of
-numbers and digests (hashes) of tensors, which ``resume_roundtrip`` compares later.
+after a step, a save or a load. The result is the values of each state then, as texts of numbers and
+digests (hashes) of tensors, which ``resume_roundtrip`` compares later.
 
 Libraries know of further state: what is registered by ``Accelerator.register_for_checkpointing``,
 and torch's ``AveragedModel``. That is read without being named.

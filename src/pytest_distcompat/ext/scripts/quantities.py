@@ -1,10 +1,10 @@
 """The quantities of a training step that ``resume_roundtrip`` compares: read, compare, describe.
 
 ``RoundTrip`` (module ``roundtrip``) has two runs of one script: one that never stopped, and one
-that loaded a checkpoint. For each rank and step it takes the snapshot of either run (what the
-probe in the rank recorded after that step) and asks ``are_equal("losses", expected, resumed, ...)``
-here. If the answer is no, ``describe_difference`` says in words how they differ, such as
-``2.31 instead of 2.29``.
+that loaded a checkpoint. For each rank and step it takes the snapshot of either run (what the probe
+in the rank recorded after that step) and asks ``are_equal("losses", expected, resumed, ...)`` here.
+If the answer is no, ``describe_difference`` says in words how they differ, such as ``2.31 instead
+of 2.29``.
 
 A quantity is one of the names in ``SAME``: ``losses``, ``grad_norms``, ``parameters``,
 ``optimizer``, ``scheduler``, ``rng``, ``data`` and ``extra_state``.

@@ -9,7 +9,8 @@ losses, gradient norms and the final weights of both runs must be equal within t
 
 What is compared are *snapshots*: what a probe in each rank recorded after each step, and at the
 end. On several ranks each has only a *shard*, a part, of a tensor, and nothing gathers them. So
-tensors are compared by sums over their elements, to which the shards add up.
+tensors are compared by sums over their elements, to which the shards add up. A *replica* is a group
+of ranks that together hold one copy of the model: each single rank of DDP, all of FSDP.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 JSON in the directory of the run.
 
 An *unwrapped* model is the model before DDP, FSDP or DeepSpeed wraps it. Its names of parameters
-are the right ones in saved files too.
+are the right ones in saved files too. Values are returned as *digests*, hashes of each tensor.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 There is one ``Recorder`` in each rank, a process that trains (``wrappers.current_recorder``). The
 rest of the probe calls it: ``instrumentation`` wraps functions of torch, accelerate, DeepSpeed and
 others, and each wrapper calls methods such as ``before_backward`` and ``after_step`` when the
-script calls that function. The recorder writes lines of the rank's log, ``rank-0.jsonl``, which
-the parent process reads after the run (``result``).
+script calls that function. The recorder writes lines of the rank's log, ``rank-0.jsonl``, which the
+parent process reads after the run (``result``).
 
 A *snapshot* is what was read of model, optimizer and scheduler after one *action*. In the project's
 other runs a driver, a class that the user writes, has a method for each action. A script has none,

@@ -3,8 +3,8 @@
 A user's test calls ``launch("train.py", strategy="fsdp2")`` and then ``run.check("active",
 "names")`` on the result. ``resume_roundtrip`` and ``parity`` read its ``trace``.
 
-The input is the files of the run's directory. In each rank (process that trains) a *probe*
-recorded *snapshots* there: what it read of model and optimizer after an *action*, such as the third
+The input is the files of the run's directory. In each rank (process that trains) a *probe* recorded
+*snapshots* there: what it read of model and optimizer after an *action*, such as the third
 ``step``. All snapshots of a run are its ``trace``. A *check* is a function of a trace and of a
 *cell*, which says what should have run: ``fsdp2-fp32-w2`` is FSDP2 in float32 on 2 ranks. The
 checks are those of the built-in suite (``pytest_distcompat.checks``); ``final_model_loadable``

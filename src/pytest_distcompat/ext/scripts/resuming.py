@@ -4,13 +4,13 @@ Users call it in a test, through the fixture ``distcompat`` (``plugin``) or by
 ``pytest_distcompat.scripts``. A *run* is one launch of the script on all its ranks (``launch``).
 With ``save_at=3, total=5`` there are three:
 
-- the *stopped* run trains 3 of its 5 steps: the probe in its ranks ends it right after the
-  checkpoint of step 3, as a preempted job ends;
+- the *stopped* run trains 3 of its 5 steps: the *probe*, the code that records the script from
+  inside its processes, ends it right after the checkpoint of step 3, as a preempted job ends;
 - the run *through* trains all 5 steps;
 - the *resumed* run gets the path of the checkpoint and trains steps 4 and 5.
 
-``RoundTrip`` (module ``roundtrip``) then compares what the probes of the three recorded. The
-caller gets the ``RoundTrip``, or the exception ``Incompatible`` with all differences.
+``RoundTrip`` (module ``roundtrip``) then compares what the probes of the three recorded. The caller
+gets the ``RoundTrip``, or the exception ``Incompatible`` with all differences.
 """
 
 from __future__ import annotations

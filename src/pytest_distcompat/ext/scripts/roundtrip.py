@@ -1,7 +1,7 @@
 """Comparison of three runs of one script: it must train after a resume as if it never stopped.
 
-``resume_roundtrip`` (module ``resuming``) launches the script three times, makes a ``RoundTrip``
-of the runs, and calls its ``check()``. With ``save_at=3, total=5`` the runs are
+``resume_roundtrip`` (module ``resuming``) launches the script three times, makes a ``RoundTrip`` of
+the runs, and calls its ``check()``. With ``save_at=3, total=5`` the runs are
 
 - ``through``: steps 1 to 5 without a stop;
 - ``stopped``: steps 1 to 3, ended by the probe after the checkpoint of step 3;

@@ -1,9 +1,9 @@
 """Common end of all ranks of a script after a checkpoint, as if they had been preempted.
 
 ``resume_roundtrip`` needs a run that ends right after the checkpoint of step 3, say. The script
-knows nothing of that, so the probe in each rank ends the process. The ``Recorder`` calls these
-functions when the script goes on after that step: ``anyone_wrote`` where only one rank may have
-saved, then ``exit_together``.
+knows nothing of that, so the *probe*, the code that records the script from inside each rank
+(process that trains), ends the process. The ``Recorder`` calls these functions when the script goes
+on after that step: ``anyone_wrote`` where only one rank may have saved, then ``exit_together``.
 
 Ranks agree through their log files (``rank-0.jsonl``, one event a line), which all of them can
 read. A collective, such as ``torch.distributed.barrier``, could meet one of the script's own.

@@ -1,10 +1,12 @@
 """Models, optimizers and schedulers that a script makes, and which of them belong together.
 
-The probe in each rank of an unmodified script has one ``TrackedObjects``, in its ``Recorder``. The
-wrappers of library calls add to it: ``AdamW(...)`` adds an optimizer, ``FSDP(model)`` a model.
-When the script steps an optimizer, the recorder asks which model that trains, what the model was
-before anything wrapped it, and which scheduler belongs to the optimizer. Nobody tells the probe,
-so it compares the parameters: a model belongs to an optimizer that has some of its parameters.
+The *probe*, the code that records an unmodified script from inside each rank (process that trains),
+has one ``TrackedObjects`` in its ``Recorder``. The wrappers of library calls add to it:
+``AdamW(...)`` adds an optimizer, ``FSDP(model)`` a model. When the script steps an optimizer, the
+recorder asks which model that trains, what the model was before anything wrapped it, and which
+scheduler belongs to the optimizer. Nobody tells the probe, so it compares the parameters: a model
+belongs to an optimizer that has some of its parameters. The *unwrapped* model is the model before
+DDP, FSDP or DeepSpeed wraps it.
 """
 
 from __future__ import annotations

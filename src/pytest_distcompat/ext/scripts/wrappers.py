@@ -1,8 +1,9 @@
 """Wrappers around library calls in a script: by them the probe sees what the script does.
 
-``instrumentation`` replaces functions such as ``torch.save`` by ``wrap_attribute(torch, "save",
-wrapper)``. The new function calls the original, and passes arguments and result on unchanged.
-Around the call the wrapper tells the ``Recorder`` of this rank what happens.
+The *probe* is the code that records, in each rank (process that trains), what an unmodified script
+does. ``instrumentation`` replaces functions such as ``torch.save`` by ``wrap_attribute(torch,
+"save", wrapper)``. The new function calls the original, and passes arguments and result on
+unchanged. Around the call the wrapper tells the ``Recorder`` of this rank what happens.
 
 A *wrapper* is a generator function of (recorder, positional arguments, keyword arguments). It runs
 up to its ``yield`` before the original call; the ``yield`` returns the result of the call; the rest
@@ -32,8 +33,11 @@ from pytest_distcompat.ext.scripts.environment import RUN, ProbeConfig
 from pytest_distcompat.ext.scripts.hosted_rank import claim, current_rank
 from pytest_distcompat.ext.scripts.recorder import Recorder
 
+#: The positional arguments of a call, with ``self`` of a method.
 Arguments = tuple[Any, ...]
+#: The keyword arguments of a call.
 Keywords = Mapping[str, Any]
+#: A wrapper that runs: it yields once, and gets the result of the call.
 Steps = Generator[None, Any, None]
 #: (recorder, positional arguments, keyword arguments) -> generator that runs before and after the
 #: call.
@@ -78,7 +82,9 @@ def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
     """
     original = getattr(owner, name, None)
     if original is None:
+        # Not in this release of the library.
         return
+    # Such as ``Accelerator.save_state``, for reports.
     qualified_name = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 
     @functools.wraps(original)

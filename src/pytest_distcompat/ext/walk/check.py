@@ -2,8 +2,9 @@
 
 A *walk* is a sequence of calls of a live trainer, such as ``step(), save(), step()``, compared with
 one process that makes the same calls. A *check* of a suite is a claim about a *cell* (strategy,
-precision, number of ranks). Most checks say beforehand which runs they need. This one cannot, since
-walks are drawn at random and shrunk, so it overrides ``execute``, which the runner of suites calls.
+precision, number of ranks) of a *driver*, the class that builds and calls a trainer. Most checks
+say beforehand which runs they need. This one cannot, since walks are drawn at random and shrunk, so
+it overrides ``execute``, which the runner of suites calls.
 
 ``WALK`` is the check of the profile ``walk`` (``profile``), ``OBSERVERS_WALK`` that of the default
 profile (``plugin``).

@@ -6,11 +6,11 @@ on a *reference*, one process with the bare, *unwrapped* model. This module comp
 each call. The check ``walk`` does that for all walks of a cell (strategy, precision, number of
 ranks); ``explore.run_walk`` calls ``findings`` for one walk.
 
-The input is a *trace*: its *runs*, by name. A run is one process group from start to end.
-The walk ``walk-1a2b3c4d`` has ``walk-1a2b3c4d-0``, ``walk-1a2b3c4d-1``, ... (a new process group
-after each call ``resume``, which saves, starts anew and loads), and ``walk-1a2b3c4d-reference``.
-Each run has *snapshots*: what a probe in each rank recorded after each action, such as a call.
-The result is findings as text, none if all is equal.
+The input is a *trace*: its *runs*, by name. A run is one process group from start to end. The walk
+``walk-1a2b3c4d`` has ``walk-1a2b3c4d-0``, ``walk-1a2b3c4d-1``, ... (a new process group after each
+call ``resume``, which saves, starts anew and loads), and ``walk-1a2b3c4d-reference``. Each run has
+*snapshots*: what a probe in each rank recorded after each action, such as a call. The result is
+findings as text, none if all is equal.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """The command ``distcompat walk``: call a live trainer in random order, compare with one process.
 
 A *walk* is a sequence of calls, such as ``step(), micro(), save()``. Without ``--calls`` the
-command replays walks that failed once and draws new ones (``explore``); with it it runs that walk
-alone. It prints a line for each walk, ``ok: ...`` or ``FAIL: ...`` with the findings, then the
-shortest walk that fails. The command line calls ``add`` by the entry point group
+command replays walks that failed once and draws new ones (``explore``). With it the command runs
+that walk alone. It prints a line for each walk, ``ok: ...`` or ``FAIL: ...`` with the findings,
+then the shortest walk that fails. The command line calls ``add`` by the entry point group
 ``pytest_distcompat.commands``, and ``_walk`` with the parsed options; the exit code is 1 if a walk
 failed.
+
+A *driver* is the class that builds and calls a trainer, such as ``torch``. A *cell* is what it runs
+in: strategy, precision, number of ranks and options, such as ``fsdp2-fp32-w2-model_mlp``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Findings of walks as text: which values differ, and how the first of them does.
 
-``exact`` and ``inexact`` compare a live trainer with its reference after each call, and call these
-functions to make findings, such as ``buffers changed: 'norm.mean' and 2 others: digest: 'a1';
-expected 'b2'``.
+``exact`` and ``inexact`` compare a live trainer with its reference, one process that makes the same
+calls, and call these functions to make findings, such as ``buffers changed: 'norm.mean' and 2
+others: digest: 'a1'; expected 'b2'``.
 """
 
 from __future__ import annotations

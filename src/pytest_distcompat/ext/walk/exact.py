@@ -10,8 +10,8 @@ after each call, by these functions:
   reference.
 
 The input is *snapshots*: what was recorded in one rank (process) after the call. A tensor is
-recorded by its digest, a hash of the part that the rank stores. The result is findings as
-text. ``inexact`` compares the numbers that rounding may change.
+recorded by its digest, a hash of the part that the rank stores. The result is findings as text.
+``inexact`` compares the numbers that rounding may change.
 
 A parameter has a *live name* in the trainer, such as ``module.layer.weight``, and another one in
 the *unwrapped* model, before DDP or FSDP wraps it: ``layer.weight``. ``Names`` maps the first to

@@ -9,6 +9,9 @@ in one *cell*: strategy, precision and number of ranks, such as ``fsdp2-fp32-w2-
 check ``walk`` of suites (``check``) and the command ``distcompat walk`` (``command``) make one. The
 calls come from the driver's class of calls, ``live_calls``: its methods declared as ``training`` or
 as ``observer``, a call that only reads and must change nothing.
+
+To run a walk is to run a *scenario*: several *runs*, each one process group from start to end. What
+their ranks recorded is a *trace*.
 """
 
 from __future__ import annotations

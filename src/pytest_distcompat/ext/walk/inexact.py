@@ -5,10 +5,11 @@ A *walk* makes the same sequence of calls on a live trainer, on several ranks (p
 functions. Two trainers that add numbers in another order differ in the last digits, so each number
 has a tolerance. What must be equal bit by bit is compared in ``exact``.
 
-The input is *snapshots*, what was recorded in one rank after the call. Tensors are not in
-them, only their *sums*: the number of elements, their sum, and the sum of their squares. The sums
-of the *shards* (parts) that several ranks store add up to those of the whole tensor, so nothing is
-gathered. The result is findings as text.
+The input is *snapshots*, what was recorded in one rank after the call. Tensors are not in them,
+only their *sums*: the number of elements, their sum, and the sum of their squares. The sums of the
+*shards* (parts) that several ranks store add up to those of the whole tensor, so nothing is
+gathered. The result is findings as text. A *cell* is what runs: strategy, precision, number of
+ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def inexact_loss(
 ) -> Iterator[str]:
     """Yield a finding if the mean of the ranks' losses is not the reference's loss.
 
-    It may be off by twice the tolerance of the cell's precision. (A cell is what runs: strategy,
-    precision, number of ranks.) Calls that do not train have no loss.
+    It may be off by twice the tolerance of the cell's precision. Calls that do not train have no
+    loss.
     """
     losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
     if not losses or reference.loss is None or call.name not in {"step", "micro"}:

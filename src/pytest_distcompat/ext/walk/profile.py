@@ -1,8 +1,8 @@
 """The profile ``walk``: ``pytest --distcompat-profile walk`` runs walks and nothing else.
 
 A *walk* is a sequence of calls of a live trainer that is compared with one process. A *profile*
-says which *cells* (strategy, precision, number of ranks) and checks of a suite run. The core finds
-``PROFILE`` by an entry point.
+says which *cells* (strategy, precision, number of ranks) and checks of a suite run. A suite has a
+*driver*, the class that builds and calls its trainer. The core finds ``PROFILE`` by an entry point.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ A *walk* is a sequence of calls of a live trainer that went wrong. ``distcompat 
 walk.py`` writes what ``script`` returns here; ``torchrun walk.py`` then makes the same calls on
 several ranks and on the reference, one process, and prints ``SEEN`` or ``GONE``. The script has the
 source of the methods that are called, of the tiny model, and of the reference, read by ``inspect``.
+A *cell* is what the walk ran in: strategy, precision, number of ranks.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ others, make a ``Walk``, and have its ``scenario()`` run.
 
 A *run* is one process group from start to end, on which every *rank* (process) does the same
 actions. A walk has a run for the trainer, a further run after each ``resume`` (save, start anew,
-load), and a run of the *reference*: one process that makes the same calls on the bare model.
+load), and a run of the *reference*: one process that makes the same calls on the bare model. The
+calls are methods of a class that a *driver* names, the class that builds a trainer.
 """
 
 from __future__ import annotations
