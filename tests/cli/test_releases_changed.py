@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli import main
-from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, numbers_of
+from pytest_distcompat.ext.reach.analysis import AnalysedFile
+from pytest_distcompat.ext.reach.branches import Executed, numbers_of
 from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.ext.reach.store import write_map

@@ -238,7 +238,7 @@ def test_a_run_waits_for_another_job(sessions: Sessions, free: Callable[[], floa
         ("spans0", "pytest", signal.SIGKILL),
         ("between", "pytest", signal.SIGKILL),
         ("spans0", "pytest", signal.SIGINT),
-        ("spans0", "pytest_distcompat.ext.cluster.executors.ray", signal.SIGKILL),
+        ("spans0", "pytest_distcompat.ext.cluster.executors._ray_cluster", signal.SIGKILL),
     ],
 )
 def test_nothing_is_held_after(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat import devices
-from pytest_distcompat.ext.cluster.executors import Asked, Given
+from pytest_distcompat.ext.cluster.executors import Asked, Given, _ray_cluster
 from pytest_distcompat.ext.cluster.executors import ray as executor
 from pytest_distcompat.ext.cluster.pool import ScheduledPool
 from pytest_distcompat.failures import UsageProblem
@@ -65,17 +65,17 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MadeUpRay:
     made = MadeUpRay()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(executor, "NOTIFY_AFTER_S", 0)
-    monkeypatch.setattr(executor, "SETTLED_S", 0)
+    monkeypatch.setattr(_ray_cluster, "NOTIFY_AFTER_S", 0)
+    monkeypatch.setattr(_ray_cluster, "SETTLED_S", 0)
     return made
 
 
 def answers(asked: dict[str, Any], replaced: Callable[[], bool] = lambda: False) -> list[dict[str, Any]]:
-    return list(executor.Placements({**NODES, "": NODES["n1"]}, replaced).place(asked))
+    return list(_ray_cluster.Placements({**NODES, "": NODES["n1"]}, replaced).place(asked))
 
 
 def test_a_group_is_what_a_run_needs(ray: MadeUpRay) -> None:
-    placements = executor.Placements({**NODES, "": NODES["n1"]}, lambda: False)
+    placements = _ray_cluster.Placements({**NODES, "": NODES["n1"]}, lambda: False)
     assert [*placements.place(ASKED)] == [{"given": {"n1": ["0", "2"], "n2": ["1", "2"]}}]
     request = {**ASKED, "nodes": [""], "least": 1, "most": 1}
     assert [*placements.place(request)] == [{"given": {"": ["0", "1"]}}]
@@ -115,7 +115,7 @@ def test_a_run_waits(ray: MadeUpRay) -> None:
 def test_a_run_stops_to_wait(why: str, ray: MadeUpRay, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.busy = 100
     if why == "limit":
-        monkeypatch.setattr(executor, "DEVICES_S", 0)
+        monkeypatch.setattr(_ray_cluster, "DEVICES_S", 0)
     answer = answers(ASKED, lambda: why == "replaced")
     assert answer == [{"refused": WAITS}]
     assert len(ray.removed) == 1

@@ -195,7 +195,7 @@ def test_branches_of_a_real_cell_have_its_name_and_action(tmp_path: Path, run_py
 def write_example(path: Path, cell: str, taken: int, version: str = "1.0") -> Path:
     source = path.with_suffix(".py")
     source.write_text(LIBRARY, encoding="utf-8")
-    from pytest_distcompat.ext.reach.branches import AnalysedFile
+    from pytest_distcompat.ext.reach.analysis import AnalysedFile
 
     file: SourceFile = AnalysedFile(source, FILE).file
     reach_map = ReachMap({"lib": version}, {FILE: file})

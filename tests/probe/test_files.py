@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import sysconfig
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pytest_distcompat.checks._saved_names import NO_READABLE_FILE
 from pytest_distcompat.corrupt import corrupt
 from pytest_distcompat.cost import BYTES
+from pytest_distcompat.events import Start
 from pytest_distcompat.ext.scripts import reading
 from pytest_distcompat.probe.files import MODEL, PICKLED, module_directories, read_files, read_saved
 
@@ -227,6 +230,18 @@ def test_the_final_model_is_that_of_all_module_directories(modules: Path, last: 
     names = {info["name"] for info in content["unwrapped"]["parameters"]}
     assert names == {"0.encoder.weight", "2.linear.weight", "2.linear.bias"}
     assert {key for file in content["files"] for key in file["keys"]} == names
+
+
+def test_files_are_read_in_an_environment_without_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a script under ``uv run``: without ``site`` an interpreter does not see an editable installation."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    python = tmp_path / "python"
+    packages = sysconfig.get_path("purelib")
+    command = f'PYTHONPATH="$PYTHONPATH:{packages}" exec "{sys.executable}" -S "$@"'
+    python.write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
+    python.chmod(0o755)
+    start = Start(1, python=str(python), cwd=str(tmp_path))
+    assert reading.read_in_a_process(start, tmp_path, {"kind": "files", "paths": []}) == {"files": {}}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.ext.reach.branches import AnalysedFile, Branch, Rank, bits_of, numbers_of
+from pytest_distcompat.ext.reach.analysis import AnalysedFile
+from pytest_distcompat.ext.reach.branches import Branch, Rank, bits_of, numbers_of
 from pytest_distcompat.ext.reach.libraries import LIBRARIES, FileId, Library, installed_files
 
 LIBRARY = Path(__file__).with_name("library.py")

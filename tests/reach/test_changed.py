@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, bits_of
-from pytest_distcompat.ext.reach.changed import (
-    ChangedPlace,
-    cells_by_specificity,
-    changed_places,
-    files_outside,
-    places_of_diff,
-    reached_places,
-    read_change,
-)
+from pytest_distcompat.ext.reach.analysis import AnalysedFile
+from pytest_distcompat.ext.reach.branches import Executed, bits_of
+from pytest_distcompat.ext.reach.changed import cells_by_specificity, reached_places
+from pytest_distcompat.ext.reach.diffs import ChangedPlace, changed_places, files_outside, places_of_diff, read_change
 from pytest_distcompat.ext.reach.libraries import BY_NAME, FileId
 from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.ext.reach.text import WIDTH, changed

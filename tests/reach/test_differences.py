@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli.main import main
-from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, bits_of
+from pytest_distcompat.ext.reach.analysis import AnalysedFile
+from pytest_distcompat.ext.reach.branches import Executed, bits_of
 from pytest_distcompat.ext.reach.differences import actions_before, difference_lines, function_differences
 from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.ext.reach.map import Context, ReachMap

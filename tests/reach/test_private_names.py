@@ -6,13 +6,13 @@ from pathlib import Path
 
 from coverage.plugin import FileReporter
 
-from pytest_distcompat.ext.reach.branches import file_reporter
+from pytest_distcompat.ext.reach.analysis import file_reporter
 
 
 def test_the_reporter_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("def f(a):\n    if a:\n        a = (1,\n             2)\n    return a\n", encoding="utf-8")
-    message = "reach/branches.py: file_reporter() makes coverage.python.PythonFileReporter, which is another one now"
+    message = "reach/analysis.py: file_reporter() makes coverage.python.PythonFileReporter, which is another one now"
     reporter = file_reporter(path)
     assert isinstance(reporter, FileReporter), message
     assert {(2, 3), (2, 5)} <= reporter.arcs(), message

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli.main import main
-from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, bits_of
-from pytest_distcompat.ext.reach.changed import ChangedPlace, PlaceReach
+from pytest_distcompat.ext.reach.analysis import AnalysedFile
+from pytest_distcompat.ext.reach.branches import Executed, bits_of
+from pytest_distcompat.ext.reach.changed import PlaceReach
+from pytest_distcompat.ext.reach.diffs import ChangedPlace
 from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.ext.reach.selection import check_release, file_lines, select

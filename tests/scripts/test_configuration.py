@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.ext.scripts import launching, write_configuration
+from pytest_distcompat.ext.scripts import commands, write_configuration
 from pytest_distcompat.ext.scripts.configuration import find_configuration
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
@@ -98,20 +98,20 @@ def test_commands(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     settings = {"world_size": 4, "directory": tmp_path}
-    by_torchrun = launching.command_line(str(script), ["--x"], "torchrun", configuration=None, **settings)  # type: ignore[arg-type]
+    by_torchrun = commands.command_line(str(script), ["--x"], "torchrun", configuration=None, **settings)  # type: ignore[arg-type]
     assert by_torchrun[0][-4:] == ("--nproc-per-node", "4", str(script), "--x")
-    by_accelerate = launching.command_line("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **settings)  # type: ignore[arg-type]
+    by_accelerate = commands.command_line("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **settings)  # type: ignore[arg-type]
     assert by_accelerate[0][-5:] == ("--config_file", str(tmp_path), "-m", "trl", "sft")
-    by_itself = launching.command_line(sys.executable, ["train"], "cli", configuration=None, **settings)  # type: ignore[arg-type]
+    by_itself = commands.command_line(sys.executable, ["train"], "cli", configuration=None, **settings)  # type: ignore[arg-type]
     assert by_itself[0] == (sys.executable, "train")
     assert by_itself[1]["PET_NPROC_PER_NODE"] == "4"
     with pytest.raises(UsageProblem, match="no command 'no-such-trainer'"):
-        launching.command_line("no-such-trainer", [], "cli", configuration=None, **settings)  # type: ignore[arg-type]
+        commands.command_line("no-such-trainer", [], "cli", configuration=None, **settings)  # type: ignore[arg-type]
 
 
 def test_a_launcher_is_no_rank_of_another_group() -> None:
     theirs = {"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "PET_NNODES": "2", "HOME": "/root"}
-    assert launching.without_rank(theirs) == {"HOME": "/root"}
+    assert commands.without_rank(theirs) == {"HOME": "/root"}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, roundtrip
+from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, resuming
 from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.failures import Incompatible, UsageProblem
 
@@ -233,7 +233,7 @@ def test_arguments_may_be_paths_and_numbers(host: Host, tmp_path: Path, monkeypa
         seen.append((script, args, settings["stop_after"]))
         raise KeyError
 
-    monkeypatch.setattr(roundtrip, "launch", started)
+    monkeypatch.setattr(resuming, "launch", started)
     with pytest.raises(KeyError):
         resume_roundtrip(LOOP, [tmp_path / "{steps}", 7], resume=[], save_at=3, total=5, host=host)  # type: ignore[list-item]
     assert seen == [(LOOP, (str(tmp_path / "5"), "7"), 3)]

@@ -1,4 +1,6 @@
-"""Runs that span nodes.
+"""Runs that span several machines, called nodes.
 
-They need pytest's process, a node agent on each node, and the authenticated channel between them.
+They need pytest's process (``launcher``, ``membership``, ``run``), an agent on each node, which
+starts the ranks there (``agent``), and an authenticated channel between them (``channel``).
+``plugin`` adds the options to pytest, ``command`` the commands ``join`` and ``sbatch``.
 """

@@ -1,9 +1,32 @@
-"""The node agent: runs its node's part of each run that spans nodes.
+"""The node agent: the process that runs one node's ranks in a session over several nodes.
 
-It joins pytest's process, and keeps a warm launcher process.
+A *node* is a machine of the session. A *run* is one process group from start to end; its *ranks*
+are the processes that train or test together, and each node has a part of them. ``distcompat join
+HOST:PORT`` (``command``) calls ``join`` here: a user, Slurm or Ray starts that on each node. The
+agent connects to pytest's process by a ``Channel``, which carries JSON, and does what that process
+sends until the session ends.
 
-The ranks' logs are written below a directory of this node, and streamed to pytest's process. What
-ranks of other nodes log that ranks here or the watchdog must know comes back the same way.
+pytest's process (``membership``, ``node``, ``run``) sends:
+
+- ``{"do": "warm"}`` and ``get_warm``: start the launcher process, which imports torch and then
+  forks ranks fast, and wait until it is ready;
+- ``write``: make a file in the shared directory;
+- ``run``: run this node's part, with the request and this node's place in it (``_part``);
+- ``log``: lines that ranks of other nodes logged;
+- ``time``, ``stop``, ``close``: return the clock's time, end the current part, end the session.
+
+The agent sends ``{"is": "facts"}`` (versions, files, clock) when it has joined, an answer of its
+own kind to each of these (``warm``, ``written``, ``time``), and during a run ``listens`` (the port
+on which the nodes meet), ``log``, ``waits`` (for devices) and in the end ``ended``. A ``beat`` each
+second says that it lives, ``leaving`` that a signal ends it.
+
+Three threads share the work: the main thread does one thing after the other, ``_receive`` takes
+what must not wait for a run to end, and ``_beat`` sends the beats. Ranks write their logs to files
+below a directory of this node; ``_stream`` sends new lines to pytest's process as they come.
+
+A *lease* gives a run devices of this node, and keeps other runs off them. If runs span nodes,
+pytest's process sees to that. If this node has whole runs (``--distcompat-worker-nodes``), the
+agent leases for each.
 """
 
 from __future__ import annotations
@@ -50,7 +73,18 @@ SAID_S = 1.0
 def join(
     host: str, port: int, token: bytes, name: str, wait: float, *, with_parent: bool = False
 ) -> int:
-    """Join the pytest session that listens there, and serve it to its end. Return the exit code.
+    """Join the pytest session that listens there, and serve it to its end.
+
+    Args:
+        host: Where pytest's process listens.
+        port: Its port.
+        token: The secret of the session, which both sides must know.
+        name: The name of this node in verdicts, such as ``n1``.
+        wait: How long to try to connect, in seconds: pytest may start later.
+        with_parent: Whether to end when the parent process ends, which may be killed.
+
+    Returns:
+        The exit code: 0 if the session has ended, 1 if a signal or a lost session ended the agent.
 
     Raises:
         UsageProblem: The session cannot be joined; the message says why.
@@ -72,7 +106,7 @@ def join(
 
 
 def _connect(host: str, port: int, token: bytes, wait: float) -> Channel:
-    """Connect, perhaps before pytest listens."""
+    """Connect; try again for ``wait`` seconds while nobody listens."""
     deadline = clock.now() + wait
     while True:
         try:
@@ -87,38 +121,59 @@ def _connect(host: str, port: int, token: bytes, wait: float) -> Channel:
 
 
 class _EndedError(BaseException):
-    """A signal ends the agent."""
+    """A signal ends the agent: raised by the signal's handler, wherever the main thread is."""
 
 
 class _Agent:
+    """The agent after it has joined.
+
+    Args:
+        channel: The connection to pytest's process.
+        welcome: What the session needs of this node: its working directory ``cwd``, ``device``,
+            repository ``root``, what the launcher process imports (``warmth``), and how runs lease
+            devices (``gpus``, ``ranks_each``, ``runs_share``, ``timeline``).
+    """
+
     #: What the process ends with: 0 once the session has closed, else 1.
     exit_code = 1
 
     def __init__(self, channel: Channel, welcome: dict[str, Any]) -> None:
         self._channel = channel
+        #: The environment of this process when it started, to which each run adds its own.
         self._environment = dict(os.environ)
         os.chdir(welcome["cwd"])
         device = welcome["device"]
         self._facts = facts(welcome["root"], welcome["warmth"]["own"], device)
+        #: Starts ranks on this node.
         self._launcher = WarmLauncher(decode(Warmth, welcome["warmth"]), device=device)
+        #: The directory of this agent on this node, removed at its end.
         self._owned = OwnedDirectory()
+        #: Where leases of devices are recorded until pytest's process gets them.
         self._spans = self._owned.path / "leases"
         self._welcome = welcome
         #: The GPUs that a scheduler gave the run; none if it gave none.
         self._given: tuple[str, ...] = ()
+        #: GPUs that a scheduler gave -> the pool of these, or of all GPUs if none were given.
         pools = functools.cache(self._pool)
+        #: Starts ranks too, once it has leased devices of this node from a pool.
         self._leased = LeasedLauncher(self._launcher, lambda: pools(self._given), self._say)
+        #: The file that describes the session to ranks.
         self._session = self._owned.path / "session.json"
+        #: What pytest's process has sent for the main thread.
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        #: The directory of the current run.
         self._run = Path()
+        #: Set when the current part has ended, so that ``_stream`` sends the rest and stops.
         self._stopped = threading.Event()
         #: Whether the session is over, or cannot be reached any more.
         self._over = False
+        #: Set when a signal ends the agent; ``_beat`` then sends that.
         self._leaving = threading.Event()
+        #: Set when that is sent.
         self._said = threading.Event()
 
     def serve(self) -> NoReturn:
-        """Do what pytest's process sends, until a signal ends the process."""
+        """Do what pytest's process sends, one thing after the other, until a signal ends that."""
         signal.signal(signal.SIGTERM, self._end)
         threading.Thread(target=self._receive, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -135,22 +190,26 @@ class _Agent:
                 problem = _problem_of_writing(Path(message["path"]))
                 self._channel.send({"is": "written", "problem": problem})
             elif message["do"] == "run":
-                try:
-                    part = self._part(message)
-                except (OSError, UsageProblem) as error:
-                    # A full disk, say, or a GPU that a scheduler counts and NVML does not.
-                    part = {
-                        "is": "ended",
-                        "processes": {},
-                        "known": {"launch_error": str(error)},
-                        "output": {},
-                    }
-                self._channel.send(part)
+                self._channel.send(self._part_or_problem(message))
+
+    def _part_or_problem(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Run this node's part of a run; return how it ended, or why it could not start."""
+        try:
+            return self._part(message)
+        except (OSError, UsageProblem) as error:
+            # A full disk, say, or a GPU that a scheduler counts and NVML does not.
+            return {
+                "is": "ended",
+                "processes": {},
+                "known": {"launch_error": str(error)},
+                "output": {},
+            }
 
     def _pool(self, given: tuple[str, ...]) -> Pool:
-        """Return the pool of this node's devices, or of those given.
+        """Return the pool of this node's devices, or of the GPUs that a scheduler gave the run.
 
-        Agents of other workers and sessions lease from it too.
+        A pool lends each device to one run at a time. Agents of other workers and sessions on this
+        node lease from it too.
         """
         welcome = self._welcome
         # GPUs that a scheduler gave the run are the run's alone.
@@ -164,10 +223,18 @@ class _Agent:
         )
 
     def _say(self, text: str) -> None:
+        """Have pytest's process show the user what a run waits for."""
         self._channel.send({"is": "waits", "text": text})
 
     def _part(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Run this node's part of a run, and return how it ended."""
+        """Run this node's part of a run, and return the message that says how it ended.
+
+        Args:
+            message: ``request``, a ``Request`` as a dict; ``place``, the fields of ``Place``, which
+                say which of the run's nodes this is and where they meet (empty if this node has the
+                whole run); ``set`` and ``unset``, changes of the environment; ``gpus`` that a
+                scheduler gave; and ``id``, a name for the run's directory.
+        """
         self._set_environment(message)
         self._run = self._owned.path / message["id"]
         self._run.mkdir()
@@ -175,6 +242,7 @@ class _Agent:
         request = self._request(message)
         devices: tuple[str, ...] = ()
         if not message["place"]:
+            # The whole run is on this node, which leases devices for it.
             ending = self._stream_run(self._leased, request)
         else:
             if self._given:
@@ -182,6 +250,7 @@ class _Agent:
                 devices = shown.ids
                 request = _on_given_gpus(request, shown)
             place = Place(**message["place"])
+            # The first node opens the store on which all meet, at a free port, and says which.
             self._launcher.listens = lambda port: self._channel.send(
                 {"is": "listens", "store": [place.address, port]}
             )
@@ -192,18 +261,25 @@ class _Agent:
         return part
 
     def _set_environment(self, message: Mapping[str, Any]) -> None:
-        """Have the environment of the session's process, as far as its tests have changed that."""
+        """Change the environment of this process as the tests changed that of pytest's process.
+
+        Ranks inherit it.
+        """
         os.environ.clear()
         os.environ.update({**self._environment, **message["set"]})
         for variable in message["unset"]:
             os.environ.pop(variable, None)
 
     def _request(self, message: Mapping[str, Any]) -> Request:
-        """Return the request of this node's part, with directories of this node."""
+        """Return the request of this node's part, with directories of this node.
+
+        Those in the message are paths on the machine of pytest's process.
+        """
         payload = dict(message["request"]["payload"])
         if "session" in payload:
             payload |= {"session": str(self._session), "directory": str(self._run)}
         if payload.get("own_disks"):
+            # The nodes share no file system: checkpoints are below this agent's directory.
             directory = Path(message["request"]["directory"])
             own = on_node(decode(SuitePayload, payload), directory, self._owned.path / "runs")
             payload = dataclasses.asdict(own)
@@ -227,10 +303,17 @@ class _Agent:
             streaming.join()
 
     def _part_that_ended(self, request: Request, ending: Ending) -> dict[str, Any]:
-        """Return what pytest's process needs to know of how this part ended."""
+        """Return what pytest's process needs to know of how this part ended.
+
+        Its keys: ``processes`` (rank -> how its process ended), ``known`` (what the watchdog of the
+        ranks knows of the launch: ``timed_out``, ``launch_error``, ...), ``leaks`` of GPU memory,
+        ``spans`` (the leases of devices), ``output`` (rank -> its stdout, stderr and log), and
+        ``recorded`` (file name -> text that a recorder of an extension wrote).
+        """
         part: dict[str, Any] = {"is": "ended", "processes": {}}
         part["leaks"] = ending.leaks
         part["known"] = {"launch_error": ending.launch_error}
+        # None if no rank was started.
         watch = self._launcher.watch
         if watch is not None:
             part["known"] = watch.known
@@ -248,41 +331,49 @@ class _Agent:
         return part
 
     def _stream(self, request: Request) -> None:
-        """Send whole lines of the ranks' logs as they are written."""
+        """Send whole lines of the ranks' logs as they are written, in a thread of its own."""
+        #: Rank -> how many bytes of its log are sent.
         sent = dict.fromkeys(request.here, 0)
         last = False
         while not last:
+            # Once more after the part has ended, for the last lines.
             last = self._stopped.wait(STREAM_S)
             for rank, offset in sent.items():
-                with (
-                    contextlib.suppress(FileNotFoundError),
-                    (self._run / f"rank-{rank}.jsonl").open("rb") as file,
-                ):
-                    file.seek(offset)
-                    raw = file.read()
-                    lines = raw[: raw.rfind(b"\n") + 1]
+                # A rank that has not started has no log yet.
+                with contextlib.suppress(FileNotFoundError):
+                    lines = self._read_whole_lines(rank, offset)
                     if lines:
                         sent[rank] += len(lines)
                         self._channel.send(
                             {"is": "log", "rank": rank, "lines": lines.decode("utf-8", "replace")}
                         )
 
+    def _read_whole_lines(self, rank: int, offset: int) -> bytes:
+        """Return the lines of a rank's log after so many bytes, without one still being written."""
+        with self._log_file(rank).open("rb") as file:
+            file.seek(offset)
+            raw = file.read()
+        end = raw.rfind(b"\n") + 1
+        return raw[:end]
+
+    def _log_file(self, rank: int) -> Path:
+        """Return the path of a rank's log in the current run."""
+        return self._run / f"rank-{rank}.jsonl"
+
     def _receive(self) -> None:
+        """Receive messages in a thread of its own, and do at once what must not wait for a run."""
         try:
             while True:
                 message = self._channel.receive()
                 if message["do"] == "time":
                     self._channel.send({"is": "time", "now": clock.now()})
                 elif message["do"] == "log":
-                    with (
-                        contextlib.suppress(OSError),
-                        (self._run / f"rank-{message['rank']}.jsonl").open(
-                            "a", encoding="utf-8"
-                        ) as file,
-                    ):
-                        file.write(message["lines"])
+                    # The run may be over, and its directory removed.
+                    with contextlib.suppress(OSError):
+                        self._append_log(message["rank"], message["lines"])
                 elif message["do"] == "stop":
                     if self._launcher.watch is not None:
+                        # The watchdog of the ranks ends them, and names this reason.
                         self._launcher.watch.stopped = message["why"]
                 elif message["do"] == "close":
                     self.exit_code = 0
@@ -296,7 +387,13 @@ class _Agent:
         self._over = True
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def _append_log(self, rank: int, lines: str) -> None:
+        """Add lines to the log of a rank of another node, where ranks here look for it."""
+        with self._log_file(rank).open("a", encoding="utf-8") as file:
+            file.write(lines)
+
     def _beat(self) -> None:
+        """Send a beat each second, in a thread of its own, and in the end that the agent leaves."""
         with contextlib.suppress(OSError):
             while True:
                 self._channel.send({"is": "beat"})
@@ -307,11 +404,13 @@ class _Agent:
 
     # The arguments are those of any handler of signals.
     def _end(self, number: int, frame: object) -> NoReturn:  # noqa: ARG002
+        """Handle SIGTERM: say that this node leaves, and end what the main thread does."""
         # Once: a second signal must not interrupt what ends the processes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not self._over:
-            # Before ranks end, which those of other nodes notice. The other thread sends it: this
-            # one may be sending right now.
+            # Before the ranks here end: ranks of other nodes notice their end, and pytest's process
+            # must know the cause by then. The other thread sends it: this one may have been
+            # interrupted while it was sending.
             self._leaving.set()
             self._said.wait(SAID_S)
         raise _EndedError
@@ -325,14 +424,14 @@ class _Agent:
 
 def _on_given_gpus(request: Request, shown: Inventory) -> Request:
     """Return the request for ranks that see these GPUs alone, which a scheduler gave the run."""
-    # Free by the scheduler's count, so that nothing has to be waited for.
+    # They are free by the scheduler's count, so this lease waits for nothing.
     lease = Lease(shown.ids, shown.environment(shown.ids))
     variables = rank_environment(lease, len(request.here))
     return dataclasses.replace(request, set={**request.set, **variables})
 
 
 def _problem_of_writing(path: Path) -> str:
-    """Make a file, which pytest's process is to see; return what went wrong."""
+    """Make a file, which pytest's process is to see; return what went wrong, empty if nothing."""
     try:
         path.touch()
     except OSError as error:

@@ -1,6 +1,9 @@
-"""Whether nodes can run the same.
+"""Whether the nodes of a session can run the same: versions, files, clocks, a shared directory.
 
-Compared are their versions, files and clocks, and the directory that they share.
+A *node* is one of several machines that run a test together. ``membership`` calls ``difference``
+once all nodes have joined. It compares the facts that each node's agent has sent (``facts``), and
+tries whether pytest's process sees what the nodes write. The answer is a text for the user, such as
+``n2 has torch 2.9, n1 has torch 2.8``, or empty.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from pytest_distcompat.launch.request import Warmth
 
 
 def difference(nodes: Sequence[Node], settings: Settings, warmth: Warmth, *, accounts: bool) -> str:
-    """Return in what nodes differ, empty if in nothing.
+    """Return how the nodes differ, as text for the user; empty if they are alike.
 
-    They are compared with the first node, or, where one node has all runs, with pytest's own.
+    They are compared with the first node. If one node has all runs, it is compared with pytest's
+    own machine.
 
     Args:
         nodes: The nodes, in their order.
@@ -32,20 +36,24 @@ def difference(nodes: Sequence[Node], settings: Settings, warmth: Warmth, *, acc
     first_facts = nodes[0].facts
     if settings.node:
         first = f"pytest on {socket.gethostname()}"
+        # The number of GPUs does not count where a scheduler counts them: it is 0 for ``cpu``.
         device = "cpu" if accounts else settings.device
+        # Clocks of nodes are measured against the one here, which is 0 s ahead of itself.
         first_facts = {**facts(settings.root, warmth.own, device), "wall": 0.0}
     texts: list[str] = []
     for node in nodes:
         texts += differences(node.name, node.facts, first, first_facts)
     if texts:
         return "; ".join(texts)
-    return _why_not_shared(nodes, settings.shared) if settings.shared else ""
+    if not settings.shared:
+        return ""
+    return _why_not_shared(nodes, settings.shared)
 
 
 def _why_not_shared(nodes: Sequence[Node], shared: str) -> str:
-    """Return which node has another directory in place of the shared one.
+    """Return which node does not share the directory ``shared``, with advice; empty if all do.
 
-    Empty if pytest sees what all nodes write there.
+    Each node writes a file, and pytest's process looks for all of them.
     """
     # A node that can write below this new directory sees what pytest makes.
     directory = Path(shared, f"nodes-{uuid.uuid4().hex[:8]}")

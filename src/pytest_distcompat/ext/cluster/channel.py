@@ -1,19 +1,20 @@
-"""The channel between pytest's process and a node agent.
+"""The channel between pytest's process and a node agent: messages in JSON over TCP.
 
-Messages are JSON over TCP, between peers that know a token.
+An *agent* is the process that runs one machine's part of a test over several machines (``agent``).
+pytest's process listens (``Listener``, made by ``membership``); agents connect. Anybody in the
+network could connect too, so both sides first prove that they know the session's *token*, a secret,
+without sending it. ``Channel`` does that when it is made:
 
-Pytest's process serves, agents connect. First each side proves that it knows the token, without
-sending it:
-
-1. pytest -> agent: a random nonce;
-2. agent -> pytest: another nonce, and an HMAC of "agent" and both nonces, with the token as its
-   key;
+1. pytest -> agent: a random number, the nonce;
+2. agent -> pytest: another nonce, and an HMAC (a hash that only who knows the key can make) of
+   "agent" and both nonces, with the token as its key;
 3. pytest -> agent: an HMAC of "pytest" and both nonces.
 
 From the nonces and the token both derive a key of this connection. Then messages follow in both
-directions: the length of the body (4 bytes), an HMAC (32 bytes) with that key of the direction, the
-number of the message and the body, and the body. So a message cannot be forged, repeated, left out
-or sent back. Nothing is unpickled here.
+directions, such as ``{"do": "run", ...}``: the length of the body (4 bytes), an HMAC (32 bytes)
+with that key of the direction, the number of the message and the body, and the body. So a message
+cannot be forged, repeated, left out or sent back. Messages are not encrypted, and nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Channel:
         self.peer = str(connection.getpeername()[0])
         #: When the handshake must be over; None after it.
         self._deadline: float | None = clock.now() + HANDSHAKE_TIMEOUT_S
-        # The directions of messages: of those that this side sends (``_ours``), and of those that
-        # the peer sends.
+        # The directions of messages, which are part of each HMAC: ``p`` from pytest, ``a`` from the
+        # agent. So nobody can send a message back to the side that sent it.
         if serves:
             nonces = self._serve_handshake(token)
             self._ours = b"p"
@@ -90,6 +91,7 @@ class Channel:
             nonces = self._answer_handshake(token)
             self._ours = b"a"
             self._theirs = b"p"
+        # From now on a side may be silent for as long as its machine answers.
         self._deadline = None
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -159,6 +161,7 @@ class Channel:
         self._connection.close()
 
     def _message_mac(self, direction: bytes, count: int, body: bytes) -> bytes:
+        """Return the HMAC of a message: the ``count``-th of its direction."""
         return _mac(self._key, direction + count.to_bytes(8, "big") + body)
 
     def _read(self, size: int) -> bytes:
@@ -170,6 +173,7 @@ class Channel:
             missing = size - len(data)
             received = self._connection.recv(min(missing, 2**20))
             if not received:
+                # ``recv`` returns nothing once the peer has closed the connection.
                 raise ConnectionError("the connection was closed")
             data += received
         return bytes(data)
@@ -190,13 +194,18 @@ def unreached(error: BaseException) -> bool:
 
 
 def _mac(key: bytes, text: bytes) -> bytes:
+    """Return the HMAC-SHA256 of the text, 32 bytes."""
     return hmac.new(key, text, hashlib.sha256).digest()
 
 
 class Listener:
     """Listens on one interface for peers.
 
-    Calls ``admit`` in a thread of its own with the channel of each peer that has proved itself.
+    Args:
+        host: The address of the interface.
+        port: The port; 0 for a free one, which ``port`` then is.
+        token: What a peer must know.
+        admit: Called with the channel of each peer that has proved itself, in a thread for each.
     """
 
     def __init__(
@@ -211,15 +220,18 @@ class Listener:
         threading.Thread(target=self._accept, name="distcompat: accepts nodes", daemon=True).start()
 
     def _accept(self) -> None:
+        """Accept connections until the listener is closed, in a thread of its own."""
         while True:
             self._free.acquire()
             try:
                 connection, _ = self._socket.accept()
             except OSError:
+                # The listener is closed.
                 return
             threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
 
     def _prove(self, connection: socket.socket) -> None:
+        """Do the handshake, and admit the peer if it knows the token."""
         try:
             channel = Channel(connection, self._token, serves=True)
         except (OSError, NotProvedError):

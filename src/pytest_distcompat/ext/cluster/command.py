@@ -1,7 +1,12 @@
-"""``join`` and ``sbatch``: commands for sessions over nodes.
+"""The commands ``distcompat join`` and ``distcompat sbatch``, for sessions over several machines.
 
-``join`` makes this a node of a pytest session that runs elsewhere; ``sbatch`` writes a Slurm job
-script.
+``distcompat join 10.0.0.1:29500 --token-file token`` makes this machine a *node* of a pytest
+session that runs elsewhere: it runs an agent (``agent``), which starts ranks here until the session
+ends. Users, Slurm and Ray start it. ``distcompat sbatch --nodes 2 -- tests`` prints a job script
+for Slurm that runs pytest over the nodes of the job.
+
+The command line calls ``add`` by the entry point group ``pytest_distcompat.commands``. Each
+subcommand is a function of the parsed options that returns the exit code.
 """
 
 from __future__ import annotations
@@ -19,8 +24,9 @@ from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.user_input import read_address
 
-#: Texts of ``sbatch`` that become part of the script: the option, a pattern, and the words for it.
-#: The forms of a time limit: https://slurm.schedmd.com/sbatch.html#OPT_time
+#: Texts of ``sbatch`` that become part of the script: the option, a pattern that the whole text
+#: must match, and the words for it in an error. The forms of a time limit:
+#: https://slurm.schedmd.com/sbatch.html#OPT_time
 _TEXTS = (
     ("time", r"(\d+-)?\d+(:\d+){0,2}", "a time limit of Slurm, as 90, 01:30:00 or 2-12:00:00"),
     ("partition", r"[\w.,+-]+", "names of partitions"),
@@ -85,6 +91,7 @@ def add(commands: Any) -> None:
 
 
 def _join(options: argparse.Namespace) -> int:
+    """Read the token, and be a node of the session until it ends."""
     from pytest_distcompat.ext.cluster import agent
 
     host, port = read_address(options.session)
@@ -93,9 +100,11 @@ def _join(options: argparse.Namespace) -> int:
     from_stdin = options.token_file == "-"  # noqa: S105 - a file's name
     with named_in_errors(f"--token-file {options.token_file}"):
         try:
-            token = (
-                sys.stdin.readline() if from_stdin else Path(options.token_file).read_text("utf-8")
-            )
+            if from_stdin:
+                # One line: pytest's process, which writes it, may keep the pipe open.
+                token = sys.stdin.readline()
+            else:
+                token = Path(options.token_file).read_text("utf-8")
         except UnicodeDecodeError:
             raise UsageProblem(
                 f"--token-file {options.token_file}: it is no text in UTF-8"
@@ -113,6 +122,7 @@ def _join(options: argparse.Namespace) -> int:
 
 
 def _sbatch(options: argparse.Namespace) -> int:
+    """Print the job script."""
     if options.nodes < 1:
         raise UsageProblem(
             f"--nodes {options.nodes} is not right: expected a whole number of at least 1"
@@ -128,6 +138,7 @@ def _sbatch(options: argparse.Namespace) -> int:
         # script.
         if value and not re.fullmatch(pattern, value):
             raise UsageProblem(f"--{name} {value!r} is not right: expected {expected}")
+    #: Option of sbatch -> value; options without a value are left out.
     wanted = {
         "job-name": "distcompat",
         "nodes": options.nodes,

@@ -1,4 +1,18 @@
-"""Facts about a node that must be the same on all nodes of a run, or at least good enough."""
+"""Facts about a node that must be the same on all nodes of a run, or at least good enough.
+
+A *node* is one of several machines that run a test together. Other versions or other source files
+there would make ranks fail in ways that nobody understands. So each node's agent collects its
+``facts(...)`` when it joins the session, and pytest's process compares them by ``differences(...)``
+(``alike``) before the first run.
+
+Facts are a dict, because they are sent as JSON:
+
+- ``versions``: package -> version;
+- ``sources``: path of each Python file of the repository -> digest (hash) of its content;
+- ``shm``: how much of /dev/shm, where NCCL and DataLoaders keep memory, is free, in MiB;
+- ``gpus``: the number of visible GPUs;
+- ``wall``: the time of day, in seconds; the agent adds it when it sends the facts.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +34,11 @@ _NOT_SOURCE = {"node_modules", "__pycache__", "build", "dist", "site-packages"}
 
 
 def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
-    """Return the facts of this node, its clock aside.
+    """Return the facts of this node, without ``wall``.
 
     Args:
-        root: The repository.
-        own: Installed files of the user.
+        root: The root directory of the repository.
+        own: Further Python files of the user, which are installed outside of the repository.
         device: ``cuda`` or ``cpu``.
     """
     paths = set(_sources(Path(root)))
@@ -46,12 +60,12 @@ def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
 def differences(
     name: str, node_facts: Mapping[str, Any], first: str, first_facts: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield in what the node ``name`` differs from the node ``first``.
+    """Yield how a node differs from the first node, such as ``n2 has torch 2.9, n1 has 2.8``.
 
     Args:
-        name: The node that is compared.
-        node_facts: Its facts.
-        first: The first node.
+        name: The name of the node.
+        node_facts: Its facts; ``wall`` is how far its clock is ahead of that of pytest's process.
+        first: The name of the first node.
         first_facts: The facts of the first node.
     """
     versions_of_node = node_facts["versions"]
@@ -59,6 +73,7 @@ def differences(
     digests = node_facts["sources"]
     source_difference = _source_difference(name, digests, first, first_facts["sources"])
     if source_difference is not None:
+        # With other files nothing else is worth saying.
         yield source_difference
         return
     apart = node_facts["wall"] - first_facts["wall"]
@@ -90,7 +105,11 @@ def _source_difference(
 ) -> str | None:
     """Return the first difference between the sources of two nodes; None if they are equal.
 
-    Sources are the digest of each path.
+    Args:
+        name: The name of the node.
+        digests: Path -> digest of each source file on it.
+        first: The name of the first node.
+        first_digests: Those of the first node.
     """
     if first_digests and not digests:
         return f"{name} has no source of the repository; expected it at the same path as on {first}"

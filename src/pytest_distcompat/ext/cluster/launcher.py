@@ -1,14 +1,16 @@
-"""The launcher of runs that span nodes: pytest's side of the node agents.
+"""``NodesLauncher``: starts the runs of a session, those over several nodes by their agents.
 
-Runs on one node go to another launcher.
+A *launcher* runs a ``Request`` (what to call on how many ranks) and returns an ``Ending`` (how all
+ranks ended). pytest's process has one launcher for the whole session. In a session over nodes
+(machines) ``session_nodes`` makes this one around the usual launcher, to which runs on one node go
+as ever.
 
-On each node an agent runs (``agent``), which joins pytest's process by a channel, is told what to
-run, and starts the ranks there. ``Node`` is an agent as pytest sees it. ``Membership`` has the
-agents of a session started, and waits until all have joined. ``NodesLauncher`` gives them the runs,
-each of which is a ``NodesRun``.
+On each node an *agent* runs (``agent``): it joins pytest's process by a channel, and starts the
+ranks there. ``Node`` is an agent as pytest sees it. ``Membership`` has the agents of a session
+started, and waits until all have joined. Each run over nodes is a ``NodesRun`` (``run``).
 
-A scheduler, such as Slurm or Ray, may count the devices of the nodes: then each run asks it for
-them.
+A scheduler, such as Ray, may count the devices of the nodes: then each run asks it for them
+(``devices``). A *lease* is the span of time in which a run has devices.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ from pytest_distcompat.leased import current_item
 class NodesLauncher(Launcher):
     """Launcher that runs requests of several nodes on node agents.
 
-    Requests of one node go to the launcher ``on_one_node``.
+    Args:
+        on_one_node: The launcher to which requests of one node go.
+        executor: How agents are started: on this machine, by Slurm, on Ray, by hand.
+        settings: How many nodes there are, where they join, and so on.
+        warmth: What the launcher process on each node imports in advance.
+        session: A description of the session for the ranks, as JSON.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class NodesLauncher(Launcher):
         self._executor = executor
         self._settings = settings
         self._membership = Membership(executor, settings, warmth, session)
+        #: The environment when the session began. Nodes are sent what tests have changed since.
         self._environment = dict(os.environ)
         #: Whether the executor's scheduler counts devices.
         self.accounts = executor.accounts
@@ -63,9 +71,9 @@ class NodesLauncher(Launcher):
         return self._membership.taken
 
     def warm_up(self) -> None:
-        """Start the agents that the executor starts.
+        """Start the agents that the executor starts, without waiting for them.
 
-        Warm up what runs on one node too, unless an agent has that.
+        Warm up the launcher of runs on one node too, unless an agent has those runs.
         """
         if not self._settings.node:
             self._on_one_node.warm_up()
@@ -84,7 +92,12 @@ class NodesLauncher(Launcher):
         return self._on_one_node.get_warm()
 
     def run(self, request: Request) -> Ending:
-        """Run the request on its nodes."""
+        """Run the request on its nodes, or on this one if it needs only one.
+
+        A run that cannot start returns an ``Ending`` with the reason.
+        """
+        # ``settings.node``: an agent has all runs of this process. ``own_disks``: the run saves on
+        # each node's own disk, and so does a run on one node that belongs to the same cell.
         needs_agent = bool(self._settings.node) or bool(request.payload.get("own_disks"))
         if request.nodes == 1 and not needs_agent:
             return self._on_one_node.run(request)
@@ -92,7 +105,8 @@ class NodesLauncher(Launcher):
         if problem:
             return Ending.not_launched(request.world_size, problem)
         nodes = self._membership.present(request.nodes)
-        # Imports take seconds on each node, and the time limit begins with the ranks.
+        # Wait until all nodes have imported torch and the like, which takes seconds: the time limit
+        # of the run begins with its ranks.
         not_warm = []
         for node, cold_reason in problems(nodes, lambda _: {"do": "get_warm"}).items():
             if cold_reason:
@@ -107,7 +121,8 @@ class NodesLauncher(Launcher):
     def _run_on(self, nodes: list[Node], request: Request) -> Ending:
         """Run the request on these nodes once it has its devices.
 
-        Record the lease of devices that a scheduler gave.
+        The lease of devices that a scheduler gave, from when to when the run had them, is recorded
+        for the report's timeline.
         """
         who = current_item() or request.directory
         requested_at = clock.now()
@@ -141,22 +156,28 @@ class NodesLauncher(Launcher):
     def devices(
         self, nodes: Sequence[Node], ranks: int, who: str
     ) -> contextlib.AbstractContextManager[Given]:
-        """Hold devices for so many ranks on each of these nodes, or on pytest's own.
+        """Return a context in which the run has devices for its ranks.
 
-        Nothing is held unless the executor's scheduler counts devices.
+        Without a scheduler that counts devices the context gives none, and waits for nothing.
+
+        Args:
+            nodes: The nodes of the run; none for pytest's own node.
+            ranks: The number of ranks on each node.
+            who: Who asks, for messages: the test.
         """
         self._membership.start()
         settings = self._settings
         names = [node.name for node in nodes] or [""]
         if settings.device == "cpu":
-            # Ranks can share cores.
+            # Ranks can share cores: as many as there are, perhaps none by Ray's count.
             asked = Asked(names, "CPU", 0, ranks, who)
         else:
-            # Rounded up.
+            # Several ranks may share a GPU: the number of GPUs, rounded up.
             least = -(-ranks // settings.ranks_each)
             asked = Asked(names, "GPU", least, min(ranks, settings.gpus), who)
 
         def say(text: str) -> None:
+            """Show the user what the run waits for; give up if a node is lost meanwhile."""
             lost = []
             for node in nodes:
                 if node.lost:
@@ -170,11 +191,11 @@ class NodesLauncher(Launcher):
 
     @property
     def can_open(self) -> bool:
-        """Tell whether runs of one node, if they are on this one, can be held open."""
+        """Tell whether ranks on this machine can get several requests, one after the other."""
         return not self._settings.node and self._on_one_node.can_open
 
     def open(self, request: Request, target: str) -> OpenRun:
-        """Start ranks on this node that get requests."""
+        """Start ranks on this machine that get several requests, as ``reuse`` in marks needs."""
         return self._on_one_node.open(request, target)
 
     def close(self) -> None:

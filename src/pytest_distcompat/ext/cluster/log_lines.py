@@ -1,4 +1,10 @@
-"""Lines of ranks' logs that go from one node to another."""
+"""Lines of ranks' logs that go from one node to another.
+
+Each rank writes a log, one event a line: ``{"event": "start", "rank": 0, "time": 12.5, ...}``. In a
+run over several *nodes* (machines) ranks and watchdogs of one node must know what happens on the
+others, such as that a rank has failed. So ``run`` forwards lines, changed by these functions. They
+work on the text, because a log has many lines and most are large.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,10 @@ def is_forwarded(line: str) -> bool:
 
 
 def shifted(line: str, seconds: float) -> str:
-    """Return the line of an event with its time by another node's clock."""
+    """Return the line of an event with its time by another node's clock.
+
+    ``seconds`` is how far that clock is ahead.
+    """
     if not seconds:
         return line
 

@@ -1,7 +1,17 @@
 """The nodes of a session: their agents are started, join, are lost, and are started again.
 
-A scheduler may take all nodes away, as when the job's time is over; the executor knows whether it
-does (``Executor.taken``).
+A *node* is a machine on which ranks run. On each an *agent* (``agent``) joins pytest's process and
+starts ranks there. ``NodesLauncher`` (``launcher``) has one ``Membership``. It calls ``start()``
+when the session begins, ``ready()`` before each run over nodes, and ``present(2)`` for the nodes of
+the run.
+
+What starts the agents is the *executor*: on this machine, by Slurm, on a Ray cluster, or the user
+by hand. Each agent connects to a ``Listener`` here, proves that it knows the session's token, gets
+a welcome (``_greet``) and sends facts such as its versions and files, which must be alike on all
+nodes (``alike``). A node whose agent or machine is gone is *lost* from then on.
+
+A scheduler may also take all nodes away, as when the job's time is over; the executor knows whether
+it does (``Executor.taken``).
 """
 
 from __future__ import annotations
@@ -28,7 +38,14 @@ from pytest_distcompat.user_input import write_address
 
 
 class Membership:
-    """The nodes of a session, and which of them are there."""
+    """The nodes of a session, and which of them are there.
+
+    Args:
+        executor: How agents are started.
+        settings: How many nodes there are, where they join, and so on.
+        warmth: What their launcher processes import in advance.
+        session: A description of the session for the ranks, as JSON.
+    """
 
     def __init__(
         self, executor: Executor, settings: Settings, warmth: Warmth, session: str
@@ -37,17 +54,21 @@ class Membership:
         self._settings = settings
         self._warmth = warmth
         self._session = session
+        #: Name -> the node that joined last under that name, lost or not.
         self._nodes: dict[str, Node] = {}
-        #: So that a name is taken once.
+        #: Nodes join in several threads at once. With this lock a name is taken once.
         self._admitting = threading.Lock()
+        #: Accepts agents; None until ``start``.
         self._listener: Listener | None = None
+        #: The processes by which the executor started agents: the agents themselves, or ``srun``.
         self._processes: list[subprocess.Popen[str]] = []
         self._token = settings.token or secrets.token_hex(32)
         #: The agents that were started again, by the node that was lost; None for one that a user
         #: has to start.
         self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
+        #: The nodes that take over in turn, where one node has all runs (``Settings.node``).
         self._spare = list(settings.spare)
-        #: The nodes that were found to be alike.
+        #: The nodes that have been compared and are alike.
         self._alike: set[Node] = set()
         #: Whether the executor's scheduler counts devices.
         self._accounts = executor.accounts
@@ -67,6 +88,7 @@ class Membership:
         host, port = self._settings.listen
         self._listener = Listener(host, port, self._token.encode(), self._admit)
         address = write_address(host, self._listener.port)
+        # The command of an agent. It reads the token from its standard input.
         self._join = [sys.executable, "-m", "pytest_distcompat.cli", "join", address]
         self._join += ["--token-file", "-", "--with-parent"]
         if self._settings.node:
@@ -76,7 +98,11 @@ class Membership:
             self._processes = self._executor.start(self._join, self._settings.nodes, self._token)
 
     def _admit(self, channel: Channel) -> None:
-        """Take in a peer that knows the token, or tell it why not. Runs in a thread of its own."""
+        """Take in a peer that knows the token, or tell it why not.
+
+        The listener calls this in a thread of its own, which then receives what the node sends
+        until the node is gone.
+        """
         node: Node | None = None
         try:
             node = Node(channel, channel.receive())
@@ -112,14 +138,18 @@ class Membership:
         }
         node.channel.send(fields)
         node_facts = node.receive("facts")["facts"]
-        # Nodes may join minutes apart, so each clock is compared with the one here.
+        # The wall clock: from now on how far it is ahead of this machine's. Nodes may join minutes
+        # apart, so their times themselves could not be compared.
         node_facts["wall"] -= clock.wall()
         if node.boot != boot_id():
+            # Another machine, whose monotonic clock counts from another time.
             node.measure_clock()
         node.send({"do": "warm", "session": self._session})
         if self._accounts:
-            # Its scheduler says whether a node has enough.
+            # The scheduler says for each run whether a node has enough GPUs. Numbers that differ
+            # are no difference between nodes then.
             node_facts["gpus"] = 0
+        # A node with facts has joined.
         node.facts = node_facts
 
     def _refusal_reason(self, node: Node) -> str:
@@ -142,6 +172,7 @@ class Membership:
             What is wrong; empty if nothing is.
         """
         self.start()
+        # If the scheduler takes the job away, waiting is no use.
         taken = self.find_taken()
         if taken:
             return taken
@@ -168,11 +199,12 @@ class Membership:
         return problem
 
     def _restart_lost(self) -> None:
-        """Have agents started again that were lost since they were ready.
+        """Have agents started again that were lost since they had joined, each once.
 
-        One that never was ready will not be.
+        One that has never joined would not join the second time either.
         """
         if self._settings.node:
+            # Where one node has all runs, ``_move`` takes the next one.
             return
         for node in self._lost():
             if node.facts and node not in self._restarted:
@@ -184,7 +216,8 @@ class Membership:
     def _all_joined_or_never_will(self) -> bool:
         """Tell whether there is nothing left to wait for.
 
-        All nodes have joined then, or one that is missing will not come.
+        All nodes have joined then, or one that is missing will not come: what the executor started
+        has ended, or a lost node is not started again.
         """
         if len(self._joined()) >= self._settings.nodes:
             return True
@@ -215,9 +248,10 @@ class Membership:
         return text
 
     def _move(self) -> None:
-        """Start the agent of the next spare node where the one that has all runs is lost.
+        """Start the agent of the next spare node if the node that has all runs is lost.
 
-        A preempted node does not come back.
+        That is so with ``--distcompat-worker-nodes``. The lost node itself may have been preempted,
+        and does not come back.
         """
         while self._spare and self._lost() and not self._joined():
             name = self._spare.pop(0)
@@ -230,6 +264,7 @@ class Membership:
                 self._await_agent(process)
 
     def _await_agent(self, process: subprocess.Popen[str]) -> None:
+        """Wait until a node has joined, or the process that starts its agent has ended."""
 
         def joined_or_ended() -> bool:
             return bool(self._joined()) or process.poll() is not None
@@ -237,7 +272,7 @@ class Membership:
         clock.wait_until(joined_or_ended, self._settings.wait)
 
     def _joined(self) -> list[Node]:
-        """Return the nodes that have joined and are there."""
+        """Return the nodes that have joined and are not lost."""
         joined = []
         # A copy: nodes join in another thread.
         for node in list(self._nodes.values()):
@@ -246,7 +281,10 @@ class Membership:
         return joined
 
     def find_taken(self) -> str:
-        """Find out, once nodes are lost, whether a scheduler takes all of them away."""
+        """Return why a scheduler takes all nodes away, empty if it does not.
+
+        It is asked only once a node is lost, because the answer may take seconds.
+        """
         if not self.taken and self._lost():
             self.taken = self._executor.taken()
         return self.taken
@@ -262,7 +300,7 @@ class Membership:
             await_exit(process, 5.0)
             kill_and_wait(process)
             for pipe in (process.stdin, process.stdout):
-                # A line may be left that it did not read.
+                # Closing flushes; a line that the process did not read cannot be written any more.
                 with contextlib.suppress(OSError):
                     if pipe is not None:
                         pipe.close()

@@ -1,4 +1,13 @@
-"""A node that has joined, as pytest's process sees it."""
+"""``Node``: one machine of a session, and the agent on it, as pytest's process sees them.
+
+The *agent* (``agent``) is the process that starts ranks on that machine. When one connects,
+``membership`` makes a ``Node`` of it. A thread of its own then receives all that the agent sends
+(``listen``). What belongs to a run goes into ``messages``, which ``run`` reads; beats are counted;
+and if the connection breaks, the node is *lost*, with the reason.
+
+Messages are dicts with a key ``is`` from the agent, such as ``{"is": "log", ...}``, and a key
+``do`` to it. All are listed in ``agent``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,13 @@ from pytest_distcompat.lease.pool import boot_id
 
 
 class Node:
-    """A node that has joined, as pytest's process sees it."""
+    """A node that has joined, or is about to.
+
+    Args:
+        channel: The connection to its agent.
+        hello: The agent's first message: ``name``, such as ``n1``, and ``boot``, an id that differs
+            between machines and between starts of one machine.
+    """
 
     def __init__(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         self.channel = channel
@@ -23,16 +38,21 @@ class Node:
         #: Why it is gone, and when that was noticed; empty while it is there.
         self.lost = ""
         self.lost_at = 0.0
+        #: What its agent has sent and nobody has read yet.
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        #: Its versions, files and the like, see ``facts``; empty until it has joined.
         self.facts: dict[str, Any] = {}
         #: How often its agent has said that it runs, about once a second, and when it did last.
         self.beats = 0
         self.beat_at = clock.now()
-        #: By how much its CLOCK_MONOTONIC is ahead of ours.
+        #: By how many seconds its monotonic clock is ahead of this machine's.
         self.ahead = 0.0
 
     def measure_clock(self) -> None:
-        """Find out how far ahead its clock is, from the fastest of several answers."""
+        """Find out how far ahead its clock is, from the fastest of several answers.
+
+        The clock is read half way between question and answer, so a fast answer says it best.
+        """
         fastest = math.inf
         for _ in range(5):
             sent_at = clock.now()
@@ -44,7 +64,10 @@ class Node:
                 self.ahead = answer["now"] - sent_at - round_trip / 2
 
     def receive(self, kind: str) -> dict[str, Any]:
-        """Receive until a message of that kind comes, and return it."""
+        """Receive until a message of that kind comes, and return it; drop others, such as beats.
+
+        It is used before ``listen``, while the node joins.
+        """
         while True:
             message = self.channel.receive()
             if message["is"] == kind:
@@ -67,7 +90,7 @@ class Node:
             self._lose_by(error)
 
     def lose(self, why: str) -> None:
-        """Note that it is gone, and why."""
+        """Note that it is gone, and why; of several reasons the first one stays."""
         if not self.lost:
             self.lost = why
             self.lost_at = clock.now()
@@ -81,17 +104,20 @@ class Node:
             self.lose(f"its agent is gone ({error})")
 
     def device(self, name: str) -> str:
-        """Return the name of one of its devices in the timeline.
+        """Return the name of one of its devices in the report's timeline: ``n2 GPU-8a2f``.
 
-        On this machine it is that of runs on one node.
+        A node may be this very machine. Then it is the name that runs without nodes use.
         """
         on_this_machine = self.boot == boot_id()
-        return name if on_this_machine else f"{self.name} {name}"
+        if on_this_machine:
+            return name
+        return f"{self.name} {name}"
 
     def problem(self) -> str:
-        """Return the answer to a message that was sent between runs.
+        """Wait for the answer to a message that was sent between runs, and return its problem.
 
-        It says what is wrong, perhaps that the node is gone.
+        It is empty if nothing is wrong. If the node is gone and has not answered, that is the
+        problem.
         """
         while not self.lost or not self.messages.empty():
             with contextlib.suppress(queue.Empty):
@@ -99,7 +125,7 @@ class Node:
         return self.lost
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, unless the node is gone."""
+        """Send a message; if that fails, the node is lost."""
         try:
             self.channel.send(message)
         except OSError as error:
@@ -109,7 +135,14 @@ class Node:
 def problems(
     nodes: Sequence[Node], message: Callable[[Node], Mapping[str, Any]]
 ) -> dict[Node, str]:
-    """Send each node a message, then wait for their answers: what is wrong, empty if nothing is."""
+    """Send each node a message, then wait for their answers; return the problem of each node.
+
+    All are sent first, so that the nodes work at the same time.
+
+    Args:
+        nodes: The nodes.
+        message: Returns the message for a node, such as ``{"do": "get_warm"}``.
+    """
     for node in nodes:
         node.send(message(node))
     return {node: node.problem() for node in nodes}

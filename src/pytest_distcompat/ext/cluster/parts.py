@@ -1,4 +1,9 @@
-"""The parts of a run that its nodes have: how each ended, and what follows for the whole run."""
+"""The parts of a run that its nodes have: how each ended, and what follows for the whole run.
+
+A run over several *nodes* (machines) has a part on each, its ranks there. When a part has ended,
+the node's agent sends a message, the ``Part``. ``NodesRun`` (``run``) collects them, and calls
+these functions to make arguments of ``conclude`` from them, which says how the run ended.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,10 @@ from typing import Any
 from pytest_distcompat.ext.cluster.node import Node
 from pytest_distcompat.launch.forensics.conclude import RankProcess
 
-#: How a node ended its part of a run, as its agent says it (``agent``): its ranks' ``processes``,
-#: what is ``known`` of the launch, ``leaks``, and ``output``; ``lost``, why the node is gone, if it
-#: is.
+#: How a node ended its part of a run, as its agent says it (``agent._part_that_ended``):
+#: ``processes`` (rank, as text -> fields of ``RankProcess``: exit code, ...), ``known`` (what the
+#: node's watchdog knows, as arguments of ``conclude``), ``leaks``, ``output``. If the node is gone,
+#: pytest's process makes a part with ``lost``, the reason.
 Part = dict[str, Any]
 #: The part of a node whose ranks were never started.
 NOT_STARTED: Part = {"processes": {}, "known": {}, "output": {}}
@@ -23,11 +29,13 @@ def has_failed(part: Part) -> bool:
     if "lost" in part or part["known"].get("launch_error"):
         return True
     codes = [process["code"] for process in part["processes"].values()]
+    # Without processes no rank was started. A code is 0 for a good end, None if unknown.
     return not codes or any(codes)
 
 
 def process_of(rank: int, node: Node, part: Part) -> RankProcess:
-    """Return how the process of a rank ended, with times by the clock here."""
+    """Return how the process of a rank ended, with times by the clock of this machine."""
+    # For a rank of which the node said nothing.
     lost: dict[str, Any] = {"lost": part.get("lost", "")}
     fields = part["processes"].get(str(rank), lost)
     process = RankProcess(**{**fields, "node": node.name})
@@ -51,8 +59,10 @@ def known_of_run(
         timeout: The time limit of the run, in seconds.
     """
     timed_out = False
+    #: The earliest time, by the clock of this machine, at which a node killed ranks.
     ended_since = math.inf
     oom_kills = 0
+    #: The rank that failed first, by the first node that knows one.
     first: int | None = None
     left_over: list[str] = []
     notice = ""

@@ -1,4 +1,10 @@
-"""The part of a run over several nodes that one node runs."""
+"""``Place``: which of a run's nodes a machine is, and where it meets the others.
+
+pytest's process (``run``) sends one to each node of a run over several machines. Each node starts
+some of the run's *ranks* (processes). They find each other by a *store*, a small key-value server
+on the first node. The node's ``agent`` puts its fields into the request, and ``rendezvous`` reads
+them in the launcher process.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
-"""Where the runs of a session are.
+"""The placement of a session's runs: on which machines its ranks are.
 
-``--distcompat-nodes``, ``--distcompat-worker-nodes``, marks and matrices say it.
+A *run* is one process group; its *ranks* may be spread over several *nodes* (machines). The core of
+the plugin asks its ``Placement`` how the ranks of each test are spread, and in the end for the
+launcher that starts them. ``plugin`` gives it a ``ClusterPlacement``, which answers by the options
+``--distcompat-nodes`` and ``--distcompat-worker-nodes``, and by the ``nodes`` of marks and
+matrices.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class ClusterPlacement(Placement):
-    """The placement of a session over nodes, or on other nodes than this one.
+    """The placement of a session over several nodes, or on other nodes than this one.
+
+    Args:
+        session: The state of this plugin in the pytest session.
 
     Attributes:
         worker_nodes: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on
@@ -35,6 +42,7 @@ class ClusterPlacement(Placement):
         super().__init__()
         self._session = session
         setting = session.setting("nodes")
+        #: Over how many nodes tests are spread that do not say.
         self._default = int(setting.value)
         self.worker_nodes = int(session.setting("worker_nodes").value)
         self.machines_of_workers = max(1, self.worker_nodes)
@@ -58,17 +66,23 @@ class ClusterPlacement(Placement):
         return matrix.spread_as(Matrix(nodes=self._default))
 
     def note(self, spread: Spread, *, shares: bool) -> None:
-        """Note a test of this session.
+        """Note a test of this session, when it is collected.
 
-        ``shares`` says that its nodes need a directory that all of them see.
+        Args:
+            spread: Its number of ranks and of nodes.
+            shares: Whether its nodes need a directory that all of them see.
         """
         super().note(spread, shares=shares)
         is_elsewhere = not spread.on_one or self.worker_nodes > 0
+        # A test whose ranks the nodes do not divide is skipped, so it needs nothing.
         if shares and is_elsewhere and not spread.uneven:
             self.shares = True
 
     def launcher(self, local: Launcher, warmth: Warmth) -> Launcher:
-        """Return a launcher for runs of several nodes too, if a test of this session has one."""
+        """Return the launcher of all runs of this session.
+
+        It is ``local``, for runs on this machine, unless a test needs several nodes.
+        """
         if self.machines == 1 and not self.worker_nodes:
             return local
         from pytest_distcompat.ext.cluster.session_nodes import Wanted, nodes_launcher
@@ -81,7 +95,10 @@ class ClusterPlacement(Placement):
 
 
 class NodesOfSession:
-    """Hooks of a session over nodes."""
+    """pytest plugin of a session over nodes: registered only in such a session.
+
+    pytest and the core of the plugin call these hooks by their names.
+    """
 
     def __init__(self, launcher: NodesLauncher) -> None:
         self._launcher = launcher
@@ -93,7 +110,10 @@ class NodesOfSession:
     def pytest_distcompat_pool(
         self, session: DistcompatSession, inventory: Inventory
     ) -> Pool | None:
-        """Return a pool that asks the scheduler for devices, if it counts them."""
+        """Return the pool that lends GPUs to runs on this node, if a scheduler counts GPUs.
+
+        Such a pool asks the scheduler first. None leaves it to the usual pool.
+        """
         launcher = self._launcher
         if not launcher.accounts or not session.gpus:
             return None

@@ -1,6 +1,8 @@
-"""Runs over several nodes: options, and the placement of runs.
+"""pytest plugin for runs over several machines (nodes): its options, and the placement of runs.
 
-What they do is imported when a session needs it.
+pytest loads it by the entry point ``distcompat-cluster``. The core of the plugin calls the two
+hooks at the end of this module when the session begins. All else is imported when a session needs
+it, so that other sessions start fast.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def _executor(text: str) -> str:
+    """Return the name of an executor. Raises UsageProblem for an unknown one."""
     from pytest_distcompat.ext.cluster.executors import EXECUTORS
 
     EXECUTORS.get(text)
@@ -27,7 +30,10 @@ def _executor(text: str) -> str:
 
 
 def _address(text: str) -> tuple[str, int] | None:
-    """Return host and port; None for an empty text."""
+    """Return host and port, such as ``("10.0.0.1", 29500)``; None for an empty text.
+
+    The port is 0, for any free one, if the text has none.
+    """
     if not text:
         return None
     host, port = read_address(text)
@@ -39,7 +45,7 @@ def _address(text: str) -> tuple[str, int] | None:
 
 
 def _token(text: str, base: Path) -> str:
-    """Return the token in a file; empty for an empty text."""
+    """Return the token in a file, whose path is relative to ``base``; empty for an empty text."""
     if not text:
         return ""
     try:
@@ -54,6 +60,8 @@ def _token(text: str, base: Path) -> str:
     return token
 
 
+#: For each option: its name without ``--distcompat-``, the word for its value, the default, the
+#: function that reads the value, and its help.
 OPTIONS = (
     Option(
         "nodes",

@@ -1,4 +1,10 @@
-"""Pool of the GPUs of pytest's own node where a scheduler counts them."""
+"""Pool of the GPUs of pytest's own node where a scheduler counts them.
+
+A *pool* lends GPUs to one run at a time: ``with pool.lease(2, who="test_x") as lease``. In a
+session on a Ray cluster the GPUs of pytest's own machine belong to Ray too, so a run on that
+machine must first ask Ray for some, for its *ranks*, the processes of the run. ``placement`` gives
+the session a ``ScheduledPool`` then.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +19,30 @@ from pytest_distcompat.lease import Lease, Pool, gpus
 
 @dataclass(eq=False, kw_only=True)
 class ScheduledPool(Pool):
-    """Pool that first gets GPUs from a scheduler, and then leases those.
+    """Pool that first gets GPUs from a scheduler, and then leases those."""
 
-    ``ask(ranks, who)`` holds the scheduler's GPUs for so many ranks.
-    """
-
+    #: ``with ask(ranks, who) as given`` holds the scheduler's GPUs for so many ranks, with them in
+    #: ``given[""]``: the name of pytest's own node is empty.
     ask: Callable[[int, str], contextlib.AbstractContextManager[Given]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        #: All GPUs of this machine. Inside a lease ``inventory`` has only those that were given.
         self._whole = self.inventory
 
     @contextlib.contextmanager
     def lease(self, ranks: int, *, who: str, **options: Any) -> Iterator[Lease]:
         """Lease GPUs as ``Pool`` does.
 
-        A lease inside another one gets its GPUs, and asks for none.
+        A lease inside another one leases from the GPUs of the outer one: it does not ask the
+        scheduler.
         """
         with contextlib.ExitStack() as held:
             if self.inventory is self._whole:
+                # ``held`` would pass an exception of the block on to ``ask``, which keeps the GPUs
+                # then, because ranks may still use them. Here the processes of a block that raised
+                # have ended. So ``ask`` is entered in a stack of its own, and closed without it.
                 given = contextlib.ExitStack()
-                # Without an exception of the block, whose processes have ended all the same.
                 held.callback(given.close)
                 ids = given.enter_context(self.ask(ranks, who))[""]
                 held.callback(setattr, self, "inventory", self._whole)

@@ -1,6 +1,13 @@
-"""The rendezvous of the agents of several nodes.
+"""The rendezvous of a run over several nodes: how the agents of torchrun on all machines meet.
 
-The launcher process of each node imports this, by the name in ``Place``.
+Each *node* (machine) of a run starts its ranks by torchrun's own agent, in its launcher process.
+Before that, these agents must meet: they learn how many ranks there are, and where the *store* of
+the ranks is, a small key-value server by which ranks find each other (``TCPStore``). torchrun does
+that with ``--rdzv-backend c10d``, and so does ``meet`` here. The launcher process of each node
+imports it by the name in ``Place.rendezvous``, and calls it for a request over several nodes.
+
+It differs from torchrun in two points. Stores listen on the node's own address only, and nodes have
+the numbers that pytest's process gave them, so that rank 0 is always on the first node.
 """
 
 from __future__ import annotations
@@ -44,9 +51,9 @@ class SeveralNodes(DynamicRendezvousHandler):
     ``tests/launch/test_private_names.py`` fails when they go away.
     """
 
-    #: The port of the ranks' store.
+    #: The port of the ranks' store, once the agents have met.
     port = 0
-    #: Which of the nodes this one is, and how many there are.
+    #: Which of the nodes this one is, from 0, and how many there are.
     number, nodes = 0, 1
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -62,7 +69,10 @@ class SeveralNodes(DynamicRendezvousHandler):
         return info
 
     def leave(self, store: Any) -> None:
-        """Wait for the other nodes' agents, whose ranks may still use the ``store`` of this one."""
+        """Wait for the other nodes' agents, whose ranks may still use the ``store`` of this one.
+
+        Each agent adds 1 to a counter in the store when its ranks have ended.
+        """
         # RuntimeError: the store is gone with the agent that had it, which has left.
         with contextlib.suppress(RuntimeError):
             if self.nodes > 1 and store.add("distcompat/left", 1) < self.nodes:
@@ -71,10 +81,12 @@ class SeveralNodes(DynamicRendezvousHandler):
                 )
 
     def _get_world(self) -> tuple[int, int]:
+        """Return the number of this node, from pytest's process, and how many nodes there are."""
         return self.number, super()._get_world()[1]
 
     # The arguments are those of torch.
     def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002
+        """Open the ranks' store on one address only, at a free port."""
         return store_on(loopback.listen(master_addr), master_addr)
 
 
@@ -82,7 +94,7 @@ def meet(request: Request, listens: Callable[[int], None]) -> SeveralNodes:
     """Return the rendezvous of the request's nodes. Node 0 opens the store on which they meet.
 
     Args:
-        request: The part of this node, whose ``place`` has the fields of ``Place``.
+        request: What this node runs of the run; its ``place`` has the fields of ``Place``.
         listens: Called with the port of that store, on node 0.
     """
     place = Place(**request.place)

@@ -1,8 +1,19 @@
-"""One run on nodes.
+"""One run over several nodes, as pytest's process leads it: from the first message to the verdict.
 
-Each node has a part of the run, its ranks; the first node opens the store by which they meet.
+A *run* is one process group from start to end. Its *ranks* are spread evenly over *nodes*
+(machines): ranks 0 and 1 on ``n1``, 2 and 3 on ``n2``. On each node an *agent* (``agent``) starts
+the ranks of its *part*. ``NodesLauncher`` (``launcher``) makes a ``NodesRun`` for a request and
+calls ``run()``, which
 
-Agents send what their ranks log; it is written here, and forwarded to the other nodes.
+1. sends the first node its part; that node opens a store at a free port, on which all nodes meet;
+2. sends the other nodes their parts, with address and port of the store;
+3. writes what ranks log to the run's directory on this machine, and forwards to the other nodes
+   what their ranks and watchdogs must know, such as a failure;
+4. stops the other parts if one has failed or is lost, or if the time limit is over;
+5. returns an ``Ending``: how each rank ended, as if all had been on one machine.
+
+Machines have monotonic clocks of their own. Times that a node sends are changed to this machine's
+clock by ``node.ahead``, which was measured when the node joined.
 """
 
 from __future__ import annotations
@@ -49,9 +60,10 @@ class NodesRun:
         request: What is run.
         environment: The environment of this process when the session began; nodes are sent what has
             changed since.
-        settings: The nodes of the session.
+        settings: The nodes of the session. If ``settings.node`` is set, one node has all runs and
+            leases its devices itself.
         taken: Returns why a scheduler takes all nodes away; empty if it does not.
-        given: The GPUs that a scheduler gave the run, by node.
+        given: The GPUs that a scheduler gave the run, by the name of the node: ``{"n1": ["0"]}``.
     """
 
     nodes: list[Node]
@@ -65,7 +77,7 @@ class NodesRun:
         self._directory = Path(self.request.directory)
         #: By the name of each node that has ended its part of the run: how it ended.
         self._parts: dict[str, Part] = {}
-        #: When a part failed, and when the others were told to stop.
+        #: When a part failed, and when the others were told to stop; None until then.
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
         self._limit = TimeLimit(self.nodes, self.request.timeout, self.settings.say)
@@ -88,6 +100,7 @@ class NodesRun:
             # the first line of a rank's log.
             self._limit.begin()
         run_id = uuid.uuid4().hex
+        # Port 0: the first node takes a free one, and says which in a message ``listens``.
         self._send(0, run_id, (self.nodes[0].channel.peer, 0))
         all_started = len(self.nodes) == 1
         while len(self._parts) < len(self.nodes):
@@ -107,6 +120,7 @@ class NodesRun:
                 self._failed_at = clock.now()
             self._stop_late()
             if not messages:
+                # Nothing has come: do not keep a core busy.
                 clock.sleep(0.005)
         return self._conclude(began)
 
@@ -117,7 +131,7 @@ class NodesRun:
             self._send(number, run_id, (host, port))
 
     def _note_lost(self) -> None:
-        """Note how the parts of nodes ended that are gone."""
+        """Let the parts of nodes that are gone count as ended, with the reason."""
         for node in self.nodes:
             if node.lost and node.name not in self._parts:
                 taken = self.taken()
@@ -127,7 +141,10 @@ class NodesRun:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that a scheduler gave the run on its nodes, as far as they have ended it."""
+        """The devices that a scheduler gave the run, such as ``("n1 GPU-8a2f", ...)``.
+
+        Read it after ``run``. A node that was lost has not said which devices it had.
+        """
         names = []
         for node in self.nodes:
             for device in self._parts[node.name].get("devices", ()):
@@ -137,6 +154,7 @@ class NodesRun:
     def _send(self, number: int, run_id: str, store: tuple[str, int]) -> None:
         """Start the part of the ``number``-th node; the nodes meet on ``store``, host and port."""
         node = self.nodes[number]
+        # Empty where one node has the whole run, as for a run on this machine.
         place = {}
         if not self.settings.node:
             place = dataclasses.asdict(Place(number, node.channel.peer, store, run_id))
@@ -165,7 +183,12 @@ class NodesRun:
         return messages
 
     def _take_in(self, node: Node, message: dict[str, Any]) -> None:
-        """Write down what a node says: lines of a log, what it waits for, or how its part ended."""
+        """Do what a node's message asks for.
+
+        ``log``: write lines of a rank's log. ``waits``: show the user what the node waits for.
+        ``ended``: keep how the part ended, and record its leases of devices (spans of time in which
+        a run had them) in the session's timeline.
+        """
         if message["is"] == "log":
             self._log(node, message["rank"], message["lines"])
         elif message["is"] == "waits":
@@ -180,7 +203,8 @@ class NodesRun:
     def _log(self, node: Node, rank: int, lines: str) -> None:
         """Write lines of a rank's log, and forward to other nodes what they need.
 
-        Their times are changed to those by the clock here.
+        Their times are changed to those by the clock of this machine, and for each other node to
+        those by its clock.
         """
         own_lines = [shifted(line, -node.ahead) for line in lines.splitlines()]
         path = self._directory / f"rank-{rank}.jsonl"
@@ -197,7 +221,10 @@ class NodesRun:
                 other.send({"do": "log", "rank": rank, "lines": text})
 
     def _stop_late(self) -> None:
-        """End the parts that outlive the failure of another one, or the time limit."""
+        """End the parts that outlive the failure of another one, or the time limit.
+
+        First their agents are told to stop them. A node that does not in time counts as lost.
+        """
         now = clock.now()
         running = [node for node in self.nodes if node.name not in self._parts]
         self._limit.note_suspended(running, now)
@@ -226,7 +253,8 @@ class NodesRun:
             for rank in ranks:
                 processes[rank] = process_of(rank, node, part)
             if "lost" in part:
-                # A rank that had not finished says so itself.
+                # If a rank had not finished, the report says of that rank that its node was lost.
+                # If all had, nothing else would.
                 if all(of_kind(Done, events[rank]) for rank in ranks):
                     errors.append(f"{node.name}: {part['lost']}")
             else:
@@ -234,6 +262,7 @@ class NodesRun:
                 if launch_error:
                     errors.append(f"{node.name}: {launch_error}")
             self._write_output(part["output"])
+            # Files of extensions that record on each rank, such as ``ext.reach``.
             for name, text in part.get("recorded", {}).items():
                 (self._directory / name).write_text(text, encoding="utf-8")
         ending = conclude(
@@ -250,7 +279,11 @@ class NodesRun:
         return dataclasses.replace(ending, leaks=tuple(leaks))
 
     def _write_output(self, output: Mapping[str, Mapping[str, str]]) -> None:
-        """Write what the ranks of a node wrote to where reports look for it."""
+        """Write what the ranks of a node printed to the files where reports look for it.
+
+        Args:
+            output: Rank -> ``stdout``, ``stderr`` and ``log`` -> text.
+        """
         for rank, texts in output.items():
             for kind, text in texts.items():
                 path = self._directory / f"rank-{rank}.log"

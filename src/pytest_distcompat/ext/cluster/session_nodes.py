@@ -1,4 +1,11 @@
-"""The launcher of a session over nodes, as its options say."""
+"""The launcher of a session over several nodes, made from the session's options.
+
+``placement`` calls ``nodes_launcher`` once all tests are collected, if a test needs several *nodes*
+(machines) or runs of xdist's workers are dealt out over nodes. Its input is what the tests need
+(``Wanted``), the options (``--distcompat-executor slurm``), and the launcher of runs on this
+machine. Its result is a ``NodesLauncher`` (``launcher``), or a usage error if options do not fit.
+An *agent* is the process that starts ranks on a node, and an *executor* is how agents are started.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +39,7 @@ class Wanted:
     shares: bool
 
 
-#: Why options do not fit an executor.
+#: Why options do not fit an executor, which is how agents are started on the nodes.
 _COLD = (
     "cold torchrun runs on one node; "
     "expected no --distcompat-launcher torchrun beside several nodes"
@@ -73,12 +80,14 @@ def nodes_launcher(
         worker=session.worker,
     )
     if names and wanted.worker_nodes:
-        # Each worker of xdist has its runs on one node, the next worker on the next node.
+        # Each worker of xdist (gw0, gw1, ...) has its runs on one node, the next worker on the next
+        # node. Without xdist the worker's name is empty.
         worker = int(session.worker.removeprefix("gw") or 0)
         number = worker % len(names)
         node = names[number]
         others = names[number + 1 :] + names[:number]
-        # The node itself is the last: its agent alone may be gone.
+        # If the node is lost, the others take over in turn. The node itself is the last of them:
+        # its agent alone may be gone.
         settings = dataclasses.replace(settings, node=node, spare=(*others, node))
     description = session.description_file.read_text(encoding="utf-8")
     return NodesLauncher(launcher, executor, settings, warmth, description)
@@ -87,7 +96,9 @@ def nodes_launcher(
 def _names_of_nodes(
     session: DistcompatSession, wanted: Wanted, executor: Executor
 ) -> list[str] | None:
-    """Return the names of the nodes on which runs can be; None if they join one by one.
+    """Return the names of the nodes on which runs can be, such as ``["n1", "n2"]``.
+
+    None if they are not known yet: users start agents one by one, or to list them takes long.
 
     Raises:
         UsageProblem: Runs cannot be there.
@@ -109,13 +120,14 @@ def _why_no_executor(
 ) -> str:
     """Return why the options do not fit the executor, empty if they do.
 
-    ``token`` is what nodes join with; empty if there is none.
+    ``token`` is the session's secret, which nodes join with; empty if the user gave none.
     """
     unsupported = executor.unsupported_reason()
     if unsupported:
         return unsupported
     cold = session.setting("launcher").value != "warm"
     shares_gpus = executor.name == "local" and session.gpus > 0 and not wanted.worker_nodes
+    # An executor with a hint leaves it to the user to start agents (``join``).
     has_no_token = bool(executor.hint) and not token
     has_workers = bool(executor.hint) and bool(session.worker)
     conditions: tuple[tuple[bool, str], ...] = (
@@ -131,7 +143,10 @@ def _why_no_executor(
 
 
 def _why_no_nodes(wanted: Wanted, names: list[str] | None) -> str:
-    """Return why runs cannot be on these nodes, empty if they can; None: nodes join one by one."""
+    """Return why runs cannot be on the nodes of these names, empty if they can.
+
+    ``names`` is None if they are not known yet.
+    """
     needed = wanted.worker_nodes or wanted.nodes
     if wanted.worker_nodes and wanted.nodes > 1:
         return "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"

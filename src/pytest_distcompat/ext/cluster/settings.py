@@ -1,4 +1,8 @@
-"""The nodes of a session, as its options describe them."""
+"""``Settings``: the nodes (machines) of a session, as its options describe them.
+
+``session_nodes`` makes them from the options; ``launcher``, ``membership``, ``run`` and ``alike``
+read them. *Ranks* are the processes of a run; a *lease* gives a run devices for a while.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,16 @@ class Settings:
         nodes: The number of nodes; 1 where one node has all runs of this process (``node``).
         root: The root directory of the session.
         device: ``cpu`` or ``cuda``.
-        listen: Where node agents join: host and port.
-        token: What they must know; empty for a random one.
+        listen: Where node agents join: host and port, 0 for a free one. An agent is the process
+            that starts ranks on its node.
+        token: The secret that they must know; empty for a random one.
         wait: How long they may take to join, in seconds.
         shared: A directory that all nodes must share; empty if they need none.
         node: The node that has all runs of this process, and leases its devices itself; empty where
             runs span nodes.
         spare: The nodes that have all runs in turn where ``node`` is lost.
-        timeline: The directory where leases are recorded.
-        worker: The xdist worker whose leases they are.
+        timeline: The directory where leases are recorded: which run had which devices, and when.
+        worker: The xdist worker whose leases they are, such as ``gw0``; empty without xdist.
         gpus: How many GPUs of each node runs may have.
         ranks_each: How many ranks can share a GPU.
         runs_share: Whether runs can share a GPU.

@@ -1,4 +1,10 @@
-"""The time limit of a run on nodes, which a suspended job has none of."""
+"""The time limit of a run over several nodes (machines), which waits while a job is suspended.
+
+A scheduler such as Slurm may stop all processes of a job for minutes, and let them go on later. By
+the clock a run would then be over its time limit. So a ``TimeLimit`` counts *beats*: each node's
+agent, the process that starts ranks there, sends one a second while it runs. ``NodesRun`` (``run``)
+makes a ``TimeLimit`` for each run, and asks it in its loop.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,8 @@ from pytest_distcompat import clock
 from pytest_distcompat.ext.cluster.agent import HEARTBEAT_S
 from pytest_distcompat.ext.cluster.node import Node
 
-#: How long a node may take after the time limit, in seconds.
+#: How long a node may take to end its ranks after the time limit, in seconds: its own watchdog ends
+#: them at the limit, and knows more of them.
 AFTER_LIMIT_S = 8.0
 #: How long a job may be suspended while pytest runs on, in seconds. An agent that never runs again,
 #: though its node answers, looks like that.
@@ -16,9 +23,12 @@ SUSPENDED_S = 3600.0
 
 
 class TimeLimit:
-    """The time limit of one run.
+    """The time limit of one run, in beats of the agents: a suspended job has none.
 
-    It counts beats of the agents and not seconds: a suspended job has no beats, and no time.
+    Args:
+        nodes: The nodes of the run.
+        seconds: The limit.
+        say: Shows the user a message.
     """
 
     def __init__(self, nodes: Sequence[Node], seconds: float, say: Callable[[str], None]) -> None:
@@ -27,7 +37,7 @@ class TimeLimit:
         self._say = say
         #: How many beats each node had given when the limit began; empty before.
         self._counted_from: dict[Node, int] = {}
-        #: The nodes that were suspended at the last look, and when that was.
+        #: The nodes that were suspended when ``note_suspended`` was called last, and when that was.
         self._suspended: list[Node] = []
         self._looked_at = clock.now()
         #: Since when some node has been suspended; counted anew after this process was stopped
@@ -35,7 +45,7 @@ class TimeLimit:
         self._suspended_since = self._looked_at
 
     def begin(self) -> None:
-        """Begin to count, unless it has begun."""
+        """Begin to count beats, unless that has begun."""
         if not self._counted_from:
             self._counted_from = {node: node.beats for node in self._nodes}
 
@@ -59,8 +69,8 @@ class TimeLimit:
             running: The nodes that have not ended their parts.
             now: The time, by ``clock.now``.
         """
-        # Where this process has not looked for so long it was stopped itself, as a whole job is,
-        # and all nodes with it.
+        # If this process itself has not looked for so long, it was stopped, as a whole job is. Then
+        # all nodes count as suspended too.
         suspended: list[Node] = []
         for node in running:
             if now - min(self._looked_at, node.beat_at) > clock.GAP_S:
@@ -68,6 +78,7 @@ class TimeLimit:
         if suspended and not self._suspended:
             names = ", ".join(node.name for node in suspended)
             self._say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
+        # Count anew if no node was suspended until now, or after this process was stopped.
         if not self._suspended or now - self._looked_at > clock.GAP_S:
             self._suspended_since = now
         self._suspended = suspended

@@ -1,5 +1,6 @@
-"""Reach: which functions and branches of the installed stack the cells of suites execute.
+"""Reach: which functions and branches of the installed libraries the test cells execute.
 
-Nothing of it but its plugin is imported without ``--distcompat-reach`` or the command ``distcompat
-reach``.
+``pytest --distcompat-reach FILE`` traces the ranks and writes a map (``plugin``, ``tracer``,
+``collect``, ``store``); ``distcompat reach FILE`` shows it (``command``, ``text``). Nothing of this
+package but its plugin is imported without one of them.
 """

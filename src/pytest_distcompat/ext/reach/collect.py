@@ -1,4 +1,10 @@
-"""The map of a session, from the files that its ranks wrote."""
+"""The map of a session, made from the files that its ranks wrote.
+
+``session_map`` calls ``collect`` at the end of a session. Each *rank*, a process that trained, has
+written which lines it executed in which *action*, such as ``build`` (``tracer``). Those line
+numbers become functions and branches of the installed files (``analysis``), and all ranks together
+the *map* (``map``).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,8 @@ import platform
 from collections.abc import Iterable
 from pathlib import Path
 
-from pytest_distcompat.ext.reach.branches import AnalysedFile, SourceFile
+from pytest_distcompat.ext.reach.analysis import AnalysedFile
+from pytest_distcompat.ext.reach.branches import SourceFile
 from pytest_distcompat.ext.reach.libraries import FileId, installed_files, installed_versions
 from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.ext.reach.rank_files import reach_files
@@ -15,9 +22,10 @@ from pytest_distcompat.installed import version_of
 
 
 def collect(directories: Iterable[Path]) -> ReachMap:
-    """Return the map of all runs in these directories.
+    """Return the map of all runs; its files are those of the libraries that are installed here.
 
-    Its files are those of the libraries that are installed here.
+    Args:
+        directories: The directory of each run (one process group from start to end).
     """
     analysed: dict[FileId, AnalysedFile] = {}
     files: dict[FileId, SourceFile] = {}
@@ -32,6 +40,7 @@ def collect(directories: Iterable[Path]) -> ReachMap:
 
 
 def _tools() -> dict[str, str]:
+    """Return the versions of Python and coverage, which decide what is recorded."""
     return {"python": platform.python_version(), "coverage": version_of("coverage") or ""}
 
 
@@ -47,6 +56,7 @@ def _add_rank(reach_map: ReachMap, path: Path, analysed: dict[FileId, AnalysedFi
             # with other files.
             if file_id not in analysed:
                 continue
+            # The file has from, to, from, to, and so on.
             starts = lines[::2]
             ends = lines[1::2]
             arcs = zip(starts, ends, strict=True)

@@ -1,4 +1,11 @@
-"""``reach``: shows which functions and branches of the stack the cells of a session execute."""
+"""The command ``distcompat reach``: shows which branches of the libraries the test cells execute.
+
+Its input is a *map*, the file that ``pytest --distcompat-reach FILE`` wrote: for each function and
+branch of the installed libraries the *cells* (test configurations, such as ``fsdp2-fp32-w2``) that
+execute it. The command line calls ``add`` by the entry point group ``pytest_distcompat.commands``,
+and ``_reach`` with the parsed options. It reads the maps, asks other modules of this package for
+lines of text, as the options say, and prints them.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +85,7 @@ def add(commands: Any) -> None:
 
 
 def _reach(options: argparse.Namespace) -> int:
+    """Print what the options ask for, write the files that they name, and return 0."""
     from pytest_distcompat.ext.reach.page import page
     from pytest_distcompat.ext.reach.store import write_map
 
@@ -95,7 +103,7 @@ def _reach(options: argparse.Namespace) -> int:
 
 
 def _selected(options: argparse.Namespace) -> ReachMap:
-    """Return the map of all files, of the library and the cells that are asked for."""
+    """Return the merged map of all files, without libraries and cells that are not asked for."""
     from pytest_distcompat.ext.reach.store import read_map
 
     first, *others = options.files
@@ -132,6 +140,7 @@ def _keep_library(reach_map: ReachMap, library: str) -> None:
 
 
 def _lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
+    """Yield the lines of the view that the options ask for; without one, the overview."""
     from pytest_distcompat.ext.reach.compare import compare
     from pytest_distcompat.ext.reach.store import read_map
     from pytest_distcompat.ext.reach.text import functions, missing, overview, unreached
@@ -160,12 +169,13 @@ def _lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
 
 
 def _value_lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
-    """Yield the lines about the cells whose values differ between two reports.
+    """Yield the lines about the cells whose values, such as losses, differ between two reports.
 
-    Each has what differs in the code that it executes.
+    Each has what differs in the code that it executes (``differences``).
     """
-    from pytest_distcompat.ext.reach.changed import reached_places, read_change
+    from pytest_distcompat.ext.reach.changed import reached_places
     from pytest_distcompat.ext.reach.differences import difference_lines
+    from pytest_distcompat.ext.reach.diffs import read_change
     from pytest_distcompat.ext.reach.store import read_map
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.report.values import value_changes
@@ -190,12 +200,9 @@ def _value_lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[s
 
 
 def _changed_lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
-    from pytest_distcompat.ext.reach.changed import (
-        files_outside,
-        old_release,
-        reached_places,
-        read_change,
-    )
+    """Yield the lines about a change of a library; ``--select`` also writes the cells to run."""
+    from pytest_distcompat.ext.reach.changed import reached_places
+    from pytest_distcompat.ext.reach.diffs import files_outside, old_release, read_change
     from pytest_distcompat.ext.reach.selection import check_release, file_lines, select, summary
     from pytest_distcompat.ext.reach.text import changed, changed_unexecuted
 

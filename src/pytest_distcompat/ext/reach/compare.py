@@ -1,4 +1,9 @@
-"""Two releases compared: new code of the later one, and code that cells reach no more."""
+"""Two releases compared: new code of the later one, and code that test cells reach no more.
+
+``distcompat reach MAP --compare EARLIER`` (``command``) calls ``compare`` with the *maps* of two
+releases. A map says which *cells* (test configurations) reach which *branches* of the libraries; a
+branch is one way from a line that has several.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,16 @@ class Signature:
     """A branch by what its source says, since a release moves lines."""
 
     file: FileId
+    #: The qualified name of its function.
     function: str
+    #: The source of the line that it leads from: ``if self.fsdp_plugin:``.
     text: str
+    #: The source of the line that it leads to; empty if it leaves the function.
     target_text: str
 
     @classmethod
     def of(cls, file: FileId, branch: Branch) -> Signature:
-        """Return that of a branch."""
+        """Return the signature of a branch in that file."""
         return cls(file, branch.function, branch.text, branch.target_text)
 
 
@@ -43,6 +51,8 @@ class Comparison:
 
 def compare(earlier: ReachMap, later: ReachMap) -> Comparison:
     """Compare the maps of two releases, of the libraries that both have."""
+    # How many branches of each signature the earlier release has. Each branch of the later one uses
+    # up one of them: the same text may stand several times in a function.
     known = Counter(signature for signature, _ in _signatures(earlier))
     formerly_reached = _count_reached(earlier)
     still_reached = _count_reached(later)
@@ -59,8 +69,8 @@ def compare(earlier: ReachMap, later: ReachMap) -> Comparison:
         elif is_new:
             unreached.append(branch)
         else:
-            # The same text may stand several times in a function.
             known[signature] -= 1
+            # Lost is as many of them as are reached less often than before.
             if not branch.contexts and formerly_reached[signature] > still_reached[signature]:
                 formerly_reached[signature] -= 1
                 lost.append(branch)

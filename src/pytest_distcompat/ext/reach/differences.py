@@ -1,6 +1,12 @@
-"""Where the values of a cell may have changed.
+"""Where the values of a test cell may have changed between two releases of a library.
 
-Those are the functions of which the cell executes something else in one map than in another.
+``distcompat reach MAP --compare EARLIER --values LAST.json TODAY.json`` has two maps and two
+reports. A *map* says which functions and branches of the libraries each *cell* (test configuration,
+such as ``fsdp2-fp32-w2``) executes. The reports say in which cells losses or other values changed,
+and after which *action* (such as ``build`` or ``step``) first. ``command`` calls
+``difference_lines``: for each such cell it yields the functions of which the cell executes
+something else than before, and the changed places that it executes. One of these is likely the
+cause.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.ext.reach.text import fitted
 from pytest_distcompat.report.values import Extent, ValueChange
 
-#: What a rank does before its first step is done.
+#: The actions of a rank before its first step. ``start`` is all before the first action.
 _BUILDS = frozenset({"start", "build_model", "build"})
 #: How many functions or places are listed for cells that differ alike.
 _LISTED = 10
@@ -28,8 +34,8 @@ class FunctionDifference:
 
     Attributes:
         file: Its file.
-        function: Its qualified name.
-        how: What is different.
+        function: Its qualified name: ``Accelerator.prepare``.
+        how: What is different: ``takes other branches``.
     """
 
     file: FileId
@@ -43,12 +49,16 @@ class FunctionDifference:
 
 @dataclass(frozen=True)
 class _Profile:
-    """What a cell executes of a function, by the text of its source, since a release moves lines.
+    """What a cell executes of a function, by the text of its source.
+
+    A release moves lines, so profiles of two releases could not be compared by line numbers.
 
     Attributes:
         executed: Whether the cell executes it.
-        source: The statements by their distance from the first, and the texts of all branches.
-        taken: How often branches of each text are taken.
+        source: The statements as bits, by their distance from the definition, then the texts of all
+            branches. Another source means that the function was changed.
+        taken: (text of the branch's line, text of its target) -> how many branches with these texts
+            the cell takes.
     """
 
     executed: bool
@@ -82,8 +92,12 @@ def function_differences(
 
 
 def actions_before(change: ValueChange) -> frozenset[str] | None:
-    """Return the actions that a cell has done when its values differ first; None for all."""
+    """Return the actions that a cell has done when its values differ first; None for all.
+
+    ``change.first`` says when that is: ``build``, or ``step 2``, say.
+    """
     if change.extent is Extent.FORMAT:
+        # The files differ, which are written at the end.
         return None
     words = change.first.split()
     if words[0] == "build":
@@ -108,7 +122,7 @@ def _profiles(
     Args:
         reach_map: The map.
         file_id: The file.
-        place: Driver and cell.
+        place: Driver and cell: ``accelerate/fsdp2-fp32-w2``.
         actions: The actions that count; None for all.
     """
     if file_id not in reach_map.files:
@@ -118,9 +132,11 @@ def _profiles(
         if _is_before(context, place, actions):
             executed |= executed_by_context
     file = reach_map.files[file_id]
+    #: The name of a function -> its branches.
     branches: dict[str, list[_CellBranch]] = {}
     for number, branch in enumerate(file.branches):
-        is_taken = bool(executed.branches >> number & 1)
+        branch_bit = 1 << number
+        is_taken = bool(executed.branches & branch_bit)
         branches.setdefault(branch.function, []).append(_CellBranch(branch, is_taken))
     profiles: dict[str, _Profile] = {}
     for function in file.functions:
@@ -153,12 +169,16 @@ def _profile(
         if cell_branch.is_taken:
             taken[text] += 1
     is_executed = bool(executed.lines & function.body)
+    # Shifted, so that the numbers count from the definition: a release moves whole functions.
     statements = (file.statements & function.body) >> function.first
     return _Profile(is_executed, (statements, *texts), taken)
 
 
 def _difference(before: _Profile | None, after: _Profile | None) -> str:
-    """Return what is different about a function; empty if nothing is that the cell executes."""
+    """Return what is different about a function; empty if the cell executes no difference.
+
+    A profile is None if the release does not have the function.
+    """
     was_executed = before is not None and before.executed
     is_executed = after is not None and after.executed
     if was_executed and not is_executed:
@@ -190,6 +210,7 @@ def difference_lines(
         later: The map of the later release, or of the only one.
         places: What a release changes, with who executes it.
     """
+    #: The lines about differences -> the cells that have just these.
     changes_by_lines: dict[tuple[str, ...], list[ValueChange]] = {}
     for change in changes:
         lines = [f"  {line}" for line in _changed_places(change, places)]
@@ -220,6 +241,7 @@ def _changed_places(change: ValueChange, places: Sequence[PlaceReach]) -> Iterat
         place = place_reach.place
         for context in place_reach.contexts:
             if _is_before(context, cell, actions):
+                # Once, although the cell may execute it in several actions.
                 position = f"{place.file}:{place.line}"
                 yield f"{position} {place_reach.function}: {place.text}"
                 break

@@ -1,4 +1,8 @@
-"""The training code of the installed libraries: which files of their packages count."""
+"""The training code of the installed libraries: which files of which packages reach looks at.
+
+The tracer of each rank (``tracer``) and the analysis of their files (``collect``) use the same
+list, and so does the reading of a change (``diffs``).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ class Library:
     """A library, and the part of its package that trains, saves and loads.
 
     Attributes:
-        name: The package, which has the name of its distribution.
-        parts: Patterns of files below the package's directory.
+        name: The package, such as ``accelerate``, which has the name of its distribution.
+        parts: Patterns of files below the package's directory: ``runtime/**/*.py``.
         without: Directories below it that ranks of a trainer do not use.
     """
 
@@ -61,6 +65,7 @@ LIBRARIES = (
     # The hooks of FSDP2's gathers, and optimizers whose state is quantized.
     Library("torchao", ("float8/**/*.py", "optim/**/*.py")),
 )
+#: The name of a library -> the library.
 BY_NAME: Mapping[str, Library] = {library.name: library for library in LIBRARIES}
 
 
@@ -70,7 +75,7 @@ class FileId:
 
     Attributes:
         library: The name of the library.
-        path: The path below the package's directory.
+        path: The path below the package's directory: ``utils/other.py``.
     """
 
     library: str

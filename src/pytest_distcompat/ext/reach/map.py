@@ -1,7 +1,14 @@
-"""The map of a session: which cells execute which functions and branches of the stack.
+"""``ReachMap``: which test cells execute which functions and branches of the libraries.
 
-It has all functions and branches of the training code of the installed libraries, and for each the
-cells that execute it, with the action in which they do.
+A *cell* is one configuration of the tests: strategy, precision, number of ranks and options, such
+as ``fsdp2-fp32-w2``; a *driver* is the trainer that it tests, such as ``accelerate``. ``collect``
+makes the map of a pytest session from what the *ranks*, the processes that train, have recorded.
+``store`` writes and reads it. ``text``, ``page``, ``compare``, ``changed`` and others ask it: the
+whole map by ``ReachMap``, one file by ``FileReach``.
+
+It has all functions and branches of the training code of the installed libraries, executed or not,
+and for each the *contexts* that execute it: driver, cell, and *action*, which is what a rank does,
+such as ``build`` or ``step``.
 """
 
 from __future__ import annotations
@@ -18,21 +25,24 @@ from pytest_distcompat.ext.reach.libraries import FileId
 class Context:
     """Who executed something: a driver, the cell whose check needs the run, and the action.
 
-    The run itself may be in another cell, as a reference on one process is. Of cells that share a
-    run it is one.
+    A run is one process group from start to end. It may train otherwise than the cell says, as a
+    reference on one process does. If several cells share a run, the context has one of them.
     """
 
+    #: Such as ``accelerate``.
     driver: str
+    #: Such as ``fsdp2-fp32-w2``.
     cell: str
+    #: Such as ``build``, ``step``, or ``start``, which is all before the first action.
     action: str
 
     @property
     def place(self) -> str:
-        """Return driver and cell as one text."""
+        """Return driver and cell as one text: ``accelerate/fsdp2-fp32-w2``."""
         return f"{self.driver}/{self.cell}"
 
     def matches(self, pattern: str) -> bool:
-        """Tell whether the pattern fits the cell (``fsdp2-*``) or its place (``accelerate/*``)."""
+        """Tell whether a pattern fits the cell (``fsdp2-*``) or driver and cell (``torch/*``)."""
         if fnmatch.fnmatchcase(self.cell, pattern):
             return True
         return fnmatch.fnmatchcase(self.place, pattern)
@@ -47,9 +57,10 @@ class ReachMap:
     """Which cells execute which functions and branches of the installed libraries.
 
     Attributes:
-        versions: The release of each library, and of Python and coverage.
-        files: All files of the libraries' training code.
-        executed: For each file that was executed, what each context executed.
+        versions: Library -> its release; also those of ``python`` and ``coverage``.
+        files: All files of the libraries' training code, by library and path.
+        executed: File -> context -> the lines and branches that it executed. Files that nobody
+            executed are missing.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -91,7 +102,7 @@ class ReachMap:
         return sorted(contexts)
 
     def only(self, pattern: str) -> ReachMap:
-        """Return the map of the cells that match."""
+        """Return the map of the cells that match the pattern (``Context.matches``)."""
         selected = ReachMap(self.versions, self.files)
         for file_id, by_context in self.executed.items():
             selected.executed[file_id] = {}
@@ -128,7 +139,8 @@ class Counts:
 
     @classmethod
     def total(cls, several: Iterable[Counts]) -> Counts:
-        """Return the sums."""
+        """Return the sums of all numbers."""
+        # The names of the fields.
         sums = dict.fromkeys(vars(cls()), 0)
         for counts in several:
             for name, number in vars(counts).items():
@@ -167,17 +179,23 @@ class FunctionReach:
 
 
 class FileReach:
-    """What is executed of one file."""
+    """What is executed of one file.
+
+    Args:
+        file: The file, with its functions and branches.
+        executed: The lines and branches that each context executed.
+    """
 
     def __init__(self, file: SourceFile, executed: Mapping[Context, Executed]) -> None:
         self.file = file
         self._executed = executed
+        #: What any context executed.
         self.union = Executed()
         for executed_by_context in executed.values():
             self.union |= executed_by_context
 
     def counts(self) -> Counts:
-        """Return the numbers of the file."""
+        """Return the numbers of functions and branches of the file, and of those reached."""
         reached_functions = 0
         for function in self.file.functions:
             if function.body & self.union.lines:
@@ -198,6 +216,7 @@ class FileReach:
 
     def functions(self) -> Iterator[FunctionReach]:
         """Yield the functions with their branches, by line."""
+        #: The name of a function -> its branches.
         branches: dict[str, list[BranchReach]] = {}
         for branch_reach in self.branches():
             branches.setdefault(branch_reach.branch.function, []).append(branch_reach)
@@ -217,8 +236,8 @@ class FileReach:
         return self._contexts_where(lambda executed: executed.branches & branches)
 
     def _contexts_where(self, shared_bits: Callable[[Executed], int]) -> tuple[Context, ...]:
-        """Return the contexts whose executed code shares bits with what is asked for."""
-        # Most code is executed by no context: one question answers for all of them.
+        """Return the contexts for which ``shared_bits`` is not 0, sorted."""
+        # Most code is executed by no context: asking the union once saves asking each of them.
         if not shared_bits(self.union):
             return ()
         contexts: list[Context] = []

@@ -1,4 +1,9 @@
-"""A map as a page of HTML, without network access, scripts or further files."""
+"""A map as a page of HTML, without network access, scripts or further files.
+
+``distcompat reach MAP --html PAGE`` (``command``) writes what ``page`` returns. A *map* says which
+test cells execute which functions and branches of the libraries. The page's layout is in
+``templates/reach.html.j2``.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,15 @@ from pytest_distcompat.report.html import POLICY
 
 @dataclass(frozen=True)
 class LibraryPart:
-    """The part of the page about a library."""
+    """The part of the page about a library; the template reads these fields."""
 
+    #: Such as ``accelerate``.
     name: str
+    #: The name with the release.
     title: str
+    #: How many functions and branches there are, and how many some cell reaches.
     counts: Counts
+    #: The branches that no cell reaches, those first that users are likely to run into.
     missing: tuple[BranchReach, ...]
     files: tuple[FileReach, ...]
 
@@ -52,6 +61,7 @@ def page(reach_map: ReachMap) -> str:
 
 
 def _part(reach_map: ReachMap, library: str) -> LibraryPart:
+    """Return the part about the library of that name."""
     missing = sorted(unreached(reach_map, [library]), key=lambda branch_reach: branch_reach.order)
     return LibraryPart(
         name=library,

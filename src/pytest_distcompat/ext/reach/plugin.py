@@ -1,4 +1,10 @@
-"""The option ``--distcompat-reach``; what it does is imported when it is given."""
+"""pytest plugin of reach: the option ``--distcompat-reach FILE``.
+
+With it a session records which functions and branches of the installed libraries its test cells
+execute in their *ranks*, the processes that train, and writes that *map* to the file. pytest loads
+this module by the entry point ``distcompat-reach``; the core of the plugin calls the two hooks at
+its end. All else is imported when the option is given.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +55,11 @@ def pytest_distcompat_options() -> list[Option]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_session(session: DistcompatSession) -> None:
-    """Have ranks traced and the map written, if it is asked for."""
+    """Have ranks traced and the map written, if the option is given."""
     path: Path | None = session.setting("reach").value
     if path is None:
         return
+    # What takes the place of real ranks, such as a simulation; None in most sessions.
     substitute = session.substitute
     if substitute is not None:
         raise pytest.UsageError(

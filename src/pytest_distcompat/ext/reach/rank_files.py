@@ -1,4 +1,7 @@
-"""The files in which the tracers of ranks write."""
+"""The files in which the tracers of ranks write which lines they executed.
+
+``tracer`` writes the file of its rank, ``collect`` reads those of all ranks of a run.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 
 from pytest_distcompat.launch.files import recorded_file, recorded_files
 
+#: Part of the files' names: ``recorded-reach-0.json``.
 _EXTENSION = "reach"
 
 

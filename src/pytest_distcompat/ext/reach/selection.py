@@ -1,4 +1,13 @@
-"""Selection of the cells that execute changed code of a library, in the order to run them."""
+"""Selection of the test cells that execute changed code of a library, in the order to run them.
+
+``distcompat reach MAP --changed PACKAGE@OLD..NEW --select FILE`` (``command``) has the changed
+places of a library, each with who executes it (``changed``). It calls ``select``, writes
+``file_lines`` to the file, and prints ``summary``. pytest reads the file by
+``--distcompat-selection``, and runs the cells in its order.
+
+A *cell* is one configuration of the tests: driver and strategy, precision, number of ranks, such as
+``accelerate/fsdp2-fp32-w2``. An *action* is what a rank does in it, such as ``build`` or ``step``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from pytest_distcompat.ext.reach.map import ReachMap
 from pytest_distcompat.ext.reach.tracer import BEFORE
 from pytest_distcompat.failures import UsageProblem
 
-#: The ways through changed places that each cell executes.
+#: Driver and cell -> the ways through changed places that the cell executes.
 _WaysByCell = dict[str, set["Executed"]]
 #: The numbers of the places that cells of each strategy execute.
 _PlacesByStrategy = dict[str, set[int]]
@@ -33,7 +42,7 @@ class SelectedCell:
     """A cell to run.
 
     Attributes:
-        cell: Driver and cell.
+        cell: Driver and cell: ``accelerate/fsdp2-fp32-w2``.
         actions: The actions in which it executes changed places.
         turn: The number of its turn, from 1. The cells of one turn together execute all ways
             through changed places that the cells of this and later turns execute.
@@ -44,7 +53,7 @@ class SelectedCell:
     turn: int
 
     def __str__(self) -> str:
-        """Return the cell's line in the file."""
+        """Return the cell's line in the file: ``accelerate/fsdp2-fp32-w2: build, step``."""
         return f"{self.cell}: {', '.join(self.actions)}"
 
 

@@ -1,6 +1,9 @@
-"""Tracing of ranks, and the map that is written at the end of the session.
+"""Hooks of a session with ``--distcompat-reach``: ranks are traced, and the map is written.
 
-The ranks of all workers write what they executed into the store; the map is made from that.
+``plugin`` registers them. *Ranks*, the processes that train, are started by pytest's process, or
+under xdist by its workers; ``TracedRanks`` has each of them write what it executed into the
+session's store, a directory. In the end ``SessionMap``, in the process that has the terminal, makes
+the *map* from these files: which test cells execute which functions of the libraries.
 """
 
 from __future__ import annotations
@@ -30,11 +33,17 @@ class TracedRanks:
 
 
 class SessionMap:
-    """Hooks that write the map to a file, registered in the process that has the terminal."""
+    """Hooks that write the map to a file, registered in the process that has the terminal.
+
+    Args:
+        session: The state of this plugin in the pytest session.
+        path: The file of the map.
+    """
 
     def __init__(self, session: DistcompatSession, path: Path) -> None:
         self.session = session
         self.path = path
+        #: What to print at the end.
         self._lines: list[str] = []
 
     def pytest_collection_finish(self) -> None:
@@ -53,6 +62,7 @@ class SessionMap:
         path = self.path
         runs = self.session.store_path / "runs"
         if session.config.option.collectonly:
+            # Nothing ran, and an earlier map in the file is to stay.
             return
         if not runs.is_dir():
             self._lines.append(f"reach: no cell of a suite ran; {path} was not written")
@@ -66,6 +76,7 @@ class SessionMap:
             write_map(path, reach_map)
         except OSError as error:
             self._lines.append(f"reach: {path} could not be written: {error.strerror}")
+            # The user asked for the map, so its lack is a failure, unless there is a worse one.
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         else:

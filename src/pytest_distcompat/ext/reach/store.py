@@ -1,6 +1,10 @@
-"""The file of a map, which is SQLite.
+"""The file of a map, which is an SQLite database: writing and reading.
 
-It has everything that is needed to show the map where the libraries are not installed.
+A *map* (``map.ReachMap``) says which functions and branches of the installed libraries each *cell*
+(test configuration of a driver, the trainer) executes, in which *action*, such as ``step``.
+``write_map`` is called at the end of a pytest session (``session_map``) and by ``distcompat reach
+-o``, ``read_map`` by ``distcompat reach``. The file has everything that is needed to show the map
+where the libraries are not installed, source lines included.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from pytest_distcompat.grouping import grouped
 
 #: The version of the tables; a file of another one is not read.
 FORMAT = 1
+#: The tables. ``reached`` says that a context executed, of a file, what a row of ``executed`` has.
 _TABLES = """
 create table version (name text primary key, version text);
 -- Lines are bits by number here and below.
@@ -41,7 +46,8 @@ def write_map(path: Path, reach_map: ReachMap) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    # SQLite would write to the old file, which may be of another program.
+    # Into a new file, which then takes the place of the old one: that may be a file of another
+    # program, which SQLite would open and write to.
     with tempfile.TemporaryDirectory(
         prefix=f".{path.name}-", dir=path.absolute().parent
     ) as directory:
@@ -53,6 +59,8 @@ def write_map(path: Path, reach_map: ReachMap) -> None:
 
 
 def _write(database: sqlite3.Connection, reach_map: ReachMap) -> None:
+    """Write a map into empty tables."""
+    # SQLite keeps this number in the head of the file.
     database.execute(f"pragma user_version = {FORMAT}")
     database.executemany("insert into version values (?, ?)", reach_map.versions.items())
     for number, file in enumerate(reach_map.files.values()):
@@ -98,9 +106,11 @@ def _write_executed(database: sqlite3.Connection, reach_map: ReachMap) -> None:
         context_numbers[context] = number
         context_row = (number, context.driver, context.cell, context.action)
         database.execute("insert into context values (?, ?, ?, ?)", context_row)
+    #: Each different value, with the number of its row.
     executed_numbers: dict[Executed, int] = {}
     for file_id, by_context in reach_map.executed.items():
         for context, executed in by_context.items():
+            # The number of an equal value, or the next one.
             executed_number = executed_numbers.setdefault(executed, len(executed_numbers))
             reached_row = (file_numbers[file_id], context_numbers[context], executed_number)
             database.execute("insert into reached values (?, ?, ?)", reached_row)
@@ -131,6 +141,7 @@ def read_map(path: Path) -> ReachMap:
 
 
 def _read(database: sqlite3.Connection) -> ReachMap:
+    """Return the map in the tables."""
     reach_map = ReachMap(dict(database.execute("select name, version from version")))
     functions = grouped(_functions(database))
     branches = grouped(_branches(database))
@@ -178,9 +189,10 @@ def _branches(database: sqlite3.Connection) -> Iterator[tuple[int, Branch]]:
 
 
 def _blob(bits: int) -> bytes:
-    """Return bits, of any number, as SQLite stores them: its integers have 64."""
+    """Return bits as bytes, the lowest first: an integer of SQLite has 64 bits at most."""
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
 def _bits(blob: bytes) -> int:
+    """Return the bits that ``_blob`` wrote."""
     return int.from_bytes(blob, "little")

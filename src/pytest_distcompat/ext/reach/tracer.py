@@ -1,4 +1,15 @@
-"""Records by coverage.py which lines and branches of libraries each action of a rank executes."""
+"""``RankTracer``: records which lines of the libraries each action of a rank executes.
+
+A *rank* is one of the processes that train together in a test. In a session with
+``--distcompat-reach`` each rank of a suite calls ``rank_tracer`` (by its name, see
+``session_map.TracedRanks``), then ``start``, ``switch`` at each *action*, such as ``build`` or
+``step``, and ``stop``, which writes a file. ``collect`` makes the map from the files of all ranks.
+
+A *driver* is the trainer under test, a *cell* its configuration, such as ``fsdp2-fp32-w2``.
+
+The recording is coverage.py's, with an action as its *context*. It records *arcs*: the number of a
+line, and that of the line that was executed next.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +22,8 @@ from pytest_distcompat.ext.reach.libraries import FileId, installed_libraries
 from pytest_distcompat.ext.reach.rank_files import reach_file
 from pytest_distcompat.recording import RecordedRank
 
-#: What is executed before the first action of a rank (the driver is made) and after its last (the
-#: process group is left) is recorded under these names.
+#: What is executed before the first action of a rank (the trainer's driver is made) and after its
+#: last (the process group is left) is recorded under these names.
 BEFORE, AFTER = "start", "end"
 #: Warnings that coverage would print to the rank's stderr: that nothing was executed, which is no
 #: problem here, and that contexts are incomplete with sys.monitoring, which ``restart_monitoring``
@@ -30,6 +41,11 @@ class RankTracer:
 
     coverage traces with ``sys.monitoring`` from Python 3.14 on, before that with a tracer in C:
     https://coverage.readthedocs.io/en/latest/config.html#run-core.
+
+    Args:
+        driver: The driver's name, such as ``accelerate``.
+        cell: The test configuration, such as ``fsdp2-fp32-w2``.
+        path: The file to write.
     """
 
     def __init__(self, driver: str, cell: str, path: Path) -> None:
@@ -72,7 +88,9 @@ class RankTracer:
         """Return the contents of the rank's file.
 
         ``files`` are the library and path of each file. ``actions`` are the executed arcs by action
-        and by the number of the file, as line numbers: from, to, from, to, and so on.
+        and by the number of the file, as line numbers: from, to, from, to, and so on. For example
+
+            {"files": [["accelerate", "state.py"]], "actions": {"build": {"0": [12, 13, 13, 15]}}}
         """
         data = self._coverage.get_data()
         names = sorted(data.measured_files())
@@ -87,6 +105,7 @@ class RankTracer:
             for number, name in enumerate(names):
                 arcs = data.arcs(name)
                 if not arcs:
+                    # The action did not execute this file.
                     continue
                 lines_by_file[number] = []
                 for start, end in sorted(arcs):

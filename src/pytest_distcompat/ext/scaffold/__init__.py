@@ -1,1 +1,1 @@
-"""`distcompat init`: writes a suite, pytest settings and a workflow into a repository."""
+"""``distcompat init``: writes a suite, pytest settings and a workflow into a repository."""

@@ -1,4 +1,9 @@
-"""pytest's settings of a repository: their file and table, their values, and how to write one."""
+"""pytest's settings of a repository: their file and table, their values, and how to write one.
+
+``repository`` calls ``settings_of(root)`` for ``distcompat init``. pytest reads its settings from
+the first of several files that has them, as TOML or as an ini file. ``Settings.line`` returns a
+line that sets a value in that file, such as ``distcompat_profile = "smoke"``.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +45,21 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings in section ``table`` of ``file``, which need not exist yet."""
+    """pytest's settings in one file, which need not exist yet."""
 
+    #: The absolute path.
     file: Path
+    #: The table or section in it: ``tool.pytest.ini_options``.
     table: str
+    #: The name of a setting -> its value; a list in TOML, else a text.
     values: Mapping[str, Any] = field(default_factory=dict)
+    #: Whether the file exists and has the table.
     exists: bool = False
 
     def listed(self, name: str) -> tuple[str, ...]:
-        """Return a setting of several names.
+        """Return a setting of several names, such as ``testpaths``; empty if it is not set.
 
-        It is a list in TOML, and elsewhere a shell-like text.
+        It is a list in TOML, and elsewhere a text of words, quoted as in a shell.
 
         Raises:
             UsageProblem: The text has an error, such as an open quote.
@@ -64,9 +73,12 @@ class Settings:
         return tuple(map(str, names))
 
     def line(self, key: str, value: str, *, several: bool = False) -> str:
-        """Return the line for the file.
+        """Return the line that sets a value: ``pythonpath = ["src"]``.
 
-        ``several`` says that pytest expects a list, or a shell-like text.
+        Args:
+            key: The setting.
+            value: Its value.
+            several: Whether pytest expects a list there, or a text of words quoted as in a shell.
         """
         toml = self.file.suffix == ".toml"
         if several and toml and self.table != "tool.pytest.ini_options":
@@ -89,16 +101,17 @@ def settings_of(root: Path) -> Settings:
             if not path.is_file():
                 continue
             values = _table(_parsed(path), table)
-            # Files with pytest in their name count even if they have no such table.
+            # Files with pytest in their name count even if they have no such table: pytest reads no
+            # other file then.
             if values is not None or "pytest" in name:
                 return Settings(path, table, values or {}, exists=True)
     return Settings(root / "pytest.ini", "pytest")
 
 
 def _table(data: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the table of a dotted name, without the older table nested in it.
+    """Return the table of a dotted name, such as ``tool.pytest``; None if there is none.
 
-    None if there is no such table.
+    The older table ``tool.pytest.ini_options`` is nested in it, and left out.
     """
     table: Any = data
     for part in name.split("."):
@@ -113,7 +126,7 @@ def _table(data: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Return the tables of a file. Raises UsageProblem."""
+    """Return the tables of a file, by name. Raises UsageProblem if it cannot be parsed."""
     try:
         with named_in_errors(path):
             content = path.read_text(encoding="utf-8")
@@ -129,5 +142,5 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def relative(path: Path, root: Path) -> Path:
-    """Return the path relative to the repository, even if it is above it."""
+    """Return the path relative to a directory, such as ``../pytest.ini`` for one above it."""
     return Path(os.path.relpath(path, root))

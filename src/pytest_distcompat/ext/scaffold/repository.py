@@ -1,4 +1,10 @@
-"""Inspection of a repository: its tests, its pytest settings, its trainer."""
+"""Inspection of a repository for ``distcompat init``: its tests, its pytest settings, its trainer.
+
+``command`` calls ``inspect_repository(root)`` and gets a ``Repository``. Files are only read, as
+text or by their syntax tree: nothing of the repository is imported or run. A *driver* is a class by
+which this plugin builds and calls a trainer. The files that init writes depend on whether the
+repository has one already, a subclass of transformers' Trainer, or a training loop in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,15 @@ from pathlib import Path
 
 from pytest_distcompat.ext.scaffold.pytest_settings import Settings, relative, settings_of
 
-#: The built-in driver for each library. A library comes before those that it is built on.
+#: Library -> the built-in driver for it. A library comes before those that it is built on, because
+#: the first one that the repository imports counts.
 DRIVERS = {
     "transformers": "trainer",
     "accelerate": "accelerate",
     "deepspeed": "deepspeed",
     "torch": "torch",
 }
-#: The strategy of each function or class that wraps a model.
+#: Function or class that wraps a model -> the strategy.
 STRATEGY_OF = {
     "fully_shard": "fsdp2",
     "FullyShardedDataParallel": "fsdp1",
@@ -35,7 +42,7 @@ class Class:
     Attributes:
         module: The dotted name of the module.
         name: The class.
-        top: The directory that must be on ``sys.path``, relative to the repository's root.
+        top: The directory that must be on ``sys.path``, relative to the repository's root: ``src``.
     """
 
     module: str
@@ -80,11 +87,16 @@ class Repository:
 class _Inspection:
     """What the Python files of a repository contain; ``add`` collects it file by file."""
 
+    #: The repository's directory.
     root: Path
+    #: The directory of the tests, relative to it.
     tests: Path
+    #: The libraries of ``DRIVERS`` that any file imports.
     imports: set[str] = field(default_factory=set)
-    #: The first class of each kind: ``driver``, ``trainer``, ``loop``.
+    #: ``driver``, ``trainer`` or ``loop`` -> the first class of that kind. Of a loop the ``name``
+    #: is its strategy.
     classes: dict[str, Class] = field(default_factory=dict)
+    #: Messages about classes in files that no import statement can name.
     nameless: list[str] = field(default_factory=list)
 
     def add(self, path: Path) -> None:
@@ -95,6 +107,7 @@ class _Inspection:
         """
         tree = ast.parse(path.read_text(encoding="utf-8"))
         self.imports |= set(_imports(tree)) & set(DRIVERS)
+        # Only the first class of a kind is kept (``setdefault``).
         module, top = _module(self.root, self.tests, path)
         strategy = _strategy_of_loop(tree)
         if strategy:
@@ -144,7 +157,13 @@ def inspect_repository(root: Path) -> Repository:
 
 
 def _tests_directory(root: Path, settings: Settings, settings_directory: Path) -> Path:
-    """Return the directory of the tests, relative to the root; ``tests`` if none exists."""
+    """Return the directory of the tests, relative to the root; ``tests`` if none exists.
+
+    Args:
+        root: The repository's directory.
+        settings: pytest's settings.
+        settings_directory: Where these stand, relative to the root; ``..`` if above it.
+    """
     candidates = ["tests", "test"]
     # Settings found in a directory above the root name the tests of that directory.
     if settings_directory == Path():
@@ -289,10 +308,15 @@ def _is_from_transformers(node: ast.ImportFrom) -> bool:
 
 
 def _module(root: Path, tests: Path, path: Path) -> tuple[str, Path]:
-    """Return a file's dotted module name, and the directory that must be on ``sys.path`` for it."""
+    """Return a file's dotted module name, and the directory that must be on ``sys.path`` for it.
+
+    For example ``("trainers.sft", Path("src"))`` for ``src/trainers/sft.py``.
+    """
+    # The first directory above the file that is no package.
     top = path.parent
     while (top / "__init__.py").exists() and top != root:
         top = top.parent
+    # pytest imports tests that are a package from the root.
     is_test = tests in path.relative_to(root).parents
     if is_test and (root / tests / "__init__.py").exists():
         top = root
@@ -302,5 +326,6 @@ def _module(root: Path, tests: Path, path: Path) -> tuple[str, Path]:
 
 
 def _remote_is_github(root: Path) -> bool:
+    """Tell whether git's configuration of the repository names GitHub, as the url of a remote."""
     config = root / ".git" / "config"
     return config.is_file() and "github.com" in config.read_text(encoding="utf-8", errors="replace")

@@ -1,10 +1,19 @@
-"""Launches of unmodified scripts and command lines on ranks.
+"""Launches of unmodified scripts, such as ``train.py``, on ranks, with a probe inside each rank.
 
-Environment variables alone put the probe into them.
+Users call the functions of this package in a test: ``launch("train.py", strategy="fsdp2")`` runs
+the script once and returns a ``ScriptRun``, whose ``check("active", "names")`` judges it;
+``resume_roundtrip`` and ``parity`` compare several runs. The fixture ``distcompat`` (``plugin``)
+calls the same functions with the devices of the pytest session.
 
-In the parent ``launching`` makes the command line and runs it by ``launch.hosting``. In the ranks
-``site/sitecustomize.py`` starts the probe. Every Python process of a script imports this package,
-so its modules are loaded on first use only.
+Two sides run this package:
+
+- The parent, which is the user's pytest or Python process. ``launching`` makes the command line
+  (``torchrun ... train.py``) and runs it. ``result`` reads what the ranks have recorded.
+- Every Python process of the script. Environment variables alone put the *probe* into it: code
+  that records model, optimizer and files, and changes nothing. ``site/sitecustomize.py`` starts it
+  (``instrumentation``, ``wrappers``, ``recorder``).
+
+Because the second kind of process imports this package, its modules are loaded on first use only.
 """
 
 from __future__ import annotations
@@ -18,7 +27,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.ext.scripts.launching import launch
     from pytest_distcompat.ext.scripts.rank_parity import Parity, parity
     from pytest_distcompat.ext.scripts.result import ScriptRun
-    from pytest_distcompat.ext.scripts.roundtrip import RoundTrip, resume_roundtrip
+    from pytest_distcompat.ext.scripts.resuming import resume_roundtrip
+    from pytest_distcompat.ext.scripts.roundtrip import RoundTrip
 
 __all__ = [
     "Parity",
@@ -30,13 +40,14 @@ __all__ = [
     "write_configuration",
 ]
 
+#: Public name -> the module of this package that defines it.
 _HOME = {
     "Parity": "rank_parity",
     "RoundTrip": "roundtrip",
     "ScriptRun": "result",
     "launch": "launching",
     "parity": "rank_parity",
-    "resume_roundtrip": "roundtrip",
+    "resume_roundtrip": "resuming",
     "write_configuration": "configuration",
 }
 __getattr__ = lazily(__name__, _HOME)

@@ -1,8 +1,12 @@
 """CPU bridge: makes accelerate and transformers run FSDP and DeepSpeed on CPU ranks over gloo.
 
-``launch.accelerate_cpu`` says why and how. Here it is called when a script makes its first
-``PartialState``, which every use of accelerate does, and ``TrainingArguments`` get
-``use_cpu=True``. Every report names the bridge.
+Without a GPU accelerate silently trains a bare model, or DDP, where the script says FSDP
+(``launch.accelerate_cpu`` says why, and has the way around it). ``launch`` therefore sets a
+variable in the environment, and ``instrumentation.enter`` calls ``install()`` in each process of
+the script. It changes two classes when their library is imported: accelerate's ``PartialState``,
+the state of the process group, which every use of accelerate makes first, and transformers'
+``TrainingArguments``, which get ``use_cpu=True``. Each change is logged, and every report of the
+run names it ("CPU bridge: ...").
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ def install() -> None:
 
 
 def _log_change(description: str) -> None:
+    """Log a change, such as ``TrainingArguments use the CPU``, if this process is a rank."""
     rank = current_rank()
     if rank is not None:
         from pytest_distcompat.ext.scripts.events import Bridged
@@ -34,9 +39,11 @@ def _log_change(description: str) -> None:
 
 
 def _requested_plugin() -> dict[str, Any]:
-    """Return the plugin that the environment requests.
+    """Return the plugin that the environment requests: ``{"fsdp_plugin": None}``; empty for none.
 
-    ``accelerate launch`` and Accelerator's plugins set its variables.
+    ``accelerate launch`` and Accelerator's plugins set the environment variables
+    ``ACCELERATE_USE_FSDP`` and ``ACCELERATE_USE_DEEPSPEED``. ``on_cpu`` asks only whether the key
+    is there.
     """
     for name in ("deepspeed", "fsdp"):
         requested = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
@@ -68,13 +75,16 @@ def _patch_accelerate(state: ModuleType) -> None:
             settings = on_cpu(plugin)
         finally:
             busy.clear()
+        # Handlers are accelerate's objects with arguments of ``init_process_group``. What the
+        # script gives itself comes first.
         for handler in settings.pop("kwargs_handlers", ()):
             given = {name: value for name, value in kwargs.items() if value is not None}
             kwargs = {**handler.to_kwargs(), **given}
         original(self, settings.pop("cpu", cpu), **kwargs)
         import accelerate
 
-        plugin_name = next(iter(plugin), "ddp").removesuffix("_plugin")
+        requested = next(iter(plugin), "ddp")
+        plugin_name = requested.removesuffix("_plugin")
         _log_change(f"accelerate {accelerate.__version__} runs {plugin_name} on gloo ranks")
 
     state.PartialState.__init__ = init

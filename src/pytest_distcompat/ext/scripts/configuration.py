@@ -1,7 +1,15 @@
-"""Configuration files for ``accelerate launch`` and DeepSpeed.
+"""Configuration files for ``accelerate launch``, and DeepSpeed's JSON files beside them.
 
-They are made from the backend configs of the strategies. See
-https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch,
+``launch`` (module ``launching``) calls ``find_configuration`` when the launcher is ``accelerate``
+or an argument of the script has ``{configuration}``. It returns the path of the user's file, or
+writes a new one for the *cell*: the strategy, precision, number of ranks and options that should
+run. For the cell ``fsdp2-fp32-w2`` that is ``fsdp2-fp32.yaml`` with ``distributed_type: FSDP``,
+``num_processes: 2`` and the ``fsdp_config`` that the strategy has for accelerate. Users may also
+call ``write_configuration``.
+
+What is written comes from the strategies' own *backend configs*: how each library spells the
+strategy (``strategies``). See
+https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch and
 https://www.deepspeed.ai/docs/config-json/
 """
 
@@ -30,6 +38,7 @@ _LEFT_TO_THE_SCRIPT = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
+#: torch's name of the dtype in which a mixed precision computes -> accelerate's name of it.
 _MIXED = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 #: Keys of ``fsdp_config`` in transformers -> in accelerate's file; empty for keys that it lacks.
 _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""}
@@ -38,9 +47,14 @@ _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""
 def find_configuration(
     given: str | Path | None, cell: Cell, directory: Path, blocks: Sequence[str] = ()
 ) -> Path:
-    """Return the file for ``accelerate launch``.
+    """Return the file for ``accelerate launch``: the given one, or a new one.
 
-    It is the given one, the cell's in a given directory, or a new one.
+    Args:
+        given: A file; a directory with a file for the cell, such as ``fsdp2-fp32.yaml`` or
+            ``fsdp2.yaml``; or None to write a new file.
+        cell: The cell that should run.
+        directory: Where to write a new file.
+        blocks: As for ``write_configuration``.
 
     Raises:
         UsageProblem: A given directory has no file for the cell, or no file can describe the cell.
@@ -50,6 +64,7 @@ def find_configuration(
     path = Path(given).resolve()
     if path.is_file():
         return path
+    # The most specific name comes first.
     names = [
         f"{cell.strategy}-{cell.precision}",
         cell.strategy,
@@ -109,9 +124,9 @@ def unsupported_reason(cell: Cell) -> str | None:
 
 
 def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
-    """Return the content of the cell's file at ``path``.
+    """Return the content of the cell's file at ``path``: setting of accelerate -> value.
 
-    The DeepSpeed JSON file that it refers to is written beside it.
+    For ZeRO the DeepSpeed JSON file, to which it refers, is written beside it.
     """
     problem = unsupported_reason(cell)
     if problem:
@@ -150,9 +165,9 @@ def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
 
 
 def _mixed_precision(precision: Precision) -> str:
-    """Return accelerate's name of the precision.
+    """Return accelerate's name of the precision, such as ``bf16``.
 
-    It is ``no`` where the model itself has the dtype in which it computes.
+    It is ``no`` without mixed precision: the model itself has the dtype in which it computes.
     """
     if precision.float8:
         return "fp8"
@@ -162,9 +177,11 @@ def _mixed_precision(precision: Precision) -> str:
 
 
 def _dynamo(cell: Cell) -> dict[str, Any]:
-    """Return the settings of torch.compile.
+    """Return the settings of torch.compile, by the cell's option ``compile``.
 
-    There are none where it is off, or where the script itself compiles a part of the model.
+    The option is False (off), ``partial`` (the script itself compiles a part of the model), True
+    (by inductor), ``regional`` (each block on its own), or the name of a backend. For the first two
+    the file has no settings.
     """
     mode = cell.option("compile")
     if mode in {False, "partial"}:
@@ -185,9 +202,10 @@ def _dynamo(cell: Cell) -> dict[str, Any]:
 def _write_deepspeed_json(cell: Cell, file: Path) -> Path:
     """Write DeepSpeed's JSON file of the cell, and return its path.
 
-    It has ``auto`` for what the script's own arguments control.
+    It has ``auto`` for what the script's own arguments control, which accelerate then fills in.
     """
     strategy = STRATEGIES.get(cell.strategy)
+    # Every ZeRO strategy has such a config.
     assert strategy.deepspeed is not None
     content = dict(strategy.deepspeed(PRECISIONS.get(cell.precision), cell))
     content |= dict.fromkeys(_LEFT_TO_THE_SCRIPT, "auto")
@@ -196,9 +214,11 @@ def _write_deepspeed_json(cell: Cell, file: Path) -> Path:
 
 
 def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
-    """Return the ``fsdp_config`` of TrainingArguments with accelerate's keys.
+    """Return the ``fsdp_config`` of transformers' TrainingArguments with accelerate's keys.
 
-    ``blocks`` take the place of the model's declaration.
+    The strategy has its settings for transformers; accelerate's file has the same ones under other
+    names. ``blocks`` are class names of modules that FSDP wraps one by one, in place of those that
+    the model declares.
     """
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
@@ -216,5 +236,6 @@ def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
         if blocks:
             settings["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
     if cell.strategy == "fsdp1":
+        # There it is the name of a sharding strategy: ``FULL_SHARD``.
         settings["fsdp_reshard_after_forward"] = str(settings["fsdp_reshard_after_forward"]).upper()
     return settings

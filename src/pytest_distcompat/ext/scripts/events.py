@@ -1,4 +1,11 @@
-"""Events that only ranks of scripts write to their logs."""
+"""Events that only ranks of scripts write to their logs.
+
+A *rank* is one of the processes that train together. Each writes a log, ``rank-0.jsonl``: one event
+a line, as JSON. ``events`` has the events of all ranks, such as the start and the end. Those of
+this module come from the probe, the code that records an unmodified script from inside its ranks.
+The parent process reads them after the run (``result``), and other ranks while it runs
+(``stopping``).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,9 @@ class Stopped(Event, name="stopped"):
 
 @dataclass(frozen=True)
 class TrainsOn(Event, name="trains on"):
-    """The rank goes on after the step at which the run may be stopped.
+    """The rank begins another step after the one at which the run is to be stopped.
+
+    Ranks compare whether any of them has saved.
 
     Attributes:
         saved: Whether the rank has written a file at that step.
@@ -38,15 +47,17 @@ class ProbeFailed(Event, name="probe failed"):
 
 @dataclass(frozen=True)
 class Bridged(Event, name="bridge"):
-    """The CPU bridge has changed a library."""
+    """The CPU bridge has changed a library, so that it runs a strategy without a GPU."""
 
+    #: Such as ``TrainingArguments use the CPU``.
     what: str
 
 
 @dataclass(frozen=True)
 class UnseenModel(Event, name="unseen model"):
-    """An optimizer, whose type is ``optimizer``, stepped on a model that nothing wraps."""
+    """An optimizer stepped on a model that nothing wraps, so the probe cannot see the model."""
 
+    #: The name of its type, such as ``AdamW``.
     optimizer: str
 
 
@@ -56,7 +67,8 @@ class Saved(Event, name="saved"):
 
     Attributes:
         path: Its path.
-        index: The index of the snapshot after which it was saved.
+        index: 100 times the steps taken until then, plus an offset: the index of the snapshot
+            (record of model and optimizer) that belongs to the save.
         everyone: Whether all ranks saved it together, rather than one.
         model: Whether it should hold the model.
     """
@@ -69,6 +81,7 @@ class Saved(Event, name="saved"):
 
 @dataclass(frozen=True)
 class Output(Event, name="output"):
-    """A trainer has this output directory."""
+    """The script has made a Trainer of transformers with this output directory."""
 
+    #: The absolute path.
     path: str

@@ -1,4 +1,21 @@
-"""Check of the model in a script's output directory: it loads, and has the trained values."""
+"""The check ``final_model_loadable``: the model that a script left loads, with the trained values.
+
+``ScriptRun`` (module ``result``) calls ``check_final_model`` when a user's test says
+``run.check("final_model_loadable")``. The input is the trace of the run, its *cell* (what should
+have run, such as ``fsdp2-fp32-w2``: FSDP2 in float32 on 2 ranks), and the path that the script
+wrote, such as ``out/`` with ``model.safetensors``. The result is findings as sentences, none if all
+is well.
+
+A trace is all *snapshots* of a run: what was recorded in each rank (process that trains) of model
+and optimizer after each step, each save, and at the end.
+
+The *unwrapped* model is the model before DDP, FSDP or DeepSpeed wraps it. Its names and shapes are
+the right ones for the files. The trained values are known by *digests*: hashes of each tensor, or
+of the part of it that a rank stores. No tensor is gathered, and none is loaded in this process.
+
+The comparison itself is that of the suite's check ``export``: it compares a run that trains and
+saves with a run that loads. Here both are made of what was recorded and what was read.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +78,12 @@ def _compare(
     Args:
         run: The run that trained.
         cell: The cell in which it trained.
-        read: The answer of ``scripts.reading``. If ``stored`` in it is true, the values are those
-            of the files, under the files' keys; otherwise those of a model that a library loaded.
+        read: The answer of ``reading`` (its keys are described at ``_load_final_model``). If
+            ``stored`` in it is true, the values are those of the files, under the files' keys;
+            otherwise those of a model that a library loaded.
         saved_name: Maps a key of the files to the name in the unwrapped model.
     """
+    # Keys that transformers' ``from_pretrained`` complained about.
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
             yield f"from_pretrained: {title} key {and_others(read[title])}"
@@ -80,20 +99,25 @@ def _compare(
         written_names = tuple(sorted(_model_keys(files)))
         unwrapped = dataclasses.replace(unwrapped, written_names=written_names)
     yield from names_in(cell, unwrapped, files)
+    # The index of a snapshot is 100 (STRIDE) times the steps taken until then, plus an offset.
     last_step = max(run.indices("step"), default=0) // STRIDE
     trained = list(_trained(run, last_step))
     if len(trained) < run.world_size:
         yield _missing_model(run, trained, last_step)
         return
     loaded = _loaded_model(unwrapped, read, saved_name)
+    # The files have the LoRA adapter alone, without the model that it adapts.
     only_adapter = read["stored"] and cell.option("lora")
     if only_adapter:
         loaded = _with_names_of_adapted(unwrapped, loaded)
     yield from _untied(unwrapped, loaded)
     loaded = _under_first_names(unwrapped, loaded)
-    # The check ``export`` compares a run that trains and saves with a run that loads.
+    # Make the two runs that the check ``export`` compares: one that trained and saved, one that
+    # loaded.
     end = last_step * STRIDE + END
     saved = []
+    # The comparison reads the second snapshot ``files``. In the suite's run the first one is that
+    # of a checkpoint.
     for number in (1, 2):
         saved.append(Snapshot(0, "train", "files", end + number, files=tuple(files)))
     snapshots = (first, *trained, *saved)
@@ -162,12 +186,17 @@ def _loaded_model(
 
 
 def _untied(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Iterator[str]:
-    """Yield a finding for each tied tensor that was saved with different values under its names."""
+    """Yield a finding for each tied tensor that was saved with different values under its names.
+
+    A tied tensor is one parameter with several names, such as the input and output embeddings of a
+    language model. ``unwrapped.tied`` has the names of each.
+    """
     digests = {}
     for info in (*loaded.parameters, *loaded.buffers):
         digests[info.name] = info.digest
     for names in unwrapped.tied:
         saved = [name for name in names if name in digests]
+        # With one name only, or none, the loop has nothing to compare.
         for alias in saved[1:]:
             if digests[alias] != digests[saved[0]]:
                 yield (
@@ -186,6 +215,7 @@ def _under_first_names(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Unwra
     for tied_names in unwrapped.tied:
         first_names.update(dict.fromkeys(tied_names, tied_names[0]))
     renamed = _renamed(loaded, lambda name: first_names.get(name, name))
+    # By name, so that of several entries with the same name one stays.
     parameters = {info.name: info for info in renamed.parameters}
     return dataclasses.replace(renamed, parameters=tuple(parameters.values()))
 
@@ -202,9 +232,10 @@ def _renamed(unwrapped: UnwrappedInfo, new_name: Callable[[str], str]) -> Unwrap
 
 
 def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:
-    """Yield the latest snapshot with a model of each rank after the last step.
+    """Yield the latest snapshot of each rank after the last step that has the model.
 
-    It is labeled as the snapshot of an export after that step, which the check ``export`` reads.
+    It may be of the step itself, of a save after it, or of the end of the script. It is labeled as
+    the snapshot of an export after that step, because the check ``export`` reads that.
     """
     latest: dict[int, Snapshot] = {}
     for snapshot in run.snapshots:

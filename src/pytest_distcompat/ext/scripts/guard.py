@@ -1,6 +1,10 @@
-"""Guard around every call from a script into the probe.
+"""Guard around every call from a script into the probe: an error of the probe stays the probe's.
 
-The probe's first exception is reported and silences it; the script goes on.
+The *probe* is the code that records an unmodified script's training from inside its processes. The
+script must not notice it. So each hook, wrapper and callback of the probe runs as
+``attempt("Accelerator.save_state", function, ...)``. The first exception is reported to the parent
+process, by the log of the rank, and silences the probe: later calls do nothing, and the script goes
+on. The parent then lets every check of the run fail ("the probe itself failed").
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from typing import Any
 
 from pytest_distcompat.ext.scripts.environment import RUN
 
+#: Whether the probe has failed in this process.
 _failed = False
-#: (description of the call, traceback) -> whether it was written to the log of a rank.
+#: (description of the call, traceback) -> whether it was written to the log of a rank. None until
+#: the process has become a rank.
 _report: Callable[[str, str], bool] | None = None
 
 
@@ -36,8 +42,13 @@ def attempt(
 ) -> Any:
     """Call ``function`` and return its result; None if it raises, or the probe has failed before.
 
-    ``where`` names the call of the script. With ``always`` a probe that failed before is called
-    too, to report how the rank ended or to undo a change.
+    Args:
+        where: The call of the script, for the report: ``Accelerator.save_state``.
+        function: The function of the probe.
+        *args: Its arguments.
+        always: Whether it is called also after the probe has failed, to report how the rank ended
+            or to undo a change.
+        **kwargs: Its keyword arguments.
     """
     global _failed  # noqa: PLW0603 - a process has one probe
     if _failed and not always:
@@ -53,10 +64,7 @@ def attempt(
 def guarded(
     where: str, function: Callable[..., Any], *, always: bool = False
 ) -> Callable[..., Any]:
-    """Return ``function`` wrapped in ``attempt``.
-
-    It is for a caller that stores it: a hook, a callback.
-    """
+    """Return ``function`` wrapped in ``attempt``, for torch or Python to call as a hook."""
 
     @functools.wraps(function)
     def guarded_call(*args: Any, **kwargs: Any) -> Any:
@@ -66,9 +74,10 @@ def guarded(
 
 
 def _report_failure(where: str, text: str) -> None:
-    """Write a failure to the log of the rank.
+    """Write a failure to the log of the rank, else to a file ``probe-PID.failed`` of its own.
 
-    It goes to a separate file if there is no such log, or the log cannot be written.
+    A process that is no rank has no log, and the log may be what failed. If the file cannot be
+    written either, the failure is lost: the script must go on.
     """
     with contextlib.suppress(Exception):
         if _report is not None and _report(where, text):

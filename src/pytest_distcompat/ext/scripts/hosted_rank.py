@@ -1,7 +1,14 @@
-"""Reports of a rank that a foreign launcher has started: its number, its start and its end.
+"""A rank of a script reports itself to the parent process: its number, its start and its end.
 
-A rank is a process that has RANK in its environment, or that becomes one by ``init_process_group``
-(``mp.spawn``, mpirun). Its child processes are no ranks, although they inherit its environment.
+A *rank* is one of the processes that train together. In other runs of this project the parent
+starts the ranks itself. The ranks of a script are started by a foreign launcher, such as torchrun
+or ``mp.spawn``, so each has to say that it exists, and how it ends. It writes *events*, one a line,
+to ``rank-0.jsonl`` in the directory of the run. The parent (``launch.hosting``) reads them while
+the script runs, and combines the ends of all ranks to one report.
+
+``claim(rank)`` is called by ``instrumentation`` in a process that has RANK in its environment, when
+it starts, or in any process when it calls ``init_process_group``. Child processes of a rank, such
+as workers of a DataLoader, inherit its environment and are no ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +36,12 @@ _OUTERMOST = frozenset({"<module>", "_run_module_as_main"})
 
 
 class HostedRank:
-    """Log of this process as a rank, which the parent reads."""
+    """This process as a rank: it logs its start and its end for the parent.
+
+    Args:
+        directory: The directory of the run, for the log.
+        rank: The number of the rank, from 0.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         from pytest_distcompat.launch.rank_log import RankLog
@@ -38,8 +50,9 @@ class HostedRank:
         self.rank = rank
         self.pid = os.getpid()
         self.log: RankLog = RankLog(directory, rank)
+        #: Whether the last event is written: a rank has one end.
         self._end_logged = False
-        #: Is called before the end is logged.
+        #: Is called before the end is logged. The ``Recorder`` writes its last snapshots then.
         self.before_end: Callable[[], None] = lambda: None
         #: The last ``sys.exit``, which the script may have caught, and the exception that was being
         #: handled then.
@@ -52,17 +65,20 @@ class HostedRank:
 
     def begin(self) -> None:
         """Log the start, and install handlers that log the end of the process, whatever ends it."""
+        # From now on a failure of the probe goes into the log of this rank.
         guard.report_to(self._probe_failed)
         from pytest_distcompat.events import Start
         from pytest_distcompat.launch.forensics.deaths import out_of_memory_kills
         from pytest_distcompat.launch.forensics.stacks import STACK_SIGNAL
 
-        # Files that are opened now: at the time of a crash this process may be unable to open one.
+        # faulthandler writes Python's stacks to files: ``rank-0.stack`` when the parent asks for
+        # them by a signal, ``rank-0.fault`` at a crash, such as a segmentation fault. They are
+        # opened now: at the time of a crash this process may be unable to open one.
         faulthandler.register(STACK_SIGNAL, file=self._open("stack"), all_threads=True)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self._open("fault"))
-        # A process that SIGTERM ends runs no Python code any more; ``chain`` keeps the signal's
-        # effect.
+        # A process that SIGTERM ends runs no Python code any more, but faulthandler still writes;
+        # ``chain`` keeps the signal's effect. A script's own handler stays.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             faulthandler.register(
                 signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True
@@ -79,6 +95,7 @@ class HostedRank:
         )
 
     def _probe_failed(self, where: str, text: str) -> bool:
+        """Log that the probe failed; False in a fork of the rank, whose log this is not."""
         if not self.is_this_process():
             return False
         from pytest_distcompat.ext.scripts.events import ProbeFailed
@@ -87,10 +104,16 @@ class HostedRank:
         return True
 
     def _open(self, kind: str) -> Any:
+        """Open a file of this rank, such as ``rank-0.stack``."""
         path = self.directory / f"rank-{self.rank}.{kind}"
         return path.open("w", encoding="utf-8")
 
     def _watch_exit(self) -> None:
+        """Wrap what ends a Python process, so that the end is logged.
+
+        An exception that nobody catches calls ``sys.excepthook``. A ``sys.exit(3)`` does not, so it
+        is noted when it is called. All processes that end in order run ``end`` by atexit.
+        """
         hook = sys.excepthook
 
         def excepthook(
@@ -102,6 +125,7 @@ class HostedRank:
 
         def exit_(status: Any = None, /) -> None:
             self._exit = SystemExit(status)
+            # The exception that is being handled, if the call is inside an ``except``.
             self._cause = sys.exc_info()[1]
             raise self._exit
 
@@ -131,7 +155,7 @@ class HostedRank:
             )
 
     def exit_like_preempted(self) -> None:
-        """Exit at once with code 0, as a preempted rank does.
+        """Exit at once with code 0, as a preempted rank does, after the checkpoint of a round trip.
 
         No atexit functions run, and the process group is not left.
         """
@@ -142,7 +166,10 @@ class HostedRank:
         os._exit(0)
 
     def end(self) -> None:
-        """Log how the rank ends, as far as Python knows the reason."""
+        """Log how the rank ends, as far as Python knows the reason: atexit calls this.
+
+        ``Done`` for a good end, ``Exit`` for a code other than 0, ``Error`` for an exception.
+        """
         if self._end_logged or not self.is_this_process():
             return
         guard.attempt("the end of the process", self.before_end)
@@ -151,10 +178,11 @@ class HostedRank:
         if isinstance(error, SystemExit):
             code = _exit_code(error)
             if error is self._exit and code:
-                # The cause of a ``sys.exit(1)`` inside an ``except``, as in mp.spawn, is the
-                # exception.
+                # A ``sys.exit(1)`` inside an ``except``, as in mp.spawn: the exception being
+                # handled is what went wrong. None outside of an ``except``.
                 error = self._cause
             else:
+                # Nothing but the code says how it ended.
                 error = None
         if error is not None:
             self.fail(error)
@@ -167,7 +195,7 @@ class HostedRank:
     def _ending_exception(self) -> BaseException | None:
         """Return the exception that ends the process now, as far as Python knows.
 
-        None if it ends well.
+        A ``SystemExit`` is one too, also with code 0. None if the main module ran to its end.
         """
         error = sys.exc_info()[1]
         if error is None and self._exit is not None and _ends_process(self._exit.__traceback__):
@@ -180,43 +208,49 @@ class HostedRank:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """Return the code with which Python exits: for a text, which it prints, 1."""
+    """Return the code with which Python exits: 0 for None, 1 for a text, which it prints."""
     if isinstance(error.code, int):
         return error.code
     return int(error.code is not None)
 
 
 def _ends_process(trace: TracebackType | None) -> bool:
-    """Tell whether an exception with that traceback reached the main module.
+    """Tell whether an exception with that traceback reached the main module, and ends the process.
 
-    C code prints exceptions that end nothing.
+    C code also calls ``sys.excepthook`` for exceptions that end nothing. Their traceback begins in
+    some function.
     """
     # A ``sys.exit(3)`` that the main module itself catches looks the same, and counts as an end.
     return trace is None or trace.tb_frame.f_code.co_name in _OUTERMOST
 
 
+#: The rank that this process has claimed. In a fork of the rank it is still the parent's.
 _current: HostedRank | None = None
 
 
 def current_rank() -> HostedRank | None:
     """Return the rank that this process is, None if it is none."""
-    return _current if _current is not None and _current.is_this_process() else None
+    if _current is None or not _current.is_this_process():
+        return None
+    return _current
 
 
 def claim(rank: int) -> HostedRank | None:
-    """Make this process that rank and return it.
+    """Make this process the rank of that number and return it.
 
-    None for a child of a rank, or if another process is that rank already.
+    None for a child of a rank, or if another process is that rank already. Several processes, or
+    programs in one process (``os.execv``), may be the rank one after the other if each ends well.
     """
-    # Several processes, or programs in one process (``os.execv``), may be the rank one after the
-    # other if each ends well.
     global _current  # noqa: PLW0603 - a process is one rank
     if current_rank() is not None:
         return _current
     own_pid = str(os.getpid())
+    # A rank puts its pid into its environment. A child has inherited that of its parent.
     if os.environ.get(RANK_PID, "") not in {"", own_pid}:
         return None
     directory = Path(os.environ[RUN])
+    # Two processes may claim the rank at the same time: O_EXCL lets only one of them make the file,
+    # which has its pid.
     mark = directory / f"rank-{rank}.claim"
     try:
         descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -224,6 +258,7 @@ def claim(rank: int) -> HostedRank | None:
         claimed_by = mark.read_text(encoding="ascii")
         if claimed_by != own_pid and not _ended_well(directory, rank):
             return None
+        # The log of the program before this one is put aside: each has a log of its own.
         log = directory / f"rank-{rank}.jsonl"
         log.rename(directory / f"before-{own_pid}-rank-{rank}.jsonl")
         descriptor = os.open(mark, os.O_WRONLY | os.O_TRUNC)
@@ -240,5 +275,6 @@ def _ended_well(directory: Path, rank: int) -> bool:
     from pytest_distcompat.events import Done
     from pytest_distcompat.launch.rank_log import read_events
 
+    # An empty list if the log has no event.
     last_events = read_events(directory, rank)[-1:]
     return any(isinstance(event, Done) for event in last_events)

@@ -1,6 +1,11 @@
-"""Import hooks: they call a function when a module has been imported.
+"""Import hooks: they call a function when a module has been imported, to patch its functions.
 
-So a library is patched without importing it.
+The probe must wrap ``torch.save`` in a script, and must not import torch itself: a process of the
+script may never need it. So it says ``on_import("torch", patch)`` at the start of the process, and
+``patch(torch)`` is called right after the script's own ``import torch``.
+
+Python asks the finders in ``sys.meta_path`` for each module. Ours comes first. For a module that is
+waited for it asks the others, and replaces ``exec_module`` of the loader that they return, once.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from typing import Any
 
 from pytest_distcompat.ext.scripts import guard
 
+#: Called with the module that was imported.
 OnImport = Callable[[ModuleType], None]
 
 
@@ -21,6 +27,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
     """Finder that asks the other finders, and wraps the loader of a module that is waited for."""
 
     def __init__(self) -> None:
+        #: Name of a module that is not imported yet -> what to call then.
         self.waiting: dict[str, list[OnImport]] = {}
 
     def find_spec(
@@ -30,21 +37,23 @@ class _ImportHook(importlib.abc.MetaPathFinder):
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
-            spec: importlib.machinery.ModuleSpec | None = (
-                find(fullname, path, target) if find is not None and finder is not self else None
-            )
+            if find is None or finder is self:
+                continue
+            spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target)
             if spec is not None:
                 guard.attempt(f"the import of {fullname}", self._wrap_loader, spec.loader, fullname)
                 return spec
         return None
 
     def _wrap_loader(self, loader: Any, name: str) -> None:
+        """Have the loader call the waiting functions after it has executed the module."""
         if loader is None:
+            # A namespace package has no code to execute.
             return
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # Restore the loader, which belongs to the module.
+            # Restore the loader, which others use too: it stays at the module (``__loader__``).
             del loader.exec_module
             execute(module)
             for function in self.waiting.pop(name, ()):
@@ -53,6 +62,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         loader.exec_module = exec_module
 
 
+#: The finder of this process, in ``sys.meta_path`` since the first ``on_import`` that waits.
 _import_hook = _ImportHook()
 
 

@@ -1,6 +1,17 @@
-"""Library calls that are wrapped so that the probe sees them.
+"""The library calls of a script that the probe wraps, and the start of the probe.
 
-Each is wrapped when its library has been imported.
+The *probe* is the code that records, inside its processes, what an unmodified script trains.
+``enter()`` is called in every Python process of a launched script, by ``site/sitecustomize.py``,
+before the script runs. It makes the process a *rank* if it is one of those that train together, and
+registers hooks: when the script imports ``torch``, ``accelerate``, ``deepspeed`` or another library
+in ``_CALLS``, its functions there are replaced by wrapped ones. A wrapped ``torch.save``, for
+example, calls the original and then has the ``Recorder`` note the path that was saved. The script
+gets the same results as ever.
+
+A *wrapper* (``wrappers.Wrapper``) is a generator function with the arguments (recorder, positional
+arguments, keyword arguments). What is before its ``yield`` runs before the original call, what is
+after it runs after the call, and the ``yield`` returns the result. Functions such as
+``wrappers.saves(...)`` make wrappers.
 """
 
 from __future__ import annotations
@@ -22,9 +33,10 @@ from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.ext.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
 from pytest_distcompat.world import World
 
-#: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late:
-#: when it is called, the files that other libraries wrote for the Trainer would already count as
-#: checkpoints of their own. ``tests/scripts/test_private_names.py`` fails when it changes.
+#: The method of transformers' Trainer that writes ``checkpoint-N``. It is private, but the hook
+#: ``on_save`` of a callback comes too late: when it is called, the files that other libraries wrote
+#: for the Trainer would already count as checkpoints of their own.
+#: ``tests/scripts/test_private_names.py`` fails when it changes.
 SAVE = "_save_checkpoint"
 
 #: Lightning is installed under two names, each with classes of its own.
@@ -34,7 +46,9 @@ LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 def enter() -> None:
     """Start the probe and the CPU bridge in a Python process of a launched script.
 
-    The process claims its rank if it is one.
+    The bridge makes accelerate run FSDP and DeepSpeed without a GPU. A process with ``RANK`` in its
+    environment, as torchrun sets it, claims that rank, unless another process is the rank already
+    (its parent: children inherit the variable).
     """
     if os.environ.get(RUN):
         if os.environ.get("RANK", "").isdecimal():
@@ -46,9 +60,9 @@ def enter() -> None:
 
 
 def _share_gpus() -> None:
-    """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there.
+    """Let LOCAL_RANK, by which scripts choose their GPU, name one that exists.
 
-    Ranks that share a GPU divide its memory.
+    There may be fewer GPUs than ranks. Ranks that share a GPU divide its memory.
     """
     if (
         wrappers.probe_config().device == "cuda"
@@ -59,6 +73,7 @@ def _share_gpus() -> None:
 
 def install() -> None:
     """Wrap each library's calls when the library is imported; import none."""
+    # Without a probe, too, the parent must learn how each rank ends.
     on_import("torch", _process_groups)
     if not wrappers.probe_config().steps:
         return
@@ -70,9 +85,14 @@ def install() -> None:
 
 
 def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
-    """Wrap these calls of a module.
+    """Wrap these calls of a module that has just been imported.
 
-    A release without one of their classes fails the probe, which then sees too little.
+    A release of the library without one of their classes fails the probe, which would see too
+    little. A class without the last name, the method, is left as it is.
+
+    Args:
+        calls: Path of a function below the module, such as ``Accelerator.prepare`` -> its wrapper.
+        module: The module.
     """
     for path, wrapper in calls.items():
         *owners, name = path.split(".")
@@ -83,9 +103,10 @@ def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
 
 
 def _process_groups(torch: ModuleType) -> None:
-    """Claim the rank when the process joins a group.
+    """Claim the rank when the process joins a group: wrap ``init_process_group``.
 
-    Without RANK in the environment nothing else makes it a rank.
+    In a process that ``mp.spawn`` or mpirun started nothing else tells its rank: it has no RANK in
+    the environment.
     """
     if not torch.distributed.is_available():
         return
@@ -105,7 +126,7 @@ def _process_groups(torch: ModuleType) -> None:
 
 
 def _optimizer_steps(torch: ModuleType) -> None:
-    """Register torch's hooks of all optimizers."""
+    """Register hooks of torch that run before and after each step of any optimizer."""
     del torch
     from torch.optim.optimizer import (
         register_optimizer_step_post_hook,
@@ -125,14 +146,14 @@ def _optimizer_steps(torch: ModuleType) -> None:
     register_optimizer_step_pre_hook(guard.guarded("before an optimizer's step", before))
     register_optimizer_step_post_hook(guard.guarded("after an optimizer's step", after))
     if current_rank() is not None:
-        # The recorder registers hooks of torch, which must not happen later, inside such a hook.
+        # Make the recorder now: it registers such hooks too, which must not happen inside one.
         wrappers.current_recorder()
 
 
 def _lightning_strategies(module: ModuleType) -> None:
-    """Wrap ``load_checkpoint`` of each strategy that defines it.
+    """Wrap ``load_checkpoint`` of each of Lightning's strategies that defines it.
 
-    ``fit(ckpt_path=...)`` reads by it.
+    ``Trainer.fit(ckpt_path=...)`` reads a checkpoint by this method.
     """
     for kind in vars(module).values():
         if isinstance(kind, type) and "load_checkpoint" in vars(kind):
@@ -151,7 +172,11 @@ def _first_of_method(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _second(name: str) -> Callable[[Any, Arguments, Keywords], Any]:
-    """Return a function that picks the second argument, of that name; None for a file object."""
+    """Return a function that picks the path from a call such as ``torch.save(obj, path)``.
+
+    The path is the second argument, by position or by that name. For a file object, which has no
+    path, the function returns None.
+    """
 
     def path(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
         value = args[1] if len(args) > 1 else kwargs.get(name)
@@ -167,8 +192,22 @@ def _dcp_path(_result: Any, _args: Arguments, kwargs: Keywords) -> Any:
     return kwargs.get("checkpoint_id") or getattr(kwargs.get("storage_writer"), "path", None)
 
 
+def _trainer_checkpoint(_result: Any, args: Arguments, _kwargs: Keywords) -> Path:
+    """Return the path of the checkpoint that a Trainer (``args[0]``) has written now."""
+    trainer = args[0]
+    return Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+
+
+def _trainer_model(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Return the path of ``trainer.save_model(output_dir=None)``."""
+    trainer = args[0]
+    given = _first_of_method(args[:2], kwargs)
+    return given or trainer.args.output_dir
+
+
 def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     """Wrap ``model.save_pretrained(save_directory)``: record the trained model and the files."""
+    # Inside another wrapped call, as ``Trainer.save_model``, the model is recorded by that one.
     if not recorder.depth:
         recorder.call_unobserved(recorder.record_final_model)
     path = _second("save_directory")
@@ -179,31 +218,32 @@ def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
 
 
 def _no_path(_result: Any, _args: Arguments, _kwargs: Keywords) -> None:
-    return None
+    """Pick no path: the call has saved nothing."""
 
 
 def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> Wrapper:
     """Make a wrapper of an ``__init__`` that tracks the new object.
 
-    ``choose_list`` returns the list to which it is added.
+    ``choose_list`` returns the list to which it is added: the recorder's optimizers, say.
     """
 
     # A wrapper has these arguments.
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
         yield
+        # The first argument of ``__init__`` is the object itself.
         choose_list(recorder.tracked).append(weakref.ref(args[0]))
 
     return wrapper
 
 
 def _registers(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
-    """Wrap ``Accelerator.register_for_checkpointing(*objects)``."""
+    """Wrap ``Accelerator.register_for_checkpointing(*objects)``: a load must bring them back."""
     yield
     recorder.states.add(args[1:])
 
 
 def _averages(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
-    """Wrap the ``__init__`` of an average of weights."""
+    """Wrap the ``__init__`` of an average of weights, which a load must bring back."""
     yield
     recorder.states.add(args[:1])
 
@@ -213,11 +253,12 @@ def _several(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
+#: Wraps a call that returns what it has wrapped: one model or optimizer, or several.
 _prepared = wrappers.wraps(lambda result, _args: _several(result))
 
 
 def _prepares(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-    """Wrap ``Accelerator.prepare``."""
+    """Wrap ``Accelerator.prepare``, and remember the Accelerator."""
     recorder.tracked.accelerator = weakref.ref(args[0])
     yield from _prepared(recorder, args, kwargs)
 
@@ -226,7 +267,8 @@ def _prepares(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
 def _engine_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
     """Wrap the ``step`` of a DeepSpeed engine.
 
-    The engine steps its optimizer in the last micro-batch only.
+    A script calls it after every micro-batch. The engine steps its optimizer in the last one only,
+    and counts that in ``global_steps``.
     """
     engine = args[0]
     recorder.call_unobserved(recorder.before_step, None, engine)
@@ -253,6 +295,7 @@ def _constructs_trainer(recorder: Recorder, args: Arguments, kwargs: Keywords) -
 
 
 def _callback(recorder: Recorder) -> Any:
+    """Return a callback of transformers' Trainer that reports loads and the end of training."""
     from transformers import TrainerCallback
 
     class _RecordsLoad(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
@@ -261,6 +304,7 @@ def _callback(recorder: Recorder) -> Any:
         The states of random number generators are back by then.
         """
 
+        #: Whether the first step has begun.
         started = False
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -274,6 +318,7 @@ def _callback(recorder: Recorder) -> Any:
             )
 
         def _record_load(self, state: Any) -> None:
+            # A training from the start begins with ``global_step`` 0: it has loaded nothing.
             if not self.started and state.global_step:
                 recorder.call_unobserved(recorder.after_load)
             self.started = True
@@ -281,7 +326,8 @@ def _callback(recorder: Recorder) -> Any:
     return _RecordsLoad()
 
 
-#: The wrapped calls, by the module whose import brings them.
+#: Module -> path of a function or method in it -> the wrapper. They are wrapped when the module has
+#: been imported.
 _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     "torch": {
         # What ``loss.backward()`` calls.
@@ -347,18 +393,9 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": _exports},
     "transformers.trainer": {
         "Trainer.__init__": _constructs_trainer,
-        f"Trainer.{SAVE}": wrappers.saves(
-            lambda _result, args, _kwargs: Path(
-                args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}"
-            )
-        ),
+        f"Trainer.{SAVE}": wrappers.saves(_trainer_checkpoint),
         # The final model, from which no training resumes.
-        "Trainer.save_model": wrappers.saves(
-            lambda _result, args, kwargs: (
-                _first_of_method(args[:2], kwargs) or args[0].args.output_dir
-            ),
-            everyone=False,
-        ),
+        "Trainer.save_model": wrappers.saves(_trainer_model, everyone=False),
     },
     # All ranks call it, and it writes through a file system of Lightning's own:
     # https://lightning.ai/docs/pytorch/stable/common/trainer.html.

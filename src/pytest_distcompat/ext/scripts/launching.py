@@ -1,35 +1,45 @@
-"""Launch of a script or a command line on ranks.
+"""``launch``: run a script or a command line on ranks, and return how all of them ended.
 
-It is the same for pytest, ``unittest`` and plain scripts.
+It is the same for pytest, ``unittest`` and plain Python: a test calls ``launch("train.py", "--lr",
+"1", strategy="fsdp2")``, directly or by the fixture ``distcompat`` (``plugin``), and gets a
+``ScriptRun``, whose ``check("active", "names")`` judges the run.
+
+``launch`` waits for free devices, makes the command line (``commands``), adds the environment
+variables that start the *probe* in every Python process of the script (``environment``), and starts
+the launcher, such as torchrun. The probe records what the script trains, in files of the run's
+directory. A *rank* is one of the processes that train together. A *cell* says what should run:
+``fsdp2-fp32-w2`` is FSDP2 in float32 on 2 ranks. Devices are taken by a *lease*, which keeps other
+runs on this machine off them until the run has ended.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shlex
-import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_distcompat.cell import Cell, OptionValue
+from pytest_distcompat.cell import OptionValue
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
+from pytest_distcompat.ext.scripts.commands import command_line, reproduce, without_rank
 from pytest_distcompat.ext.scripts.configuration import find_configuration
 from pytest_distcompat.ext.scripts.environment import ON_CPU, ProbeConfig, with_probe
+from pytest_distcompat.ext.scripts.launch_arguments import (
+    check_launch_arguments,
+    expected_cell,
+    extra_states,
+    uses_configuration,
+)
 from pytest_distcompat.ext.scripts.result import ScriptRun
-from pytest_distcompat.failures import UsageProblem, hides_frames
-from pytest_distcompat.launch.environment import OF_THE_AGENT
+from pytest_distcompat.failures import hides_frames
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.temporary import OwnedDirectory
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import leak_message, rank_environment
-from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ExtraState
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
@@ -38,18 +48,18 @@ __tracebackhide__ = hides_frames
 
 @dataclass(frozen=True)
 class Host:
-    """Where scripts run, and what ``launch`` takes if it is given nothing else.
+    """Where scripts run, and what ``launch`` takes if it is given nothing else."""
 
-    ``device`` is ``cpu`` or ``cuda``.
-
-    Without a ``directory`` each run has a temporary one, which is removed at the end of this
-    process, however it ends, unless the run failed.
-    """
-
+    #: ``cpu`` or ``cuda``.
     device: str
+    #: The number of ranks.
     world_size: int
+    #: Lends GPUs, or places on the CPU, to one run at a time, across processes.
     pool: Pool
+    #: The time limit of a run in seconds.
     timeout: float = Request.timeout
+    #: Where each run gets a directory of its own. With None it is a temporary one, which is removed
+    #: at the end of this process, however it ends, unless the run failed.
     directory: Path | None = None
 
     @classmethod
@@ -61,7 +71,7 @@ class Host:
         return cls("cpu", CPU_WORLD_SIZE, Pool(None, cpu_slots()))
 
     def new_directory(self, name: str) -> Path:
-        """Make an empty directory for one run."""
+        """Make an empty directory for one run, whose name contains ``name``."""
         if self.directory is None:
             owned = OwnedDirectory(name)
             _TEMPORARY[owned.path] = owned
@@ -76,7 +86,10 @@ _TEMPORARY: dict[Path, OwnedDirectory] = {}
 
 
 def leave_directory(directory: Path) -> None:
-    """Leave the directory of a failed run to the user, also if it is a temporary one."""
+    """Leave the directory of a failed run to the user, who may want to read its logs.
+
+    So a temporary one is not removed at the end of this process.
+    """
     owned = _TEMPORARY.pop(directory, None)
     if owned is not None:
         owned.leave()
@@ -150,12 +163,13 @@ def launch(
         LeaseTimeout: If the devices do not become free in time.
 
     """
+    # Fill in the defaults, and check all arguments before anything is written.
     host = host or Host.here()
     classes = (blocks,) if isinstance(blocks, str) else blocks
     limit = host.timeout if timeout is None else timeout
     ranks = host.world_size if world_size is None else world_size
     working_directory = Path(cwd or Path.cwd())
-    _check_arguments(
+    check_launch_arguments(
         script=script,
         args=args,
         blocks=classes,
@@ -168,10 +182,12 @@ def launch(
         environment=environment or {},
         fails=fails,
     )
-    states = _states(extra_state)
-    cell = _cell(strategy, precision, ranks, options or {})
+    states = extra_states(extra_state)
+    cell = expected_cell(strategy, precision, ranks, options or {})
     arguments = tuple(str(argument) for argument in args)
-    uses_file = _uses_configuration(launcher, arguments, configuration, strategy)
+    uses_file = uses_configuration(launcher, arguments, configuration, strategy)
+
+    # Make the directory of the run, with the configuration files and the settings of the probe.
     directory = host.new_directory(_name_of_run(script, arguments))
     file = None
     if uses_file:
@@ -181,30 +197,33 @@ def launch(
         str(script), filled, launcher, world_size=ranks, directory=directory, configuration=file
     )
     ProbeConfig(watch_steps, host.device, stop_after, tuple(classes), states).write(directory)
+
+    # Run the command: ``Hosted`` starts it, watches its ranks, and kills all of them at the time
+    # limit.
+    #: The variables of the run that this process does not have.
     added = {**variables, **(environment or {})}
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"
+    name = str(script) if launcher == "cli" else launcher
     user = f"script {script} {cell.id} in {directory}"
-    with host.pool.lease(cell.world_size, who=user) as lease:
-        added |= rank_environment(lease, cell.world_size)
-        complete = without_rank(on_device(os.environ, host.device)) | added
-        name = str(script) if launcher == "cli" else launcher
-        ending = Hosted(
-            name=name,
-            line=line,
-            environment=with_probe(complete, directory),
-            world_size=ranks,
-            directory=directory,
-            timeout=limit,
-            cwd=working_directory,
-            reproduce=_reproduce(line, with_probe(added, directory), host.device),
-        ).run()
-    leaks = tuple([leak_message(leak) for leak in lease.own_leak])
-    expected_cell = cell if strategy else None
+    command = Hosted(
+        name=name,
+        line=line,
+        environment=added,
+        world_size=ranks,
+        directory=directory,
+        timeout=limit,
+        cwd=working_directory,
+        reproduce="",
+    )
+    ending = _run_on_leased_devices(host, command, user)
+
+    # Without a strategy nothing says what should run, so no check compares with it.
+    judged_cell = cell if strategy else None
     output_path = Path(output) if output else None
     run = ScriptRun(
-        replace(ending, leaks=leaks),
-        expected_cell,
+        ending,
+        judged_cell,
         directory,
         host.device,
         output_path,
@@ -219,257 +238,33 @@ def launch(
     return run
 
 
-def _states(given: object) -> dict[str, ExtraState]:
-    """Return what is expected of each state that ``extra_state`` names.
+def _run_on_leased_devices(host: Host, command: Hosted, user: str) -> Ending:
+    """Wait until devices are free, run the command on them, and return how its ranks ended.
 
-    Raises UsageProblem unless it names variables.
+    Args:
+        host: Where to run.
+        command: The command, without its ``reproduce``. Of its ``environment`` only the variables
+            that ``launch`` adds to those of this process; the others are filled in here.
+        user: Who has the devices, for messages to other processes that wait for them.
     """
-    names = (given,) if isinstance(given, str) else given
-    if isinstance(names, Mapping):
-        states = dict(names)
-    elif isinstance(names, (list, tuple)):
-        states = dict.fromkeys(names, ExtraState())
-    else:
-        states = {None: given}
-    for name, expected in states.items():
-        parts = name.split(".") if isinstance(name, str) else [""]
-        named = all(part.isidentifier() for part in parts)
-        check_argument(
-            "extra_state",
-            given,
-            named and isinstance(expected, ExtraState),
-            "expected names of variables, or a mapping of them to ExtraState",
-        )
-    return states
-
-
-def _check_arguments(
-    *,
-    script: object,
-    args: Sequence[object],
-    blocks: object,
-    saved_name: object,
-    timeout: object,
-    world_size: object,
-    watch_steps: object,
-    cwd: object,
-    directory: Path,
-    environment: Mapping[str, str],
-    fails: str,
-) -> None:
-    """Raise UsageProblem for the first argument of ``launch`` that is wrong.
-
-    ``directory`` is the working directory, which ``cwd`` may name.
-    """
-    is_path = isinstance(script, (str, Path))
-    check_argument(
-        "script", script, is_path, "expected a path, or '-m' before the name of a module"
-    )
-    check_argument("blocks", blocks, _are_texts(blocks), "expected class names")
-    callable_or_none = saved_name is None or callable(saved_name)
-    check_argument("saved_name", saved_name, callable_or_none, "expected a function of a saved key")
-    is_time = isinstance(timeout, (int, float)) and timeout > 0
-    check_argument("timeout", timeout, is_time, "expected a number of seconds above 0")
-    is_count = isinstance(world_size, int) and world_size > 0
-    check_argument("world_size", world_size, is_count, RANKS)
-    is_number = isinstance(watch_steps, int) and watch_steps >= 0
-    check_argument("watch_steps", watch_steps, is_number, _STEPS)
-    check_argument("cwd", str(cwd), directory.is_dir(), "there is no such directory")
-    is_mapping = isinstance(environment, Mapping)
-    check_argument("environment", environment, is_mapping, "expected a mapping of names to texts")
-    are_texts = _are_texts([*environment.values()])
-    check_argument("environment", environment, are_texts, "expected texts")
-    _check_pattern(fails)
-    _check_single_arguments(args)
+    with host.pool.lease(command.world_size, who=user) as lease:
+        # The lease says which GPUs the ranks see.
+        added = {**command.environment, **rank_environment(lease, command.world_size)}
+        complete = without_rank(on_device(os.environ, host.device)) | added
+        ending = replace(
+            command,
+            environment=with_probe(complete, command.directory),
+            reproduce=reproduce(
+                tuple(command.line), with_probe(added, command.directory), host.device
+            ),
+        ).run()
+    # Known only when the lease has ended: GPU memory in use although all ranks are gone.
+    leaks = tuple([leak_message(leak) for leak in lease.own_leak])
+    return replace(ending, leaks=leaks)
 
 
 def _name_of_run(script: str | Path, arguments: Sequence[str]) -> str:
-    """Return a name for the directory of a run: that of the script or module."""
+    """Return a name for the directory of a run: ``train`` for ``train.py``, or the module's."""
     if script == "-m" and arguments:
         return arguments[0]
     return Path(script).stem
-
-
-def _check_pattern(fails: str) -> None:
-    """Raise UsageProblem unless ``fails`` is a regular expression."""
-    try:
-        re.compile(fails)
-    except (re.error, TypeError) as error:
-        raise UsageProblem(
-            f"fails={fails!r:.200}: expected a regular expression ({error})"
-        ) from None
-
-
-def _check_single_arguments(args: Sequence[object]) -> None:
-    """Raise UsageProblem for an argument of the script that is a collection of several."""
-    for argument in args:
-        if isinstance(argument, (list, tuple, dict, set)):
-            raise UsageProblem(
-                f"{argument!r:.200} is given as one argument: "
-                "launch(script, *args) takes them one by one"
-            )
-
-
-def _uses_configuration(
-    launcher: str, arguments: Sequence[str], configuration: str | Path | None, strategy: str
-) -> bool:
-    """Tell whether the run needs a configuration file, given or made.
-
-    Raises UsageProblem if one is given that nothing uses, or if an argument stands for one that
-    there will not be.
-    """
-    named = any("{configuration}" in argument for argument in arguments)
-    # Make no file that is not used: a script may do what no file can describe (fp8 under
-    # DeepSpeed).
-    is_read = named or launcher == "accelerate"
-    if configuration and not is_read:
-        unused = f"launcher {launcher!r} takes none, and no argument has {{configuration}} in it"
-        raise UsageProblem(f"configuration={str(configuration)!r} is not used: {unused}")
-    can_exist = bool(strategy or configuration)
-    if named and not can_exist:
-        raise UsageProblem(
-            "{configuration} stands for no file: give configuration=, or strategy= to have one made"
-        )
-    return is_read and can_exist
-
-
-#: What a number of ranks must be, and one of steps.
-RANKS = "expected a number of ranks, 1 or more"
-_STEPS = "expected a number of steps, 0 for no probe"
-
-
-def check_argument(name: str, value: object, valid: bool, problem: str) -> None:
-    """Raise UsageProblem with the name, the value and the problem, unless the argument is valid."""
-    if not valid:
-        raise UsageProblem(f"{name}={value!r:.200}: {problem}")
-
-
-def _are_texts(values: object) -> bool:
-    """Tell whether these are a tuple or a list of texts."""
-    if not isinstance(values, (tuple, list)):
-        return False
-    return all(isinstance(value, str) for value in values)
-
-
-def _cell(
-    strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]
-) -> Cell:
-    """Return the cell that should be running; it is of ``ddp`` without a strategy.
-
-    Raises:
-        UsageProblem: The cell is invalid.
-    """
-    PRECISIONS.get(precision)
-    if strategy:
-        STRATEGIES.get(strategy)
-    if not isinstance(options, Mapping):
-        raise UsageProblem(f"options={options!r:.200}: expected a mapping of names to values")
-    cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
-    problem = STRATEGIES.get(cell.strategy).unsupported_reason(cell)
-    if problem:
-        raise UsageProblem(f"{cell.id}: {problem}")
-    return cell
-
-
-def _reproduce(line: tuple[str, ...], environment: Mapping[str, str], device: str) -> str:
-    """Return the shell command that repeats the run.
-
-    It has the variables that ``launch`` has added.
-    """
-    if device == "cpu":
-        environment = on_device(environment, device)
-    variables = []
-    for name, value in environment.items():
-        variables.append(f"{name}={value}")
-    return shlex.join(["env", *variables, *line])
-
-
-LAUNCHERS = ("torchrun", "accelerate", "cli")
-
-
-def command_line(
-    script: str,
-    args: Sequence[str],
-    launcher: str,
-    *,
-    world_size: int,
-    directory: Path,
-    configuration: Path | None,
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the command line that runs ``script`` on ranks, and its variables.
-
-    Logs go below ``directory``. A ``cli`` command that ends in torchrun gets the number of ranks by
-    torchrun's own variables (``PET_*``,
-    https://docs.pytorch.org/docs/stable/elastic/run.html).
-
-    Raises:
-        UsageProblem: The launcher is unknown, or the script or command is missing.
-    """
-    logs = directory / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    environment = {"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"}
-    if launcher == "cli":
-        environment |= {"PET_NPROC_PER_NODE": str(world_size), "PET_STANDALONE": "1"}
-        return (_executable(script), *args), environment
-    if script == "-m" and not args:
-        raise UsageProblem("'-m' needs the name of a module after it")
-    if script != "-m" and not Path(script).is_file():
-        raise UsageProblem(
-            f"there is no script {script!r}; "
-            "a module goes by '-m', 'name', a command by launcher='cli'"
-        )
-    if launcher == "torchrun":
-        # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each
-        # other.
-        start = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world_size),
-        ]
-    elif launcher == "accelerate":
-        start = [sys.executable, "-m", "accelerate.commands.launch"]
-        # It ignores torchrun's variables, but has these two of torchrun's options.
-        start += [
-            "--num_processes",
-            str(world_size),
-            "--main_process_port",
-            "0",
-            "--tee",
-            "3",
-            "--log_dir",
-            str(logs),
-        ]
-        if configuration is not None:
-            start += ["--config_file", str(configuration)]
-    else:
-        raise UsageProblem(f"no launcher named {launcher!r}. Known: {', '.join(LAUNCHERS)}")
-    if script != "-m":
-        script = str(Path(script).resolve())
-    return (*start, script, *args), environment
-
-
-def _executable(command: str) -> str:
-    """Return the path of a command. Raises UsageProblem if there is none."""
-    # This Python's environment need not be activated.
-    executable = shutil.which(command) or shutil.which(
-        command, path=str(Path(sys.executable).parent)
-    )
-    if executable is None:
-        raise UsageProblem(f"there is no command {command!r} on the PATH")
-    return executable
-
-
-def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of one rank.
-
-    A launcher that inherits them would take itself for a rank.
-    """
-    variables: dict[str, str] = {}
-    for name, value in environment.items():
-        of_a_rank = OF_THE_AGENT.fullmatch(name) or name.startswith(("TORCHELASTIC_", "PET_"))
-        if not of_a_rank:
-            variables[name] = value
-    return variables

@@ -1,4 +1,14 @@
-"""State beside model and optimizer: variables that a user names, and what libraries know."""
+"""State of a script beside model and optimizer: variables that a user names, and library objects.
+
+A user's test says ``launch(extra_state=["ema", "trainer.curriculum"])`` for state that a checkpoint
+must bring back too: ``ema`` is a variable of a function or module of the script, and
+``trainer.curriculum`` an attribute of one. The ``Recorder`` in each rank calls ``NamedStates.read``
+after a step, a save or a load. The result is the values of each state then, as texts of numbers and
+digests (hashes) of tensors, which ``resume_roundtrip`` compares later.
+
+Libraries know of further state: what is registered by ``Accelerator.register_for_checkpointing``,
+and torch's ``AveragedModel``. That is read without being named.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +21,11 @@ from typing import Any
 
 from pytest_distcompat.trace import ExtraState, ExtraStateInfo
 
-#: Frames of these packages have variables of their own.
+#: Packages whose functions are not the script's: a variable there is not meant.
 _LIBRARIES = frozenset(
     {"pytest_distcompat", "torch", "accelerate", "transformers", "deepspeed", "safetensors"}
 )
+#: Stands for a variable that does not exist; None may be its value.
 _MISSING = object()
 
 
@@ -22,7 +33,8 @@ class NamedStates:
     """States of a script, as the check ``extra_state`` compares them.
 
     Args:
-        expected: Names of variables, with dots for attributes: ``ema``, ``trainer.ema``.
+        expected: Name of a variable, with dots for attributes, such as ``trainer.ema`` -> what is
+            expected of it: that it changes, is alike on all ranks, and comes back by a load.
     """
 
     def __init__(self, expected: Mapping[str, ExtraState]) -> None:
@@ -32,7 +44,7 @@ class NamedStates:
         self.known: list[weakref.ref[Any]] = []
 
     def add(self, objects: Iterable[Any]) -> None:
-        """Note objects that a library knows of, if they take a weak reference."""
+        """Note objects that a library knows of, except those that take no weak reference."""
         for value in objects:
             if all(reference() is not value for reference in self.known):
                 with contextlib.suppress(TypeError):
@@ -53,20 +65,23 @@ class NamedStates:
 
         infos: list[ExtraStateInfo] = []
         for name, expected in self.expected.items():
+            # The probe reads ``trainer.ema`` of a driver, as ``driver.trainer.ema``. An object with
+            # the variable as its only attribute takes the driver's place.
             first = name.partition(".")[0]
             value = _variable(first)
             if value is not _MISSING:
                 infos += read_extra_state(SimpleNamespace(**{first: value}), {name: expected})
         if known:
             for name, value in self._known_objects():
-                # Of what a library saves not all can be compared.
+                # Not everything that a library saves can be compared. And nothing says that it must
+                # change, or be alike on ranks: only that it must come back.
                 with contextlib.suppress(TypeError):
                     state = {name: ExtraState(changes=False, alike=False)}
                     infos += read_extra_state(SimpleNamespace(**{name: value}), state)
         return tuple(infos)
 
     def _known_objects(self) -> Iterator[tuple[str, Any]]:
-        """Yield the objects that libraries know of, as ``EMAModel[0]``."""
+        """Yield the objects that libraries know of, with a name such as ``EMAModel[0]``."""
         for number, reference in enumerate(self.known):
             value = reference()
             if value is not None:
@@ -74,7 +89,10 @@ class NamedStates:
 
 
 def _variable(name: str) -> Any:
-    """Return the variable of the script's innermost function that has one, else a global one."""
+    """Return the value of a variable of the script, or ``_MISSING``.
+
+    The innermost of the script's functions that run now comes first, then its modules.
+    """
     frames = list(_frames_of_the_script())
     for frame in frames:
         if name in frame.f_locals:

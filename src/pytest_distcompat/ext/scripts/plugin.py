@@ -1,6 +1,16 @@
-"""The fixture ``distcompat``.
+"""pytest plugin with the fixture ``distcompat``, by which a test runs scripts on several ranks.
 
-With it an ordinary test runs scripts and command lines on ranks.
+    def test_sft(distcompat, tmp_path):
+        run = distcompat.launch("train.py", "--output_dir", tmp_path, strategy="fsdp2")
+        run.check("active", "names")
+
+A *rank* is one of the processes that train together. The fixture has the functions ``launch``,
+``resume_roundtrip`` and ``parity`` of ``ext.scripts``, and fills in what the pytest session knows
+from its options: the device, the number of ranks, the time limit, and the pool that lends GPUs to
+one test at a time.
+
+pytest loads this module by the entry point ``distcompat-scripts``. It imports the rest of
+``ext.scripts`` only when a test uses the fixture, so that other sessions start fast.
 """
 
 from __future__ import annotations
@@ -25,16 +35,23 @@ __tracebackhide__ = hides_frames
 
 
 class Distcompat:
-    """``pytest_distcompat.ext.scripts`` with this session's devices, time limit and directories."""
+    """The functions of ``ext.scripts`` with this session's devices, time limit and directories.
+
+    Args:
+        session: The state of this plugin in the pytest session.
+        item: The test that uses the fixture.
+    """
 
     def __init__(self, session: DistcompatSession, item: pytest.Item) -> None:
         self._session = session
         self._item = item
 
     def _host(self, *world_sizes: Any) -> Any:
-        """Return the host for the largest of these world sizes, or skip if it is too large here.
+        """Return the host for these numbers of ranks; skip the test if there are too few GPUs.
 
-        A value that is no number is left for ``launch`` to report.
+        Args:
+            *world_sizes: What the test passed as ``world_size`` and the like; None if it passed
+                nothing. A value that is no number is left for ``launch`` to report.
         """
         from pytest_distcompat.ext.scripts.launching import Host
 
@@ -54,11 +71,12 @@ class Distcompat:
     def launch(self, script: str | Path, *args: str | Path, **settings: Any) -> ScriptRun:
         """Call ``pytest_distcompat.ext.scripts.launch``.
 
-        What was bridged on the CPU is noted in the test's report.
+        What the CPU bridge changed in libraries is noted in the test's report.
         """
         from pytest_distcompat.ext.scripts import launch
 
         host = self._host(settings.get("world_size"))
+        # A failed run is returned first, so that the report has its notes too, and raises below.
         run = launch(script, *args, **{"host": host, **settings, "allow_failure": True})
         self._add_labels(run)
         if not settings.get("allow_failure") and not settings.get("fails"):
@@ -86,6 +104,10 @@ class Distcompat:
         return compared
 
     def _add_labels(self, run: ScriptRun) -> None:
+        """Add the changes of the CPU bridge to the properties of the test, each once.
+
+        pytest sends properties to the process that reports, and to JUnit's file.
+        """
         for label in run.labels:
             if ("distcompat_bridge", label) not in self._item.user_properties:
                 self._item.user_properties.append(("distcompat_bridge", label))

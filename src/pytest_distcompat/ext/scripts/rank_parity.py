@@ -1,6 +1,16 @@
-"""Parity of a script on one rank and on several, with the same global batch.
+"""``parity``: a script must learn the same on one rank as on several, from the same global batch.
 
-Losses, gradient norms and the final weights of both runs must be the same, within tolerances.
+A user's test calls ``parity("train.py", one=["--batch", "8"], many=["--batch", "4"], steps=5,
+strategy="fsdp2")``, directly or by the fixture ``distcompat`` (``plugin``). The script runs twice
+(``launch``): on one rank (process) with batches of 8, and on two ranks with batches of 4 each. Then
+losses, gradient norms and the final weights of both runs must be equal within tolerances.
+``Parity`` has the two runs and compares them. The result is findings, such as ``step 2: the loss is
+2.31 on several ranks; 2.29 on one (2e-05 allowed)``.
+
+What is compared are *snapshots*: what a probe in each rank recorded after each step, and at the
+end. On several ranks each has only a *shard*, a part, of a tensor, and nothing gathers them. So
+tensors are compared by sums over their elements, to which the shards add up. A *replica* is a group
+of ranks that together hold one copy of the model: each single rank of DDP, all of FSDP.
 """
 
 from __future__ import annotations
@@ -13,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.checks import and_others, message
-from pytest_distcompat.ext.scripts.launching import Host, check_argument, launch, leave_directory
+from pytest_distcompat.ext.scripts.launch_arguments import check_argument
+from pytest_distcompat.ext.scripts.launching import Host, launch, leave_directory
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
@@ -28,6 +39,8 @@ __tracebackhide__ = hides_frames
 @dataclass(frozen=True)
 class Weight:
     """Sums over the elements of a parameter or a buffer, which stand for its values.
+
+    The sums over its shards add up to those of the tensor.
 
     Attributes:
         numel: The number of elements.
@@ -86,6 +99,7 @@ class Parity:
     def _differing_step(self) -> list[str]:
         """Return the findings of the first step that differs; later steps differ because of it."""
         for nth in range(self.steps):
+            # The index of the snapshots after step 3 is 300.
             index = (nth + 1) * STRIDE
             one_rank = self.one.trace.at_index(index)
             several_ranks = self.many.trace.at_index(index)
@@ -110,7 +124,11 @@ class Parity:
     def _differing_norms(
         self, one_rank: Iterable[Snapshot], several_ranks: Sequence[Snapshot]
     ) -> Iterator[str]:
-        """Yield a finding for each replica whose gradients have another norm than on one rank."""
+        """Yield a finding for each replica whose gradients have another norm than on one rank.
+
+        A replica is a group of ranks that together hold one copy of the model: each single rank of
+        DDP, all ranks of FSDP.
+        """
         squares: list[float] = []
         for snapshot in one_rank:
             squares += [step.square for step in snapshot.steps]
@@ -146,8 +164,8 @@ class Parity:
         norm = math.sqrt(weight.square)
         if not math.isclose(norm, expected_norm, rel_tol=self.norm_tolerance, abs_tol=1e-6):
             return False
-        # By Cauchy-Schwarz, errors with a norm of E change the sum of n elements by up to E *
-        # sqrt(n).
+        # How far apart may the sums of n elements be? By Cauchy-Schwarz, errors with a norm of E
+        # change the sum by up to E * sqrt(n).
         allowed = self.norm_tolerance * expected_norm * math.sqrt(expected.numel) + 1e-6
         return abs(weight.total - expected.total) <= allowed
 
@@ -155,10 +173,14 @@ class Parity:
 def _norms_by_replica(snapshots: Sequence[Snapshot]) -> dict[tuple[int, ...], float]:
     """Return the norm of the full gradients of each replica of the model, by the replica's ranks.
 
+    For example ``{(0, 1): 2.5}`` for FSDP on 2 ranks, ``{(0,): 2.5, (1,): 2.5}`` for DDP.
+
     Args:
         snapshots: One of each rank, after the same step.
     """
+    #: Rank -> all ranks that hold one copy of the gradients together with it.
     holders_by_rank: dict[int, tuple[int, ...]] = {}
+    #: Rank -> its share of the sum of the squares of all gradients.
     square_by_rank: dict[int, float] = {}
     for snapshot in snapshots:
         # An optimizer may step several times, each time with other parameters.
@@ -197,9 +219,11 @@ class _Shards:
 def _final_weights(run: RunTrace) -> dict[str, Weight]:
     """Return the sums over each full tensor of the trained model, by its unwrapped name.
 
-    A tensor of which several replicas exist is read from the first of them.
+    That is the name that it has before DDP, FSDP or DeepSpeed wraps the model. A tensor of which
+    several replicas exist is read from the first of them.
     """
     if run.unwrapped is None:
+        # The model was not recorded before something wrapped it, so names cannot be compared.
         return {}
     names = Names(run, run.unwrapped)
     weights: dict[str, Weight] = {}
@@ -216,6 +240,7 @@ def _final_weights(run: RunTrace) -> dict[str, Weight]:
 
 def _final_shards(run: RunTrace, names: Names) -> dict[str, _Shards]:
     """Return the shards of each tensor at the end of a run, by its name in the unwrapped model."""
+    # The trained model may be recorded several times; the last ``export`` of each rank counts.
     last_snapshots: dict[int, Snapshot] = {}
     for snapshot in run.snapshots:
         if snapshot.action == "export":
@@ -224,6 +249,7 @@ def _final_shards(run: RunTrace, names: Names) -> dict[str, _Shards]:
     for rank, snapshot in last_snapshots.items():
         layouts = {info.name: info.layout for info in snapshot.parameters}
         for live_name, sums in snapshot.sums.items():
+            # A live name may have the prefix of a wrapper: ``module.layer.weight``.
             tensor = shards[names(live_name)]
             tensor.sums[rank] = Weight(*sums)
             tensor.holders[rank] = ()
@@ -294,6 +320,7 @@ def parity(
         "watch_steps": steps,
         "host": host,
     }
+    #: The runs so far, whose logs stay if anything is wrong.
     runs: list[ScriptRun] = []
     try:
         one_rank = launch(script, *one, world_size=1, **common)

@@ -1,6 +1,18 @@
 """Reader of saved files in a process of its own, because pytest's process does not import torch.
 
-``python -m pytest_distcompat.ext.scripts.reading REQUEST ANSWER`` is that process.
+``ScriptRun`` (module ``result``) calls ``read_in_a_process`` with a *request*, a dict, and gets the
+*answer*, another one:
+
+- ``{"kind": "files", "paths": ["out/checkpoint-3"]}``: which keys the saved files hold. The answer
+  is ``{"files": {"out/checkpoint-3": [INFO, ...]}}``, where INFO is a ``trace.FileInfo`` as a dict.
+- ``{"kind": "final", "path": "out", "checkpoints": [...]}``: load the model that the script left in
+  ``out``. The answer is described at ``_load_final_model``.
+
+``python -m pytest_distcompat.ext.scripts.reading REQUEST ANSWER`` is the process. Both are files of
+JSON in the directory of the run.
+
+An *unwrapped* model is the model before DDP, FSDP or DeepSpeed wraps it. Its names of parameters
+are the right ones in saved files too. Values are returned as *digests*, hashes of each tensor.
 """
 
 from __future__ import annotations
@@ -21,14 +33,19 @@ if TYPE_CHECKING:
     from pytest_distcompat.events import Start
     from pytest_distcompat.trace import FileInfo, UnwrappedInfo
 
-#: How long that process may take, in seconds; a model of a test's size takes a few.
+#: How long the process may take, in seconds; a model of a test's size takes a few.
 TIMEOUT = 600.0
 
 
 def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str, Any]) -> Any:
-    """Return the answer of ``main`` to a request.
+    """Start the process, and return its answer to a request.
 
-    It runs with the interpreter and in the working directory of a rank's ``start``.
+    Args:
+        start: The first event of a rank. The process gets the rank's interpreter and working
+            directory, because a script's environment (``uv run``) may have libraries, and a model's
+            own modules, that this one has not. None: those of this process.
+        directory: The directory of the run, for the files of request and answer.
+        request: See the module.
 
     Raises:
         RunFailedError: The process failed.
@@ -36,7 +53,9 @@ def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str
     request_file = directory / f"{request['kind']}.request.json"
     answer = directory / f"{request['kind']}.json"
     request_file.write_text(json.dumps(request), encoding="utf-8")
-    python_path = str(Path(__file__).parents[2])
+    # The interpreter may not have this package. Its directory comes last, so that nothing in it
+    # hides a package of the script.
+    python_path = str(Path(__file__).parents[3])
     if os.environ.get("PYTHONPATH"):
         python_path = os.pathsep.join((os.environ["PYTHONPATH"], python_path))
     python = sys.executable
@@ -54,20 +73,21 @@ def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str
         check=False,
     )
     if done.returncode:
+        # A negative code is a signal: the process crashed while it loaded the model.
         message = f"{request['kind']} could not be read:\n{done.stdout}{done.stderr}"
         raise RunFailedError(message, hard=done.returncode < 0)
     return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def main(request_file: str, answer_file: str) -> None:
-    """Answer one request; both are files of JSON."""
+    """Answer one request in this process; the arguments are two files of JSON."""
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     answer = _ANSWERS[request["kind"]](request)
     Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
 
 
 def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys in the files at or below each of the ``paths``."""
+    """Answer ``{"kind": "files", "paths": [...]}``: the files at or below each path."""
     from pytest_distcompat.probe.files import read_files
 
     files: dict[str, list[dict[str, Any]]] = {}
@@ -87,11 +107,18 @@ def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the model at ``path`` and return it as an unwrapped model, or return the ``problem``.
+    """Answer ``{"kind": "final", "path": ..., "checkpoints": [...]}``: load the final model.
 
-    The answer also has the ``files`` of the model, and whether its values are those in the files
-    (``stored``), or those of a model that a library made of them, perhaps under names of its own
-    (``renamed_by_library``).
+    The keys of the answer:
+
+    - ``problem``: why the model cannot be loaded; empty if it can.
+    - ``unwrapped``: the model as a ``trace.UnwrappedInfo``, with a digest (hash) of each tensor;
+      None with a problem.
+    - ``missing``, ``unexpected``, ``mismatched``: keys that ``from_pretrained`` complains about.
+    - ``stored``: whether the values were read from the files, under the files' keys; otherwise they
+      are those of a model that a library made of the files.
+    - ``renamed_by_library``: whether that library has names of its own in files.
+    - ``files``: the files of the model, each as a ``trace.FileInfo``.
     """
     from pytest_distcompat.checks.export import PREFIX
     from pytest_distcompat.probe.files import module_directories, read_files
@@ -100,10 +127,12 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
     checkpoints = [Path(checkpoint) for checkpoint in request["checkpoints"]]
     directory = path if path.is_dir() else path.parent
     if directory.name in module_directories(directory.parent):
-        # The script saved the last module of the model last.
+        # sentence-transformers saves a model as several modules, each in a directory such as
+        # ``1_Pooling``. The path is that of the last one: the model is the directory above.
         directory = directory.parent
         path = directory
     files = _files_of_model(read_files(directory, PREFIX), path, checkpoints)
+    # ``from_pretrained`` of transformers needs this file.
     has_configuration = (directory / "config.json").exists()
     stored = not has_configuration or bool(module_directories(directory))
     answer: dict[str, Any] = {
@@ -133,7 +162,7 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_of_files(directory: Path) -> list[str]:
-    """Return the names of all files below the directory, relative to it, in order."""
+    """Return the names of all files below the directory, relative to it, sorted."""
     names = []
     for file in directory.rglob("*"):
         if file.is_file():
@@ -145,7 +174,7 @@ def _load_composite(model_class: Any, directory: Path) -> dict[str, Any]:
     """Load the directory by a class of sentence-transformers.
 
     Returns:
-        The ``unwrapped`` model, or the ``problem``.
+        The key ``unwrapped`` of the answer, or the key ``problem``.
     """
     from pytest_distcompat.probe.live import read_unwrapped
 
@@ -161,7 +190,8 @@ def _load_pretrained(directory: Path) -> dict[str, Any]:
     """Load the directory by ``from_pretrained``.
 
     Returns:
-        The ``unwrapped`` model and its wrong keys, or the ``problem``.
+        The keys ``unwrapped``, ``missing``, ``unexpected`` and ``mismatched`` of the answer, or the
+        key ``problem``.
     """
     from pytest_distcompat.probe.live import read_unwrapped
 
@@ -175,7 +205,7 @@ def _load_pretrained(directory: Path) -> dict[str, Any]:
     for title in ("missing", "unexpected", "mismatched"):
         keys: list[str] = []
         for key in loading_info[f"{title}_keys"]:
-            # A mismatched key comes with the two shapes.
+            # A mismatched key comes as a tuple with the two shapes.
             if isinstance(key, tuple):
                 keys.append(str(key[0]))
             else:
@@ -188,10 +218,16 @@ def _load_pretrained(directory: Path) -> dict[str, Any]:
 def _files_of_model(
     infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]
 ) -> list[FileInfo]:
-    """Return the files of the model at ``path``.
+    """Return the files of the model at ``path``, without those of checkpoints beside it.
 
-    They are that file, or those in that directory and its module directories. If they hold no
-    model, it is all files below the directory, except for the checkpoints that the run wrote there.
+    If ``path`` is a file, that file. If it is a directory, the files in it and in its module
+    directories. If these hold no model, all files below the directory, except for the checkpoints
+    that the run wrote there.
+
+    Args:
+        infos: The files at or below the directory.
+        path: The file or directory that the script left.
+        checkpoints: The directories of the checkpoints.
     """
     from pytest_distcompat.probe.files import module_directories
 
@@ -209,6 +245,7 @@ def _files_of_model(
             direct.append(info)
     if any(info.holds == "model" for info in direct):
         return direct
+    # A checkpoint that contains ``path``, or is ``path``, does not count as one beside the model.
     excluded = set()
     for checkpoint in checkpoints:
         if checkpoint != path and checkpoint not in path.parents:
@@ -224,7 +261,7 @@ def _files_of_model(
 def _file_of(info: FileInfo, directory: Path) -> Path:
     """Return the path of a file that was listed relative to the directory.
 
-    It may be listed as ``FILE:PART``.
+    A file that holds several things, such as model and optimizer, is listed as ``FILE:PART``.
     """
     from pytest_distcompat.checks.export import PREFIX
 
@@ -248,7 +285,10 @@ def _composite_class(directory: Path) -> Any:
 
 
 def _model_class(directory: Path) -> Any:
-    """Return the class that the model's configuration names."""
+    """Return the class that ``config.json`` names, such as ``LlamaForCausalLM``.
+
+    A class that transformers does not have (a script's own) is left to ``AutoModel``.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)
@@ -259,9 +299,9 @@ def _model_class(directory: Path) -> Any:
 
 
 def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
-    """Return the values in the files of a model without ``config.json``.
+    """Return the values in the files of a model that no library can load, by the files' keys.
 
-    No library can load such a model.
+    It has no ``config.json``: a DCP, safetensors or torch file.
     """
     from pytest_distcompat.probe.files import read_saved
     from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
@@ -278,6 +318,7 @@ def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
     return UnwrappedInfo(tuple(parameters))
 
 
+#: The ``kind`` of a request -> the function that answers it.
 _ANSWERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "files": _read_files,
     "final": _load_final_model,

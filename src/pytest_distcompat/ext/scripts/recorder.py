@@ -1,28 +1,43 @@
-"""Recorder of snapshots in an unmodified script, as the methods of a driver would have left them.
+"""Recorder: makes snapshots of the training in one rank of an unmodified script.
 
-``wrappers`` report the script's library calls. Of these the recorder makes snapshots of
-``build_model`` (before anything wraps the model), ``build`` (just before the first step), ``step``
-(when the next call begins, because only then the scheduler has stepped too), ``save``, ``load`` and
-``export``. A snapshot's index follows from the number of steps, so that ranks agree on it although
-one of them may save alone. The recorder takes part in no collective and changes nothing.
+There is one ``Recorder`` in each rank, a process that trains (``wrappers.current_recorder``). The
+rest of the probe calls it: ``instrumentation`` wraps functions of torch, accelerate, DeepSpeed and
+others, and each wrapper calls methods such as ``before_backward`` and ``after_step`` when the
+script calls that function. The recorder writes lines of the rank's log, ``rank-0.jsonl``, which the
+parent process reads after the run (``result``).
+
+A *snapshot* is what was read of model, optimizer and scheduler after one *action*. In the project's
+other runs a driver, a class that the user writes, has a method for each action. A script has none,
+so the recorder infers when an action is over:
+
+- ``build_model``: the *unwrapped* model, before DDP, FSDP or DeepSpeed wraps it;
+- ``build``: just before the first step;
+- ``step``: when the next call begins, because only then the scheduler has stepped too;
+- ``save``, ``load``: after the call that writes or reads a checkpoint;
+- ``export``: the trained model, at each call that may be the last to see it.
+
+The index of a snapshot is 100 (``STRIDE``) times the steps taken so far plus an offset: the third
+step has 300, a checkpoint after it 310. All ranks count the same steps, so they agree on the index
+although one of them may save alone.
+
+The recorder takes part in no collective and changes nothing in the script.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat import clock
 from pytest_distcompat.decode import encode
 from pytest_distcompat.ext.scripts import guard
 from pytest_distcompat.ext.scripts.environment import ProbeConfig
 from pytest_distcompat.ext.scripts.hosted_rank import HostedRank
 from pytest_distcompat.ext.scripts.named_states import NamedStates
+from pytest_distcompat.ext.scripts.stopping import anyone_wrote, exit_together
 from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.trace import Snapshot, Sums
 
@@ -30,52 +45,64 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from pytest_distcompat.events import Event
-
-_E = TypeVar("_E", bound="Event")
-
 #: The distance between the snapshot indices of two steps.
 STRIDE = 100
-#: The offsets of the snapshots between them.
+#: The offsets of the snapshots between them. The first two are those of step 0.
 BUILD_MODEL = 0
 BUILD = 1
 LOAD = 2
+#: The first checkpoint after a step has the offset 10, the second one 12.
 SAVE = 10
+#: The trained model, action ``export``.
 END = 90
 
 
 class Recorder:
-    """State of the probe in one rank of a script."""
+    """State of the probe in one rank of a script.
+
+    Args:
+        rank: This process as a rank; its ``log`` gets the snapshots.
+        config: How many steps to record, and what else.
+    """
 
     def __init__(self, rank: HostedRank, config: ProbeConfig) -> None:
         from pytest_distcompat.probe.observe import Observer
 
         self.rank = rank
         self.config = config
+        #: Records what happens inside a step, by hooks of torch: gradients, dtypes, collectives.
         self.observer = Observer(guard.guarded)
+        #: This rank's own device, such as ``cpu`` or ``cuda:1``.
         self.device = config.device
         if config.device != "cpu":
             local_rank = os.environ.get("LOCAL_RANK", "0")
             self.device = f"{config.device}:{local_rank}"
         #: The optimizer steps that are finished.
         self.steps = 0
-        #: How many wrapped calls are going on, one inside the other, and how many of them do not
-        #: train.
+        #: How many wrapped calls are going on, one inside the other: 2 while
+        #: ``Accelerator.prepare`` calls ``fully_shard``.
         self.depth = 0
+        #: How many of these do not train. Steps and gradients inside them are not the script's.
         self._ignored_depth = 0
+        #: The models, optimizers and schedulers that the script has made.
         self.tracked = TrackedObjects(config.blocks)
+        #: The script's state beside model and optimizer, such as a variable ``ema``.
         self.states = NamedStates(config.extra_state)
         #: The outermost module that computes in training, whose inputs are recorded.
         self._root: weakref.ref[Module] | None = None
         #: The model that is trained, as the trainer wrapped it.
         self._model: weakref.ref[Module] | None = None
-        #: The model since its last step: a script whose ``main`` returns has none when the process
-        #: ends. Its optimizer is held anyway, and with it the parameters.
+        #: The same model since its last step, by a strong reference: when the ``main`` of a script
+        #: returns, nothing else holds the model, and it must still be there at the end of the
+        #: process. This costs little memory, because ``_optimizer`` keeps the parameters anyway.
         self._trained_model: Module | None = None
         #: True inside a step of a DeepSpeed engine, where the model is in an intermediate state.
         self.in_engine = False
+        #: The optimizer that trains the model, as the trainer wrapped it; a list of several.
         self._optimizer: Any = None
+        #: The handles by which the probe's hooks are removed from modules.
         self._hooks: list[Any] = []
+        #: What ``backward`` was called with since the last step: a loss for each micro-batch.
         self._losses: list[torch.Tensor] = []
         #: Fields of the snapshot of the last step, until ``finish_step`` writes it.
         self._pending: dict[str, Any] | None = None
@@ -84,13 +111,16 @@ class Recorder:
         #: Action -> fields of the snapshots after a load, written only if the loaded model is never
         #: trained.
         self._untrained_snapshots: dict[str, dict[str, Any]] = {}
-        #: Whether the first step has begun, and whether there was a process group then.
+        #: Whether the first step has begun (the trainer is built), and whether there was a process
+        #: group then.
         self._built = False
         self._had_process_group = False
-        #: The checkpoints since the last step.
+        #: How many checkpoints were written since the last step.
         self._saves = 0
         #: The number of steps after which the trained model was recorded last.
         self._final_recorded_at = -1
+        #: Whether the run ends when the script goes on: the checkpoint of step ``stop_after`` is
+        #: written.
         self._should_stop = False
         #: Whether this rank alone has written a file after the last step.
         self._wrote_file = False
@@ -103,6 +133,7 @@ class Recorder:
         rank.before_end = self._before_end
 
     def _before_end(self) -> None:
+        """Write the snapshots that are still missing; ``HostedRank`` calls this at the end."""
         from torch import distributed
 
         self.call_unobserved(self.finish_step)
@@ -111,6 +142,7 @@ class Recorder:
         if not self._had_process_group or distributed.is_initialized():
             self.call_unobserved(self.record_final_model)
         if not self._built:
+            # The script has loaded a model and never trained it, as an evaluation does.
             offset_by_action = {"build_model": BUILD_MODEL, "load": LOAD}
             for action, fields in self._untrained_snapshots.items():
                 self._write_snapshot(action, offset_by_action[action], **fields)
@@ -118,13 +150,17 @@ class Recorder:
 
     @property
     def in_full(self) -> bool:
-        """Tell whether the current step is recorded in full."""
+        """Tell whether the current step is recorded in full: it is among the first, 5 by default.
+
+        Of later steps only the loss, learning rates and the like are recorded, which costs little.
+        """
         return self.steps < self.config.steps
 
     def call_unobserved(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function of the probe in the middle of the script.
 
-        What the function computes is not observed.
+        What the function computes is not observed. In a forked child of the rank, such as a worker
+        of a DataLoader, it is not called.
         """
         if self.rank.is_this_process():
             with self.observer.aside():
@@ -134,15 +170,18 @@ class Recorder:
     def inside_call(self, *, training: bool = False) -> Iterator[bool]:
         """Mark the time inside a wrapped call.
 
-        Yield whether it is the outermost one, which is the script's own.
+        Yield whether it is the outermost one, which is the script's own. A call inside another one
+        is the library's, and the probe does not count it.
 
-        Only calls in ``training`` compute gradients or step:
-        ``torch.distributed.checkpoint.state_dict`` steps without gradients to create optimizer
-        state.
+        Args:
+            training: Whether the call belongs to the training, as ``backward`` and a step do. In
+                any other call nothing is observed: ``torch.distributed.checkpoint.state_dict``, for
+                one, steps an optimizer without gradients to create its state.
         """
         outermost = self.depth == 0
         self.depth += 1
-        self._ignored_depth += not training
+        if not training:
+            self._ignored_depth += 1
         self._update_observer()
         recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if training and outermost:
@@ -152,16 +191,18 @@ class Recorder:
                 yield outermost
         finally:
             self.depth -= 1
-            self._ignored_depth -= not training
+            if not training:
+                self._ignored_depth -= 1
             self._update_observer()
 
     def _update_observer(self) -> None:
+        """Switch the observer on, or off where nothing is to be recorded."""
         self.observer.active = self.in_full and not self._ignored_depth
 
     # Models.
 
     def after_wrap(self, value: Any) -> None:
-        """Track a model or an optimizer that a call has wrapped."""
+        """Track a model or an optimizer that a call such as ``Accelerator.prepare`` has wrapped."""
         import torch
 
         from pytest_distcompat.probe.observe import Hook
@@ -175,6 +216,7 @@ class Recorder:
             guarded = guard.guarded("a forward pre-hook of a model", self._forward)
 
             def hook(*arguments: Any) -> None:
+                # While torch.compile traces the model, the probe must not get into the graph.
                 if not torch.compiler.is_compiling():
                     guarded(*arguments)
 
@@ -195,9 +237,10 @@ class Recorder:
     def _forward(
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Record the inputs of the outermost model.
+        """Record the inputs of the outermost model. torch calls this before each forward.
 
-        It is the first wrapped model that computes in training.
+        A script may wrap several modules, one inside the other. The outermost one is the first
+        that computes in training: its forward begins before those of the modules inside.
         """
         # ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates
         # over a copy of the hooks.
@@ -222,13 +265,18 @@ class Recorder:
     def _before_forward(
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Finish the step before, and record the inputs of a forward of the outermost model."""
         self._end_step_or_stop()
         self.observer.record_inputs(module, args, kwargs)
 
     # Steps.
 
     def before_backward(self, loss: object) -> None:
-        """Record the loss, before its gradients are computed."""
+        """Record the loss, before its gradients are computed.
+
+        ``loss`` is whatever the script called ``backward`` on. What is no single number, such as
+        a list of tensors, is no loss.
+        """
         import torch
 
         self._end_step_or_stop()
@@ -236,10 +284,14 @@ class Recorder:
             self._losses.append(loss.detach())
 
     def before_step(self, optimizer: Any, engine: Any = None) -> None:
-        """Record the built model before the first step.
+        """Record the built model before the first step; do nothing before later steps.
 
-        It is a step of the optimizer, or of the DeepSpeed engine that has the optimizer.
+        Args:
+            optimizer: The torch optimizer that is about to step; None if an engine steps.
+            engine: The DeepSpeed engine that is about to step: its model and its optimizer.
         """
+        # A step inside a call that does not train is none of the script's. Inside an engine's step
+        # the engine itself was reported before.
         if self._built or self._ignored_depth or (self.in_engine and engine is None):
             return
         from torch import distributed
@@ -262,6 +314,7 @@ class Recorder:
         fields = self._read_fields(whole=True) | self._read_states(known=True)
         self._write_snapshot("build", BUILD, **fields)
         if self._loaded:
+            # What the script loaded has reached the model by now.
             self._loaded = False
             self._write_snapshot("load", self._index(LOAD), **fields)
 
@@ -283,7 +336,8 @@ class Recorder:
         fields = self._pending
         self._pending = None
         if self.in_full:
-            # Not when the optimizer has stepped: the script moves an average after that.
+            # Extra state is read as late as this: a script updates an average of the weights
+            # after the optimizer's step.
             fields |= self.observer.infos() | self._read_states(known=False)
         fields["loss"] = self._mean_loss()
         fields["scheduler"] = read_scheduler(self.tracked.schedulers_of(self._optimizer))
@@ -294,15 +348,13 @@ class Recorder:
         self._saves = 0
         self._wrote_file = False
         if not self.in_full:
+            # From the next step on the probe costs as little as possible.
             self._update_observer()
             if self._root is not None:
                 self.remove_hooks()
 
     def _mean_loss(self) -> float | None:
-        """Return the mean of the losses since the last step, one for each micro-batch.
-
-        None without any.
-        """
+        """Return the mean of the losses of this step's micro-batches; None without a loss."""
         if not self._losses:
             return None
         losses = [float(loss) for loss in self._losses]
@@ -311,7 +363,12 @@ class Recorder:
     # Checkpoints.
 
     def before_save(self, everyone: bool) -> None:
-        """Log that a checkpoint is about to be written, if ``everyone`` writes a part of it."""
+        """Log that a checkpoint is about to be written.
+
+        Args:
+            everyone: Whether all ranks write it together. Only such a save is an action of the run,
+                with a snapshot after it.
+        """
         self.finish_step()
         if everyone:
             from pytest_distcompat.events import Action
@@ -320,9 +377,12 @@ class Recorder:
             self.rank.log.write(Action("save", index))
 
     def after_save(self, path: Any, everyone: bool, model: bool) -> None:
-        """Record a checkpoint that ``everyone`` has written, or a file of one rank.
+        """Record a checkpoint that all ranks have written, or a file of one rank.
 
-        ``model`` says that it should hold the model.
+        Args:
+            path: The file or directory.
+            everyone: Whether all ranks write it together, rather than one rank alone.
+            model: Whether it should hold the model.
         """
         from pytest_distcompat.ext.scripts.events import Saved
 
@@ -334,21 +394,24 @@ class Recorder:
             self._saves += 1
             fields = self._read_fields(whole=True) | self._read_states(known=True)
             self._write_snapshot("save", index, **fields)
+            # The script may do more after the save: it is stopped when it begins the next step.
             self._should_stop = self.steps == self.config.stop_after
 
     def _end_step_or_stop(self) -> None:
+        """Write the snapshot of the last step, or end the run: the script begins a new step."""
         self.finish_step()
         if self.steps == self.config.stop_after and not self._compared:
             self._compared = True
-            # Ranks that wrote nothing learn here that another one has.
+            # Ranks that wrote nothing learn now that another one has.
             self._should_stop = self._should_stop or anyone_wrote(self.rank, self._wrote_file)
         if self._should_stop:
             exit_together(self.rank)
 
     def after_file_load(self) -> None:
-        """Note that a file was read.
+        """Note that the script has read a file by ``torch.load``.
 
-        What of it reaches the model shows before the first step, or at the end.
+        Its parts are not in the model yet. They are recorded before the first step, or, in a
+        script that never trains, at the end.
         """
         self.finish_step()
         self._read_file = True
@@ -356,8 +419,8 @@ class Recorder:
     def after_load(self) -> None:
         """Record a loaded checkpoint.
 
-        Before the first step parts of it may follow, so that it is recorded at that step, or at the
-        end.
+        Before the first step the script may go on to load further parts, such as the optimizer. So
+        it is recorded at that step, or at the end of a script that never trains.
         """
         self.finish_step()
         if self._built and self._model is not None:
@@ -368,9 +431,10 @@ class Recorder:
             self._read_untrained(self.tracked.last_optimizer())
 
     def _read_untrained(self, optimizer: Any) -> None:
-        """Read the loaded model and its optimizer, if there are any.
+        """Read a loaded model and its optimizer, for a script that may never train them.
 
-        It is for a run that may never train them.
+        The fields are kept until the end, and dropped if a step follows. ``optimizer`` is the last
+        one that the script made or wrapped, None without any.
         """
         model = self.tracked.model_of(optimizer)
         self._optimizer = None
@@ -385,7 +449,11 @@ class Recorder:
             }
 
     def record_final_model(self) -> None:
-        """Record the trained model when training may be over, once after each step."""
+        """Record the trained model when training may be over, at most once after each step.
+
+        The wrappers call this before calls that often come last, such as ``end_training`` or
+        ``save_pretrained``. Of several such snapshots the last one counts.
+        """
         self.finish_step()
         if self._read_file and not self._built and self._final_recorded_at != self.steps:
             # A file is read before its parts are loaded, so that the model shows them now.
@@ -410,18 +478,23 @@ class Recorder:
 
         None if there is none yet, or the script has dropped it.
         """
-        return self._model() if self._model is not None else None
+        if self._model is None:
+            return None
+        return self._model()
 
     def _read_fields(self, *, whole: bool) -> dict[str, Any]:
-        """Return the fields of a snapshot of the model and its optimizer.
+        """Return the fields of a ``trace.Snapshot`` that are read of the model and its optimizer.
 
-        ``whole`` adds the digests of all values.
+        Empty without a model. ``whole`` adds the tensors: each one's name, dtype and digest, which
+        is a hash of its values.
         """
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         model = self._live_model()
         if model is None:
             return {}
+        # The number of ranks as the trainer knows it, which may be wrong: accelerate's or
+        # DeepSpeed's.
         world_size = self.tracked.accelerator_attribute("num_processes")
         world_size = world_size or getattr(model, "world_size", None)
         if not isinstance(world_size, int):
@@ -438,13 +511,18 @@ class Recorder:
         )
 
     def _read_states(self, *, known: bool) -> dict[str, Any]:
-        """Return the field of a snapshot with the script's state beside model and optimizer."""
+        """Return the field of a snapshot with the script's state beside model and optimizer.
+
+        ``known`` adds the objects that libraries know of (``NamedStates.read``).
+        """
         return {"extra": self.states.read(known=known)}
 
     def _index(self, offset: int) -> int:
+        """Return the index of a snapshot after the last step, such as 310 for ``SAVE``."""
         return self.steps * STRIDE + offset
 
     def _write_snapshot(self, action: str, index: int, **infos: Any) -> None:
+        """Write a snapshot to the rank's log; ``infos`` are fields of ``trace.Snapshot``."""
         from pytest_distcompat.events import SnapshotTaken
 
         snapshot = Snapshot(self.rank.rank, "train", action, index, **infos)
@@ -453,50 +531,3 @@ class Recorder:
 
 def _is_trainable(module: Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-#: How many seconds a rank waits for the others to write their parts of a checkpoint.
-CHECKPOINT_TIMEOUT_S = 60.0
-
-
-def anyone_wrote(hosted_rank: HostedRank, wrote: bool) -> bool:
-    """Tell whether any rank wrote a file, when the logs of all ranks say whether they did."""
-    from pytest_distcompat.ext.scripts.events import TrainsOn
-
-    return any(event.saved for event in _from_all_ranks(hosted_rank, TrainsOn(wrote)))
-
-
-def exit_together(hosted_rank: HostedRank) -> None:
-    """End this process when the log files of all ranks say that they have called this."""
-    from pytest_distcompat.ext.scripts.events import Stopped
-
-    _from_all_ranks(hosted_rank, Stopped())
-    hosted_rank.exit_like_preempted()
-
-
-def _from_all_ranks(hosted_rank: HostedRank, event: _E) -> list[_E]:
-    """Log the event, wait until all ranks have logged one like it, and return these.
-
-    There is no collective in that.
-    """
-    from torch import distributed
-
-    from pytest_distcompat.events import of_kind
-    from pytest_distcompat.launch.rank_log import LogReader
-
-    hosted_rank.log.write(event)
-    world_size = 1
-    if distributed.is_initialized():
-        world_size = distributed.get_world_size()
-    logs = LogReader(hosted_rank.directory, range(world_size))
-    logged: list[_E] = []
-
-    def all_logged() -> bool:
-        of_each_rank = []
-        for events in logs.read().values():
-            of_each_rank.append(of_kind(type(event), events))
-        logged[:] = itertools.chain.from_iterable(of_each_rank)
-        return all(of_each_rank)
-
-    clock.wait_until(all_logged, CHECKPOINT_TIMEOUT_S, every=0.05)
-    return logged

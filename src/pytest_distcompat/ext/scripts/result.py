@@ -1,4 +1,16 @@
-"""Result of one run of a script: how it ended, its trace, and the verdicts of the checks."""
+"""``ScriptRun``: one run of a script, as ``launch`` returns it, and its verdicts by the checks.
+
+A user's test calls ``launch("train.py", strategy="fsdp2")`` and then ``run.check("active",
+"names")`` on the result. ``resume_roundtrip`` and ``parity`` read its ``trace``.
+
+The input is the files of the run's directory. In each rank (process that trains) a *probe* recorded
+*snapshots* there: what it read of model and optimizer after an *action*, such as the third
+``step``. All snapshots of a run are its ``trace``. A *check* is a function of a trace and of a
+*cell*, which says what should have run: ``fsdp2-fp32-w2`` is FSDP2 in float32 on 2 ranks. The
+checks are those of the built-in suite (``pytest_distcompat.checks``); ``final_model_loadable``
+alone is for scripts only. The result is a ``Verdict`` for each check: passed, failed with its
+findings, or skipped where the check does not apply.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +43,13 @@ _E = TypeVar("_E", bound=Event)
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
 __tracebackhide__ = hides_frames
 
-#: The checks that can judge one run. The others need several runs, or actions that only drivers
-#: have.
+#: The checks that can judge one run of a script. The others need several runs, or actions that
+#: only a driver has: a class by which a user runs a trainer in the built-in suite.
 SCRIPT_CHECKS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
+#: The check of the model that the script leaves in its output directory.
 FINAL_MODEL_CHECK = "final_model_loadable"
-#: The step that they judge. In earlier steps a warm-up may change nothing, and a gradient scaler
-#: may skip the update.
+#: The step that ``SCRIPT_CHECKS`` judge. In earlier steps a warm-up may change nothing, and a
+#: gradient scaler may skip the update.
 JUDGED_STEP = 3
 #: The index of snapshots of files that are read after the run: behind every step.
 _FILES_INDEX = 10**9
@@ -49,19 +62,21 @@ MODEL_CALLS = (
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """One run of a script on all its ranks.
+    """One run of a script on all its ranks."""
 
-    ``cell`` is what should have been running, None if ``launch`` was given no strategy.
-    ``directory`` holds the logs and snapshots of the ranks. ``output`` is where the script should
-    leave its model, if given. ``saved_name`` returns the unwrapped name of a key in the script's
-    files.
-    """
-
+    #: How each rank ended, and the events that it logged.
     ending: Ending
+    #: What should have been running, such as ``fsdp2-fp32-w2``; None if ``launch`` was given no
+    #: strategy.
     cell: Cell | None
+    #: Holds the logs and snapshots of the ranks.
     directory: Path
+    #: ``cpu`` or ``cuda``.
     device: str
+    #: Where the script should leave its model, if given.
     output: Path | None = None
+    #: Returns the unwrapped name of a key in the script's files: the name that the parameter has
+    #: in the model before DDP, FSDP or DeepSpeed wraps it.
     saved_name: Callable[[str], str] = lambda key: key
 
     @property
@@ -71,7 +86,10 @@ class ScriptRun:
 
     @property
     def hard(self) -> bool:
-        """Tell whether the run failed by more than an exception: a crash or a hang."""
+        """Tell whether the run failed by more than an exception: a crash or a hang.
+
+        No declared expectation excuses such a failure.
+        """
         return self.failed and self.ending.kind != "raised"
 
     def raise_if_failed(self) -> None:
@@ -80,7 +98,11 @@ class ScriptRun:
             raise RunFailedError(self.text(), hard=self.hard)
 
     def raise_unless_failed(self, declared: str) -> None:
-        """Raise an error unless the run failed as declared.
+        """Raise an error unless the run failed as declared by ``launch(fails=...)``.
+
+        Args:
+            declared: A regular expression for the first line of the report, such as ``rank 1 raised
+                ValueError``.
 
         Raises:
             Incompatible: The run did not fail.
@@ -98,7 +120,8 @@ class ScriptRun:
     def text(self) -> str:
         """Return a report of how the run ended.
 
-        It names the CPU bridges, the logs and the command that repeats the run.
+        It names the changes of the CPU bridge (``labels``), the logs and the command that repeats
+        the run.
         """
         parts = [
             self.ending.text(),
@@ -110,7 +133,10 @@ class ScriptRun:
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
-        """Return one line for each change that the CPU bridge has made to a library."""
+        """Return one line for each change that the CPU bridge has made to a library.
+
+        The bridge makes accelerate and transformers run FSDP and DeepSpeed on CPU ranks.
+        """
         lines = [f"CPU bridge: {change.what}" for change in self._logged(Bridged)]
         # Each once: all ranks log them.
         return tuple(dict.fromkeys(lines))
@@ -129,7 +155,10 @@ class ScriptRun:
 
     @property
     def losses(self) -> tuple[tuple[float | None, ...], ...]:
-        """Return the losses that ``backward`` was called with: for each rank one for each step."""
+        """Return the losses that ``backward`` was called with: ``losses[rank][step]``.
+
+        A loss is None if the step had none.
+        """
         losses_by_rank: list[list[float | None]] = []
         for _ in range(self.trace.world_size):
             losses_by_rank.append([])
@@ -139,7 +168,10 @@ class ScriptRun:
         return tuple(tuple(losses) for losses in losses_by_rank)
 
     def output_of(self, rank: int) -> str:
-        """Return the stdout and stderr of that rank, if the launcher writes them to files."""
+        """Return the stdout and stderr of that rank; empty if the launcher writes no such files.
+
+        torchrun writes them (``commands``); a command that starts ranks by ``mp.spawn`` does not.
+        """
         logs = sorted(self.directory.glob(f"logs/*/attempt_0/{rank}/std*.log"))
         return "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
 
@@ -170,6 +202,7 @@ class ScriptRun:
             if not verdict.ok:
                 bad.append(verdict)
         if not judged:
+            # A test of which every check is skipped would prove nothing.
             bad = verdicts
         if not bad:
             return
@@ -201,9 +234,11 @@ class ScriptRun:
 
     @property
     def _assumed_cell(self) -> Cell:
+        """Return the cell; without a strategy DDP, as the least that any training does."""
         return self.cell or Cell("ddp", "fp32", len(self.ending.ranks))
 
     def _verdict(self, name: str) -> Verdict:
+        """Return the verdict of the check of that name."""
         if self.cell is None and name != FINAL_MODEL_CHECK:
             raise UsageProblem(
                 f"check {name!r}: launch() got no strategy, so nothing says what should run"
@@ -218,7 +253,7 @@ class ScriptRun:
         return self._verdict_of_check(name)
 
     def _verdict_of_failed_run(self, name: str) -> Verdict:
-        """Return the verdict of a check of a failed run, which has the status of the run."""
+        """Return the verdict of a check of a failed run: failed, crashed or hung, as the run."""
         status = Status.FAILED
         if self.ending.kind != "raised":
             status = Status.from_name(self.ending.kind)
@@ -250,14 +285,18 @@ class ScriptRun:
             return Verdict(name, cell.id, Status.FAILED, too_short)
         run = self.trace
         if name == "names":
+            # Only this check reads files, which takes seconds.
             run = self.trace_with_files
         trace = Trace("script", {run.name: run}, saves=self._should_save)
         return judge(check, cell, trace)
 
     def missing_evidence(self, *, trains: bool = True) -> str:
-        """Return why there is nothing to judge, empty if there is.
+        """Return why the probe recorded nothing to judge; empty if it did.
 
-        A run that ``trains`` must have taken a step.
+        Without this a check would pass because it has seen nothing.
+
+        Args:
+            trains: Whether the run must have taken a step. A resumed run may only evaluate.
         """
         probe_failure = self._probe_failure()
         if probe_failure:
@@ -276,12 +315,16 @@ class ScriptRun:
         return ""
 
     def _probe_failure(self) -> str:
-        """Return where the probe failed first, with the traceback; empty if it did not."""
+        """Return where the probe failed first, with the traceback; empty if it did not.
+
+        A rank logs that. A process of the script that is no rank leaves a file instead.
+        """
         message = "the probe itself failed, at {}, and saw no more from then on\n{}"
         for failed in self._logged(ProbeFailed):
             text = message.format(failed.where, failed.text)
             return f"rank {failed.rank}: {text}"
         for file in sorted(self.directory.glob("probe-*.failed")):
+            # The file is ``at WHERE:``, a newline, and the traceback.
             written = file.read_text(encoding="utf-8").removeprefix("at ")
             where, _, failure = written.partition(":\n")
             return f"a process that is no rank: {message.format(where, failure)}"
@@ -301,7 +344,10 @@ class ScriptRun:
         return ""
 
     def saved(self) -> list[Saved]:
-        """Return the last event of each path that was saved, in the order of their ``index``."""
+        """Return the last event of each path that was saved, in the order of their ``index``.
+
+        The index is 100 times the steps taken until then, plus an offset.
+        """
         last_by_path = {saved.path: saved for saved in self._logged(Saved)}
         return sorted(last_by_path.values(), key=lambda saved: saved.index)
 
@@ -312,15 +358,18 @@ class ScriptRun:
         """
         if self.output is not None:
             return self.output
+        # What all ranks save together is a checkpoint, and no final model.
         paths = [saved.path for saved in self.saved() if not saved.everyone]
         if not paths:
+            # The output directories of trainers that the script made.
             paths = [output.path for output in self._logged(Output)]
         return Path(paths[-1]) if paths else None
 
     def _read(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer of ``scripts.reading`` to a request.
+        """Return the answer of ``reading`` to a request, such as ``{"kind": "files", ...}``.
 
-        It is read in the environment of the first rank that started.
+        A process of its own reads the files, because this one does not import torch. It has the
+        interpreter and working directory of the first rank that started.
         """
         starts = self._logged(Start)
         start = starts[0] if starts else None
@@ -328,9 +377,10 @@ class ScriptRun:
 
     @functools.cached_property
     def trace_with_files(self) -> RunTrace:
-        """Return the trace with a snapshot of each saved checkpoint and file.
+        """Return the trace with one more snapshot for each saved checkpoint and file.
 
-        Without a checkpoint it has one snapshot of all files.
+        They have the action ``files`` and indices after every step. Without a checkpoint it is one
+        snapshot of all files.
         """
         snapshots: list[Snapshot] = []
         for nth, files in enumerate(self._written_files()):
@@ -338,10 +388,13 @@ class ScriptRun:
         return replace(self.trace, snapshots=(*self.trace.snapshots, *snapshots))
 
     def _written_files(self) -> list[tuple[FileInfo, ...]]:
-        """Return what each checkpoint holds, then each other path that was saved.
+        """Return what the script saved, as groups of files; each group becomes one snapshot.
 
-        Without a checkpoint it is all files together.
+        The check ``names`` reads each snapshot by itself. With checkpoints each of them is a group,
+        and each other saved path is one. Without a checkpoint all files are one group, because a
+        script may save its model in parts.
         """
+        # The script may have deleted what it saved.
         existing = []
         for saved in self.saved():
             if Path(saved.path).exists():
@@ -365,12 +418,13 @@ class ScriptRun:
             # The probe does not see all writing: ``safetensors.torch.save`` gives bytes, and a file
             # may get its name later.
             others.append(files_by_path[output])
+        # A script that saved no model, and need not, has nothing whose names could be wrong.
         if not self._should_save and not _holds_model(others):
             return []
         return [tuple(itertools.chain.from_iterable(others))]
 
     def _read_files(self, paths: Iterable[str]) -> dict[str, tuple[FileInfo, ...]]:
-        """Return what the files at or below each path hold, with unwrapped names."""
+        """Return what the files at or below each path hold, with unwrapped names, by the path."""
         unique_paths = list(dict.fromkeys(paths))
         if not unique_paths:
             return {}
@@ -389,9 +443,9 @@ class ScriptRun:
         return any(saved.model for saved in self.saved())
 
 
-def _holds_model(files_by_place: Iterable[Iterable[FileInfo]]) -> bool:
-    """Tell whether any of these files holds tensors of a model."""
-    for files in files_by_place:
+def _holds_model(groups: Iterable[Iterable[FileInfo]]) -> bool:
+    """Tell whether any file in these groups holds tensors of a model, not of an optimizer, say."""
+    for files in groups:
         if any(info.holds == "model" for info in files):
             return True
     return False

@@ -1,112 +1,41 @@
-"""Round trip of a script that is stopped and resumed.
+"""Comparison of three runs of one script: it must train after a resume as if it never stopped.
 
-It must train as if it had never stopped.
+``resume_roundtrip`` (module ``resuming``) launches the script three times, makes a ``RoundTrip`` of
+the runs, and calls its ``check()``. With ``save_at=3, total=5`` the runs are
+
+- ``through``: steps 1 to 5 without a stop;
+- ``stopped``: steps 1 to 3, ended by the probe after the checkpoint of step 3;
+- ``resumed``: loads that checkpoint, then steps 4 and 5.
+
+Steps 4 and 5 of ``resumed`` must be those of ``through``, bit by bit on the CPU. If they are not,
+the values at the save and after the load are compared too, because they often show the cause. The
+result is ``findings``: sentences such as ``rank 0: losses: 2.31 instead of 2.29 in step 4, 1 after
+the load``, none if all is well.
+
+What is compared are *snapshots*: what the probe of one rank recorded of model, optimizer and
+scheduler after one *action*, such as ``step``, ``save`` or ``load``. Each has an index: 100
+(``STRIDE``) times the steps that were taken until then, plus an offset for a save or load between
+two steps. So 300 is step 3, and 310 a save after it.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from pytest_distcompat.checks import message, pairs
 from pytest_distcompat.checks.extra_state import other_states, unchanged, unlike_on_ranks
 from pytest_distcompat.ext.scripts.environment import ProbeConfig
-from pytest_distcompat.ext.scripts.launching import (
-    RANKS,
-    Host,
-    check_argument,
-    launch,
-    leave_directory,
-)
+from pytest_distcompat.ext.scripts.quantities import CAUSES_FIRST, are_equal, describe_difference
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
-from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
+from pytest_distcompat.failures import Incompatible, hides_frames
 from pytest_distcompat.model_values import differences, other_dtypes, settings, values
 from pytest_distcompat.trace import Snapshot
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
 __tracebackhide__ = hides_frames
-
-
-@dataclass(frozen=True)
-class _StoredValue:
-    """A tensor as one rank stores it.
-
-    The dtype is empty for a single number: a load may make a tensor of it.
-    """
-
-    digest: str
-    dtype: str
-
-
-@dataclass(frozen=True)
-class _OptimizerValues:
-    """One rank's optimizer: its state and flat masters by name, and the numbers of its groups."""
-
-    states: Mapping[str, _StoredValue]
-    param_groups: tuple[Mapping[str, float], ...]
-
-
-def _losses(snapshot: Snapshot) -> tuple[float | None, ...]:
-    return (snapshot.loss,)
-
-
-def _grad_norms(snapshot: Snapshot) -> tuple[float, ...]:
-    return tuple(math.sqrt(step.square) for step in snapshot.steps)
-
-
-def _parameters(snapshot: Snapshot) -> dict[str, _StoredValue]:
-    """Return the parameters and buffers by name."""
-    return {
-        info.name: _StoredValue(info.digest, info.dtype)
-        for info in (*snapshot.parameters, *snapshot.buffers)
-    }
-
-
-def _optimizer(snapshot: Snapshot) -> _OptimizerValues:
-    states: dict[str, _StoredValue] = {}
-    for info in (*snapshot.states, *snapshot.masters):
-        # A load may return a single number as a tensor, whose dtype says nothing.
-        dtype = "" if info.numel == 1 else info.dtype
-        name = f"{info.key} of {info.owner}"
-        states[name] = _StoredValue(info.digest, dtype)
-    return _OptimizerValues(states, snapshot.param_groups)
-
-
-def _extra_state(snapshot: Snapshot) -> dict[str, Mapping[str, str]]:
-    """Return the values of each extra state that a checkpoint is to bring back."""
-    return {info.name: info.values for info in snapshot.extra if info.expected.comes_back}
-
-
-#: How each quantity of one rank in one step is read.
-_READERS: Mapping[str, Callable[[Snapshot], Any]] = {
-    "losses": _losses,
-    "grad_norms": _grad_norms,
-    "parameters": _parameters,
-    "optimizer": _optimizer,
-    "scheduler": lambda snapshot: snapshot.scheduler,
-    "rng": lambda snapshot: snapshot.rng,
-    "data": lambda snapshot: snapshot.inputs,
-    "extra_state": _extra_state,
-}
-#: The quantities that can be compared, step by step and rank by rank.
-SAME = tuple(_READERS)
-#: The order in which differences of one step are reported: what all others follow from comes first.
-_CAUSES_FIRST = ("data", *(quantity for quantity in SAME if quantity != "data"))
-#: Relative tolerance of losses and gradient norms on a GPU, where the order of sums is not fixed.
-TOLERANCE = 1e-4
-#: Calls that write a checkpoint which the probe recognizes.
-CHECKPOINT_CALLS = (
-    "Accelerator.save_state, transformers.Trainer, an engine's save_checkpoint, "
-    "torch.distributed.checkpoint's save, torch.save"
-)
-#: Quantities that are compared bit by bit, and on the CPU only.
-_EXACT = ("parameters", "optimizer", "rng", "extra_state")
 
 
 @dataclass(frozen=True)
@@ -144,6 +73,7 @@ class RoundTrip:
         """Return what is wrong. If a run took the wrong steps, that is the only finding."""
         runs = {"run": self.through, "stopped run": self.stopped, "resumed run": self.resumed}
         for title, run in runs.items():
+            # With ``save_at=total`` the resumed run evaluates only.
             must_train = run is not self.resumed or self.steps_left > 0
             problem = run.missing_evidence(trains=must_train)
             if problem:
@@ -152,15 +82,19 @@ class RoundTrip:
         if wrong_steps:
             return wrong_steps
         states = list(self._states())
-        differing_steps = list(
-            self._differing_steps(explained={"extra_state"} if states else set())
-        )
+        explained: set[str] = set()
+        if states:
+            # State that a load did not bring back differs in all later steps too: say it once.
+            explained.add("extra_state")
+        differing_steps = list(self._differing_steps(explained=explained))
+        # The likely causes come first: a script that is not repeatable, then what a load lost.
         findings = [
             *self._not_repeatable(),
             *states,
             *self._loaded(explain=bool(differing_steps)),
             *differing_steps,
         ]
+        # Without repetitions, in order.
         return list(dict.fromkeys(findings))
 
     def check(self) -> None:
@@ -178,7 +112,8 @@ class RoundTrip:
     def _wrong_steps(self) -> Iterator[str]:
         """Yield a finding if a run took another number of steps than it should.
 
-        The resumed run takes those that are left.
+        The resumed run should take the steps that are left. If it took all, it did not resume: it
+        started again.
         """
         through = _steps_taken(self.through)
         stopped = _steps_taken(self.stopped)
@@ -196,9 +131,11 @@ class RoundTrip:
             yield f"the resumed run took {resumed} steps; {left}"
 
     def _not_repeatable(self) -> Iterator[str]:
-        """Yield a finding if the two runs from the start differ.
+        """Yield a finding if the two runs from the start differ before the checkpoint.
 
-        A third run cannot be compared with them then.
+        Both train the same steps from the same start. If they differ already, a resumed run that
+        differs too says nothing about the checkpoint. One finding, of the first such step, is
+        enough.
         """
         for number in range(self.save_at):
             snapshots = pairs(_step(self.through, number), _step(self.stopped, number))
@@ -219,16 +156,20 @@ class RoundTrip:
     def _loaded(self, *, explain: bool) -> Iterator[str]:
         """Yield differences between saved and loaded values.
 
-        They are compared on any number of ranks, but only where steps cannot be compared bit by
-        bit, or to ``explain`` why steps differ.
+        Saved values are those of the stopped run at its checkpoint. Loaded ones are those of the
+        resumed run after its load, on any number of ranks.
+
+        Equal steps on the CPU prove that the loaded values were right, so the values are compared
+        only if steps cannot be compared bit by bit (on a GPU, on another number of ranks, without
+        a step left), or with ``explain``: steps differ, and the values may show why.
         """
         saved = _at_save(self.stopped, self.save_at)
         loaded = _at_load(self.resumed)
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
             return
-        same_device = not self.resharded and self.stopped.device == "cpu"
-        steps_suffice = same_device and self.steps_left > 0
+        bit_by_bit = not self.resharded and self.stopped.device == "cpu"
+        steps_suffice = bit_by_bit and self.steps_left > 0
         if steps_suffice and not explain:
             return
         when = f"after the load at {self.resumed.trace.world_size} ranks"
@@ -237,18 +178,23 @@ class RoundTrip:
         loaded_values = values(self.resumed.trace, loaded)
         yield from differences(saved_values, loaded_values, when, states=with_states)
         yield from other_dtypes(saved_values, loaded_values, when, states=with_states)
+        # The scheduler of a run with steps left is compared step by step.
         if not self.steps_left and not self.resharded and "scheduler" in self.same:
             yield from settings(saved, loaded, when)
 
     def _states(self) -> Iterator[str]:
-        """Yield what is wrong with state beside model and optimizer.
+        """Yield what is wrong with extra state: variables beside model and optimizer, as ``ema``.
 
-        How it goes on after the load is compared step by step.
+        Each must exist while the script trains, change from step to step, be alike on all ranks,
+        and come back by the load. Its values in later steps are compared in
+        ``_differing_steps``.
         """
         if "extra_state" not in self.same or self.resharded:
             return
         # Of steps without variables nothing is compared: a function that has returned has none.
+        #: ``"step 2"`` -> the snapshots of all ranks after it.
         steps: dict[str, tuple[Snapshot, ...]] = {}
+        #: The names of the variables that existed in any step.
         seen: set[str] = set()
         for nth in range(self.total):
             snapshots = _step(self.through, nth)
@@ -256,6 +202,7 @@ class RoundTrip:
             if names:
                 steps[f"step {nth + 1}"] = snapshots
                 seen |= names
+        # The probe's configuration has the names that the user gave.
         for name in ProbeConfig.read(self.through.directory).extra_state:
             if name not in seen:
                 yield f"extra_state names {name!r}: the script has no such variable while it trains"
@@ -270,18 +217,21 @@ class RoundTrip:
     def _differing_steps(self, explained: Collection[str]) -> Iterator[str]:
         """Yield the first difference of each quantity on each rank.
 
-        The resumed run is compared with the run that never stopped.
+        The resumed run is compared with the run that never stopped: its first step with step
+        ``save_at + 1`` of that run, and so on.
 
         Args:
             explained: Quantities whose differences have a finding already.
         """
         if self.resharded:
+            # Another number of ranks feeds each rank other data.
             return
         quantities = [
             quantity
-            for quantity in _CAUSES_FIRST
+            for quantity in CAUSES_FIRST
             if quantity in self.same and quantity not in explained
         ]
+        #: The rank and the quantity of each difference so far. Later steps differ because of it.
         reported: set[tuple[int, str]] = set()
         for number in range(self.save_at, self.total):
             steps_after_load = number + 1 - self.save_at
@@ -294,204 +244,32 @@ class RoundTrip:
                 if (rank, quantity) in reported or self._equal(quantity, expected, resumed):
                     continue
                 reported.add((rank, quantity))
-                difference = _difference(quantity, expected, resumed)
+                difference = describe_difference(quantity, expected, resumed)
                 yield f"rank {rank}: {quantity}: {difference} {when}"
 
     def _equal(self, quantity: str, expected: Snapshot, actual: Snapshot) -> bool:
-        """Tell whether a quantity of one rank is equal in two runs.
+        """Tell whether a quantity, such as ``losses``, of one rank and step is equal in two runs.
 
         On a GPU there is a tolerance.
         """
-        before = _READERS[quantity](expected)
-        after = _READERS[quantity](actual)
-        if quantity == "extra_state":
-            # A script whose function has returned has no variables in its last step.
-            before, after = _common(before, after), _common(after, before)
-        if self.through.device == "cpu" or quantity in {"scheduler", "data"}:
-            return bool(before == after)
-        if quantity in _EXACT:
-            # On a GPU they are not compared.
-            return True
-        if len(before) != len(after):
-            return False
-        for number, other in zip(before, after, strict=True):
-            if not math.isclose(number, other, rel_tol=TOLERANCE):
-                return False
-        return True
-
-
-def resume_roundtrip(
-    script: str | Path,
-    args: Sequence[str | Path],
-    *,
-    resume: Sequence[str | Path],
-    save_at: int,
-    total: int,
-    same: Sequence[str] = SAME,
-    reshard_to: int | None = None,
-    host: Host | None = None,
-    **settings: Any,
-) -> RoundTrip:
-    """Run the script to its end, again until it has saved, and resumed; all of ``same`` must agree.
-
-    All runs get the same total number of steps, so that learning rates agree; the probe stops the
-    one that saves. With ``save_at=total``, where the resumed run only evaluates, and with
-    ``reshard_to`` the loaded values are compared with the saved ones instead of the steps.
-
-    Args:
-        script: As for ``launch``.
-        args: The arguments of all runs, with ``{output}`` (the directory of the run), ``{steps}``
-            and ``{save_at}``.
-        resume: Further arguments of the resumed run, with ``{checkpoint}`` for the path that was
-            saved. Of several files by ``torch.save`` it is their directory.
-        save_at: The step after which the checkpoint is written.
-        total: The number of steps of the whole training.
-        same: The quantities that must agree, of ``SAME``.
-        reshard_to: The number of ranks of the resumed run, if it is another.
-        host: As for ``launch``.
-        **settings: Further arguments of ``launch``.
-
-    Raises:
-        Incompatible: With the differences.
-        RunFailedError: If a run fails.
-        UsageProblem: For a wrong argument.
-    """
-    _check_arguments(
-        args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to
-    )
-    _check_settings(settings)
-    host = host or Host.here()
-    replacements = {"steps": str(total), "save_at": str(save_at)}
-    runs: list[ScriptRun] = []
-
-    def run(output: Path, *more: str, **others: Any) -> ScriptRun:
-        of_this_run = {**replacements, "output": str(output)}
-        arguments = [_filled(argument, of_this_run) for argument in (*args, *more)]
-        runs.append(
-            launch(script, *arguments, host=host, watch_steps=total, **{**settings, **others})
-        )
-        return runs[-1]
-
-    stopped_output = host.new_directory("stopped")
-    through_output = host.new_directory("through")
-
-    def run_all() -> RoundTrip:
-        stopped = run(stopped_output, stop_after=save_at)
-        through = stopped
-        if save_at < total:
-            through = run(through_output)
-        checkpoint = _checkpoint(stopped, save_at)
-        if checkpoint is None:
-            raise Incompatible(
-                f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}"
-            )
-        more = [_filled(argument, {"checkpoint": checkpoint}) for argument in resume]
-        others: dict[str, Any] = {}
-        if reshard_to:
-            others["world_size"] = reshard_to
-        try:
-            resumed = run(stopped_output, *more, **others)
-        except RunFailedError as failure:
-            message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
-            raise RunFailedError(message, hard=failure.hard) from None
-        trip = RoundTrip(
-            through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to)
-        )
-        trip.check()
-        return trip
-
-    try:
-        return run_all()
-    except (Incompatible, RunFailedError):
-        # The message is about checkpoints and logs there.
-        leave_directory(stopped_output)
-        leave_directory(through_output)
-        for done in runs:
-            leave_directory(done.directory)
-        raise
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise UsageProblem for an argument of ``launch`` that ``resume_roundtrip`` sets itself."""
-    for name in ("watch_steps", "stop_after", "allow_failure", "fails"):
-        if name in settings:
-            raise UsageProblem(f"resume_roundtrip takes no {name}: it says that of each run itself")
-
-
-def _check_arguments(
-    *,
-    args: object,
-    resume: object,
-    same: Sequence[str],
-    save_at: object,
-    total: object,
-    reshard_to: object,
-) -> None:
-    """Raise UsageProblem for the first argument of ``resume_roundtrip`` that is wrong."""
-    for name, value in (("args", args), ("resume", resume), ("same", same)):
-        is_list = isinstance(value, Iterable) and not isinstance(value, str)
-        check_argument(name, value, is_list, "expected a list of texts")
-    known = bool(same) and set(same) <= set(SAME)
-    within = isinstance(save_at, int) and isinstance(total, int) and 0 < save_at <= total
-    positive = isinstance(reshard_to, int) and reshard_to > 0
-    known_names = ", ".join(SAME)
-    check_argument("same", list(same), known, f"known are {known_names}")
-    check_argument("save_at", save_at, within, f"expected 1 to total={total!r} steps")
-    check_argument("reshard_to", reshard_to, reshard_to is None or positive, RANKS)
-
-
-def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
-    """Return the path of what was saved after that step, None without one.
-
-    A checkpoint that all ranks wrote comes first. Of several files of single ranks it is their
-    directory.
-    """
-    checkpoints = []
-    files = []
-    for event in run.saved():
-        if event.index // STRIDE != save_at:
-            continue
-        files.append(event.path)
-        if event.everyone:
-            checkpoints.append(event.path)
-    if checkpoints:
-        return checkpoints[0]
-    return os.path.commonpath(files) if files else None
-
-
-def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
-    """Return a message that there is no checkpoint after that step.
-
-    It names the steps after which there are some.
-    """
-    lines = [f"no checkpoint was found after step {save_at}; expected one by {CHECKPOINT_CALLS}"]
-    steps = sorted({event.index // STRIDE for event in run.saved()})
-    if steps:
-        steps_text = ", ".join(map(str, steps))
-        lines.append(f"found after step {steps_text}")
-    return "\n".join(lines)
-
-
-def _filled(template: str | Path, replacements: Mapping[str, str]) -> str:
-    """Return the argument with each ``{name}`` replaced by its value."""
-    argument = str(template)
-    for name, value in replacements.items():
-        argument = argument.replace(f"{{{name}}}", value)
-    return argument
+        return are_equal(quantity, expected, actual, on_cpu=self.through.device == "cpu")
 
 
 def _steps_taken(run: ScriptRun) -> int:
+    """Return the number of optimizer steps of a run, from the index of its last step."""
     return max(run.trace.indices("step"), default=0) // STRIDE
 
 
 def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
+    """Return the snapshots of all ranks after the step of that number, from 0."""
     return run.trace.at_index((nth + 1) * STRIDE)
 
 
 def _at_save(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
     """Return the snapshots of the save after that step.
 
-    Where one rank alone has saved, they are those of the step.
+    A file that one rank alone wrote has no snapshots of its own. Then they are those of the step:
+    nothing has changed since.
     """
     for index in run.trace.indices("save"):
         if index // STRIDE == save_at:
@@ -502,68 +280,7 @@ def _at_save(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
 def _at_load(run: ScriptRun) -> tuple[Snapshot, ...]:
     """Return the snapshots of the load.
 
-    Without one they are those before the first step: a file by ``torch.save`` is loaded by then.
+    A script that reads its file by ``torch.load``, and trains on, has no snapshot of a load. Then
+    they are those just before the first step, when the script has loaded everything.
     """
     return run.trace.at("load") or run.trace.at("build")
-
-
-def _difference(quantity: str, expected: Snapshot, resumed: Snapshot) -> str:
-    """Describe a difference: by both values if they are short, or the first name that differs."""
-    before = _READERS[quantity](expected)
-    after = _READERS[quantity](resumed)
-    if quantity in {"losses", "grad_norms"}:
-        return f"{_numbers(after)} instead of {_numbers(before)}"
-    if quantity == "parameters":
-        return _differing_values(before, after)
-    if quantity == "optimizer":
-        return _differing_optimizers(before, after)
-    if quantity == "scheduler":
-        return f"{after!r} instead of {before!r}"
-    if quantity == "extra_state":
-        names = [name for name in before if name in after and before[name] != after[name]]
-        return f"{', '.join(names)} differs"
-    return {"rng": "another random state", "data": "fed other data"}[quantity]
-
-
-def _common(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values whose names the others have too."""
-    return {name: value for name, value in values.items() if name in others}
-
-
-def _differing_optimizers(before: _OptimizerValues, after: _OptimizerValues) -> str:
-    """Describe how two optimizers differ: in their state, else in the numbers of their groups."""
-    if before.states != after.states:
-        return _differing_values(before.states, after.states)
-    return f"groups are {after.param_groups} instead of {before.param_groups}"
-
-
-def _differing_values(before: Mapping[str, _StoredValue], after: Mapping[str, _StoredValue]) -> str:
-    """Describe in how many tensors two runs differ.
-
-    The first of these is named, with its dtypes if they differ.
-    """
-    differing = []
-    for name in sorted({*before, *after}):
-        if before.get(name) != after.get(name):
-            differing.append(name)
-    first = differing[0]
-    missing = _StoredValue(digest="", dtype="nothing")
-    dtype_before = before.get(first, missing).dtype
-    dtype_after = after.get(first, missing).dtype
-    stored = ""
-    if dtype_before != dtype_after:
-        stored = f" ({dtype_after} instead of {dtype_before})"
-    counted = f"{len(differing)} of {len(before)} values differ"
-    return f"{counted}, first {first!r}{stored},"
-
-
-def _numbers(values: Sequence[float | None]) -> str:
-    if not values:
-        return "none"
-    texts: list[str] = []
-    for value in values:
-        if value is None:
-            texts.append("none")
-        else:
-            texts.append(f"{value:.8g}")
-    return ", ".join(texts)

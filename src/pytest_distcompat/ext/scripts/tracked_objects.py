@@ -1,4 +1,13 @@
-"""Models, optimizers and schedulers that a script makes, and which of them belong together."""
+"""Models, optimizers and schedulers that a script makes, and which of them belong together.
+
+The *probe*, the code that records an unmodified script from inside each rank (process that trains),
+has one ``TrackedObjects`` in its ``Recorder``. The wrappers of library calls add to it:
+``AdamW(...)`` adds an optimizer, ``FSDP(model)`` a model. When the script steps an optimizer, the
+recorder asks which model that trains, what the model was before anything wrapped it, and which
+scheduler belongs to the optimizer. Nobody tells the probe, so it compares the parameters: a model
+belongs to an optimizer that has some of its parameters. The *unwrapped* model is the model before
+DDP, FSDP or DeepSpeed wraps it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +27,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _UnwrappedModel:
-    """A model, and what was read of it before it was wrapped."""
+    """A model, and what was read of it before DDP, FSDP or DeepSpeed wrapped it."""
 
     model: weakref.ref[Module]
+    #: Its names, shapes and the like.
     info: UnwrappedInfo
 
 
@@ -52,20 +62,25 @@ class TrackedObjects:
 
     def __init__(self, blocks: tuple[str, ...] = ()) -> None:
         self._blocks = blocks
+        #: What calls such as ``FSDP(model)`` or ``Accelerator.prepare`` have wrapped, in order.
         self.models: list[weakref.ref[Module]] = []
+        #: The optimizers that such calls have returned, as accelerate's ``AcceleratedOptimizer``.
         self.optimizers: list[weakref.ref[Any]] = []
+        #: torch's learning rate schedulers, in the order they were made.
         self.schedulers: list[weakref.ref[Any]] = []
-        #: torch's own optimizers in the order they were made. ``optimizers`` has what wraps them in
-        #: the trainer, if anything does.
+        #: torch's own optimizers, wrapped or not, in the order they were made.
         self.torch_optimizers: list[weakref.ref[Any]] = []
+        #: The ``Accelerator`` that last prepared something; None without one.
         self.accelerator: weakref.ref[Any] | None = None
-        #: By the ``id`` of the model. An entry whose model is gone is stale.
+        #: The ``id`` of a model before it was wrapped -> what was read of it. An entry whose model
+        #: is gone is stale: another object may have that ``id`` now.
         self._unwrapped: dict[int, _UnwrappedModel] = {}
 
     def read_unwrapped(self, model: Module) -> None:
         """Read a model that is about to be wrapped, unless it was read before.
 
-        Modules inside it that are wrapped already are taken as they were before that.
+        Modules inside it that are wrapped already are taken as they were before that: a script may
+        call ``fully_shard`` for each block, and then for the model.
         """
         from pytest_distcompat.probe.blocks import unwrapped
         from pytest_distcompat.probe.live import read_parts
@@ -86,7 +101,10 @@ class TrackedObjects:
         return infos
 
     def unwrapped_of(self, model: Module) -> UnwrappedInfo | None:
-        """Return what was read of the largest unwrapped model inside this one, or None."""
+        """Return what was read of the largest unwrapped model inside this one, or None.
+
+        Inside a wrapped model are its blocks too, each of which may have been read by itself.
+        """
         modules = {id(module) for module in model.modules()}
         infos = []
         for module_id, info in self._unwrapped_by_id().items():
@@ -99,6 +117,7 @@ class TrackedObjects:
 
         If it trains none of the models, or is None, the largest of all models is returned.
         """
+        #: The ``id`` of each parameter that the optimizer has.
         optimized: set[int] = set()
         if optimizer is not None:
             for group in optimizer.param_groups:
@@ -143,8 +162,9 @@ class TrackedObjects:
         candidates = self._optimizers_with_groups()
         chosen = [given]
         optimized = {id(parameter) for parameter in entries(given)}
-        # The latest come first, because an optimizer that another one replaced may still exist,
-        # with the same parameters.
+        # An optimizer counts if it has parameters of the model that no chosen one has. The latest
+        # come first, because an optimizer that another one replaced may still exist, with the same
+        # parameters.
         for candidate in reversed(candidates):
             parameters = {id(parameter) for parameter in entries(candidate)}
             if parameters & model_parameters and not parameters & optimized:
@@ -155,6 +175,7 @@ class TrackedObjects:
         order = {id(candidate): index for index, candidate in enumerate(candidates)}
 
         def position(candidate: Any) -> int:
+            """Return when the optimizer was made; one that is no candidate comes first."""
             return order.get(id(candidate), -1)
 
         chosen.sort(key=position)

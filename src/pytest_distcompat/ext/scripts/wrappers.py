@@ -1,10 +1,22 @@
-"""Wrappers of library calls in a script, by which the probe sees them.
+"""Wrappers around library calls in a script: by them the probe sees what the script does.
 
-Arguments and results are passed on unchanged.
+The *probe* is the code that records, in each rank (process that trains), what an unmodified script
+does. ``instrumentation`` replaces functions such as ``torch.save`` by ``wrap_attribute(torch,
+"save", wrapper)``. The new function calls the original, and passes arguments and result on
+unchanged. Around the call the wrapper tells the ``Recorder`` of this rank what happens.
 
-A wrapper is a generator function: the original call runs at its ``yield``, which returns the
-result. Only the outermost call counts: when ``Accelerator.prepare`` calls ``fully_shard``, that
-call is not the script's.
+A *wrapper* is a generator function of (recorder, positional arguments, keyword arguments). It runs
+up to its ``yield`` before the original call; the ``yield`` returns the result of the call; the rest
+runs after the call. If the call raises an exception, the generator is closed at its ``yield``:
+
+    def wrapper(recorder, args, kwargs):
+        with recorder.inside_call() as outermost:
+            result = yield
+        if outermost:
+            ...  # report the result
+
+Only the outermost call counts: when ``Accelerator.prepare`` calls ``fully_shard``, the second call
+is not the script's. Functions such as ``saves(...)`` make wrappers for kinds of calls.
 """
 
 from __future__ import annotations
@@ -21,8 +33,11 @@ from pytest_distcompat.ext.scripts.environment import RUN, ProbeConfig
 from pytest_distcompat.ext.scripts.hosted_rank import claim, current_rank
 from pytest_distcompat.ext.scripts.recorder import Recorder
 
+#: The positional arguments of a call, with ``self`` of a method.
 Arguments = tuple[Any, ...]
+#: The keyword arguments of a call.
 Keywords = Mapping[str, Any]
+#: A wrapper that runs: it yields once, and gets the result of the call.
 Steps = Generator[None, Any, None]
 #: (recorder, positional arguments, keyword arguments) -> generator that runs before and after the
 #: call.
@@ -36,9 +51,13 @@ def probe_config() -> ProbeConfig:
 
 @functools.cache
 def _recorder_of(pid: int) -> Recorder | None:
-    """Return the recorder of the process ``pid``, None if it is no rank or the probe is off."""
-    # A process without RANK that reaches a wrapper runs alone, so it becomes rank 0.
+    """Return the recorder of the process ``pid``, None if it is no rank or the probe is off.
+
+    It is cached by the pid: a fork of a rank has inherited the cache, and must not take the rank's
+    recorder for its own.
+    """
     del pid
+    # A process without RANK that reaches a wrapper runs alone, so it becomes rank 0.
     rank = current_rank() or claim(0)
     config = probe_config()
     if rank is None or not config.steps:
@@ -52,11 +71,20 @@ def current_recorder() -> Recorder | None:
 
 
 def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
-    """Replace ``owner.name``, if it exists, by a function that runs the wrapper around it."""
-    # In a process without a recorder the function only calls the original.
+    """Replace ``owner.name``, if it exists, by a function that runs the wrapper around it.
+
+    In a process without a recorder the function only calls the original.
+
+    Args:
+        owner: A module or a class.
+        name: The name of a function or method in it.
+        wrapper: What runs around each call.
+    """
     original = getattr(owner, name, None)
     if original is None:
+        # Not in this release of the library.
         return
+    # Such as ``Accelerator.save_state``, for reports.
     qualified_name = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 
     @functools.wraps(original)
@@ -65,6 +93,7 @@ def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
         try:
             result = original(*args, **kwargs)
         except BaseException:
+            # The wrapper must undo what it has changed, such as the recorder's depth.
             if steps is not None:
                 guard.attempt(qualified_name, steps.close, always=True)
             raise
@@ -75,6 +104,7 @@ def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
 
 
 def _begin(wrapper: Wrapper, args: Arguments, kwargs: Keywords) -> Steps | None:
+    """Run the code before the ``yield``, and return the generator; None without a recorder."""
     recorder = current_recorder()
     if recorder is None:
         return None
@@ -107,13 +137,15 @@ def wraps(
     """Make a wrapper of a call that wraps models among its arguments.
 
     Args:
-        made: Picks what the call has made, from its result and arguments.
-        first: The index of the first argument that may be a model.
-        compiles: Whether the probe's hooks must be removed, as in a compiled model.
+        made: Picks the wrapped models and optimizers that the call has made, from its result and
+            its positional arguments.
+        first: The index of the first argument that may be a model: 1 behind ``self``.
+        compiles: Whether the call compiles the model: the probe's hooks in it must go then.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         with recorder.inside_call() as outermost:
+            # ``fully_shard`` takes a list of modules too.
             nested: list[Any] = []
             for value in args:
                 if isinstance(value, (list, tuple)):
@@ -138,9 +170,9 @@ constructs = wraps(lambda _result, args: args[:1], first=1)
 
 
 def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:
-    """Make a wrapper of a call that computes gradients.
+    """Make a wrapper of a call that computes gradients, such as ``Accelerator.backward``.
 
-    ``loss`` picks the loss from the call's arguments.
+    ``loss`` picks the loss from the call's positional and keyword arguments.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -160,7 +192,8 @@ def saves(
     Args:
         where: Returns the path from the call's result, arguments and keyword arguments; None if
             the call has written nothing of interest.
-        everyone: Whether all ranks call it, so that training can resume from the file.
+        everyone: Whether all ranks call it together: it writes a checkpoint, from which training
+            can resume.
         model: Whether the file should hold the model, and not anything else.
     """
 
@@ -179,7 +212,10 @@ def saves(
 
 
 def _around(before: str = "", after: str = "") -> Wrapper:
-    """Make a wrapper that calls the recorder's methods of these names before and after the call."""
+    """Make a wrapper that calls the recorder's methods of these names before and after the call.
+
+    An empty name stands for no method.
+    """
 
     # A wrapper has these arguments.
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001
@@ -200,5 +236,6 @@ reads_file = _around(after="after_file_load")
 #: Wraps a call that comes when training is over: the trained model is recorded before the script
 #: drops it.
 may_end_training = _around(before="record_final_model")
-#: Wraps a call whose optimizer steps do not belong to the training.
+#: Wraps a call whose optimizer steps do not belong to the training. No method is called: it is
+#: enough that ``inside_call`` marks the time as one outside of training.
 ignores_steps = _around()

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_distcompat.ext.reach.branches import AnalysedFile, bits_of, numbers_of
+from pytest_distcompat.ext.reach.analysis import AnalysedFile
+from pytest_distcompat.ext.reach.branches import bits_of, numbers_of
 from pytest_distcompat.ext.reach.libraries import FileId, installed_files, installed_versions
 from pytest_distcompat.ext.reach.rank_files import reach_files
 from pytest_distcompat.ext.reach.store import read_map

@@ -1,4 +1,5 @@
-"""Walks: sequences of calls of a live trainer, drawn by Hypothesis.
+"""Walks: sequences of calls of a live trainer, such as ``step(), save(), step()``, drawn at random.
 
-They are compared with one process that makes the same calls.
+Hypothesis draws them (``explore``). Each is compared with one process that makes the same calls
+(``claim``). ``check`` and ``profile`` add walks to suites, ``command`` adds ``distcompat walk``.
 """

@@ -1,4 +1,14 @@
-"""The check of walks, whose runs depend on one another: what is found decides what runs next."""
+"""The check ``walk``, which runs walks in a cell: what one walk shows decides which one runs next.
+
+A *walk* is a sequence of calls of a live trainer, such as ``step(), save(), step()``, compared with
+one process that makes the same calls. A *check* of a suite is a claim about a *cell* (strategy,
+precision, number of ranks) of a *driver*, the class that builds and calls a trainer. Most checks
+say beforehand which runs they need. This one cannot, since walks are drawn at random and shrunk, so
+it overrides ``execute``, which the runner of suites calls.
+
+``WALK`` is the check of the profile ``walk`` (``profile``), ``OBSERVERS_WALK`` that of the default
+profile (``plugin``).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +43,11 @@ class WalkCheck(Check):
         driver: type[Driver],  # noqa: ARG002
         cell: Cell,
     ) -> Execution:
-        """Replay walks that failed once, make every read-only call, then draw."""
+        """Replay walks that failed once, make every read-only call, then draw.
+
+        Returns:
+            The runs of the walks that failed, on which the claim then finds what is wrong.
+        """
         explorer = Explorer(runner, name, cell)
         seed = explorer.seed
         return Execution(explorer.explore(WALKS, seed), seed=seed)
@@ -55,8 +69,10 @@ class ObserversCheck(Check):
         return Execution(explorer.observe(), may_pass=True)
 
 
-# The scenario says how many ranks the runs have.
+# The scenario TRAIN is not run: it only says how many ranks the runs have.
+#: The check of the profile ``walk``.
 WALK = WalkCheck("walk", TRAIN, until=(), claim=walk, order=95, not_applicable=why_not_walked)
+#: The check of the default profile, with the same id.
 OBSERVERS_WALK = ObserversCheck(
     "walk", TRAIN, until=(), claim=walk, order=95, not_applicable=why_not_walked
 )

@@ -1,4 +1,15 @@
-"""``walk``: call a live trainer in drawn sequences, and compare it with one process."""
+"""The command ``distcompat walk``: call a live trainer in random order, compare with one process.
+
+A *walk* is a sequence of calls, such as ``step(), micro(), save()``. Without ``--calls`` the
+command replays walks that failed once and draws new ones (``explore``). With it the command runs
+that walk alone. It prints a line for each walk, ``ok: ...`` or ``FAIL: ...`` with the findings,
+then the shortest walk that fails. The command line calls ``add`` by the entry point group
+``pytest_distcompat.commands``, and ``_walk`` with the parsed options; the exit code is 1 if a walk
+failed.
+
+A *driver* is the class that builds and calls a trainer, such as ``torch``. A *cell* is what it runs
+in: strategy, precision, number of ranks and options, such as ``fsdp2-fp32-w2-model_mlp``.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +76,11 @@ def _named(
 ) -> tuple[list[Call], list[Call]]:
     """Return the calls that the option ``--calls`` names, then those of them that are refused.
 
+    Args:
+        text: The option's value: ``step(), micro(), step(clip='no')``.
+        kind: The driver's class of calls.
+        reasons: The calls that the driver does not have under the strategy -> why.
+
     Raises:
         UsageProblem: The driver cannot do this walk.
     """
@@ -94,6 +110,7 @@ def _named(
 
 
 def _walk(options: argparse.Namespace) -> int:
+    """Run walks as the options say; return 1 if any failed, else 0."""
     from pytest_distcompat.calls import refused
     from pytest_distcompat.drivers import find_driver, unsupported_reason
     from pytest_distcompat.engine import local_runner
@@ -116,6 +133,7 @@ def _walk(options: argparse.Namespace) -> int:
         calls, passed_over = _named(options.calls, driver.live_calls, reasons)
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
+        """Print a walk that has run, and what is wrong with it."""
         word = "FAIL" if wrong else "ok"
         print(f"{word}: {walk}", *wrong, sep="\n     ", flush=True)
 
@@ -126,6 +144,7 @@ def _walk(options: argparse.Namespace) -> int:
                 print(f"passed over: {call}: {reasons[call]}")
             explorer.check(calls)
         else:
+            # The command that draws the same walks again.
             print(f"distcompat walk --driver {options.driver} --cell {cell} --seed {seed}")
             for call, why in reasons.items():
                 print(f"refused: {call}: {why}")
@@ -150,6 +169,7 @@ def _print_shortest(explorer: Explorer, driver: type[Driver], script_file: Path 
     replayed = {calls for calls, _ in explorer.corpus()}
 
     def new_and_short_first(calls: tuple[Call, ...]) -> tuple[bool, int]:
+        """Return the sort key of a walk: False, for a new one, sorts first."""
         return calls in replayed, len(calls)
 
     shortest = min(explorer.failed, key=new_and_short_first)

@@ -1,6 +1,17 @@
-"""Exploration of walks: replay those that failed once, then draw new ones.
+"""Exploration of walks: replay those that failed once, make read-only calls, draw new ones.
 
-Between the two it makes every read-only call. The first new walk that fails is shrunk.
+A *walk* is a sequence of calls of a live trainer, such as ``step(), micro(), save(), step()``
+(``sequence``). To run one means to train by these calls on several ranks (processes) and, as the
+*reference*, in one process, and to compare the two after each call (``claim``).
+
+An ``Explorer`` runs walks of one *driver*, the class that says how a trainer is built and called,
+in one *cell*: strategy, precision and number of ranks, such as ``fsdp2-fp32-w2-model_mlp``. The
+check ``walk`` of suites (``check``) and the command ``distcompat walk`` (``command``) make one. The
+calls come from the driver's class of calls, ``live_calls``: its methods declared as ``training`` or
+as ``observer``, a call that only reads and must change nothing.
+
+To run a walk is to run a *scenario*: several *runs*, each one process group from start to end. What
+their ranks recorded is a *trace*.
 """
 
 from __future__ import annotations
@@ -25,24 +36,26 @@ from pytest_distcompat.installed import version_of
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.trace import RunTrace, Trace
 
-#: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not
-#: mended yet, makes fail.
+#: Walks that failed once, a list of dicts: ``driver``, ``strategies``, and ``calls``, as
+#: ``["save()", "step()"]``. ``avoid`` is a regular expression for the walks that a bug, not mended
+#: yet, makes fail. Walks with ``hangs`` are not replayed.
 CORPUS = Path(__file__).with_name("corpus.json")
 #: How many calls a walk has at most.
 LENGTH = 10
 #: How many walks the profile draws in a cell.
 WALKS = 20
-#: The calls that half of those drawn are.
+#: Half of the calls that are drawn are among these, which train.
 UPDATES = frozenset({"micro", "step"})
 #: The calls of a walk, or of its beginning.
 _Calls = tuple[Call, ...]
+#: A run is one process group from start to end: ``walk-1a2b3c4d-0`` -> what its ranks recorded.
 _RunsByName = dict[str, RunTrace]
 #: Called with a walk, and what is wrong with it.
 _Note = Callable[[Walk, Sequence[str]], None]
 
 
 class WalkFailed(Exception):
-    """Raised for a walk that fails."""
+    """Raised for a walk that fails, so that Hypothesis shrinks it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class WalkOutcome:
     """What came of a walk.
 
     Attributes:
-        trace: Its runs.
+        trace: Its runs: what the ranks recorded after each call.
         sound_calls: The number of calls after which it was equal to its reference.
         wrong: The findings after the next call; none if the whole walk was equal.
     """
@@ -62,6 +75,7 @@ class WalkOutcome:
 
 def run_walk(runner: Runner, driver: str, cell: Cell, walk: Walk) -> WalkOutcome:
     """Run a walk of a driver in a cell, and compare it with its reference."""
+    # A scenario is several runs. The last one is that of the reference.
     scenario = walk.scenario()
     trace = runner.trace(driver, cell, scenario)
     sound_calls, wrong = findings(cell, trace, scenario.runs[-1].name)
@@ -74,7 +88,7 @@ class Explorer:
 
     Args:
         runner: What runs them.
-        driver: The driver's name.
+        driver: The driver's name, such as ``torch``.
         cell: The cell.
         note: Called with each walk that has run, and what is wrong with it.
     """
@@ -83,11 +97,11 @@ class Explorer:
     driver: str
     cell: Cell
     note: _Note = lambda walk, wrong: None  # noqa: ARG005
-    #: The calls of walks that failed, up to the call that did, with what is wrong; and of
-    #: beginnings that passed.
+    #: The calls of each walk that failed, up to the call that did -> what is wrong.
     failed: dict[_Calls, list[str]] = field(default_factory=dict)
+    #: The walks, and beginnings of walks, that were equal to the reference.
     passed: set[_Calls] = field(default_factory=set)
-    #: The runs of the walks that failed, by those calls.
+    #: The same keys as those of ``failed`` -> the runs of the walk.
     runs: dict[_Calls, _RunsByName] = field(default_factory=dict)
 
     @property
@@ -96,10 +110,10 @@ class Explorer:
         return find_driver(self.driver)
 
     def check(self, calls: Sequence[Call]) -> _Calls:
-        """Run a walk; return its calls up to the one that failed, or nothing.
+        """Run a walk, and return its calls up to the one that failed; empty if none did.
 
-        One that begins like another that failed, or is the beginning of one that passed, is not
-        run.
+        A walk whose result is known is not run again: it begins like one that failed, or it is the
+        beginning of one that passed. Hypothesis tries many such walks.
         """
         walk = Walk(tuple(calls), self.kind.live_calls)
         for length in range(1, len(walk.calls) + 1):
@@ -117,8 +131,10 @@ class Explorer:
             The calls up to the one that failed; empty if none did.
         """
         done = run_walk(self.runner, self.driver, self.cell, walk)
+        # Checkpoints and logs of many walks would fill the disk.
         for directory in self.runner.directories(self.driver, self.cell, walk.scenario()):
             shutil.rmtree(directory, ignore_errors=True)
+        # Each beginning of it has passed too.
         for length in range(done.sound_calls + 1):
             self.passed.add(walk.calls[:length])
         self.note(walk, done.wrong)
@@ -130,16 +146,16 @@ class Explorer:
         return failed
 
     def corpus(self) -> Iterator[tuple[_Calls, Mapping[str, Any]]]:
-        """Yield the walks that failed once in this driver and strategy."""
+        """Yield the walks that failed once in this driver and strategy, with their entries."""
         for entry in _entries(self.kind, self.cell.strategy):
             calls = [Call.parse(text) for text in entry["calls"]]
             yield tuple(calls), entry
 
     @property
     def seed(self) -> int:
-        """Return what a session draws by.
+        """Return the seed by which a session draws, made from the releases of the libraries.
 
-        It is the same number until a release of the driver's libraries changes.
+        So a session draws the same walks as the last one, until a library changes.
         """
         versions = [str(version_of(library)) for library in self.kind.libraries]
         text = " ".join(versions)
@@ -182,6 +198,8 @@ class Explorer:
     def check_observers(self) -> _Calls:
         """Run a walk of every read-only call between two steps.
 
+        If it fails, it runs shorter walks to find the call to blame.
+
         Returns:
             The calls of the shortest part that fails; empty if none does.
         """
@@ -192,7 +210,7 @@ class Explorer:
             return ()
         suspects = [failed[-1]]
         if failed[-1] == step:
-            # Any of them may have caused what only the next step shows.
+            # Only the step after all of them failed: any of them may have caused that.
             suspects = observers
         for call in suspects:
             failed_alone = self.check([step, call, step])
@@ -223,11 +241,11 @@ class Explorer:
 
     @property
     def known(self) -> list[re.Pattern[str]]:
-        """Return what matches the walks that a bug, not mended yet, makes fail."""
+        """Return patterns of the walks that a bug, not mended yet, makes fail."""
         return known_failures(self.kind, self.cell.strategy)
 
     def draw(self, examples: int, seed: int, length: int = LENGTH) -> _Calls:
-        """Run drawn walks until one fails.
+        """Run drawn walks until one fails; Hypothesis then shrinks it to a short one that fails.
 
         Args:
             examples: How many walks to draw.
@@ -249,8 +267,8 @@ class Explorer:
         reasons = refused(kind, self.cell.strategy)
         possible = [call for call in offered(kind) if call not in reasons]
         updates = [call for call in possible if call.name in UPDATES]
-        # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1
-        # steps after a micro-batch.
+        # Half of the calls drawn are updates, because observers are many: when all calls were drawn
+        # alike, only 4 of 20 walks of DeepSpeed had a step, and 1 a step after a micro-batch.
         call = strategies.one_of(
             strategies.sampled_from(updates or possible), strategies.sampled_from(possible)
         )
@@ -270,13 +288,7 @@ class Explorer:
         )
         @given(strategies.lists(call, max_size=length + length // 2))
         def run(drawn: list[Call]) -> None:
-            calls: list[Call] = []
-            for next_call in drawn:
-                if not allowed(calls, next_call, kind.own):
-                    continue
-                # What is known to be broken would be all that is found.
-                if not matches_any(known, [*calls, next_call]):
-                    calls.append(next_call)
+            calls = self._valid_walk(drawn, known)
             failed_calls = self.check(calls[:length])
             if failed_calls:
                 failed.add(failed_calls)
@@ -288,14 +300,31 @@ class Explorer:
             return min(failed, key=_length)
         return ()
 
+    def _valid_walk(self, drawn: Iterable[Call], known: Sequence[re.Pattern[str]]) -> list[Call]:
+        """Return the drawn calls without those that cannot follow the others.
+
+        Args:
+            drawn: What Hypothesis has drawn.
+            known: Patterns of walks that are known to fail, of which new ones would say nothing.
+        """
+        kind = self.kind.live_calls
+        assert kind is not None
+        calls: list[Call] = []
+        for next_call in drawn:
+            if not allowed(calls, next_call, kind.own):
+                continue
+            if not matches_any(known, [*calls, next_call]):
+                calls.append(next_call)
+        return calls
+
 
 def _length(calls: _Calls) -> tuple[int, int]:
-    """Return the number of calls, and of the characters that they take."""
+    """Return the key by which the shortest walk is chosen: number of calls, then of characters."""
     return len(calls), len(str(calls))
 
 
 def known_failures(driver: type[Driver], strategy: str) -> list[re.Pattern[str]]:
-    """Return what matches the walks that a bug, not mended yet, makes fail.
+    """Return patterns of the walks that a bug, not mended yet, makes fail (``avoid``).
 
     Args:
         driver: The driver whose walks they are.

@@ -1,4 +1,10 @@
-"""One walk of each built-in driver in the default profile, and how to draw walks again."""
+"""pytest plugin of walks: one walk of each built-in driver in the default profile, and a summary.
+
+A *walk* is a sequence of calls of a live trainer that is compared with one process (``claim``).
+pytest loads this by the entry point ``distcompat-walk``; the core of the plugin calls the two
+hooks. The first adds a *cell* (strategy, precision, number of ranks) with the check ``walk`` to a
+suite, the second returns lines for the end of the terminal's report.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +32,11 @@ _STRATEGY_BY_DRIVER = {
 def pytest_distcompat_added_checks(
     suite: type[CompatSuite], session: DistcompatSession
 ) -> list[AddedCheck]:
-    """Have every read-only call made in one cell of each suite of the built-in ones."""
+    """Have every read-only call made in one cell of each built-in suite.
+
+    Returns:
+        The cell with its check; nothing for other suites, other profiles, and GPUs.
+    """
     is_built_in = suite.__module__ == "pytest_distcompat.ext.upstream.suites"
     # On GPUs it was not tried.
     tried_here = session.device == "cpu" and session.substitute is None

@@ -1,4 +1,9 @@
-"""The profile ``walk``."""
+"""The profile ``walk``: ``pytest --distcompat-profile walk`` runs walks and nothing else.
+
+A *walk* is a sequence of calls of a live trainer that is compared with one process. A *profile*
+says which *cells* (strategy, precision, number of ranks) and checks of a suite run. A suite has a
+*driver*, the class that builds and calls its trainer. The core finds ``PROFILE`` by an entry point.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,13 @@ from pytest_distcompat.profiles import AddedProfile, Selection
 
 
 def _cells(selection: Selection) -> list[Cell]:
-    """Return a cell for each strategy that the suite claims.
+    """Return a cell for each strategy of the suite, such as ``fsdp2-fp32-w2-model_mlp``.
 
     A driver that declares no calls has none.
     """
     if selection.driver.live_calls is None:
         return []
+    # A dict, because it keeps the order and has each strategy only once.
     strategies = dict.fromkeys(strategy for strategy, _precision in selection.claimed)
     cells: list[Cell] = []
     for strategy in strategies:

@@ -1,6 +1,10 @@
-"""Script that shows a walk without this plugin.
+"""Script that shows a walk without this plugin, for a bug report to the authors of a library.
 
-It has the source of the methods that are called, of the model, and of the reference.
+A *walk* is a sequence of calls of a live trainer that went wrong. ``distcompat walk --script
+walk.py`` writes what ``script`` returns here; ``torchrun walk.py`` then makes the same calls on
+several ranks and on the reference, one process, and prints ``SEEN`` or ``GONE``. The script has the
+source of the methods that are called, of the tiny model, and of the reference, read by ``inspect``.
+A *cell* is what the walk ran in: strategy, precision, number of ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +36,13 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
         walk: The walk.
         finding: What is wrong with it.
     """
+    #: The code that builds the trainer under this strategy, from the driver's class of calls.
     built = walk.kind.script.get(cell.strategy)
     if built is None:
         return None
     from pytest_distcompat.ext.upstream.models import modules
 
+    # Two steps more: what a call broke may show only when the trainer steps.
     calls = [*map(str, walk.calls), "step()", "step()"]
     methods = [call.partition("(")[0] for call in calls]
     classes = _classes(walk.kind, methods)
@@ -62,7 +68,13 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
 
 
 def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
-    """Return the source of the classes, with no more methods than the calls need."""
+    """Return the source of the class of calls and of its bases, with only the methods needed.
+
+    Args:
+        kind: The class.
+        names: The methods that the script calls.
+    """
+    # The base class comes first, as in a module.
     classes = [base for base in reversed(kind.__mro__) if issubclass(base, Calls)]
     helpers = {"__init__", "outputs", "save", "load"} & set(dir(kind))
     sources_by_class = _method_sources(classes, helpers | set(names))
@@ -81,7 +93,15 @@ def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
 def _method_sources(
     classes: Sequence[type[Calls]], names: Iterable[str]
 ) -> dict[str, dict[str, str]]:
-    """Return the source of these methods, and of those that they call, by class and method."""
+    """Return the source of these methods, and of those that they call, by class and method.
+
+    Args:
+        classes: The classes.
+        names: The names of methods.
+
+    Returns:
+        Name of a class -> name of a method -> its source.
+    """
     sources: dict[str, dict[str, str]] = {}
     for owner in classes:
         sources[owner.__name__] = {}
@@ -95,5 +115,6 @@ def _method_sources(
                 # A property's source is that of its function.
                 source = inspect.getsource(getattr(member, "fget", member))
                 class_sources[name] = source
+                # The methods that it calls: ``self.name`` and ``super().name``.
                 unread += re.findall(r"(?:self|super\(\))\.(\w+)", source)
     return sources

@@ -1,4 +1,14 @@
-"""Sequences of calls: which call may follow which, and the runs that perform them."""
+"""``Walk``: a sequence of calls of a live trainer, which of them may follow which, and its runs.
+
+A walk is, say, ``step(), micro(), save(), step()``: what a user's training loop calls on a trainer,
+in some order. ``explore`` and ``command`` ask ``allowed`` and ``valid`` which calls may follow
+others, make a ``Walk``, and have its ``scenario()`` run.
+
+A *run* is one process group from start to end, on which every *rank* (process) does the same
+actions. A walk has a run for the trainer, a further run after each ``resume`` (save, start anew,
+load), and a run of the *reference*: one process that makes the same calls on the bare model. The
+calls are methods of a class that a *driver* names, the class that builds a trainer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +21,7 @@ from pytest_distcompat.drivers import Calls
 from pytest_distcompat.ext.upstream.drivers.tiny import EPOCH_STEPS
 from pytest_distcompat.scenario import Run, Scenario
 
-#: Calls before which no gradients may be pending: what becomes of these is not defined.
+#: Calls before which no gradients may be pending: it is not defined what becomes of the gradients.
 _WITHOUT_GRADIENTS = frozenset(
     {"add_group", "freeze", "unfreeze", "save", "load", "load_weights", "resume"}
 )
@@ -26,7 +36,7 @@ class _State:
     Attributes:
         pending: Gradients are accumulated that no step has used.
         frozen: The part of the model that is frozen; empty for none.
-        added: A parameter group was added.
+        added: A parameter group was added to the optimizer.
         saved: There is a checkpoint of the trainer's present structure.
         trained: There was a step or a micro-batch since the last save.
         optimizer_stepped: The optimizer has taken a step, so that it has a state.
@@ -40,7 +50,7 @@ class _State:
     optimizer_stepped: bool = False
 
     def apply(self, call: Call) -> None:
-        """Become what the call makes of it."""
+        """Change to the state after the call."""
         arguments = dict(call.arguments)
         if call.name in {"step", "micro"}:
             self.trained = True
@@ -56,6 +66,7 @@ class _State:
         if call.name == "add_group":
             self.added = True
         if call.name in {*_STRUCTURE, "resume"}:
+            # The checkpoint does not fit the new structure, or is in another process group's run.
             self.saved = False
         if call.name == "save":
             self.saved = True
@@ -64,6 +75,7 @@ class _State:
 
     def fits(self, call: Call) -> bool:
         """Tell whether the call can be made on the trainer's structure and checkpoint."""
+        #: Call -> whether it can be made; calls that are not in it always can.
         conditions = {
             "freeze": not self.frozen,
             "unfreeze": self.frozen == dict(call.arguments).get("part", "inlet"),
@@ -82,7 +94,8 @@ def allowed(calls: Sequence[Call], call: Call, own: Sequence[str] = ()) -> bool:
     Args:
         calls: The calls before.
         call: The call.
-        own: The calls that the trainer does itself; such a trainer saves after a step only.
+        own: The calls that the trainer makes itself in a loop of its own, such as ``step`` of
+            transformers' Trainer; such a trainer saves after a step only.
     """
     state = _State()
     for earlier in calls:
@@ -91,6 +104,7 @@ def allowed(calls: Sequence[Call], call: Call, own: Sequence[str] = ()) -> bool:
         return False
     if own and not state.trained and call.name in {"save", "resume"}:
         return False
+    # An optimizer that has not stepped has no state to read.
     reads_state = ("of", "optimizer_state") in call.arguments
     if reads_state and not state.optimizer_stepped:
         return False
@@ -113,6 +127,7 @@ class Walk:
     """
 
     calls: tuple[Call, ...]
+    #: The driver's class of calls (``live_calls``), which has a method for each.
     kind: type[Calls]
 
     def __str__(self) -> str:
@@ -120,12 +135,12 @@ class Walk:
 
     @property
     def name(self) -> str:
-        """Return a name of the sequence, for its directories."""
+        """Return a name of the sequence, for its runs and directories: ``walk-1a2b3c4d``."""
         digest = hashlib.sha256(str(self).encode()).hexdigest()
         return f"walk-{digest[:8]}"
 
     def parts(self) -> list[tuple[Call, ...]]:
-        """Return the calls of each process group, without ``resume``."""
+        """Return the calls of each process group, cut at each ``resume``, which is left out."""
         parts: list[tuple[Call, ...]] = [()]
         for call in self.calls:
             if call.name == RESUME:
@@ -141,6 +156,7 @@ class Walk:
         first_step = 0
         for number, part in enumerate(parts):
             actions = self._actions(part)
+            # ``resume`` saves at the end of a process group, and loads at the start of the next.
             if number > 0:
                 actions.insert(0, "load")
             if number + 1 < len(parts):
@@ -161,9 +177,9 @@ class Walk:
         return Scenario("walk", tuple(runs))
 
     def _actions(self, part: Sequence[Call]) -> list[str]:
-        """Return the worker's actions for these calls.
+        """Return the actions of a rank for these calls: ``call step()`` for ``step()``.
 
-        A call that the trainer makes itself is an action of its own.
+        A call that the trainer makes itself is the plain action, such as ``step``.
         """
         actions = []
         for call in part:
@@ -176,6 +192,7 @@ class Walk:
     def _reference(self) -> Run:
         """Return the run of one process that makes all calls."""
         calls = [f"{REFERENCE_CALL}{call}" for call in self.calls]
+        # Of the cell's options it keeps those that change what is trained.
         options = ("model", "frozen", "param_groups", "use_orig_params")
         actions = ("build_model", *calls)
         return Run(

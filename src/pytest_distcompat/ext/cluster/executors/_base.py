@@ -1,4 +1,11 @@
-"""Base class of executors: ways to start an agent of the session on each of several nodes."""
+"""Base class of executors: ways to start an agent of the session on each of several machines.
+
+An *agent* is the process that starts the ranks of a test on its machine, the *node* (``agent``).
+``--distcompat-executor NAME`` chooses an executor: ``local``, ``join``, ``slurm`` and ``ray`` are
+modules of this package, and another package can add one by an entry point. ``session_nodes`` makes
+it and asks whether it can be used; ``membership`` has it start agents; ``launcher`` asks it for
+devices, if it has a scheduler that counts them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-#: The GPUs that a run was given, by the name of the node, as in CUDA_VISIBLE_DEVICES there.
+#: Name of a node -> the GPUs that a run was given there, as in CUDA_VISIBLE_DEVICES:
+#: ``{"n1": ["0", "1"]}``. Empty if nothing was asked for, or for CPUs.
 Given = Mapping[str, Sequence[str]]
 
 
@@ -35,10 +43,13 @@ class Asked:
 class Executor:
     """A way to start agents on nodes, such as ssh or Slurm.
 
-    An agent is the command ``join``. It connects to pytest's process, and starts the ranks of its
-    node. It reads a token, which pytest's process expects of it, from its standard input.
+    An agent is the command ``join``, which the methods get as ``join``: ``["python", "-m",
+    "pytest_distcompat.cli", "join", "10.0.0.1:29500", ...]``. With ``--name NAME`` it has that name
+    in verdicts. It reads a token, the secret that pytest's process expects of it, from its standard
+    input.
     """
 
+    #: The name in ``--distcompat-executor``.
     name: ClassVar[str] = ""
     #: Where pytest listens by default: host and port, 0 for any.
     listen: ClassVar[tuple[str, int]] = ("127.0.0.1", 0)
@@ -62,11 +73,14 @@ class Executor:
         return None
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
-        """Start the agents of so many nodes."""
+        """Start the agents of so many nodes, and return the processes that were started.
+
+        They may be the agents, or what runs them, such as ``srun``. All must end with the agents.
+        """
         raise NotImplementedError
 
     def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:
-        """Start the agent of one node, for one xdist worker."""
+        """Start the agent of one node, which has all runs of one xdist worker."""
         return self.restart(join, name, token)
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:  # noqa: ARG002
@@ -75,12 +89,15 @@ class Executor:
 
     @contextlib.contextmanager
     def devices(self, asked: Asked, say: Callable[[str], None]) -> Iterator[Given]:  # noqa: ARG002
-        """Hold devices inside a ``with`` block; without a scheduler none are given.
+        """Hold the devices of one run inside a ``with`` block; without a scheduler none are given.
 
         Args:
             asked: The request.
-            say: Called each second with what the request waits for. An exception of it ends the
-                request.
+            say: Called each second with what the request waits for, empty if there is nothing new
+                to say. If it raises an exception, the request is given up.
+
+        Yields:
+            The GPUs, by node.
 
         Raises:
             UsageProblem: If there never will be such devices; the message says why.

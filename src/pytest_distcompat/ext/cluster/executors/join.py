@@ -1,4 +1,8 @@
-"""Executor ``join``: a user, or a scheduler, starts ``distcompat join`` on each further node."""
+"""Executor ``join``: a user, or a scheduler, starts ``distcompat join`` on each further node.
+
+An *executor* starts the agents of a session over several machines (``_base``). This one starts only
+the agent of pytest's own machine.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pytest_distcompat.ext.cluster.executors._base import Executor
 
 
 class Join(Executor):
-    """One node agent here; the others join by themselves."""
+    """Executor that starts one agent, on this machine; the others join by themselves."""
 
     name = "join"
     hint = "run `distcompat join HOST:PORT --token-file FILE` on each further node"

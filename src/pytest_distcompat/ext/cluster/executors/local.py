@@ -1,4 +1,8 @@
-"""Executor ``local``: all nodes are on this machine, for trying out."""
+"""Executor ``local``: all nodes are on this machine, for trying out.
+
+An *executor* starts the agents of a session over several machines (``_base``). This one starts all
+of them here, so that ``pytest --distcompat-nodes 2`` works without a second machine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pytest_distcompat.ext.cluster.executors._base import Executor
 
 
 class Local(Executor):
-    """Several node agents on this machine, named n1, n2 and so on."""
+    """Executor that starts several agents on this machine, named n1, n2 and so on."""
 
     name = "local"
 

@@ -1,4 +1,8 @@
-"""Executor ``slurm``: inside an allocation, ``srun`` starts one node agent on each node."""
+"""Executor ``slurm``: inside an allocation, ``srun`` starts one node agent on each node.
+
+An *executor* starts the agents of a session over several machines (``_base``). The user starts
+pytest inside a Slurm job (``sbatch`` or ``salloc``), whose machines become the nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ ANSWER_S = 5
 
 
 class Slurm(Executor):
-    """Node agents of the allocation that pytest runs in, named as Slurm names its nodes."""
+    """Executor for the job that pytest runs in; nodes have the names that Slurm gives them."""
 
     name = "slurm"
     listen = (socket.gethostname(), 0)
@@ -26,7 +30,9 @@ class Slurm(Executor):
             return (
                 "there is no allocation (SLURM_JOB_ID is not set); start pytest by sbatch or salloc"
             )
-        return None if shutil.which("srun") else "srun is not on the PATH"
+        if shutil.which("srun"):
+            return None
+        return "srun is not on the PATH"
 
     def names(self, nodes: int) -> list[str]:
         """Return the first nodes of the allocation."""
@@ -48,7 +54,10 @@ class Slurm(Executor):
         return self._srun(join, token, "--nodes=1", "--ntasks=1", f"--nodelist={name}")
 
     def taken(self) -> str:
-        """Return whether Slurm preempts the job, or ends it otherwise."""
+        """Return why Slurm takes the nodes away; empty if the job is running on.
+
+        Slurm preempts it, or ends it at its time limit, say.
+        """
         job = os.environ["SLURM_JOB_ID"]
         line = ["scontrol", "--oneliner", "show", "job", job]
         try:
@@ -56,7 +65,9 @@ class Slurm(Executor):
                 line, check=False, capture_output=True, text=True, timeout=ANSWER_S
             ).stdout
         except subprocess.TimeoutExpired:
+            # It is unknown. The nodes that are lost are lost all the same.
             return ""
+        # One line of words such as ``JobState=RUNNING``.
         fields = {}
         for word in shown.split():
             name, separator, value = word.partition("=")
@@ -69,7 +80,9 @@ class Slurm(Executor):
         return "" if state == "RUNNING" else f"Slurm ends job {job} ({state})"
 
     def _srun(self, join: Sequence[str], token: str, *where: str) -> subprocess.Popen[str]:
+        """Start agents by ``srun``, on the nodes that its options ``where`` say."""
         # srun hands its standard input to all tasks: https://slurm.schedmd.com/srun.html, --input.
         srun = ["srun", "--overlap", *where, "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+        # The parent of an agent is a daemon of Slurm, which ends it.
         command = [argument for argument in join if argument != "--with-parent"]
         return self._popen([*srun, *command], token)

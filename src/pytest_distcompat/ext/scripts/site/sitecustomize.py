@@ -1,6 +1,10 @@
-"""Startup file of each Python process of a launched script.
+"""Startup file of each Python process of a launched script: it starts the probe.
 
-It starts the probe and leaves no trace.
+``launch`` puts the directory of this file, which has no other file, on PYTHONPATH. Python imports a
+module named ``sitecustomize`` whenever an interpreter starts, so this one runs before the script.
+It starts the *probe*, the code that records what the script trains (``instrumentation.enter``).
+Then it removes its directory from ``sys.path``, and imports the ``sitecustomize`` that the user's
+environment has, if any. So it leaves no trace.
 """
 
 # ruff: noqa: INP001 - a directory of PYTHONPATH, no package
