@@ -1,5 +1,22 @@
 """Driver for accelerate: ``Accelerator.prepare``, ``save_state`` and ``load_state``.
 
+A driver is the class by which a trainer is tested. Each rank of a run makes an
+``AccelerateDriver(cell, world)`` and calls its methods in the order of the run's actions:
+``build_model``, ``build``, ``step`` ..., ``save``, ``load``, ``export``. After each action a probe
+reads ``model``, ``optimizer`` and ``scheduler``, which ``build`` has set. The base class
+``TinyDriver`` (``tiny.py``) has what all built-in drivers share: the tiny model, its optimizer, its
+batches, and the same training in one process as a reference.
+
+A cell says what is trained: the cell ``fsdp2-bf16_upcast-w2-grad_accum_2`` becomes an Accelerator
+with an FSDP2 plugin, mixed precision ``bf16`` and ``gradient_accumulation_steps=2``. The arguments
+come from three places, a later one overrides an earlier one: the strategy's backend config
+(``strategies/fsdp2.py`` and others), the cell's options, and the settings in its option ``set``, as
+in ``set_DataLoaderConfiguration.even_batches=false``. ``sources`` lists the objects that may be
+set in this way.
+
+``AccelerateCalls`` is for the profile ``walk``, which calls the live trainer in random order. The
+profile compares each call with the same call in one process, made by the base class ``Calls``.
+
 https://huggingface.co/docs/accelerate/usage_guides/fsdp,
 https://huggingface.co/docs/accelerate/usage_guides/deepspeed
 """
@@ -32,6 +49,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.models import Batch
 
 
+# Pattern of calls -> why a walk does not make them. A call is spelled as ``step(clip='value')``.
+
 #: Calls that are refused under DeepSpeed, where ``accelerator.backward`` does the work of several.
 _ENGINE = {
     **dict.fromkeys(
@@ -46,15 +65,21 @@ _ENGINE = {
         "DeepSpeed's optimizer partitions what it was built with",
     ),
 }
+#: Under FSDP1.
 _FSDP1 = dict.fromkeys(("get_state_dict*", "export*"), OFFLOADS)
+#: Under DDP and FSDP1, whose wrappers note what is trainable.
 _WRAPPED = dict.fromkeys(
     ("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"
 )
+#: Under DDP and FSDP.
 _WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
+#: Under FSDP.
 _VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}
 
 
 #: Code that makes the trainer in the script of a walk; ``PLUGIN`` stands for a strategy's own part.
+#: The script shows a failing walk without this plugin. ``script.py.tmpl`` in ``ext/walk`` is the
+#: rest of it, with the model, ``optimizer_of``, ``trainer_of``, ``batch``, RANKS, EPOCH, MAX_NORM.
 _SCRIPT = """
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
@@ -104,6 +129,7 @@ _FSDP_PLUGIN = """
     )
     accelerator = Accelerator(fsdp_plugin=plugin)
 """
+#: The part of a ZeRO stage.
 _ZERO_PLUGIN = """
     zero = {
         "stage": STAGE,
@@ -120,6 +146,7 @@ _ZERO_PLUGIN = """
     handlers = [InitProcessGroupKwargs(backend="gloo")]
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
 """
+#: Strategy -> its own part of the script.
 _PLUGINS = {
     "ddp": "\n    accelerator = Accelerator(cpu=True)",
     "fsdp1": _FSDP_PLUGIN.replace("VERSION", "1").replace(
@@ -131,11 +158,15 @@ _PLUGINS = {
     "zero2": _ZERO_PLUGIN.replace("STAGE", "2"),
     "zero3": _ZERO_PLUGIN.replace("STAGE", "3"),
 }
+#: The class whose methods get the further arguments of calls.
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 
 
 class AccelerateCalls(Calls):
-    """Calls of an ``Accelerator``."""
+    """Calls that a walk makes of an ``Accelerator``, and those that it must not make.
+
+    Each method is a call: the walk draws its name and its arguments.
+    """
 
     script: ClassVar[Mapping[str, str]] = {
         name: _SCRIPT.replace("\n    PLUGIN", text) for name, text in _PLUGINS.items()
@@ -165,7 +196,11 @@ class AccelerateCalls(Calls):
         return self.trainer.accelerator
 
     def backward(self, last: bool) -> float:
-        """Run forward and backward of the next batch of the prepared loader."""
+        """Run forward and backward of the next batch of the prepared loader; return the loss.
+
+        Args:
+            last: Whether it is the last micro-batch of a step. Only then are gradients reduced.
+        """
         with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
             batch = self.trainer.next_batch(self.position)
             loss = self.trainer.tiny.loss(self.model, batch)
@@ -209,10 +244,11 @@ class AccelerateCalls(Calls):
         outputs = self.outputs()
         gathered = self.accelerator.gather_for_metrics(outputs, **more)
         if isinstance(gathered, list):
-            # Of objects, which rows of a tensor are, it gives a list.
+            # With ``use_gather_object`` it takes a tensor for a collection of objects, its rows.
             import torch
 
             gathered = torch.stack(gathered)
+        # All ranks evaluate the same rows, so that those of the first rank stand for all.
         return gathered[: len(outputs)]
 
     @observer
@@ -238,12 +274,17 @@ class AccelerateCalls(Calls):
         return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
-#: The cells with tensor parallelism that are tried: a precision, and no further options.
+#: The cells with tensor parallelism that are tried: a precision, then names of further options, of
+#: which there are none.
 TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
 
 
 class AccelerateDriver(TinyDriver):
-    """Training loop as in accelerate's documentation."""
+    """Training loop as in accelerate's documentation.
+
+    The class attributes are explained in ``driver.Driver`` and, ``sources``, in
+    ``sweep.fields.Source``.
+    """
 
     name: ClassVar[str] = "accelerate"
     preload: ClassVar[tuple[str, ...]] = _preload.ACCELERATE
@@ -329,18 +370,20 @@ class AccelerateDriver(TinyDriver):
     }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
+    #: The ``Accelerator`` that ``build`` makes; None in the reference, which runs without one.
     accelerator: Any = None
-    #: The directory into which the run saves.
+    #: The directory into which the run saves; None before ``train``.
     save_to: Path | None = None
     #: A registered object that counts micro-batches.
     progress: Any = None
     #: A registered average of the weights; None without one.
     averaged_model: Any = None
+    #: The endless iterator over the prepared loader; None before the first batch.
     _stream: Iterator[Batch] | None = None
 
     @classmethod
     def needs(cls, cell: Cell) -> tuple[str, ...]:
-        """Return what every driver requires, and torchdata for its loader."""
+        """Return what every driver requires, and torchdata for a ``StatefulDataLoader``."""
         needed = super().needs(cell)
         return (*needed, "torchdata") if _is_stateful(cell) else needed
 
@@ -357,8 +400,10 @@ class AccelerateDriver(TinyDriver):
         strategy = STRATEGIES.get(cell.strategy)
         if strategy.accelerate is None:
             yield f"accelerate has no {cell.strategy}"
+        # Option ``conflict`` has the DeepSpeed JSON ask for another precision than the Accelerator.
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
             yield "accelerate sets no precision for fp32, so the JSON cannot contradict it"
+        # AutoTP is DeepSpeed's own tensor parallelism.
         autotp = cell.tp > 1 and strategy.zero_stage is not None
         if not autotp:
             yield _parallelism_reason(cell)
@@ -366,6 +411,7 @@ class AccelerateDriver(TinyDriver):
         if cell.option("ema"):
             yield _average.unsupported_by_accelerate(cell)
         yield from super()._reasons(cell, device)
+        # Last: a cell for which there is any other reason reports that one.
         if autotp:
             yield _options.AUTOTP
 
@@ -379,14 +425,19 @@ class AccelerateDriver(TinyDriver):
         from accelerate.utils import set_seed
 
         self.accelerator = self._make_accelerator()
-        # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
+        # The model is made second: once there is an Accelerator, ``from_pretrained`` of
+        # transformers makes it in shards under ZeRO-3 (option ``loaded``).
         self._prepare(self._changed_in_place(self.own_model(model)))
         self.scaler = self.accelerator.scaler
         self._register()
+        # Ranks draw different random numbers, so that dropout is not the same on all.
         set_seed(1, device_specific=True)
 
     def _make_accelerator(self) -> Any:
-        """Return the Accelerator of the strategy and the cell's options."""
+        """Return the Accelerator of the strategy and the cell's options.
+
+        ``kwargs_handlers`` are collected from several places: the strategy, fp8, ``on_cpu``.
+        """
         from accelerate import Accelerator
         from accelerate.utils import ProjectConfiguration
 
@@ -429,6 +480,7 @@ class AccelerateDriver(TinyDriver):
         if len(optimizers) > 1 and self.cell.strategy != "ddp":
             from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
+            # Option ``optimizer`` at ``muon`` has two, Muon and AdamW. Under FSDP and DeepSpeed
             # accelerate prepares several, and cannot save them:
             # docs/upstream/accelerate_two_optimizers.py.
             optimizers = [Joined(self.groups(model), self.muon_and_adamw)]
@@ -436,10 +488,12 @@ class AccelerateDriver(TinyDriver):
         # https://huggingface.co/docs/accelerate/concept_guides/performance
         schedulers = self.make_scheduler(optimizers, every=self.world.size)
         data = self.dataset(self.cell.dp_size)
+        # The rows of one micro-batch on one rank.
         rows = len(data) // (self.epoch * self.cell.dp_size)
         # A list is a data set too.
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]
         objects = (loader, model, *optimizers, *schedulers)
+        # ``prepare`` returns the objects in the order in which it gets them.
         self.loader, self.model, *prepared = self.accelerator.prepare(
             *objects, **self.cell.settings("prepare")
         )
@@ -459,19 +513,27 @@ class AccelerateDriver(TinyDriver):
             self.accelerator.register_for_checkpointing(self.averaged_model)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of Accelerator with the objects whose fields the cell sets."""
+        """Return the arguments of Accelerator with the objects whose fields the cell sets.
+
+        The setting ``DistributedDataParallelKwargs.static_graph=true`` adds such an object to
+        ``kwargs_handlers``, or changes that field of the object that is among them.
+
+        Args:
+            settings: The arguments of Accelerator; ``kwargs_handlers`` is among them.
+        """
         from accelerate import DataLoaderConfiguration, utils
 
         cell = self.cell
         accumulation = cell.settings("GradientAccumulationPlugin")
         if accumulation:
+            # Accelerator takes the number of micro-batches or this plugin, not both.
             fields = {"num_steps": settings.pop("gradient_accumulation_steps"), **accumulation}
             settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(**fields)
         loading = cell.settings("DataLoaderConfiguration")
         if loading:
             settings["dataloader_config"] = DataLoaderConfiguration(**loading)
         handlers = {type(handler).__name__: handler for handler in settings["kwargs_handlers"]}
-        # Some plugins are handlers too, and have an argument of their own.
+        # Some plugins are subclasses of KwargsHandler too, and have an argument of their own.
         plugins = {source.name for source in self.sources}
         for handler_class in utils.dataclasses.KwargsHandler.__subclasses__():
             name = handler_class.__name__
@@ -484,9 +546,9 @@ class AccelerateDriver(TinyDriver):
         return settings | {"kwargs_handlers": list(handlers.values())}
 
     def _mixed_precision(self) -> str:
-        """Return accelerate's name of the precision.
+        """Return accelerate's name of the precision: ``no``, ``bf16``, ``fp16`` or ``fp8``.
 
-        It calls DeepSpeed's low-precision mode mixed precision too.
+        DeepSpeed's low-precision mode is ``bf16`` too, although all is in bfloat16 then.
         """
         if self.precision.float8:
             return "fp8"
@@ -495,7 +557,10 @@ class AccelerateDriver(TinyDriver):
         return "no"
 
     def _compilation(self) -> dict[str, Any]:
-        """Return the argument of Accelerator for torch.compile, if it compiles the model."""
+        """Return the argument of Accelerator for torch.compile; empty if it compiles nothing.
+
+        One block alone (``partial``) is compiled by ``_changed_in_place``.
+        """
         from accelerate.utils import TorchDynamoPlugin
 
         mode = self.cell.option("compile")
@@ -509,16 +574,19 @@ class AccelerateDriver(TinyDriver):
         return {"dynamo_plugin": TorchDynamoPlugin(**settings)}
 
     def _recompute(self, model: Any) -> None:
-        """Turn on activation checkpointing in the model, unless accelerate does so: for FSDP."""
+        """Turn on activation checkpointing in the model, unless accelerate does so.
+
+        For FSDP its plugin does, but not with the re-entrant implementation.
+        """
         mode = self.cell.option("activation_checkpointing")
         if not mode or ("fsdp" in self.cell.strategy and mode != "reentrant"):
             return
         _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
 
     def _recipe(self) -> list[Any]:
-        """Return the handler for fp8, if the precision is that; without all-gather in 8 bits.
+        """Return the handler for fp8 in a list, which is empty for other precisions.
 
-        DeepSpeed could not do the latter.
+        It does not gather parameters in 8 bits, which DeepSpeed could not do.
         """
         if not self.precision.float8:
             return []
@@ -534,6 +602,7 @@ class AccelerateDriver(TinyDriver):
 
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch; under context parallelism of this rank's part of it."""
+        # Only DeepSpeed's Ulysses runs here: ``_parallelism_reason`` excludes that of FSDP2.
         if self.cell.cp > 1:
             return context_parallel.ulysses_part_loss(self.model, batch)
         return self.tiny.loss(self.model, batch)
@@ -541,14 +610,16 @@ class AccelerateDriver(TinyDriver):
     def next_batch(self, done: int) -> Batch:
         """Return the next batch of the prepared loader, epoch after epoch.
 
-        The first time it skips the batches that the epoch has had, out of ``done`` in all.
+        Args:
+            done: How many batches the training has had. At the first call, as after a load, those
+                of the current epoch are skipped.
         """
         if self._stream is None:
             self._stream = self._batches(done % self.epoch)
         return next(self._stream)
 
     def forget_stream(self) -> None:
-        """Iterate over the loader anew at the next batch."""
+        """Iterate over the loader anew at the next batch, as a walk that skips a batch does."""
         self._stream = None
 
     def _batches(self, done: int) -> Iterator[Batch]:
@@ -564,7 +635,11 @@ class AccelerateDriver(TinyDriver):
             yield from self.loader
 
     def step(self, number: int) -> float:
-        """Take a step as in accelerate's documentation, and return the loss."""
+        """Take a step as in accelerate's documentation, and return the loss.
+
+        Optimizer, scheduler and ``zero_grad`` are called for each micro-batch. Their prepared forms
+        do nothing until ``sync_gradients`` is true, which is in the last one of a step.
+        """
         total = 0.0
         self.tokens = 0
         for _ in self.micros(number):
@@ -575,6 +650,7 @@ class AccelerateDriver(TinyDriver):
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                    # Under FSDP2 the norm is a DTensor, of which each rank has a part.
                     if hasattr(norm, "full_tensor"):
                         norm = norm.full_tensor()
                     self.grad_norm = None if norm is None else float(norm)
@@ -600,7 +676,14 @@ class AccelerateDriver(TinyDriver):
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
         """Return the scheduler.
 
-        That of the reference decays as slowly as that of ranks if nothing links it to steps.
+        By default accelerate steps a scheduler once for each rank at each optimizer step, so that
+        ``every`` is the number of ranks, and 1 in the reference. With
+        ``step_scheduler_with_optimizer=False`` each call is one step: then the reference decays as
+        slowly as the ranks do.
+
+        Args:
+            optimizer: An optimizer, or a list of them.
+            every: After how many calls the learning rate decays.
         """
         is_reference = self.accelerator is None
         if is_reference and not self._steps_with_optimizer:
@@ -608,7 +691,10 @@ class AccelerateDriver(TinyDriver):
         return super().make_scheduler(optimizer, every)
 
     def early_schedule_steps(self, number: int) -> int:
-        """Return 0, or the micro-batches before the last one, in which the scheduler steps too."""
+        """Return how often the scheduler steps before the optimizer does in a step; usually 0.
+
+        If it does not step with the optimizer, it steps in the micro-batches before the last too.
+        """
         if self._steps_with_optimizer:
             return 0
         return len(self.micros(number)) - 1
@@ -644,11 +730,17 @@ class AccelerateDriver(TinyDriver):
         return cls._names_checkpoints(cell) and (limit is None or limit > 1)
 
     def load_first(self, directory: Path) -> None:
-        """Load the first of the checkpoints that accelerate has named."""
+        """Load the first of the checkpoints that accelerate has named.
+
+        Called only in cells of which ``keeps_saves`` is true.
+        """
         self.accelerator.load_state(str(_named_checkpoints(directory)[0]))
 
     def export(self, directory: Path) -> None:
-        """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
+        """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``.
+
+        Of a LoRA adapter only the adapter is written, by PEFT.
+        """
         lora = bool(self.cell.option("lora"))
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
             _options.merge_shards(self.accelerator, self.model, directory, lora=lora)
@@ -660,7 +752,8 @@ class AccelerateDriver(TinyDriver):
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
             return
         configured = hasattr(unwrapped, "config")
-        # In several files, as large models are, where ``from_pretrained`` reads them.
+        # A model with a config is one of transformers. Its weights are written in several files, as
+        # those of large models are; ``from_pretrained`` reads them.
         arguments = {"max_shard_size": "20KB"} if configured else {}
         arguments = self.cell.with_settings("save_model", arguments)
         self.accelerator.save_model(self.model, str(directory), **arguments)
@@ -670,7 +763,7 @@ class AccelerateDriver(TinyDriver):
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that a prepared loader gives."""
+        """Yield the rows that a prepared loader gives, for the check ``coverage``."""
         return _rows.accelerate_rows(
             loader,
             count,
@@ -681,11 +774,14 @@ class AccelerateDriver(TinyDriver):
         )
 
     def metrics(self, count: int) -> Mapping[str, float]:
-        """Evaluate with ``gather_for_metrics``."""
+        """Evaluate with ``gather_for_metrics``, for the check ``evaluation``."""
         return _rows.accelerate_metrics(count, self.world.device, self._mesh_settings())
 
     def _mesh_settings(self) -> Mapping[str, Any]:
-        """Return the arguments of Accelerator for the cell's mesh, if it has several dimensions."""
+        """Return the arguments of Accelerator for the cell's mesh; empty if it has one dimension.
+
+        Which rows a rank reads depends on the mesh. A mesh of one dimension needs no argument.
+        """
         if self.cell.strategy != "fsdp2":
             return {}
         assert self.strategy.accelerate is not None
@@ -714,7 +810,10 @@ class AccelerateDriver(TinyDriver):
 
 
 def _parallelism_reason(cell: Cell) -> str | None:
-    """Return why accelerate cannot run the cell's context or tensor parallelism; None if it can."""
+    """Return why accelerate cannot run the cell's context or tensor parallelism; None if it can.
+
+    DeepSpeed's tensor parallelism is not judged here.
+    """
     other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
     return first_reason(
         (
@@ -736,18 +835,24 @@ def _parallelism_reason(cell: Cell) -> str | None:
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
-    """Return the directories of checkpoints that accelerate has named, the first one first."""
+    """Return the directories of checkpoints that accelerate has named, the first one first.
+
+    Their names are ``checkpoint_0``, ``checkpoint_1``, and so on.
+    """
     # https://huggingface.co/docs/accelerate/usage_guides/checkpoint
     paths = (directory / "checkpoints").iterdir()
     return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def _is_stateful(cell: Cell) -> bool:
-    """Tell whether the cell has torchdata's ``StatefulDataLoader``."""
+    """Tell whether the cell has torchdata's ``StatefulDataLoader``, which saves its position."""
     return bool(cell.settings("DataLoaderConfiguration").get("use_stateful_dataloader"))
 
 
 def json_of(plugin: Any) -> Mapping[str, Any]:
-    """Return the JSON that a ``DeepSpeedPlugin`` has made of its arguments."""
+    """Return the JSON that a ``DeepSpeedPlugin`` has made of its arguments.
+
+    ``sources`` names this function: it shows which keys of the JSON each argument changes.
+    """
     config: Mapping[str, Any] = plugin.deepspeed_config
     return config
