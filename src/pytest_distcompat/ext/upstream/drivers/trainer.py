@@ -18,7 +18,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.calls import observer
 from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.ext.upstream.drivers import (
     _loaded,
@@ -28,8 +27,8 @@ from pytest_distcompat.ext.upstream.drivers import (
     _releases,
     _rows,
 )
-from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
 from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
+from pytest_distcompat.ext.upstream.drivers._trainer_calls import TrainerCalls
 from pytest_distcompat.ext.upstream.drivers.tiny import (
     DECAY,
     HELD_OUT_BATCH,
@@ -80,86 +79,6 @@ OPTIMIZERS = {
 }
 #: Trainer's names of optimizers of torch -> torch's.
 TORCH_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
-
-
-class TrainerCalls(Calls):
-    """Calls of a callback while Trainer trains."""
-
-    own: ClassVar[tuple[str, ...]] = ("step", "save")
-    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "*": {
-            **dict.fromkeys(
-                ("step(clip*", "step(zero*", "micro*", "zero_grad*"),
-                "Trainer clips and zeroes gradients itself",
-            ),
-            **dict.fromkeys(
-                ("skip*", "new_epoch*", "mode*", "load*"), "Trainer's own loop decides that"
-            ),
-            **dict.fromkeys(
-                ("freeze*", "unfreeze*", "add_group*"),
-                "what was trainable when it was wrapped stays so",
-            ),
-        },
-        "fsdp1": dict.fromkeys(("get_state_dict*", "save_model*"), OFFLOADS),
-    }
-
-    @observer
-    def evaluate(self) -> None:  # type: ignore[override]  # in no_grad alone
-        """Evaluate by ``Trainer.evaluate``."""
-        ranks = self.trainer.world.size
-        rows = self.trainer.dataset(ranks)
-        # Trainer looks for labels among the arguments of the model's forward, and model mlp has
-        # none.
-        self.trainer.trainer.label_names = ["labels"]
-        self.trainer.trainer.evaluate(rows[: ranks * 4])
-        # As Trainer does it, in the next step.
-        self.model.train()
-        self.reshard()
-
-    @observer
-    def predict(self) -> Any:
-        """Compute outputs by ``Trainer.predict``: each rank computes some, and all get all."""
-        import torch
-
-        # Its loader draws a seed, as that of ``evaluate`` does: known issue
-        # transformers-evaluate-rng.
-        with torch.random.fork_rng():
-            outputs = self.trainer.predictions()
-        # As Trainer does it, in the next step.
-        self.model.train()
-        self.reshard()
-        return outputs
-
-    @observer
-    def save_model(self, _internal_call: bool = False) -> Any:
-        """Write the weights by ``Trainer.save_model``, and return them.
-
-        While FSDP's state dicts are sharded it would write nothing, so they are full meanwhile.
-        """
-        plugin = getattr(self.trainer.trainer.accelerator.state, "fsdp_plugin", None)
-        state_dict_type = getattr(plugin, "state_dict_type", None)
-        if plugin is not None:
-            plugin.set_state_dict_type("FULL_STATE_DICT")
-        self.trainer.trainer.save_model(str(self.exports), _internal_call=_internal_call)
-        if plugin is not None:
-            plugin.set_state_dict_type(state_dict_type)
-        return self.written("model.safetensors")
-
-    @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True) -> Any:
-        """Take all wrappers off."""
-        accelerator = self.trainer.trainer.accelerator
-        return accelerator.unwrap_model(self.trainer.trainer.model_wrapped, keep_fp32_wrapper)
-
-    @observer
-    def get_state_dict(self) -> Any:
-        """Take the model's whole state dict."""
-        return self.trainer.trainer.accelerator.get_state_dict(self.trainer.trainer.model_wrapped)
-
-    @observer
-    def save_state(self) -> None:
-        """Write the Trainer's own state, as example scripts do at the end."""
-        self.trainer.trainer.save_state()
 
 
 class TrainerDriver(TinyDriver):
