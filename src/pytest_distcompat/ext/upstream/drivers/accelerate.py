@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
 
+__all__ = ["AccelerateCalls", "AccelerateDriver"]
+
 
 # Pattern of calls -> why a walk does not make them. A call is spelled as ``step(clip='value')``.
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
 
+__all__ = ["DeepSpeedCalls", "DeepSpeedDriver"]
+
 
 class DeepSpeedDriver(TinyDriver):
     """Training loop as in DeepSpeed's documentation."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch
 
+__all__ = ["TorchCalls", "TorchDriver"]
+
 
 _DCP = "torch.distributed.checkpoint"
 

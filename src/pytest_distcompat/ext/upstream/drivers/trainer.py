@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch
 
+__all__ = ["TrainerCalls", "TrainerDriver"]
+
 #: The only decaying schedule that does not depend on how many steps are left. Before transformers 5
 #: the time scale is not passed on, and the rate hardly changes.
 SCHEDULE: dict[str, Any] = {
