@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.ext.upstream.sweep.fields import FRACTIONS, NUMBERS
+from pytest_distcompat.ext.upstream.sweep.values import FRACTIONS, NUMBERS
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {

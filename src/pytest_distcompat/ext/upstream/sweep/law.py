@@ -1,9 +1,19 @@
-"""The law of cells with settings.
+"""The law of cells with settings: how checks judge a cell such as ``...-set_AdamW.amsgrad=true``.
 
-Under a setting that the stack accepts all claims hold, or the stack refuses it in time.
+A law says which cells a driver can run, which runs a check reads, what its findings are, and which
+failures are expected (``law.Law``). A driver is the class by which a trainer is tested; a cell is
+one configuration under test; a setting is a field of an object that the driver configures its
+libraries with. The core asks ``SWEEP``, which an entry point names, for each cell with settings,
+and the plain law for all others. A check makes a claim about a cell, such as ``parity``: the losses
+are those of the reference, a run with one process. It returns findings if its claim does not hold.
 
-Where two settings say different values of the same, either may win. So there is a reference for
-each, and all claims must hold against the same one of them.
+Under a setting that the libraries accept all claims hold. Or the libraries refuse the setting, by
+an error before the first step. Some settings change the training on purpose, and are meant to fail
+some checks; ``rules.json`` says so.
+
+Where two settings say different values of the same, as ``ds_config.gradient_clipping=0.5`` and
+``TrainingArguments.max_grad_norm=1.0`` do, either may win. So there is a reference for each, and
+all claims must hold against the same one of them: not the norms of one and the losses of the other.
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ from pytest_distcompat.trace import RunFailure, Trace
 #: The name of the reference that follows the other one of two settings which say different values
 #: of the same.
 OTHER_REFERENCE = "other_reference"
-#: Cells of the sweep that every session of a built-in suite has.
+#: Ids of the cells of the sweep that every session of a built-in suite has.
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 
@@ -48,7 +58,7 @@ class SweepLaw(Law):
     def unsupported_reason(self, driver: Any, cell: Cell) -> str | None:
         """Return that the driver does not make the object of a setting under the cell's strategy.
 
-        None if it makes all.
+        None if it makes all. For example no driver makes a ``DeepSpeedPlugin`` under FSDP2.
         """
         for setting in cell.set:
             makers = _makers(rules.sources_of(driver), setting, cell.strategy)
@@ -59,7 +69,11 @@ class SweepLaw(Law):
         return None
 
     def runs(self, cell: Cell, scenario: Scenario) -> Scenario:
-        """Return the runs, with a reference for each of two settings that contradict each other."""
+        """Return the runs, with a reference for each of two settings that contradict each other.
+
+        The first reference ignores the second setting, and so follows the first; the other one the
+        other way round.
+        """
         settings = rules.contradiction(cell.set)
         if not settings:
             return scenario
@@ -76,8 +90,8 @@ class SweepLaw(Law):
     def findings(self, check: CheckLike, cell: Cell, trace: Trace) -> list[str]:
         """Return a check's findings; with contradictory settings, those against both references.
 
-        If the check holds against one reference, only a finding remains that another check holds
-        against the other one alone.
+        If the check holds against one reference, it has no findings, but for one: that another
+        check holds against the other reference alone.
         """
         cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
@@ -101,6 +115,7 @@ class SweepLaw(Law):
 
         It may also mend what is known to fail without it.
         """
+        # A strict expectation would be red if nothing fails.
         lenient = [dataclasses.replace(expectation, strict=False) for expectation in expectations]
         return lenient + _refused_setting(failure)
 
@@ -114,6 +129,11 @@ class SweepLaw(Law):
         """Return the checks that are not run for the settings of a cell, each with the reason.
 
         They are those meant to fail, and those that no rule adds.
+
+        Args:
+            cell: The cell.
+            checks: Name -> check, for those that apply to the cell.
+            profile: The session's profile; only the sweep's own cells are affected.
         """
         is_sliced = cell.id in _SLICED
         if profile != "sweep" and not is_sliced:
@@ -127,7 +147,10 @@ class SweepLaw(Law):
 
 
 def _as_rounded(check: CheckLike, cell: Cell) -> Cell:
-    """Return the cell in the precision as which a setting rounds, for a check of numbers."""
+    """Return the cell for a check of numbers, in the precision as which a setting rounds.
+
+    A setting may have products in fewer bits than the cell's precision: then its tolerances apply.
+    """
     precision = rules.rounds_as(cell.set)
     if not precision or check.name not in _OF_NUMBERS:
         return cell
@@ -155,7 +178,7 @@ def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
 def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:
     """Return the objects of libraries that may have a setting.
 
-    They are those that name it, else those that take any subclass.
+    They are those that name it, else those whose kind is ``subclasses``, which may have any.
     """
     by_name = []
     of_subclasses = []
@@ -168,7 +191,7 @@ def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Sour
 
 
 def _against(reference: str, trace: Trace) -> Trace:
-    """Return the trace with the run of that name as the reference."""
+    """Return the trace, the records of all runs, with the run of that name as the reference."""
     runs = {**trace.runs, REFERENCE_RUN.name: trace.runs[reference]}
     return dataclasses.replace(trace, runs=runs)
 
