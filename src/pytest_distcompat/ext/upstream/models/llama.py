@@ -2,10 +2,10 @@
 
 They are the values ``llama``, ``llama_tied`` (input and output embeddings are one parameter) and
 ``llama_dropout`` of option ``model`` of a cell, one configuration under test, as
-``fsdp2-fp32-w2-model_llama_tied``; ``llama`` is the default. An entry point names this module; the
-registry ``models.MODELS`` collects its three ``TinyModel`` objects. A ``TinyModel`` is a set of
-functions that a driver calls on each rank: to make the model, its batches, its loss. The same step
-and rank give the same batch in every process.
+``fsdp2-fp32-w2-model_llama_tied``; where transformers is installed ``llama`` is the default. An
+entry point names this module; the registry ``models.MODELS`` collects its three ``TinyModel``
+objects. A ``TinyModel`` is a set of functions that a driver calls on each rank: to make the model,
+its batches, its loss. The same step and rank give the same batch in every process.
 
 A Llama can also be split: ``_TP_PLAN`` says how tensor parallelism splits its layers, ``_STAGES``
 how pipeline parallelism does.

@@ -47,7 +47,7 @@ _KEYS = {
     "excluded",
     # The checks that the setting is meant to fail, since it changes the training on purpose.
     "without",
-    # Options of a cell with the setting: {"model": "llama"}.
+    # Options of the setting's cells: {"model": "llama"}.
     "options",
     # The precision of its cells.
     "precision",
@@ -61,7 +61,7 @@ _KEYS = {
     "beside",
     # The field is one of releases before today's.
     "older",
-    # What asks for the same in place of an excluded setting: a facet of a cell, with a value.
+    # What asks for the same in place of an excluded setting: a facet of a cell, "cpu_offload=True".
     "axis",
     # Other settings that say the same.
     "places",
