@@ -20,6 +20,7 @@ from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy, Wrap
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
@@ -43,19 +44,7 @@ def _torch(
         model.to(device)
     mesh = _fsdp.mesh(cell, device)
     if cell.tp > 1:
-        # Under expert parallelism experts are sharded along both dimensions at once, below.
-        experts_name = wrap.experts if cell.ep == 1 else ""
-        tensor_parallel.parallelize(
-            model,
-            mesh["tp"],
-            wrap.tp_plan,
-            experts_name,
-            sequence=bool(cell.option("sp")),
-        )
-        # FSDP2 shards over what is left of the mesh.
-        dimensions = mesh.mesh_dim_names or ()
-        data_dimensions = [name for name in dimensions if name != "tp"]
-        mesh = mesh[tuple(data_dimensions)]
+        mesh = _split_layers(model, mesh, cell, wrap)
     experts: Any = None
     if cell.ep > 1:
         # Looked up before a wrapper that recomputes it takes its name.
@@ -90,6 +79,29 @@ def _torch(
             device = torch.device("cpu")
         _load_weights(model, full_state, device)
     return model
+
+
+def _split_layers(model: Module, mesh: DeviceMesh, cell: Cell, wrap: WrapSpec) -> DeviceMesh:
+    """Split layers for tensor parallelism in place, and return the mesh that is left to shard over.
+
+    Args:
+        model: The whole model.
+        mesh: The mesh of the cell, with the dimension ``tp``.
+        cell: The cell.
+        wrap: The plan by which layers are split, and the name of the module of experts.
+    """
+    # Under expert parallelism experts are sharded along both dimensions at once, later.
+    experts_name = wrap.experts if cell.ep == 1 else ""
+    tensor_parallel.parallelize(
+        model,
+        mesh["tp"],
+        wrap.tp_plan,
+        experts_name,
+        sequence=bool(cell.option("sp")),
+    )
+    dimensions = mesh.mesh_dim_names or ()
+    data_dimensions = [name for name in dimensions if name != "tp"]
+    return mesh[tuple(data_dimensions)]
 
 
 def _offload_policy(cell: Cell, device: torch.device) -> Any:

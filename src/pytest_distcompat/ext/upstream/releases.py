@@ -131,6 +131,25 @@ def add(commands: Any) -> None:
             "execute what it changes."
         ),
     )
+    _add_forms(releases)
+    _add_options_of_changed(releases)
+    releases.add_argument(
+        "--into",
+        type=Path,
+        metavar="DIRECTORY",
+        help=f"keep releases, reports and logs there ({_cache()})",
+    )
+    releases.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.md", help="write the table there too"
+    )
+    releases.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="PYTEST-ARGUMENT", help="of each run"
+    )
+    releases.set_defaults(call=_releases)
+
+
+def _add_forms(releases: argparse.ArgumentParser) -> None:
+    """Add the options of which the user must give one: what is run with which release."""
     which = releases.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--release",
@@ -147,6 +166,10 @@ def add(commands: Any) -> None:
     which.add_argument(
         "--changed", metavar="PACKAGE@FROM..TO", help=f"a change of a package: {EXPECTED}"
     )
+
+
+def _add_options_of_changed(releases: argparse.ArgumentParser) -> None:
+    """Add the options that go with ``--changed`` alone."""
     releases.add_argument(
         "--reach",
         action="append",
@@ -171,19 +194,6 @@ def add(commands: Any) -> None:
         metavar="N",
         help="with --changed: only so many cells that execute each changed place",
     )
-    releases.add_argument(
-        "--into",
-        type=Path,
-        metavar="DIRECTORY",
-        help=f"keep releases, reports and logs there ({_cache()})",
-    )
-    releases.add_argument(
-        "-o", "--output", type=Path, metavar="FILE.md", help="write the table there too"
-    )
-    releases.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="PYTEST-ARGUMENT", help="of each run"
-    )
-    releases.set_defaults(call=_releases)
 
 
 def _releases(options: argparse.Namespace) -> int:
