@@ -41,12 +41,14 @@ class MakesAccelerator(TinyDriver):
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation()
+        # Where accelerate saves, if it names checkpoints itself or saves on each node.
         project: dict[str, Any] = {}
         if self.world.own_disks:
             project["save_on_each_node"] = True
         project = self.cell.with_settings("ProjectConfiguration", project)
         if project:
             settings["project_config"] = ProjectConfiguration(str(self.save_to), **project)
+        # Taken out, since ``on_cpu`` may bring handlers too, and would override these.
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
@@ -74,6 +76,7 @@ class MakesAccelerator(TinyDriver):
         loading = cell.settings("DataLoaderConfiguration")
         if loading:
             settings["dataloader_config"] = DataLoaderConfiguration(**loading)
+        # Each kind of handler may be given once: class name -> handler.
         handlers = {type(handler).__name__: handler for handler in settings["kwargs_handlers"]}
         # Some plugins are subclasses of KwargsHandler too, and have an argument of their own.
         plugins = {source.name for source in self.sources}
@@ -94,6 +97,7 @@ class MakesAccelerator(TinyDriver):
         """
         if self.precision.float8:
             return "fp8"
+        # Without mixed precision the model is computed in the dtype in which it was loaded.
         if self.precision.mixed or self.strategy.zero_stage is not None:
             return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[self.precision.compute]
         return "no"

@@ -89,10 +89,15 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 driver.read_trainer()
 
         def action_of(self, step: int) -> str:
-            """Return how the plan names a step, which has that number in the whole training."""
+            """Return how the plan names a step: ``step`` or ``overflow``.
+
+            Args:
+                step: Its number in the whole training, from 0.
+            """
             return plan.steps[step - plan.first_step]
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+            """Report ``build`` or ``load`` before the first step; begin an overflowing step."""
             if self.first:
                 driver.read_trainer()
                 action = self.first
@@ -110,6 +115,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 self.step.enter_context(driver.overflowing())
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Ask Trainer for a checkpoint, and an evaluation, where the plan saves."""
             self.step.close()
             control.should_save = state.global_step in save_after_steps
             if driver.loads_best(driver.cell):
@@ -119,6 +125,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
         def on_log(
             self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any
         ) -> None:
+            """Report the step whose loss Trainer logs, as it does after each."""
             if "loss" in logs:  # the last log is a summary without one
                 driver.read_trainer()
                 # Trainer has counted the step already.
@@ -128,6 +135,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 self.report(self.action_of(step), logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:
+            """Report that a checkpoint is written."""
             self.report("save")
 
     return _Reporter()

@@ -102,6 +102,7 @@ class AccelerateDriver(MakesAccelerator):
             ("ddp", "fsdp2", "zero2"),
         ),
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
+        # Each subclass is a source of its own, named after itself.
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
         Source(
@@ -314,6 +315,7 @@ class AccelerateDriver(MakesAccelerator):
         total = 0.0
         self.tokens = 0
         for _ in self.micros(number):
+            # The number of batches before this step counts only for the first batch of a run.
             batch = self.next_batch(self.micros(number)[0])
             self.tokens += self._count(batch)
             with self.accelerator.accumulate(self.model):

@@ -128,6 +128,8 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         One of another world size is loaded as a universal checkpoint, of which the engine must know
         when it is created.
         """
+        # Ranks, and ranks that hold a layer together. On disks of their own nodes not all files can
+        # be counted, and no cell loads at another world size.
         saved_sizes = None if self.world.own_disks else saved_on(plan.load_from)
         own_sizes = (self.world.size, self.cell.tp)
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
@@ -138,11 +140,13 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         """Create the engine around the model, with its optimizer and its scheduler."""
         import deepspeed
 
+        # On CPU ranks DeepSpeed would compile an extension for communication by shared memory.
         without_shared_memory()
         deepspeed.init_distributed(dist_backend=self.world.backend)
         config = self._config()
         if self.cell.option("optimizer") == "muon":
             self.compile_nothing()
+        # transformers makes the model (``own_model``).
         if self.cell.option("loaded").startswith("from"):  # type: ignore[union-attr]
             from transformers.integrations import HfDeepSpeedConfig
 
@@ -292,7 +296,10 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         return optimizer
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        """Return the scheduler; for the reference, DeepSpeed's or torch's that the JSON names."""
+        """Return the scheduler; for the reference, the one that the JSON names.
+
+        Its name is one of DeepSpeed's schedules, as ``LRRangeTest``, or else of torch's.
+        """
         entry = self._json_entry("scheduler")
         if not entry:
             return super().make_scheduler(optimizer, every)
@@ -305,10 +312,11 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         return scheduler_class(optimizer, **entry["params"])
 
     def _json_entry(self, key: str) -> dict[str, Any]:
-        """Return the ``type`` and ``params`` that a cell puts into DeepSpeed's JSON; or nothing.
+        """Return the ``type`` and ``params`` that a cell puts into DeepSpeed's JSON.
 
-        They come from the cell's settings of ``ds_config``, and from option ``optimizer`` at
-        ``muon``.
+        For example ``{"type": "SGD", "params": {"lr": 0.003, "momentum": 0.9}}``; empty if the cell
+        names none. They come from the cell's settings of ``ds_config``, and from option
+        ``optimizer`` at ``muon``.
 
         Args:
             key: ``optimizer`` or ``scheduler``.

@@ -95,8 +95,10 @@ class SweepLaw(Law):
         """
         cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
+        # No two settings contradict each other, or the check reads no reference.
         if OTHER_REFERENCE not in trace.runs:
             return findings
+        # It holds against the first reference; then against the other one.
         if not findings:
             return list(_mixed(check, cell, trace))
         other_findings = check.findings(cell, _against(OTHER_REFERENCE, trace))
@@ -114,6 +116,10 @@ class SweepLaw(Law):
         """Return what is expected: a setting is accepted or refused.
 
         It may also mend what is known to fail without it.
+
+        Args:
+            expectations: The failures that are declared for the cell.
+            failure: How its first run that failed ended; None if none failed.
         """
         # A strict expectation would be red if nothing fails.
         lenient = [dataclasses.replace(expectation, strict=False) for expectation in expectations]
@@ -197,9 +203,10 @@ def _against(reference: str, trace: Trace) -> Trace:
 
 
 def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
-    """Return which of two contradictory settings, 0 or 1, agree with a claim.
+    """Return the indices of those of two contradictory settings that agree with a claim.
 
-    The claim holds against the reference that follows such a setting.
+    ``[0]`` if the claim holds only against the reference that follows the first setting, ``[0, 1]``
+    if it holds against both, ``[]`` if against neither.
     """
     settings: list[int] = []
     for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
@@ -209,9 +216,15 @@ def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
 
 
 def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
-    """Yield a finding for each other claim that holds against the other of two settings alone.
+    """Yield a finding for each other check that agrees with the other of two settings alone.
 
-    The settings contradict each other, and this claim holds against one of them alone.
+    The settings contradict each other, and this check agrees with one of them alone. So the
+    training follows each of them in part.
+
+    Args:
+        check: The check whose finding it is.
+        cell: The cell.
+        trace: The records of its runs, with both references.
     """
     settings = rules.contradiction(cell.set)
     if not settings:
@@ -224,10 +237,11 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
     for other in CHECKS.by_name.values():
         if other.not_applicable(cell, driver):
             continue
+        # The trace has the runs of this check; only checks of the same runs can be judged by it.
         same_runs = other.runs(cell, driver) == check.runs(cell, driver)
         if other.name in meant or not same_runs or premature_end(other, trace):
             continue
-        # A claim that holds against neither is a finding of its own.
+        # A check that agrees with neither has findings of its own.
         others = _agrees_with(other, cell, trace)
         if len(own) == len(others) == 1 and own != others:
             own_setting = settings[own[0]]
@@ -240,10 +254,10 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _refused_setting(end: RunFailure | None) -> list[Expectation]:
-    """Return a refusal for a run that ended before its first step with an error about a setting.
+    """Return what allows a run to end before its first step, with an error about a setting.
 
-    Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user
-    has set.
+    Empty if no run failed, or one failed later. Errors of Python itself in a library's code
+    (``AttributeError``) speak of nothing that a user has set, and are no refusals.
     """
     if end is None or end.action not in BUILDS:
         return []
