@@ -135,14 +135,16 @@ def spread(experts: Module, mesh: DeviceMesh) -> None:
 class Exchange:
     """Exchange of rows between the ranks of expert parallelism, and of their columns.
 
-    It is for one forward at a time: ``send`` before it keeps what ``back`` needs after it.
+    It is for one forward at a time: ``send`` before it keeps what ``back`` needs after it. Of four
+    experts on two ranks, a rank whose rows are [3, 1, 0, 2] for each of the experts sends 4 rows to
+    rank 0 and 2 to rank 1.
 
     Attributes:
         mesh: The ranks of ``ep``; None without expert parallelism.
         columns: The ranks of ``tp``, which compute the columns of an expert; None without tensor
             parallelism.
         width: Columns of a row.
-        sent: How many rows this rank sends to each rank.
+        sent: How many rows this rank sends to each rank: [4, 2].
         received: How many rows this rank receives from each rank.
         order: Indices that sort the received rows by expert.
     """
@@ -161,8 +163,8 @@ class Exchange:
         The rows are ordered by expert.
 
         Args:
-            inputs: This rank's rows (rows, width), ordered by expert, and how many each of all
-                experts has.
+            inputs: This rank's rows (rows, width), ordered by expert, and a tensor of how many each
+                of all experts has.
         """
         import torch
         from torch import distributed

@@ -56,10 +56,12 @@ class TinyTraining(Driver):
         max_norm: The norm to which gradients are clipped.
     """
 
+    #: What counts alike in the loss of a step: each micro-batch. Trainer's driver has ``token``.
     mean: ClassVar[str] = "micro_batch"
     #: The values of option ``optimizer`` that compile their step themselves.
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
-    #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
+    #: Whether AdamW is fused (one operation updates all parameters), which needs parameters of one
+    #: kind and state of one dtype.
     fused: ClassVar[bool] = True
 
     def __init__(self, cell: Cell, world: World) -> None:
@@ -166,8 +168,8 @@ class TinyTraining(Driver):
             return given
         base = given
         if self.cell.option("lora") or _loaded.changes_values(self.cell):
-            # What is written to files and read again is the model without an adapter, and before
-            # its values are changed by the reading.
+            # Files are written of the model without an adapter, before a reading has changed its
+            # values.
             base, _ = self._base_model()
         made = _loaded.make(
             self.cell,
@@ -193,6 +195,7 @@ class TinyTraining(Driver):
         torch.manual_seed(0)
         model = self.tiny.make()
         load = getattr(torch, self.precision.load)
+        # Option ``float32_norms`` leaves norms in float32: a model of two dtypes.
         for name, parameter in model.named_parameters():
             if not (self.cell.option("float32_norms") and "norm" in name):
                 parameter.data = parameter.data.to(load)
@@ -249,11 +252,10 @@ class TinyTraining(Driver):
         )
 
     def compile_nothing(self) -> None:
-        """Have an optimizer that compiles itself run uncompiled on the CPU.
+        """Have an optimizer that compiles itself, as torchao's, run uncompiled on the CPU.
 
         Its first step would take minutes there.
         """
-        # As torchao's AdamW8bit does.
         compiles_itself = self.cell.option("optimizer") in self.compile_themselves
         if compiles_itself and self.world.device == "cpu":
             import torch
