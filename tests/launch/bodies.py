@@ -263,7 +263,7 @@ def autotp(payload: Mapping[str, Any], log: RankLog) -> None:
     import deepspeed
     import torch
 
-    from pytest_distcompat.ext.upstream.drivers.deepspeed import whole_weights
+    from pytest_distcompat.ext.upstream.drivers._deepspeed_checkpoints import whole_weights
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
     from pytest_distcompat.probe.layouts import autotp_cut
 

@@ -24,8 +24,9 @@ from pytest_distcompat.cli.main import main
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.expect import fails
 from pytest_distcompat.ext.upstream.sweep import rules
-from pytest_distcompat.ext.upstream.sweep.fields import Field, Source, read_fields
+from pytest_distcompat.ext.upstream.sweep.fields import Field, Source
 from pytest_distcompat.ext.upstream.sweep.pairs import covering_rows, reduced_failures, smallest
+from pytest_distcompat.ext.upstream.sweep.reading import read_fields
 from pytest_distcompat.ext.upstream.sweep.slice import SLICE
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge

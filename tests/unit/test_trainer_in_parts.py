@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.ext.upstream.drivers.trainer import EXPERTS, LAYERS, TrainerDriver
+from pytest_distcompat.ext.upstream.drivers._trainer_reasons import EXPERTS, LAYERS
+from pytest_distcompat.ext.upstream.drivers.trainer import TrainerDriver
 from pytest_distcompat.ext.upstream.models import architecture
 
 ALONE = "save_only_model"

@@ -1,4 +1,11 @@
-"""Registry of drivers, the trainers under test. The built-in ones are those of ``ext.upstream``."""
+"""Registry of drivers, the trainers under test. The built-in ones are those of ``ext.upstream``.
+
+A driver is a subclass of ``Driver`` by which a trainer is tested. A suite names it by its name,
+``accelerate``, or as ``module:attribute``, ``my_trainer.testing:Driver``. pytest calls
+``find_driver(name)`` when it collects a suite, and each rank calls it again; pytest then calls
+``preload_of`` for the modules that the fork server, from which ranks are forked, imports for all of
+them. Other packages add drivers by the entry point group ``pytest_distcompat.drivers``.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +26,7 @@ from pytest_distcompat.registry import Registry
 if TYPE_CHECKING:
     from pytest_distcompat.drivers.tiny import TinyDriver
 
+#: The registered drivers by name: ``torch``, ``accelerate``, ``deepspeed``, ``trainer``.
 DRIVERS: Registry[type[Driver]] = Registry(
     __name__,
     Driver,  # type: ignore[arg-type]  # holds the classes themselves
@@ -49,7 +57,8 @@ _COMPILER_MODULES = (
     "torch._inductor.compile_fx",
     "torch.export._trace",
 )
-# The base of the drivers of ``ext.upstream``.
+# ``TinyDriver``, the base of the drivers of ``ext.upstream``, is imported when it is first used:
+# that extension imports this module.
 __getattr__ = lazily(__name__, {"TinyDriver": "tiny"})
 
 
@@ -79,6 +88,7 @@ def find_driver(name: str) -> type[Driver]:
     except (ImportError, AttributeError) as error:
         raise UsageProblem(f"driver {name!r}: {error}") from error
     except KeyboardInterrupt:
+        # The user's Ctrl-C, which the last clause would turn into a problem of the driver.
         raise
     except SystemExit as error:
         raise UsageProblem(
@@ -99,7 +109,11 @@ def find_driver(name: str) -> type[Driver]:
 def _hint(error: ModuleNotFoundError, module_name: str) -> str:
     """Return what may help against a module missing at the import of a driver's module.
 
-    An empty text if nothing is known.
+    An empty text if nothing is known. The missing module may be the driver's own or another.
+
+    Args:
+        error: The error of the import.
+        module_name: The driver's module: ``my_trainer.testing``.
     """
     hint = hint_of(error, Path.cwd())
     package = module_name.partition(".")[0]
@@ -109,7 +123,10 @@ def _hint(error: ModuleNotFoundError, module_name: str) -> str:
 
 
 def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Return the modules that the fork server should import for that driver and those cells."""
+    """Return the modules that the fork server should import for that driver and those cells.
+
+    They are the full names of what ranks would import otherwise, each for itself.
+    """
     from pytest_distcompat.models import MODELS, model_of
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.runner import WORKER

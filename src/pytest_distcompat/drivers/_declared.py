@@ -1,6 +1,10 @@
 """Validation of what a driver's class declares.
 
-A wrong name or type would silently leave test items out.
+A driver is the class by which a trainer is tested; users write their own. Its class attributes say
+what it supports, as ``options = ("model", "tp")`` and ``portable = {"fsdp1": "fsdp2"}``. A wrong
+name or type would silently leave test items out. So ``drivers.find_driver`` calls
+``check_declared`` for each driver that it loads. ``unsupported_reason`` is how the rest of the
+plugin asks a driver why it cannot run a cell, one configuration under test.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ def check_declared(driver: type[Driver], name: str) -> None:
 
     Args:
         driver: The class.
-        name: What messages call it.
+        name: What messages call it: the name in the suite, ``my_trainer.testing:Driver``.
 
     Raises:
         UsageProblem: If one is wrong; the message has the valid values.
@@ -59,6 +63,7 @@ def check_declared(driver: type[Driver], name: str) -> None:
 def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
     """Raise UsageProblem unless the attribute is a tuple or list of texts, or may be a property."""
     value: Any = getattr(driver, attribute)
+    # It is known only of an object, which a rank makes.
     if isinstance(value, property):
         if attribute in _MAY_BE_PROPERTIES:
             return
@@ -103,4 +108,5 @@ def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | N
             f"{call} returned {reason!r:.200}; "
             "expected the reason as one sentence, None if the driver supports the cell"
         )
+    # An empty text is no reason.
     return reason or None

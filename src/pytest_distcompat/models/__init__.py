@@ -1,6 +1,12 @@
 """Registry of the tiny models that drivers of common libraries train.
 
-``ext.upstream`` adds them.
+A cell, one configuration under test, names its model: ``fsdp2-fp32-w2-model_mlp``; without a name
+it is ``llama``, or ``mlp`` where transformers is not installed. ``model_of(cell)`` returns its
+``TinyModel``, by which a driver, the class that tests a trainer, makes the model, its batches and
+its loss. The core has no model of its own: those of ``ext.upstream`` are added by the entry point
+groups ``pytest_distcompat.models`` and ``pytest_distcompat.model_families``; the latter has models
+that are made of their names, as ``hf:gpt2``. A user's driver has a model of its own, and needs none
+of these.
 """
 
 from __future__ import annotations
@@ -23,15 +29,17 @@ class ModelFamily:
     """Models that are made of their names, ``NAME:MODEL``.
 
     Attributes:
-        name: What stands before the colon.
-        make: Returns the model of a whole name.
+        name: What stands before the colon: ``hf``.
+        make: Returns the model of a whole name: ``hf:gpt2``.
     """
 
     name: str
     make: Callable[[str], TinyModel]
 
 
+#: The models by name: ``llama``, ``mlp``.
 MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model", has_modules=False)
+#: The families by name: ``hf``.
 FAMILIES: Registry[ModelFamily] = Registry(
     "pytest_distcompat.model_families", ModelFamily, "family of models", has_modules=False
 )
@@ -61,9 +69,9 @@ def model_of(cell: Cell) -> TinyModel:
 
 
 def known_model(cell: Cell) -> TinyModel | None:
-    """Return the model of a cell, None if there is none.
+    """Return the model of a cell; None if no model of that name is registered.
 
-    Without the models of ``ext.upstream`` every driver has a model of its own.
+    That is so without the models of ``ext.upstream``: every driver has a model of its own then.
     """
     name = str(cell.option("model"))
     if name in MODELS.by_name or ":" in name:

@@ -1,4 +1,12 @@
-"""TinyModel: how to make a model for the built-in drivers, and its data."""
+"""``TinyModel``: how to make a model for the built-in drivers, and its data.
+
+``ext/upstream/models`` makes them: ``llama``, ``mlp``, ``hf:gpt2`` and others, which a cell (one
+configuration under test) names in its option ``model``. ``TinyDriver``, the base class of the
+built-in drivers, calls its functions on each rank: ``make()`` in ``build_model``, ``batch(step,
+rank)`` and ``loss(model, batch)`` in each step. The same step and rank give the same batch in every
+process, so that one process can train on the batches of all ranks as a reference. At collection
+drivers read the fields that say which cells the model is for, checks which tolerances it needs.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,15 @@
 It has the keys and values of all of it. A sequence of n tokens over cp ranks: rank r of them has
 the tokens from r * n / cp to (r + 1) * n / cp, of every row.
 
+Drivers, by which trainers are tested, have it in cells (configurations under test) such as
+``fsdp2-fp32-w2-cp_2``; the model is a Llama of transformers. There are two kinds:
+
+- Under FSDP2, for the driver for plain torch: on each rank ``step`` runs the forward within
+  ``attending`` and takes the loss of ``loss_of``.
+- Under ZeRO it is DeepSpeed's Ulysses: ranks exchange heads for tokens inside of attention.
+  ``ulysses_loss`` is for DeepSpeed's own driver, ``ulysses_part_loss`` for that of accelerate,
+  whose loader gives each rank its part.
+
 torch's own ``context_parallel`` has kernels for GPUs alone: on the CPU it raises
 ``NotImplementedError`` in the first forward. Here keys and values are gathered, as for Llama 3
 (https://arxiv.org/abs/2407.21783, section 3.3.2), through the interface of transformers for other
@@ -26,9 +35,9 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch
 
-#: Name of the attention among those of transformers.
+#: The name under which the attention is registered with transformers.
 ATTENTION = "distcompat_context_parallel"
-#: Options that were tried beside context parallelism.
+#: Names of the options that were tried beside context parallelism under FSDP2.
 BESIDE = frozenset(
     {
         "model",
@@ -44,12 +53,12 @@ BESIDE = frozenset(
     }
 )
 
-#: Options that were tried beside DeepSpeed's Ulysses.
+#: The same beside DeepSpeed's Ulysses.
 BESIDE_ULYSSES = frozenset({"model", "cp", "set"})
 
 
 def unsupported_reason(cell: Cell) -> str | None:
-    """Return why no sequence is sharded as the cell asks; None if one is."""
+    """Return why no sequence is sharded as the cell, with ``cp`` above 1, asks; None if one is."""
     if cell.strategy == "fsdp2":
         precisions = {"fp32", "bf16_upcast"}
         tried = BESIDE
@@ -83,9 +92,10 @@ def unsupported_reason(cell: Cell) -> str | None:
 def attending(model: Any, mesh: DeviceMesh | None) -> Iterator[None]:
     """Replace the model's attention, within the context, by one over a sharded sequence.
 
-    The sequence is sharded along the mesh.
-
-    Without a mesh the attention stays as it is.
+    Args:
+        model: A model of transformers.
+        mesh: One dimension, the ranks that have the parts of each sequence; None without context
+            parallelism, where the attention stays as it is.
     """
     if mesh is None:
         yield
@@ -158,7 +168,7 @@ def _gather_sequence(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
     """Return this rank's share of the loss of full rows, times the ranks of the mesh.
 
-    The mean over these ranks is the loss.
+    FSDP2 averages gradients over these ranks as over data parallel ones: the mean is the loss.
 
     Args:
         model: A Llama whose attention is ``attend``.
@@ -178,6 +188,7 @@ def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
     for name, tensor in full.items():
         parts = tensor.chunk(mesh.size(), dim=1)
         part[name] = parts[mesh.get_local_rank()].contiguous()
+    # Of full rows, though each rank computes a part: so that the parts add up to the mean.
     count = (labels != -100).sum()
     output = model(**part, shift_labels=part["labels"], num_items_in_batch=count)
     loss: torch.Tensor = output.loss
@@ -196,6 +207,10 @@ def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
     """Return the loss of full rows, the same on all ranks of a sequence.
 
     DeepSpeed's Ulysses shards the rows.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` around a Llama.
+        batch: Full rows, the same on all of these ranks.
     """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
@@ -217,7 +232,13 @@ def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
 
 
 def ulysses_part_loss(engine: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss of full rows, of which this rank has the part that Ulysses gives it."""
+    """Return the loss of full rows, of which this rank has the part that Ulysses gives it.
+
+    Args:
+        engine: The wrapped Llama.
+        batch: The part: ``input_ids``, ``position_ids``, ``shift_labels``, which are shifted
+            already.
+    """
     # https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/, with the sum that it
     # advises where the backward pass of ``all_gather`` cannot be used: on gloo that takes the
     # group's ranks for those of all.

@@ -4,6 +4,12 @@ It sends its rows to the ranks that hold the experts of these rows. Of n experts
 ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks have other rows each, so that
 they are data-parallel ranks for the layers around the experts.
 
+The drivers for torch and DeepSpeed, by which they are tested, have it in cells (configurations
+under test) such as ``fsdp2-fp32-w2-model_moe_fused-ep_2``. At collection ``unsupported_reason``
+says which cells cannot run. On each rank the strategy ``fsdp2`` calls ``spread`` for the module of
+experts, and the driver for DeepSpeed calls ``spread_by_deepspeed``. The model's *router* chooses
+the expert of a row.
+
 Under FSDP2 as in torchtitan, whose ``ExpertTensorParallel`` cuts each expert too; under ZeRO by
 DeepSpeed's own layer: https://www.deepspeed.ai/tutorials/mixture-of-experts/.
 """
@@ -23,8 +29,9 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import TinyModel
 
-#: Options that were tried beside DeepSpeed's own expert parallelism, and beside that of FSDP2.
+#: Names of the options that were tried beside DeepSpeed's own expert parallelism.
 BESIDE_DEEPSPEED = frozenset({"model", "ep", "grad_accum", "set"})
+#: The same under FSDP2 with tensor parallelism.
 BESIDE_TP = BESIDE_DEEPSPEED | {
     "tp",
     "state_dict",
@@ -32,6 +39,7 @@ BESIDE_TP = BESIDE_DEEPSPEED | {
     "param_groups",
     "reshard_after_forward",
 }
+#: The same under FSDP2 without tensor parallelism.
 BESIDE = BESIDE_TP | {"compile", "activation_checkpointing", "dp_replicate"}
 
 
@@ -39,6 +47,12 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
     """Return why the ``experts`` of a model cannot be spread or sharded as the cell asks.
 
     None if they can: spread over ranks, or sharded by tensor parallelism.
+
+    Args:
+        cell: The cell, with ``ep`` above 1, with ``tp`` above 1, or with a model for DeepSpeed
+            alone.
+        tiny: Its model.
+        experts: The name of the model's module of experts; empty without one.
     """
     by_deepspeed = cell.strategy != "fsdp2"
     if by_deepspeed:
@@ -114,20 +128,23 @@ def spread(experts: Module, mesh: DeviceMesh) -> None:
     if "tp" in dimensions:
         column_mesh = mesh["tp"]
     exchange: Any = Exchange(expert_mesh, column_mesh)
+    # ``send`` is called with the inputs of each forward, ``back`` with its outputs.
     distribute_module(experts, mesh, shard, exchange.send, exchange.back)
 
 
 class Exchange:
     """Exchange of rows between the ranks of expert parallelism, and of their columns.
 
-    It is for one forward at a time.
+    It is for one forward at a time: ``send`` before it keeps what ``back`` needs after it. Of four
+    experts on two ranks, a rank whose rows are [3, 1, 0, 2] for each of the experts sends 4 rows to
+    rank 0 and 2 to rank 1.
 
     Attributes:
         mesh: The ranks of ``ep``; None without expert parallelism.
         columns: The ranks of ``tp``, which compute the columns of an expert; None without tensor
             parallelism.
         width: Columns of a row.
-        sent: How many rows this rank sends to each rank.
+        sent: How many rows this rank sends to each rank: [4, 2].
         received: How many rows this rank receives from each rank.
         order: Indices that sort the received rows by expert.
     """
@@ -144,6 +161,10 @@ class Exchange:
         """Return the rows of all ranks for this rank's experts, and how many each gets.
 
         The rows are ordered by expert.
+
+        Args:
+            inputs: This rank's rows (rows, width), ordered by expert, and a tensor of how many each
+                of all experts has.
         """
         import torch
         from torch import distributed
@@ -171,7 +192,10 @@ class Exchange:
         return rows_by_expert, received_by_rank.sum(0)
 
     def back(self, _: Module, rows: Any, __: DeviceMesh) -> torch.Tensor:
-        """Return what the experts of all ranks computed for this rank's rows, in their order."""
+        """Return what the experts of all ranks computed for this rank's rows, in their order.
+
+        It is the way of ``send`` back: in the order of arrival, then to the ranks they came from.
+        """
         outputs = self._gathered(rows)
         if self.mesh is None:
             return outputs
@@ -197,7 +221,8 @@ class Exchange:
 
         if self.columns is None:
             return rows
-        # torch takes columns for evenly sharded unless it gets the shape.
+        # torch takes columns for evenly sharded unless it gets the shape. The tensor on the meta
+        # device has a shape and strides, and no memory.
         full = rows.new_empty(len(rows), self.width, device="meta")
         sharded: Any = DTensor.from_local(
             rows,
@@ -225,6 +250,7 @@ class Exchange:
         assert self.mesh is not None
 
         all_to_all: Any = all_to_all_single
+        # Of one dimension, or of several taken together.
         width = math.prod(rows.shape[1:])
         output = rows.new_empty(sum(received), width)
         exchanged: torch.Tensor = all_to_all(
@@ -237,6 +263,11 @@ def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
     """Replace the model's layer with all experts by one with this rank's alone.
 
     Called before the engine is made.
+
+    Args:
+        model: A ``models.modules.DeepSpeedMixture``, with all experts on each rank.
+        size: The ranks that hold the experts together: ``ep``.
+        rank: This rank.
     """
     full_layer = model.moe.deepspeed_moe
     all_experts = full_layer.experts.deepspeed_experts

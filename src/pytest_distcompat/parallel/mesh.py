@@ -1,4 +1,10 @@
-"""The sizes of a cell's mesh, as arguments of accelerate and transformers."""
+"""The sizes of a cell's device mesh, as arguments of accelerate and transformers.
+
+A cell is one configuration under test: ``fsdp2-fp32-w8-dp_replicate_2-tp_2`` has 8 ranks on a mesh
+of 2 replicas, of 2 shards each, of 2 parts of each layer. ``strategies/_fsdp.py`` calls
+``parallelism`` for the arguments of accelerate and for torch's own mesh; the driver for Trainer
+calls ``distributed_config`` for models that transformers shards while it loads them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,8 @@ from pytest_distcompat.cell import Cell
 def parallelism(cell: Cell) -> dict[str, int]:
     """Return the sizes of a mesh, as arguments of accelerate's ParallelismConfig.
 
-    Empty for a mesh of one dimension.
+    ``{"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}``, the outermost first. Empty for a
+    mesh of one dimension. Ranks of other stages of a pipeline are on a mesh of their own.
     """
     replicas = int(cell.option("dp_replicate"))
     sizes = {}
@@ -26,7 +33,7 @@ def parallelism(cell: Cell) -> dict[str, int]:
 
 
 def distributed_config(cell: Cell) -> Any:
-    """Return how transformers shards a model while it loads it.
+    """Return how transformers shards a model while it loads it, as its ``DistributedConfig``.
 
     By layer, by expert, and what is left of both by FSDP2.
     """

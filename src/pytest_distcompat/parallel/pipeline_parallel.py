@@ -1,5 +1,11 @@
 """Pipeline parallelism (``pp``): each rank keeps the layers of its stages, as in torchtitan.
 
+The driver for plain torch, by which it is tested, has it in cells (configurations under test) such
+as ``fsdp2-fp32-w4-pp_2``. At collection ``unsupported_reason`` says which cells cannot run. On each
+rank ``build`` makes a ``Pipeline``, calls ``keep`` to cut the model, wraps each stage by FSDP2 or
+DDP, and calls ``connect``. Then ``step`` trains on the rows of a batch, ``outputs`` evaluates, and
+``gathered`` collects the weights for an export.
+
 By ``torch.distributed.pipelining``. A stage is a run of the model's layers. It receives
 hidden states from the stage before it and sends its own to the next one; the first receives tokens,
 the last computes logits and loss. With one stage a rank, rank r holds stage r. Interleaved
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch, Stages
 
-#: Options that were tried beside pipeline parallelism.
+#: Names of the options that were tried beside pipeline parallelism.
 BESIDE = frozenset(
     (
         "model",
@@ -43,7 +49,12 @@ BESIDE = frozenset(
 
 
 def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:
-    """Return why a model cannot be cut into stages as the cell asks; None if it can."""
+    """Return why a model cannot be cut into stages as the cell asks; None if it can.
+
+    Args:
+        cell: The cell, with ``pp`` above 1.
+        stages: How its model is cut; None if it cannot be.
+    """
     if cell.strategy not in {"ddp", "fsdp2"}:
         return "pipeline parallelism is driven under DDP and FSDP2 alone"
     if stages is None:
@@ -92,8 +103,8 @@ class Pipeline:
         first: Whether this rank has the first stage.
         last: Whether this rank has the last stage.
         modules: Number of a stage of this rank -> its module.
-        shapes: Example tensors that the stage receives and sends; empty if torch is to find out
-            their shapes.
+        shapes: Example tensors that the stage receives (``input_args``) and sends
+            (``output_args``); empty if torch is to find out their shapes.
         schedules: Number of micro-batches -> the schedule for it.
     """
 
@@ -123,11 +134,13 @@ class Pipeline:
         from pytest_distcompat.parallel.placeholder import Elsewhere
 
         stage_by_name = self._stage_by_name()
+        # All layers, before placeholders take their place.
         layers = {name: model.get_submodule(name) for name in stage_by_name}
         for name, stage in stage_by_name.items():
             if stage % self.cell.pp != self.index:
                 model.set_submodule(name, Elsewhere())
         modules: dict[int, Module] = {}
+        # The stages of this rank: ``index``, and ``index + pp`` if there are two.
         for number in range(self.index, self.cell.stages, self.cell.pp):
             module = model
             if self.cell.stages > self.cell.pp:
@@ -138,6 +151,7 @@ class Pipeline:
                     is_of_stage = stage_by_name[name] == number
                     memo[id(layer)] = layer if is_of_stage else Elsewhere()
                 module = copy.deepcopy(model, memo)
+            # What the stage sends on is less than what the model's own forward computes.
             module.forward = functools.partial(
                 self.stages.forward,
                 module,
@@ -178,7 +192,7 @@ class Pipeline:
     def step(self, rows: Batch, divisor: int) -> float:
         """Run forward and backward of each row, and return the sum of their losses.
 
-        The last stage broadcasts the sum.
+        Only the last stage computes losses. It broadcasts the sum, so that all ranks return it.
 
         Args:
             rows: Micro-batches of one row each.
@@ -196,6 +210,7 @@ class Pipeline:
             target = {"target": labels, "losses": losses}
         schedule = self.schedule(len(labels), divisor)
         schedule.step(*inputs, **target, return_outputs=False)
+        # On the other stages the list stays empty.
         total = torch.zeros((), device=self.device)
         if losses:
             total = torch.stack(losses).sum().detach().float()
@@ -204,7 +219,7 @@ class Pipeline:
         return float(total)
 
     def schedule(self, count: int, divisor: int) -> Any:
-        """Return the schedule of ``count`` micro-batches.
+        """Return the schedule of ``count`` micro-batches, the same object for the same number.
 
         The loss of each micro-batch is divided by the ``divisor``.
         """
@@ -213,11 +228,12 @@ class Pipeline:
         return self.schedules[count]
 
     def _make_schedule(self, count: int, divisor: int) -> Any:
+        """Return a new schedule of ``count`` micro-batches around this rank's stages."""
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        # Each schedule has its own: a stage keeps the number of micro-batches of the last one that
-        # was made ready in it.
+        # Each schedule has stages of its own: a stage keeps the number of micro-batches of the last
+        # schedule that it was in.
         stages: list[Any] = []
         for number, module in self.modules.items():
             stage = PipelineStage(
@@ -246,13 +262,18 @@ class Pipeline:
         )
 
     def outputs(self, received: Any) -> Any:
-        """Return the logits of the last stage, on all stages, for the tokens of a batch."""
+        """Return the logits of the last stage, on all stages, for the tokens of a batch.
+
+        Stage by stage, without a schedule: each rank that holds a stage broadcasts what it
+        computed.
+        """
         from torch import distributed
 
         for number in range(self.cell.stages):
             sent = None
             if number in self.modules:
-                # The copy waits for a sum over parts of layers; pickle takes what is there.
+                # Under tensor parallelism the output may be an asynchronous sum: the copy waits for
+                # it, while pickle would take what is there.
                 sent = self.modules[number](received).clone()
             message = [sent]
             sender = number % self.cell.pp
@@ -263,7 +284,10 @@ class Pipeline:
     def gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of all stages together, on the rank of the first one.
 
-        Elsewhere it is this rank's state.
+        On the other ranks it is their own state.
+
+        Args:
+            state: Parameter names -> whole tensors of this rank's stages.
         """
         from torch import distributed
 

@@ -1,5 +1,11 @@
 """Tensor and sequence parallelism by torch's ``parallelize_module``, from the plan of a tiny model.
 
+Drivers, by which trainers are tested, have it in cells (configurations under test) such as
+``fsdp2-fp32-w4-tp_2-sp``. At collection ``unsupported_reason`` says which cells cannot run. On each
+rank the strategy ``fsdp2``, or the driver for accelerate, calls ``parallelize(model, mesh, plan)``
+before the model is wrapped. DeepSpeed splits layers itself (AutoTP): ``autotp_plan`` makes its
+JSON of the same plan.
+
 Tensor parallelism (``tp``) shards the weight of a layer: ``colwise`` by output, so that each rank
 has some columns of the activations; ``rowwise`` by input, so that the ranks' outputs are summed.
 Sequence parallelism (``sp``) shards the activations between such layers along the sequence, over
@@ -7,7 +13,8 @@ the same ranks.
 
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 
-The styles of a plan:
+A plan is a dictionary of a tiny model: name of a module -> style, such as
+``{"model.layers.*.mlp.up_proj": "colwise"}``. The styles:
     colwise: Weight sharded by output; the activations stay sharded.
     colwise_gather: The same, and the output is gathered.
     rowwise: Weight sharded by input; the input is sharded already, the output is summed.
@@ -39,14 +46,19 @@ SEQUENCE_STYLES = ("sequence", "norm", "gather")
 
 #: Style -> DeepSpeed's name for how it shards a weight.
 AUTOTP_PARTITIONS = {"colwise": "column", "colwise_gather": "column", "rowwise": "row"}
-#: Options that were tried beside DeepSpeed's AutoTP.
+#: Names of the options that were tried beside DeepSpeed's AutoTP.
 BESIDE_AUTOTP = frozenset(
     {"model", "tp", "activation_checkpointing", "grad_accum", "param_groups", "frozen", "set"}
 )
 
 
 def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
-    """Return why a model of that plan cannot be sharded as the cell asks; None if it can."""
+    """Return why a model of that plan cannot be sharded as the cell asks; None if it can.
+
+    Args:
+        cell: The cell, with ``tp`` above 1.
+        plan: The plan of its model; empty if the model has none.
+    """
     if not plan:
         return f"the model {cell.option('model')} has no plan for tensor parallelism"
     if cell.strategy != "fsdp2":
@@ -107,7 +119,9 @@ def _no_autotp(cell: Cell) -> str | None:
 def autotp_plan(cell: Cell) -> dict[str, Any]:
     """Return DeepSpeed's setting for a model whose plan transformers does not have.
 
-    A layer of another style stays whole.
+    Names of modules become regular expressions, ``{"partition_config": {"layer_specs":
+    [{"patterns": [...], "partition_type": "column", ...}], ...}}``. A layer of a style that AutoTP
+    lacks stays whole. Empty for a Llama, whose plan DeepSpeed takes from transformers.
     """
     if cell.option("model") in LLAMAS:
         return {}
@@ -157,9 +171,13 @@ def parallelize(
 
 
 def _style(name: str, *, sequence: bool) -> Any:
-    """Return torch's object for a style.
+    """Return torch's ``ParallelStyle`` for a style of a plan.
 
     None for a style of sequence parallelism where there is none.
+
+    Args:
+        name: The style: ``colwise``, ``gather:hidden_states``.
+        sequence: Whether activations between layers are sharded along the sequence.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -173,7 +191,7 @@ def _style(name: str, *, sequence: bool) -> Any:
     if name in SEQUENCE_STYLES and not sequence:
         return None
     full = Replicate()
-    # Of (rows, tokens, hidden size).
+    # Dimension 1 of activations: (rows, tokens, hidden size).
     part_of_sequence = Shard(1)
     between_layers: Any = full
     if sequence:
@@ -185,6 +203,7 @@ def _style(name: str, *, sequence: bool) -> Any:
             input_kwarg_layouts={keyword: part_of_sequence},
             desired_input_kwarg_layouts={keyword: full},
         )
+    # Style -> what makes torch's object. Layouts are how activations are placed on the ranks.
     makers: dict[str, Any] = {
         "colwise": ColwiseParallel,
         "colwise_gather": lambda: ColwiseParallel(

@@ -1,4 +1,9 @@
-"""Registry of precisions: the dtypes that a model is loaded, computed and optimized in."""
+"""Registry of precisions: the dtypes that a model is loaded, computed and optimized in.
+
+A cell, one configuration under test, names a precision second: ``fsdp2-bf16_upcast-w2``. Each
+module of this package defines some; other packages add theirs by the entry point group
+``pytest_distcompat.precisions``.
+"""
 
 from pytest_distcompat.precisions._base import Precision, installed
 from pytest_distcompat.registry import Registry

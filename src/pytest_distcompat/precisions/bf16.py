@@ -1,4 +1,6 @@
-"""bfloat16 with masters upcast to float32, and bfloat16 alone.
+"""The precisions ``bf16_upcast``, with masters upcast to float32, and ``bf16_pure``.
+
+Masters are the weights that the optimizer updates.
 
 Both load in bfloat16, as https://huggingface.co/blog/deepspeed-to-fsdp-and-back does: FSDP without
 upcasting and DeepSpeed differ there, which a float32 load would hide.

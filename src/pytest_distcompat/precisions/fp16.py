@@ -1,6 +1,8 @@
-"""float16 with float32 masters and a scaled loss.
+"""The precision ``fp16_mixed``: float16 with float32 masters and a scaled loss.
 
-Loaded in float32, because float16 masters cannot be unscaled.
+Masters are the weights that the optimizer updates. Small gradients would vanish in float16, so that
+the loss is scaled up before the backward pass, and gradients down again before the update. Loaded
+in float32, because float16 masters cannot be unscaled.
 
 https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """

@@ -1,4 +1,4 @@
-"""Everything in float32."""
+"""The precision ``fp32``: everything in float32."""
 
 from pytest_distcompat.precisions._base import Precision
 

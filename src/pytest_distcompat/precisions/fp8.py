@@ -1,4 +1,6 @@
-"""Linear layers multiply in 8 bits, everything else is bfloat16 with float32 masters.
+"""The precision ``fp8``: linear layers multiply in 8 bits, all else in bfloat16, masters float32.
+
+Masters are the weights that the optimizer updates.
 
 With torchao or Transformer Engine:
 https://huggingface.co/docs/accelerate/usage_guides/low_precision_training

@@ -1,6 +1,10 @@
-"""Registry of strategies: how state is split over the ranks.
+"""Registry of strategies: how state is split over the ranks, such as ``ddp``, ``fsdp2``, ``zero3``.
 
-A strategy also says what must hold then, and has each library's backend config.
+A cell, one configuration under test, names a strategy first: ``fsdp2-fp32-w2``. A ``Strategy`` says
+what must hold under it, for the checks, and has a *backend config* for each library: a function
+from precision and cell to how that library spells the strategy (an FSDP plugin of accelerate,
+DeepSpeed's JSON), for the drivers. Each module of this package defines some; other packages add
+theirs by the entry point group ``pytest_distcompat.strategies``.
 """
 
 from pytest_distcompat.registry import Registry

@@ -1,4 +1,17 @@
-"""Strategy: what must hold under it, and its backend config for each library."""
+"""``Strategy``: what must hold under it, and its backend config for each library.
+
+``ddp.py``, ``fsdp1.py``, ``fsdp2.py`` and ``zero.py`` make one ``Strategy`` each, or a few. Three
+sides read it:
+
+- at collection, ``unsupported_reason(cell)`` says why a cell, one configuration under test such as
+  ``fsdp2-fp32-w2-tp_2``, cannot run under its strategy;
+- on ranks, drivers (the classes by which trainers are tested) call the *backend config* of their
+  library: ``torch``, ``accelerate``, ``transformers`` or ``deepspeed``. They pass a ``WrapSpec``,
+  which says which modules of the model are wrapped one by one;
+- checks compare what they read of the ranks with ``dtypes``, ``wrapper``, ``kind`` and others.
+  *Live names* are those of the wrapped model's parameters, ``module.blocks.0.weight`` under DDP;
+  ``canonical`` returns the name in the model before anything wraps it, ``blocks.0.weight``.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """One row of the dtype table: the dtype of each kind of tensor.
+    """The dtype of each kind of tensor, by torch's names: ``bfloat16``.
 
-    It holds on every rank, once the trainer is built.
+    It holds on every rank, once the trainer is built. The dtypes of a strategy and a precision are
+    a row of the table in the documentation.
 
     Attributes:
         storage: Of the live parameters.
         compute: Of matrix products.
         reduce: Of gradients in collectives.
         gradient: Of the gradients that the optimizer sees.
-        master: Of the parameters that the optimizer updates.
+        master: Of the parameters that the optimizer updates: master weights, or the live ones.
         state: Of the optimizer's moments.
         buffer: Of buffers; empty if they keep theirs.
     """
@@ -44,14 +58,16 @@ class Dtypes:
 #: The norm that the built-in drivers clip gradients to; DeepSpeed reads it from its JSON.
 MAX_NORM = 1.0
 
-#: Options that only DeepSpeed's strategies have -> why torch's strategies have none.
+#: Options that only DeepSpeed's strategies have, as a cell's id spells them -> why torch's
+#: strategies have none. For ``Strategy.options``.
 DEEPSPEED_OPTIONS = dict.fromkeys(
     ("conflict", "grad_accum_dtype_fp32"), "only DeepSpeed's JSON has this option"
 )
-#: Why a strategy without sharded parameters has no options for them.
+#: Why a strategy without sharded parameters has no options for them. For ``Strategy.options``.
 NO_SHARDS = "parameters are not sharded"
 
-#: Option -> the segment that it, and not a strategy, puts into live names.
+#: Option -> the segment that it, and not a strategy, puts into live names: torch.compile makes
+#: ``_orig_mod.blocks.0.weight`` of ``blocks.0.weight``.
 OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
 
 
@@ -63,13 +79,14 @@ class WrapSpec:
     sharded before blocks are wrapped, as https://github.com/pytorch/torchtitan orders it.
 
     Attributes:
-        blocks: Class names of the modules to wrap.
-        min_num_params: How many parameters make a unit under option ``wrap_policy``.
+        blocks: Class names of the modules to wrap: ``("LlamaDecoderLayer",)``.
+        min_num_params: How many parameters make a unit of FSDP under option ``wrap_policy``.
         ignored_modules: Names of the modules to leave out; empty unless the cell asks for some.
         tp_plan: Name of a module -> its style of tensor parallelism, see
             ``parallel/tensor_parallel.py``.
         experts: Name of the module that expert parallelism shards; empty if there is none.
-        find_unused: Whether a rank may leave out parameters that another uses.
+        find_unused: Whether a rank may leave out parameters that another uses, as DDP's
+            ``find_unused_parameters`` allows.
         prepare: Recomputes and compiles blocks; a strategy calls it where its library wants that.
     """
 
@@ -82,7 +99,7 @@ class WrapSpec:
     prepare: Callable[[Module], None] = lambda model: None  # noqa: ARG005
 
     def block_modules(self, model: Module) -> list[Module]:
-        """Return the modules of the model to wrap."""
+        """Return the modules of the model to wrap, in the order of ``model.modules()``."""
         modules = []
         for module in model.modules():
             if type(module).__name__ in self.blocks:
@@ -92,9 +109,10 @@ class WrapSpec:
     def units(self, model: Module) -> list[Module]:
         """Return the blocks to shard one by one.
 
-        A block that shares a parameter with a module outside it is none of them: both then are in
-        the unit around them.
+        A unit of FSDP is what is gathered at once. A block that shares a parameter with a module
+        outside it (tied weights) is none: both then are in the unit around them.
         """
+        # Parameter -> the modules that have it.
         owners: dict[int, set[Module]] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
@@ -116,8 +134,8 @@ class WrapSpec:
 
 #: Backend config for torch: (model, precision, cell, device, wrap) -> the wrapped model.
 TorchConfig = Callable[["Module", Precision, Cell, "torch.device", WrapSpec], "Module"]
-#: Backend config for accelerate and Trainer: -> keyword arguments for accelerate.Accelerator or
-#: TrainingArguments.
+#: Backend config for accelerate and Trainer: (precision, cell, wrap) -> keyword arguments for
+#: accelerate.Accelerator or TrainingArguments.
 ArgumentsConfig = Callable[[Precision, Cell, WrapSpec], Mapping[str, Any]]
 #: Backend config for DeepSpeed: (precision, cell) -> the JSON for deepspeed.initialize.
 DeepSpeedConfig = Callable[[Precision, Cell], Mapping[str, Any]]
@@ -138,10 +156,11 @@ class Strategy:
         bare_alone: Whether a library may leave out the wrapper on a single rank, since nothing is
             to be reduced.
         kind_alone: The kind of the live parameters on a single rank; empty if it is ``kind``.
-        leading: Segments that the strategy puts in front of live names.
-        wrappers: Segments that the strategy puts into live names.
+        leading: Segments that the strategy puts in front of live names: ``("module",)``.
+        wrappers: Segments that it may put into live names anywhere: ``("_fsdp_wrapped_module",)``.
         zero_stage: The ZeRO stage; None for strategies that are not DeepSpeed's.
-        flat_masters: Whether the optimizer updates flat partitions of master weights.
+        flat_masters: Whether the optimizer updates flat partitions of master weights: all weights
+            in one vector, of which each rank has a piece.
         reduces_each_micro_batch: Whether gradients are reduced after each micro-batch, since no
             rank keeps full ones.
         torch: Backend config for torch; None, as for the other libraries, if the library does not
@@ -149,7 +168,8 @@ class Strategy:
         accelerate: Backend config for accelerate.
         transformers: Backend config for transformers.Trainer.
         deepspeed: Backend config for DeepSpeed's own API.
-        options: Token of an option ("state_dict_full") -> why the strategy does not have it.
+        options: Option as a cell's id spells it ("state_dict_full") -> why the strategy does not
+            have it.
         order: Where the strategy stands in lists.
     """
 
@@ -174,13 +194,17 @@ class Strategy:
     order: int = 0
 
     def canonical(self, name: str, cell: Cell, unwrapped: Iterable[str]) -> str:
-        """Return the unwrapped model's name for a live one.
+        """Return the unwrapped model's name for a live one: without the segments of wrappers.
 
-        It is without the segments that the cell's wrappers put in.
+        Under DDP with torch.compile ``_orig_mod.module.blocks.0.weight`` becomes
+        ``blocks.0.weight``. The segment of a wrapper that the cell does not ask for stays: the name
+        then is no unwrapped one, and a check reports it. A segment that is a part of the unwrapped
+        name stays too, as that of a submodule which is called ``module``.
 
-        The segment of a wrapper that the cell does not ask for stays, so that the name is not an
-        unwrapped one. So does a segment that is part of one of the ``unwrapped`` names (a submodule
-        called ``module``).
+        Args:
+            name: The live name of a parameter or buffer.
+            cell: The cell, whose options say which wrappers there may be.
+            unwrapped: All names of the unwrapped model.
         """
         known = set(unwrapped)
         removable = set(self.wrappers)
@@ -191,13 +215,20 @@ class Strategy:
         for candidate in self._candidates(segments, removable, known):
             if candidate in known:
                 return candidate
-        # The name without all of them.
+        # None of them is a name of the unwrapped model: the name without all segments, which is the
+        # first candidate.
         return next(self._candidates(segments, removable, known))
 
     def _candidates(
         self, segments: list[str], removable: set[str], known: set[str]
     ) -> Iterator[str]:
-        """Yield the name without all removable segments, then without fewer and fewer of them."""
+        """Yield the name without all removable segments, then without fewer and fewer of them.
+
+        Args:
+            segments: Those of the live name.
+            removable: Segments that wrappers put in.
+            known: The names of the unwrapped model.
+        """
         inserted: list[int] = []
         for index, segment in enumerate(segments):
             if segment in removable:
@@ -212,6 +243,7 @@ class Strategy:
         for leading in self.leading:
             if not segments or segments[0] != leading:
                 continue
+            # Not a module of the model's own that is called so.
             if ".".join(segments) not in known:
                 segments = segments[1:]
         return ".".join(segments)

@@ -1,4 +1,14 @@
-"""Parts shared by FSDP1 and FSDP2: dtypes, mixed precision, device mesh, backend configs."""
+"""Parts shared by FSDP1 and FSDP2: dtypes, mixed precision, device mesh, backend configs.
+
+``fsdp1.py`` and ``fsdp2.py`` make the strategies of these functions; a strategy says how state is
+split over ranks. Its *backend config* says how a library spells it for a cell, one configuration
+under test: ``fsdp2-bf16_upcast-w2`` becomes an ``Accelerator`` with
+``FullyShardedDataParallelPlugin(fsdp_version=2, ...)`` by ``plugin``, and
+``TrainingArguments(fsdp=True, fsdp_config={"version": 2, ...})`` by ``arguments``. Drivers, the
+classes by which trainers are tested, call them on each rank. Fields that the cell sets by its
+option ``set``, as ``fsdp_config.min_num_params=7``, override the others
+(``cell.with_settings``).
+"""
 
 from __future__ import annotations
 
@@ -42,6 +52,11 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
     """Return torch's mixed-precision policy for that version of FSDP.
 
     None if the precision has one dtype only.
+
+    Args:
+        version: 1 or 2.
+        precision: The cell's dtypes.
+        cell: The cell; its option ``reduce_dtype`` may have gradients reduced in float32.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -73,6 +88,7 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     size_by_name = parallelism(cell)
+    # Empty for a mesh of one dimension.
     if not size_by_name:
         size_by_name = {"dp_shard_size": cell.world_size // cell.pp}
     names = tuple(name.removesuffix("_size") for name in size_by_name)
@@ -87,7 +103,13 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
 def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for Accelerator: an FSDP plugin of that version.
 
-    It wraps the model's blocks.
+    It wraps the model's blocks one by one, or whatever is large enough.
+
+    Args:
+        version: 1 or 2.
+        precision: The cell's dtypes.
+        cell: The cell.
+        wrap: Which modules are blocks.
     """
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -121,8 +143,8 @@ def _common_settings(cell: Cell) -> dict[str, Any]:
         "state_dict_type": STATE_DICT_TYPES[str(cell.option("state_dict"))],
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("cpu_offload")),
-        # It has no word for recomputation in a backward pass of its own, which the model does
-        # itself.
+        # They have no word for the re-entrant implementation (a backward pass of its own for each
+        # block), which the model does itself. Option values are False, True or a text.
         "activation_checkpointing": cell.option("activation_checkpointing") is True,
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
@@ -136,7 +158,11 @@ def _sharding_strategy(cell: Cell) -> str:
 
 
 def _parallelism_config(cell: Cell) -> dict[str, Any]:
-    """Return hybrid sharding for accelerate and Trainer, which have it for FSDP2 alone."""
+    """Return the argument for a mesh of several dimensions; empty for one dimension.
+
+    It is for replicas of shards (hybrid sharding) and tensor parallelism, which accelerate and
+    Trainer have for FSDP2 alone.
+    """
     # https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
     sizes = parallelism(cell)
     if not sizes:
@@ -149,8 +175,8 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
 def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
     if cell.tp * cell.ep > 1:
-        # The model is loaded in shards, see ``distributed_config``, and Trainer takes sizes from
-        # it.
+        # transformers shards the model while it loads it (``mesh.distributed_config``), and Trainer
+        # takes the sizes of the mesh from the model.
         return {}
     settings = {
         "version": version,

@@ -1,4 +1,10 @@
-"""DDP: every rank holds the whole model, gradients are all-reduced."""
+"""The strategy ``ddp``: every rank holds the whole model, gradients are all-reduced.
+
+``_torch`` wraps a model for the driver of plain torch, on each rank; ``_accelerate`` and
+``_transformers`` return arguments for these libraries, which wrap by DDP themselves. ``DDP`` is the
+entry of the registry of strategies: a cell such as ``ddp-fp32-w2``, one configuration under test,
+names it.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
+    """Return the dtype of each kind of tensor under DDP."""
     # Mixed precision is autocast here: parameters and gradients keep the master's dtype, so
     # gradients are reduced in it.
     master = precision.master
@@ -39,6 +46,10 @@ def _dtypes(precision: Precision) -> Dtypes:
 def _torch(
     model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec
 ) -> Module:
+    """Return the model wrapped by DDP, for the driver of plain torch.
+
+    The arguments are those of ``TorchConfig`` in ``_base.py``.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     wrap.prepare(model)
@@ -51,6 +62,7 @@ def _torch(
         # have quantized the same.
         settings["init_sync"] = False
     if cell.pp > 1:
+        # Of a pipeline the ranks with the same stage: only these hold replicas.
         settings["process_group"] = _fsdp.mesh(cell, device).get_group()
     if wrap.find_unused:
         settings["find_unused_parameters"] = True
@@ -58,6 +70,7 @@ def _torch(
 
 
 def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    """Return arguments of Accelerator, which wraps by DDP without any."""
     if not wrap.find_unused:
         return {}
     from accelerate.utils import DistributedDataParallelKwargs
@@ -66,6 +79,7 @@ def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str
 
 
 def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    """Return arguments of TrainingArguments, with which Trainer wraps by DDP without any."""
     if not wrap.find_unused:
         return {}
     return {"ddp_find_unused_parameters": True}
@@ -85,6 +99,7 @@ DDP = Strategy(
     torch=_torch,
     accelerate=_accelerate,
     transformers=_transformers,
+    # Options of a cell that it does not have, as a cell's id spells them -> why.
     options={
         "state_dict_full": "DDP has one form of state dict, the full one",
         "cpu_offload": "DDP has nothing to offload",

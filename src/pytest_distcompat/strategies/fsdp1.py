@@ -1,4 +1,13 @@
-"""FSDP1, torch's FullyShardedDataParallel: flat parameters, sharded."""
+"""The strategy ``fsdp1``: torch's FullyShardedDataParallel, with flat parameters, sharded.
+
+FSDP1 joins the parameters of a unit (a block, for example) to one vector, the flat parameter. Each
+rank holds a piece of it. With ``use_orig_params`` modules still show parameters under their own
+names, which are views of that piece.
+
+``_torch`` wraps a model for the driver of plain torch, on each rank; accelerate and Trainer get
+arguments by ``_fsdp.py``. ``FSDP1`` is the entry of the registry of strategies: a cell such as
+``fsdp1-bf16_upcast-w2``, one configuration under test, names it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +29,15 @@ if TYPE_CHECKING:
 def _torch(
     model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec
 ) -> Module:
+    """Return the model wrapped by FSDP1, for the driver of plain torch.
+
+    Args:
+        model: The model on the CPU.
+        precision: The cell's dtypes.
+        cell: The cell.
+        device: That of this rank.
+        wrap: Which modules are wrapped one by one.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -51,7 +69,7 @@ def _torch(
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Return FSDP2's row with buffers in the compute dtype, from the first forward on."""
+    """Return the dtypes of FSDP, with buffers in the compute dtype from the first forward on."""
     # ``MixedPrecision(buffer_dtype=...)`` does that; accelerate sets it too.
     row = _fsdp.dtypes(precision)
     if not precision.mixed:
@@ -73,6 +91,7 @@ FSDP1 = Strategy(
     torch=_torch,
     accelerate=functools.partial(_fsdp.plugin, 1),
     transformers=functools.partial(_fsdp.arguments, 1),
+    # Options of a cell that it does not have, as a cell's id spells them -> why.
     options={
         **dict.fromkeys(
             ("tp_2", "tp_4"),

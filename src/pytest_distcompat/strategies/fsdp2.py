@@ -1,6 +1,11 @@
-"""FSDP2, torch's fully_shard: every parameter is a DTensor, sharded on its first dimension.
+"""The strategy ``fsdp2``: torch's fully_shard. Parameters are DTensors, sharded on dimension 0.
 
-``_fsdp.mesh`` says what the dimensions of the device mesh are.
+``_torch`` wraps a model for the driver of plain torch, on each rank: in this order it splits layers
+for tensor parallelism, recomputes and compiles blocks, shards experts, and applies ``fully_shard``
+to each block and then to the model. accelerate and Trainer do that themselves; they get arguments
+by ``_fsdp.py``. ``FSDP2`` is the entry of the registry of strategies: a cell such as
+``fsdp2-fp32-w4-tp_2``, one configuration under test, names it. ``_fsdp.mesh`` says what the
+dimensions of the device mesh are.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy, Wrap
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
@@ -24,6 +30,10 @@ if TYPE_CHECKING:
 def _torch(
     model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec
 ) -> Module:
+    """Return the model sharded by FSDP2, for the driver of plain torch.
+
+    The arguments are those of ``TorchConfig`` in ``_base.py``.
+    """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -34,18 +44,7 @@ def _torch(
         model.to(device)
     mesh = _fsdp.mesh(cell, device)
     if cell.tp > 1:
-        # Under expert parallelism experts are sharded along both dimensions at once, below.
-        experts_name = wrap.experts if cell.ep == 1 else ""
-        tensor_parallel.parallelize(
-            model,
-            mesh["tp"],
-            wrap.tp_plan,
-            experts_name,
-            sequence=bool(cell.option("sp")),
-        )
-        dimensions = mesh.mesh_dim_names or ()
-        data_dimensions = [name for name in dimensions if name != "tp"]
-        mesh = mesh[tuple(data_dimensions)]
+        mesh = _split_layers(model, mesh, cell, wrap)
     experts: Any = None
     if cell.ep > 1:
         # Looked up before a wrapper that recomputes it takes its name.
@@ -75,13 +74,38 @@ def _torch(
     if prefetch:
         Prefetch(**prefetch).apply(blocks)
     if full_state is not None:
+        # From the meta device: allocate the shards where they stay, and fill them.
         if cell.option("cpu_offload"):
             device = torch.device("cpu")
         _load_weights(model, full_state, device)
     return model
 
 
+def _split_layers(model: Module, mesh: DeviceMesh, cell: Cell, wrap: WrapSpec) -> DeviceMesh:
+    """Split layers for tensor parallelism in place, and return the mesh that is left to shard over.
+
+    Args:
+        model: The whole model.
+        mesh: The mesh of the cell, with the dimension ``tp``.
+        cell: The cell.
+        wrap: The plan by which layers are split, and the name of the module of experts.
+    """
+    # Under expert parallelism experts are sharded along both dimensions at once, later.
+    experts_name = wrap.experts if cell.ep == 1 else ""
+    tensor_parallel.parallelize(
+        model,
+        mesh["tp"],
+        wrap.tp_plan,
+        experts_name,
+        sequence=bool(cell.option("sp")),
+    )
+    dimensions = mesh.mesh_dim_names or ()
+    data_dimensions = [name for name in dimensions if name != "tp"]
+    return mesh[tuple(data_dimensions)]
+
+
 def _offload_policy(cell: Cell, device: torch.device) -> Any:
+    """Return torch's policy for where shards stay: on the device, or in host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
     if not cell.option("cpu_offload"):
@@ -96,7 +120,9 @@ def _shard_experts(
 ) -> None:
     """Shard a module of experts in place.
 
-    By expert, by column under tensor parallelism, and what is left of both by FSDP2.
+    By expert, by column under tensor parallelism, and what is left of both by FSDP2. On 8 ranks
+    with ``ep=2`` and ``tp=2``, for example, the mesh is ``dp_shard=2, ep=2, tp=2``, while the other
+    layers have ``dp_shard=4, tp=2``.
 
     Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are
     ``dp_shard`` ranks of the other layers, so that ``dp_shard`` is smaller here by that factor.
@@ -128,7 +154,8 @@ def _shard_experts(
 def on_last_dimension(parameter: torch.nn.Parameter) -> Any:
     """Return the placement on a parameter's last dimension, as a ``shard_placement_fn``.
 
-    None, for the default placement, unless that dimension divides by 4 ranks.
+    None, for the default placement, unless that dimension divides by 4 ranks. A cell names it by
+    its import path, in the setting ``fully_shard.shard_placement_fn``.
     """
     from torch.distributed.tensor import Shard
 
@@ -139,7 +166,7 @@ def on_last_dimension(parameter: torch.nn.Parameter) -> Any:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many blocks each block has gathered early.
+    """How many blocks each block has gathered early, as the settings ``prefetch.forward=1`` say.
 
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     (set_modules_to_forward_prefetch).
@@ -163,16 +190,16 @@ class Prefetch:
 
 
 def _move_to_meta(model: Module) -> dict[str, torch.Tensor]:
-    """Move the model to the meta device and return its state dict with all its buffers."""
+    """Move the model to the meta device, without values, and return its values before by name."""
     full_state = {**model.state_dict(), **dict(model.named_buffers())}
     model.to("meta")
     return full_state
 
 
 def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Allocate the shards and load rank 0's weights into them, and all buffers.
+    """Allocate the shards and load rank 0's weights into them, and each rank's own buffers.
 
-    Some buffers are not in the state dict.
+    Some buffers are not in the state dict, so that they are copied by hand.
     """
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -1,6 +1,13 @@
-"""DeepSpeed ZeRO, whose stages partition more and more.
+"""The strategies ``zero0`` to ``zero3``: DeepSpeed ZeRO, whose stages partition more and more.
 
 Stage 1 partitions optimizer state, 2 gradients too, 3 parameters too; stage 0 partitions nothing.
+
+DeepSpeed is configured by JSON. ``config`` makes it for a cell, one configuration under test:
+``zero2-bf16_upcast-w2`` becomes ``{"zero_optimization": {"stage": 2, ...}, "bf16": {"enabled":
+True}, ...}``. The *backend configs* ``_native``, ``_accelerate`` and ``_transformers`` add what
+their library wants; drivers, the classes by which trainers are tested, call them on each rank. The
+settings of a cell, as ``ds_config.zero_optimization.overlap_comm=false`` in its option ``set``,
+override keys of the JSON. *Masters* are the float32 copies of weights that the optimizer updates.
 """
 
 from __future__ import annotations
@@ -37,7 +44,15 @@ def _dtypes(precision: Precision) -> Dtypes:
 
 
 def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
-    """Return the DeepSpeed JSON, for torch's AdamW: DeepSpeed's would be compiled first."""
+    """Return the DeepSpeed JSON of a cell, without an optimizer: torch's AdamW is passed instead.
+
+    DeepSpeed's own would be compiled first.
+
+    Args:
+        stage: 0 to 3.
+        precision: The cell's dtypes.
+        cell: The cell.
+    """
     bf16: dict[str, Any] = {"enabled": precision.compute == "bfloat16"}
     if precision.master == "bfloat16":
         # With the first key alone DeepSpeed asks for offload; both together are its low-precision
@@ -71,6 +86,7 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     if cell.option("reduce_dtype") != "auto":
         settings["communication_data_type"] = cell.option("reduce_dtype")
     if cell.option("conflict"):
+        # The JSON asks for float16, where the trainer asks for bfloat16.
         settings["bf16"] = {"enabled": False}
     if cell.own_disks:
         # https://www.deepspeed.ai/docs/config-json/#checkpoint-options
@@ -95,6 +111,7 @@ def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
 
 
 def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    """Return keyword arguments for Accelerator: a DeepSpeed plugin with the JSON."""
     import deepspeed  # noqa: F401 - without_shared_memory patches it
     from accelerate import DeepSpeedPlugin
 
@@ -174,6 +191,13 @@ _PARTITIONED = dict.fromkeys(
 
 
 def _zero(stage: int, meaning: str, options: dict[str, str]) -> Strategy:
+    """Return the strategy of a stage.
+
+    Args:
+        stage: 0 to 3.
+        meaning: What it partitions, for the documentation.
+        options: Option of a cell as its id spells it -> why this stage does not have it.
+    """
     if stage > 0:
         options = _PARTITIONED | options
     return Strategy(
@@ -199,6 +223,7 @@ def _zero(stage: int, meaning: str, options: dict[str, str]) -> Strategy:
 
 
 def _no_meta_init(stage: int) -> dict[str, str]:
+    """Return why a stage below 3 does not have option ``meta_init``, for ``_zero``."""
     return {"meta_init": f"ZeRO-{stage} keeps whole parameters on every rank"}
 
 

@@ -11,7 +11,7 @@ chooses cells to run from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.ext.reach.diffs import ChangedPlace

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.ext.upstream.sweep.fields import FRACTIONS, NUMBERS
+from pytest_distcompat.ext.upstream.sweep.values import FRACTIONS, NUMBERS
 
 #: The nodes of a syntax tree that define a function.
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)

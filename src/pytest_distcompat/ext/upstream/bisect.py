@@ -1,4 +1,10 @@
-"""Bisection of releases, or of commits, of a package: which one turned a session red, or green."""
+"""Bisection of releases, or of commits, of a package: which one turned a session red, or green.
+
+``distcompat releases --bisect accelerate==1.8.0..1.13.0 -- tests`` (``releases.py``) calls this
+module twice: ``releases_of`` lists the releases of the range, from pip's index or from a git
+repository; ``bisect`` runs the tests with some of them. *Red* is a session whose tests fail,
+*green* one whose tests pass; with a release that cannot be installed it is neither.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +20,18 @@ from packaging.version import InvalidVersion, Version
 from pytest_distcompat.ext.upstream.side_by_side import pip
 from pytest_distcompat.failures import UsageProblem
 
+#: ``accelerate==1.8.0..1.13.0``, or ``accelerate @ git+https://...@v1.8.0..main``.
 _RANGE = re.compile(
     r"(?P<package>[\w.-]+)\s*(?:==|@\s*git\+(?P<url>\S+)@)(?P<first>[^\s@]+?)\.\.(?P<last>[^\s@]+)",
     re.ASCII,
 )
 
+#: What a run with one release came to; ``releases.Run``.
 Outcome = TypeVar("Outcome")
 
 
 def releases_of(text: str, directory: Path) -> list[str]:
-    """Return the releases of a range, the oldest first.
+    """Return the releases of a range, the oldest first: ``["accelerate==1.8.0", ...]``.
 
     ``PACKAGE==FIRST..LAST``: releases of the package index, pre-releases left out. ``PACKAGE @
     git+URL@FIRST..LAST``: commits of the first-parent history.
@@ -110,6 +118,8 @@ def bisect(
         return
     # The newest release known to be as the first, and the oldest known to be as the last.
     like_first, like_last = 0, len(releases) - 1
+    # The releases between these two that may still be run. One that is neither red nor green leaves
+    # the list and moves no limit.
     candidates = list(range(1, like_last))
     while candidates:
         middle = _nearest_to_middle(candidates, like_first, like_last)
@@ -136,7 +146,14 @@ def _nearest_to_middle(candidates: Sequence[int], low: int, high: int) -> int:
 
 
 def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:
-    """Return the commits of the first-parent history from the first revision to the last."""
+    """Return the commits of the first-parent history from the first revision to the last.
+
+    Args:
+        url: The repository.
+        first: A tag, branch or commit.
+        last: Another one.
+        clone: The directory of the clone; it is made if it does not exist, else fetched.
+    """
     if clone.is_dir():
         _git("fetch", "--quiet", "--tags", "origin", clone=clone)
     else:
@@ -167,7 +184,7 @@ def _commit(revision: str, clone: Path) -> str:
 def _revision(name: str, clone: Path) -> str:
     """Return the name of the fetched branch for that of a branch, and other names as they are.
 
-    The clone's own branch is as old as the clone.
+    ``main`` becomes ``refs/remotes/origin/main``: the clone's own branch is as old as the clone.
     """
     fetched = f"refs/remotes/origin/{name}"
     if _git("for-each-ref", fetched, clone=clone):

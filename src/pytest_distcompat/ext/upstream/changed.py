@@ -1,4 +1,18 @@
-"""A change of a package, ``PACKAGE@FROM..TO``: its sources, and the cells to run for it."""
+"""A change of a package, ``PACKAGE@FROM..TO``: its sources, and the cells to run for it.
+
+``distcompat releases --changed accelerate@1.12.0..1.13.0 --reach FILE`` (``releases.py``) tests a
+new release with only those cells that execute what it changes. A cell is one configuration under
+test, such as ``fsdp2-fp32-w2``: strategy, precision, number of ranks. It calls this module twice:
+
+1. ``read_change`` reads the value of ``--changed``. It makes the new sources importable in one
+   directory, by installing a release or by patching a copy of the installed package, and returns
+   a ``Change``.
+2. ``select_cells`` has the command ``distcompat reach`` compare both sources with a map (FILE) of
+   which lines each cell executes. It writes the cells to run into a file.
+
+``releases`` then runs pytest with that directory first on ``sys.path``, and with the plugin of
+``selected.py``, which runs the cells of the file.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +37,12 @@ EXPECTED = (
 )
 #: The word for the installed copy, in place of a release.
 INSTALLED = "installed"
-#: The plugin that runs the cells that a file lists, and the option for the file.
+#: The plugin that runs the cells that a file lists (``pytest -p``), and the option for the file.
 SELECTING_PLUGIN, SELECTION = "pytest_distcompat.ext.upstream.selected", "--distcompat-selection"
 #: The endings of files with a unified diff.
 _DIFFS = (".diff", ".patch")
-#: How the lines below the names of a file begin in a unified diff.
+#: How the lines below the names of a file begin in a unified diff. "\" begins
+#: "\ No newline at end of file".
 _CONTENT_LINES = ("@@ ", " ", "+", "-", "\\", "\n")
 
 
@@ -36,8 +51,10 @@ class Change:
     """A change of a package.
 
     Attributes:
-        name: The name of the run with the change, and of the files of the run.
-        text: The change as ``distcompat reach --changed`` reads it.
+        name: The name of the run with the change, and of the files of the run:
+            ``accelerate@1.13.0``.
+        text: The change as ``distcompat reach --changed`` reads it: with directories in place of
+            releases, ``accelerate@/old/site../new/site``, or with the absolute path of a diff.
         target: The directory with the changed package, which must come first on ``sys.path``.
     """
 
@@ -50,7 +67,8 @@ def read_change(text: str, directory: Path) -> Change:
     """Return the change that a value of ``--changed`` names.
 
     Args:
-        text: The value, see ``EXPECTED``.
+        text: The value, see ``EXPECTED``: ``accelerate@1.12.0..1.13.0``,
+            ``accelerate@installed..../accelerate/src`` or ``accelerate@fix.diff``.
         directory: Where to install releases, and to patch a copy of the installed package.
 
     Raises:
@@ -65,7 +83,8 @@ def read_change(text: str, directory: Path) -> Change:
         diff = Path(where).resolve()
         target = _patched(package, diff, directory / file_name(name))
         return Change(name, f"{package}@{diff}", target)
-    # The dots between FROM and TO are not those of a path that begins or ends with ``..``.
+    # The two dots between FROM and TO are not those of a path: in ``1.0..../src`` TO is ``../src``,
+    # and FROM must not end with a dot or a slash.
     match = re.fullmatch(r"(?P<old>.*[^./])/?\.\.(?P<new>/?[^./].*|\.\.?/.*)", where)
     if match is None:
         raise UsageProblem(f"{text!r} is no change of a package; expected: {EXPECTED}")
@@ -85,14 +104,16 @@ def select_cells(
 ) -> bool:
     """Write a file of the cells that execute changed code.
 
-    The changed code that no cell executes is printed.
+    A line of the file is ``accelerate/fsdp2-fp32-w2: save, load``; ``selected.py`` says what it
+    means. The changed code that no cell executes is printed.
 
     Args:
         change: The change.
-        maps: Files of ``distcompat reach``: which code of the old release each cell executes.
+        maps: Files of ``pytest --distcompat-reach``: which code of the old release each cell
+            executes.
         selection: The file to write.
-        cell: A pattern for the cells to choose from; None for all.
-        cells_per_place: How many cells to choose for each changed place; None for all.
+        cell: A pattern for the cells to choose from, ``accelerate/*``; None for all.
+        cells_per_place: How many cells to choose for each changed place, as text; None for all.
 
     Returns:
         Whether any cell was selected.
@@ -112,6 +133,7 @@ def select_cells(
         raise UsageProblem(process.stderr.strip().removeprefix("distcompat: "))
     print(process.stdout, end="", flush=True)
     lines = selection.read_text(encoding="utf-8").splitlines()
+    # Those are a comment, the cells that the map does not know, and the cells left out.
     return any(not line.startswith(("#", "*", "-")) for line in lines)
 
 
@@ -120,18 +142,19 @@ def _site(package: str, text: str, directory: Path) -> Path:
 
     Args:
         package: The name of the package.
-        text: A directory, a wheel, a release, or ``INSTALLED``.
+        text: A directory, a wheel, a release (``1.13.0``), or ``INSTALLED``.
         directory: Where to install a wheel or a release.
     """
     path = Path(text)
     if path.is_dir():
-        # The directory may be the package itself.
+        # The directory may be the package itself; Python imports it from the one around it.
         site = path.parent if (path / "__init__.py").is_file() else path
         return site.resolve()
     if path.suffix == ".whl":
         if not path.is_file():
             raise UsageProblem(f"{path}: there is no such wheel")
         return install(f"{package} @ {path.resolve().as_uri()}", directory)
+    # The installed release is not installed a second time.
     if text in {INSTALLED, version_of(package)}:
         return _installed(package)
     if "/" in text:
@@ -157,7 +180,8 @@ def _patched(package: str, diff: Path, target: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     without_caches = shutil.ignore_patterns("__pycache__")
     shutil.copytree(site / package, target / package, ignore=without_caches)
-    # ``importlib.metadata`` reads the version from this directory.
+    # ``importlib.metadata`` reads the version from this directory: without it a library would
+    # seem not to be installed.
     for metadata in site.glob(f"{package}-*.dist-info"):
         shutil.copytree(metadata, target / metadata.name)
     package_diff = "".join(_diff_lines_of(package, text))
@@ -186,7 +210,9 @@ def _git() -> str:
 def _diff_lines_of(package: str, diff: str) -> list[str]:
     """Return the lines of a unified diff that change files of the package.
 
-    Their paths begin with the name of the package, in whichever directory of a repository it is.
+    The paths of the returned lines begin with the name of the package: those of
+    ``a/src/accelerate/utils.py`` become ``x/accelerate/utils.py``. A diff of a whole repository may
+    have files of tests and docs too; their lines are left out.
     """
     kept: list[str] = []
     lines = diff.splitlines(keepends=True)
@@ -197,6 +223,7 @@ def _diff_lines_of(package: str, diff: str) -> list[str]:
         is_old_name = line.startswith("--- ") and following.startswith("+++ ")
         is_new_name = line.startswith("+++ ") and previous.startswith("--- ")
         if is_old_name:
+            # A file begins: its two lines of names are written anew, both at once.
             old = _path_in_package(package, line)
             new = _path_in_package(package, following)
             in_package = bool(old or new)
@@ -204,6 +231,7 @@ def _diff_lines_of(package: str, diff: str) -> list[str]:
                 kept.append(f"--- {_patch_path(old)}\n")
                 kept.append(f"+++ {_patch_path(new)}\n")
         elif line.startswith("diff --git "):
+            # What git says of a file before its names (modes, hashes) is not needed.
             in_package = False
         elif in_package and not is_new_name and line.startswith(_CONTENT_LINES):
             kept.append(line)
@@ -214,8 +242,10 @@ def _diff_lines_of(package: str, diff: str) -> list[str]:
 def _path_in_package(package: str, line: str) -> str:
     """Return the path of a line that names a file, from the package's directory on.
 
+    ``--- a/src/accelerate/utils.py`` gives ``accelerate/utils.py`` for the package ``accelerate``.
     It is empty if the file is not in the package, or does not exist (``/dev/null``).
     """
+    # Behind ``--- `` or ``+++ ``; ``diff -u`` writes a tab and the time behind the name.
     name, _, _ = line[4:].partition("\t")
     path = "/" + name.strip()
     _, separator, below = path.partition(f"/{package}/")

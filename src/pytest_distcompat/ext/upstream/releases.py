@@ -1,4 +1,21 @@
-"""``releases``: runs the same tests with several releases of a package and compares the results."""
+"""``releases``: runs the same tests with several releases of a package and compares the results.
+
+The command line calls ``add(commands)`` to add the subcommand, and ``_releases`` for
+``distcompat releases``. There are three forms; behind ``--`` come the arguments of pytest:
+
+- ``--release accelerate==1.12.0 --release accelerate==1.13.0 -- tests``: run pytest with each
+  release, then with what is installed.
+- ``--bisect accelerate==1.8.0..1.13.0 -- tests``: find the release that turned the tests red, or
+  green (``bisect.py``).
+- ``--changed accelerate@1.12.0..1.13.0 --reach FILE -- tests``: run with the new release only the
+  cells, configurations under test, that execute what it changes (``changed.py``, ``selected.py``).
+
+Each release is installed into a directory of its own (``side_by_side.py``); the environment of the
+installed packages stays as it is. A ``Run`` is a pytest session with one release, in a process of
+its own with that directory first on PYTHONPATH. It writes a JSON report and a log. The result is a
+Markdown table: a column for each release, rows for the counts of verdicts and for each cause of
+failure. *Red* verdicts are those that make a session fail.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +50,7 @@ from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.markdown import escape
 from pytest_distcompat.report.text import counts_text, cut
 
-#: The last column: the installed packages as they are.
+#: The heading of the last column: the installed packages as they are.
 INSTALLED = "installed"
 #: The longest headline of a cause in the table, in characters.
 MAX_HEADLINE = 160
@@ -44,9 +61,9 @@ class Run:
     """Session with one release.
 
     Attributes:
-        release: The release.
-        report: Its report, if there is one.
-        problem: What else went wrong.
+        release: The release: ``accelerate==1.12.0``, a commit, or ``installed``.
+        report: The report that pytest wrote; None if it wrote none.
+        problem: What else went wrong, as a sentence; empty if nothing did.
         code: pytest's exit code; None if it was not started.
     """
 
@@ -65,15 +82,17 @@ class Run:
     @property
     def red(self) -> bool | None:
         """Tell whether tests failed; None if that cannot be told, as where no cell could run."""
+        # Other exit codes: pytest was interrupted, misused, or collected nothing.
         if self.report is None or self.code not in {0, 1}:
             return None
+        # All cells were skipped, as with a release that is too old for them.
         if self.report.results and not counts(self.report)["ran"]:
             return None
         return self.code == 1
 
     @property
     def causes(self) -> dict[tuple[str, str], Cause]:
-        """Return the causes of failure by suite and text."""
+        """Return (suite, text) -> the cause of failure, with all verdicts that it explains."""
         if self.report is None:
             return {}
         return {cause.key: cause for cause in causes(self.report.results)}
@@ -89,7 +108,11 @@ class Run:
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand to the parser's.
+
+    Args:
+        commands: What ``ArgumentParser.add_subparsers`` has returned.
+    """
     releases = commands.add_parser(
         "releases",
         help="the same tests with other releases of a package, side by side",
@@ -108,6 +131,25 @@ def add(commands: Any) -> None:
             "execute what it changes."
         ),
     )
+    _add_forms(releases)
+    _add_options_of_changed(releases)
+    releases.add_argument(
+        "--into",
+        type=Path,
+        metavar="DIRECTORY",
+        help=f"keep releases, reports and logs there ({_cache()})",
+    )
+    releases.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.md", help="write the table there too"
+    )
+    releases.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="PYTEST-ARGUMENT", help="of each run"
+    )
+    releases.set_defaults(call=_releases)
+
+
+def _add_forms(releases: argparse.ArgumentParser) -> None:
+    """Add the options of which the user must give one: what is run with which release."""
     which = releases.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--release",
@@ -124,6 +166,10 @@ def add(commands: Any) -> None:
     which.add_argument(
         "--changed", metavar="PACKAGE@FROM..TO", help=f"a change of a package: {EXPECTED}"
     )
+
+
+def _add_options_of_changed(releases: argparse.ArgumentParser) -> None:
+    """Add the options that go with ``--changed`` alone."""
     releases.add_argument(
         "--reach",
         action="append",
@@ -148,23 +194,11 @@ def add(commands: Any) -> None:
         metavar="N",
         help="with --changed: only so many cells that execute each changed place",
     )
-    releases.add_argument(
-        "--into",
-        type=Path,
-        metavar="DIRECTORY",
-        help=f"keep releases, reports and logs there ({_cache()})",
-    )
-    releases.add_argument(
-        "-o", "--output", type=Path, metavar="FILE.md", help="write the table there too"
-    )
-    releases.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="PYTEST-ARGUMENT", help="of each run"
-    )
-    releases.set_defaults(call=_releases)
 
 
 def _releases(options: argparse.Namespace) -> int:
     """Run the tests as the options say, print the table, and return the exit code."""
+    # Raises for a text that is no release, before anything is installed.
     for release in options.release or ():
         requirements(release)
     directory = (options.into or _cache()).resolve()
@@ -196,7 +230,13 @@ def _releases(options: argparse.Namespace) -> int:
 
 
 def _changed(options: argparse.Namespace, directory: Path, arguments: Sequence[str]) -> int:
-    """Run the cells that execute what a release changes, with it; return the exit code."""
+    """Run the cells that execute what a release changes, with it; return the exit code.
+
+    Args:
+        options: The options of the command.
+        directory: Where releases, reports and logs are kept.
+        arguments: The arguments of pytest.
+    """
     if not options.reach:
         raise UsageProblem(
             "--changed needs a map: --reach FILE, which pytest --distcompat-reach FILE writes"
@@ -212,6 +252,7 @@ def _changed(options: argparse.Namespace, directory: Path, arguments: Sequence[s
     print(f"{change.name}: the cells are in {selection}\n", flush=True)
     selecting = ["-p", SELECTING_PLUGIN, f"{SELECTION}={selection}"]
     if options.limit:
+        # The cells stand in the file in the order of their use, so that the first ones count.
         selecting.append(f"--distcompat-budget={options.limit}")
     variables = environment(change.target)
     run = _run(change.name, variables, directory, [*arguments, *selecting])
@@ -247,6 +288,7 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
         runs.append(outcome)
         colour = _COLOURS[outcome.red]
         print(f"{outcome.release}: {colour}: {outcome.summary}", flush=True)
+    # They were run from both ends inwards; the table has the oldest first.
     runs.sort(key=lambda run: ordered.index(run.release))
     _write(runs, page)
     change = _change(runs)
@@ -257,6 +299,8 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
         return 1
     before, after = change
     colour = _COLOURS[after.red]
+    # Releases between the two that are neither red nor green are named too: one of them may be the
+    # first.
     facts = [f"the first {colour} one is {after.release}"]
     facts.append(_colour_fact(before))
     start = ordered.index(before.release) + 1
@@ -332,6 +376,8 @@ def _verdict_count(cause: Cause | None) -> str:
 def _cause_rows(runs: Sequence[Run]) -> Iterator[str]:
     """Yield a row for each cause of failure: how many verdicts it has with each release."""
     columns = [run.causes for run in runs]
+    # All causes, each once, in the order of their first release. Of the same cause with several
+    # releases the last one gives the example.
     causes_by_key: dict[tuple[str, str], Cause] = {}
     for column in columns:
         causes_by_key |= column
@@ -347,9 +393,17 @@ def _cause_rows(runs: Sequence[Run]) -> Iterator[str]:
 def _run(
     release: str, variables: Mapping[str, str], directory: Path, arguments: Sequence[str]
 ) -> Run:
-    """Run pytest with a release, in an environment that has it; return what came of it."""
+    """Run pytest with a release, in an environment that has it; return what came of it.
+
+    Args:
+        release: The release, which names the files of the run.
+        variables: The whole environment of pytest.
+        directory: Where the report and the log are written.
+        arguments: The arguments of pytest.
+    """
     report_file = directory / f"{file_name(release)}.json"
     log = directory / f"{file_name(release)}.log"
+    # A report of an earlier session must not be taken for this one's.
     report_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={report_file}"]
     # A session takes minutes and prints nothing here.

@@ -1,4 +1,13 @@
-"""Installation of other releases, each in a directory that comes first on PYTHONPATH."""
+"""Installation of other releases, each in a directory that comes first on PYTHONPATH.
+
+``distcompat releases`` (``releases.py``, ``changed.py``) runs the same tests with other releases of
+a package, without changing the installed packages. ``install("accelerate==1.12.0", directory)`` has
+pip install into ``directory/accelerate==1.12.0`` (``pip install --target``); Python started with
+``environment(target)`` imports accelerate from there and all else from the environment.
+
+Only the release itself is installed, and then, in rounds, those of its requirements that the
+installed packages do not meet: pip's own resolver would install torch again, gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +62,20 @@ def requirements(release: str) -> list[Requirement]:
 
 
 def file_name(release: str) -> str:
-    """Return the name of a release's directory and files."""
+    """Return the name of a release's directory and files.
+
+    Letters that file systems or shells may not take become a hyphen: ``accelerate @ git+https://x``
+    becomes ``accelerate-git+https-x``.
+    """
     return re.sub(r"[^\w.=+,-]+", "-", release)
 
 
 def install(release: str, directory: Path) -> Path:
     """Return the directory with these releases, and install them there if needed.
 
-    It also has what they require beyond the installed packages. A release from a URL that names no
-    commit is installed again each time, and one that no longer meets its requirements.
+    It also has what they require beyond the installed packages. Two kinds are installed again: a
+    release from a URL that names no commit, each time; and one whose requirements are no longer
+    met, as the installed packages have changed.
 
     Args:
         release: The releases, as ``requirements`` reads them.
@@ -108,11 +122,15 @@ def _install_unmet(target: Path, release: str) -> None:
 
 
 def unmet(target: Path) -> Iterator[str]:
-    """Yield what the directory's distributions require and neither it nor the environment has."""
+    """Yield what the directory's distributions require and neither it nor the environment has.
+
+    A yielded text is a requirement: ``tokenizers<=0.23.0,>=0.22.0``.
+    """
     path = [str(target), *sys.path]
     for distribution in importlib.metadata.distributions(path=[str(target)]):
         for text in distribution.requires or ():
             requirement = Requirement(text)
+            # Not one of an extra, or of another platform.
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             kept = canonicalize_name(requirement.name) in PACKAGES_KEPT
             if not applies or kept:

@@ -1,6 +1,18 @@
-"""The built-in suites: four common libraries with tiny models.
+"""The built-in suites: which cells of four common libraries are tested, with tiny models.
 
-``suite`` has them for ``pytest --pyargs``.
+``pytest --pyargs pytest_distcompat.suite`` collects them: the module ``suite`` imports them from
+here. Each class names its driver, by which a library's trainer is tested, and a matrix of cells.
+A cell is one configuration, with an id: ``Matrix(("fsdp2",), ("fp32",), options=({"tp": 2},))``
+has the one cell ``fsdp2-fp32-w2-tp_2`` on two ranks (``w2``, the session's default). Of each cell
+pytest gets an item for each check: ``TestTorch::test[fsdp2-fp32-w2-tp_2:names]``.
+
+The base class ``CompatSuite`` makes the items. A matrix has all combinations of its strategies,
+precisions and sets of options; ``extra`` adds single cells or further matrices. It is kept to what
+may fail in a way of its own, as each cell takes seconds; the profiles ``pairwise`` and ``full``
+test more.
+
+``SLICE`` has the cells with single settings of the libraries (``sweep/slice.py``) that every
+session tests, as ``zero2-fp32-w2-model_mlp-set_ds_config...``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""State beside model and optimizer: averages of the weights, and a count of micro-batches."""
+"""State beside model and optimizer: averages of the weights, and a count of micro-batches.
+
+A checkpoint must bring back such state too, which the check ``extra_state`` tests. The drivers for
+torch and accelerate, by which these trainers are tested, have it:
+
+- With option ``ema`` of a cell (``fsdp2-fp32-w2-model_mlp-ema``) they keep an exponential moving
+  average of the weights: ``averaged``, torch's own object, or ``AverageOfWeights``, an object that
+  accelerate registers. ``build`` makes it, ``step`` updates it.
+- The driver for accelerate registers a ``Progress`` in every cell.
+
+``unsupported_by_torch`` and ``unsupported_by_accelerate`` say at collection which cells have no
+average.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +25,8 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
 
-#: How much of the average each step keeps. Small, so that a lost average shows after three steps.
+#: How much of the average each step keeps: average = DECAY * average + (1 - DECAY) * weights. It is
+#: small, so that a lost average shows after three steps.
 DECAY = 0.5
 #: Options that were tried beside ``ema``.
 _BESIDE = frozenset(
@@ -50,6 +63,7 @@ def unsupported_by_accelerate(cell: Cell) -> str | None:
 
 
 def _is_untried(cell: Cell, tried: frozenset[str]) -> bool:
+    """Tell whether the cell has an option that was not tried beside ``ema``."""
     return any(name not in tried for name, _ in cell.options)
 
 

@@ -1,6 +1,10 @@
 """Several optimizers as one object, for libraries that take one only.
 
-It is a module of its own because it imports torch.
+Option ``optimizer`` at ``muon`` of a cell trains with two optimizers: Muon for matrices and AdamW
+for the rest. accelerate cannot save two, and Trainer takes one class. So their drivers, by which
+they are tested, pass ``Joined``: one optimizer with the param groups and the state of both.
+
+It is a module of its own because it imports torch, which pytest's process does not.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ class Joined(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Give the optimizers the groups and the state of this object, which a load replaces."""
+        """Give the optimizers the groups and the state of this object.
+
+        Called again after a load, which replaces both in this object alone. The first groups are
+        those of the first optimizer.
+        """
         first = 0
         for part in self.parts:
             count = len(part.param_groups)

@@ -1,6 +1,18 @@
 """Option ``loaded``: models that a trainer makes or reads itself.
 
-ZeRO-3 partitions them parameter by parameter meanwhile:
+Most tests give the trainer a model that exists. Users often have the trainer's library make it, for
+example by ``from_pretrained``. A cell, one configuration under test, does so with option
+``loaded``: ``zero3-fp32-w2-loaded_from_pretrained``. Its values: ``given`` (the default),
+``from_pretrained`` (from files), ``from_backbone`` (from files without the head, which is drawn
+anew), ``from_config``, ``zero_init`` (under ``deepspeed.zero.Init``). Settings of a cell may give
+embeddings another size.
+
+The drivers call it: ``unsupported_reason`` at collection, ``make`` in ``build`` on each rank. The
+new model gets the values of the given one, so that the reference, which trains in one process, has
+the same. Where the reading itself changes values (``changes_values``), ``build_model`` already
+calls ``read``, in the reference too.
+
+ZeRO-3 partitions such models parameter by parameter meanwhile:
 https://huggingface.co/docs/transformers/deepspeed,
 https://deepspeed.readthedocs.io/en/latest/zero3.html
 """
@@ -25,14 +37,15 @@ if TYPE_CHECKING:
     from pytest_distcompat.models import TinyModel
     from pytest_distcompat.precisions import Precision
 
-#: The seed of weights that are not in the files. As users do it, all ranks have the same.
+#: The seed of weights that are not in the files. All ranks have the same, as users seed it.
 SEED = 1
 
 
 def sources(*strategies: str) -> tuple[Source, ...]:
     """Return the calls of transformers on a model whose arguments a cell can set.
 
-    They make, change and write it.
+    They make, change and write it. A driver adds them to its ``sources``; the cell's setting
+    ``from_pretrained.low_cpu_mem_usage=true``, for example, is an argument of the first.
 
     Args:
         strategies: The strategies under which they are set.
@@ -119,7 +132,7 @@ def make(
         base: The other model, without an adapter.
         make_anew: Returns a model of this kind.
         zero_config: DeepSpeed's JSON, for ``zero_init``.
-        run_directory: The directory of the run, in which ranks share files.
+        run_directory: The directory of the run, in which ranks share files. One process needs none.
     """
     import torch
 
@@ -159,6 +172,7 @@ def read(cell: Cell, precision: Precision, base: Any, run_directory: Path | None
         if cell.option("loaded") == "from_backbone":
             written = base.base_model
         if _has_other_sizes(cell):
+            # The files get one row more than the model has, which must then draw embeddings anew.
             written = copy.deepcopy(written)
             written.resize_token_embeddings(written.config.vocab_size + 1)
         written.save_pretrained(directory, **cell.settings("save_pretrained"))
@@ -167,6 +181,7 @@ def read(cell: Cell, precision: Precision, base: Any, run_directory: Path | None
         torch.manual_seed(SEED)
         settings = {"dtype": getattr(torch, precision.load)}
         if written is not base:
+            # The files have the config of what was written.
             settings["config"] = copy.deepcopy(base.config)
         model: Any = type(base).from_pretrained(
             directory, **cell.with_settings("from_pretrained", settings)
@@ -182,6 +197,8 @@ def read(cell: Cell, precision: Precision, base: Any, run_directory: Path | None
 @contextlib.contextmanager
 def _shared_directory(run_directory: Path | None, name: str) -> Iterator[Path]:
     """Give a directory that all ranks of the process group share, until all are done with it.
+
+    Without a group, or with one rank, it is a temporary one.
 
     Args:
         run_directory: The directory of the run, which pytest removes with it. One process needs
@@ -217,6 +234,8 @@ def fill(made: Module, base: Module) -> None:
     values = dict(base.named_parameters())
     for name, parameter in made.named_parameters():
         whole: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        # ZeRO-3 has marked and partitioned the parameter. While it is gathered it is whole, and
+        # what rank 0 writes is partitioned again.
         if hasattr(parameter, "ds_id"):
             import deepspeed
 

@@ -1,4 +1,15 @@
-"""Rows that Trainer feeds ranks on a mesh, which it makes around the model that it trains."""
+"""Rows that Trainer feeds ranks on a mesh, which it makes around the model that it trains.
+
+The check ``coverage`` compares which rows of a data set each rank reads with what a loader must do
+(``trace.Loader``). ``TrainerDriver`` calls ``loaders`` for the loaders that a cell can test, and
+``rows_on_mesh`` on each rank. Both are for cells on a mesh, as ``fsdp2-fp32-w4-tp_2``: there which
+rows a rank reads depends on the mesh, and Trainer makes it of the model. So the cell's own model of
+tokens is trained here; on other cells ``_rows.py`` trains a model of one parameter.
+
+A row is a number, and all its tokens are that number: row 7 is ``[7, 7, 7, 7]``. A hook on the
+model records the first token of each row of a batch. ``rows_on_mesh`` yields (epoch, rows) for each
+batch, such as ``(0, [7, 2])``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +22,12 @@ from pytest_distcompat.driver import Plan
 from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.trace import Loader
 
-#: Tokens of a row, which all are its number.
+#: How many tokens a row has when it reaches the model.
 TOKENS = 4
 
 
 def loaders(*, in_parts: bool) -> Mapping[str, Loader]:
-    """Return Trainer's loaders on a mesh.
+    """Return Trainer's loaders on a mesh: name -> what the loader must do.
 
     Args:
         in_parts: Whether transformers shards the model while it loads it: such a training cannot be
@@ -52,6 +63,7 @@ def rows_on_mesh(
         data_collator=_collated,
         callbacks=[_rows.epochs_callback()],
     )
+    # A list for each epoch, of the batches with their rows. ``epochs_callback`` begins an epoch.
     model.fed = []
     hook = model.register_forward_pre_hook(_record, with_kwargs=True)
     checkpoint = _rows.checkpoint_at(start, place)
@@ -59,6 +71,7 @@ def rows_on_mesh(
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         hook.remove()
+    # A training that resumes has recorded its first epoch as the first list.
     for epoch, batches in enumerate(model.fed, start[0]):
         for batch in batches:
             yield epoch, batch
@@ -66,12 +79,16 @@ def rows_on_mesh(
 
 def _record(module: Any, _args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Record which rows a batch has, as a hook of the model."""
+    # An evaluation reads rows of its own.
     if module.training:
         module.fed[-1].append(kwargs["input_ids"][:, 0].tolist())
 
 
 def _dataset(count: int, settings: Mapping[str, Any]) -> Any:
-    """Return rows that hold their own number, some of them longer than others."""
+    """Return rows that hold their own number, from one to five times.
+
+    A loader may group rows by length.
+    """
     import torch
 
     rows = []
@@ -81,7 +98,7 @@ def _dataset(count: int, settings: Mapping[str, Any]) -> Any:
 
 
 def _collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Collate rows to a batch, all of one length."""
+    """Collate rows to a batch, all of the length ``TOKENS``."""
     import torch
 
     tokens = torch.stack([row["input_ids"][:1].repeat(TOKENS) for row in rows])
@@ -89,11 +106,20 @@ def _collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _arguments(driver: Any, settings: Mapping[str, Any], count: int, directory: Path) -> Any:
-    """Return the ``TrainingArguments`` of the cell with those of a loader."""
+    """Return the ``TrainingArguments`` of the cell with those of a loader.
+
+    Args:
+        driver: The ``TrainerDriver`` of the cell.
+        settings: Those of the loader, of ``_rows.TRAINER_SETTINGS``.
+        count: The number of rows.
+        directory: Checkpoints are saved there.
+    """
     from transformers import TrainingArguments
 
+    # Any plan with a step: the arguments that follow from it are overridden.
     plan = Plan(("build", "step"), 0, directory, directory)
     arguments = driver.arguments(plan)
+    # The driver's trainings sample in order; each loader has a strategy of its own.
     del arguments["train_sampling_strategy"]
     ranks = driver.cell.dp_size
     of_loader = _rows.loader_arguments(settings, count, ranks)

@@ -1,6 +1,14 @@
 """Options of a cell that do not depend on the strategy, for several drivers.
 
-Activation checkpointing, compilation, layers in 8 bits, whole files.
+A cell is one configuration under test; the cell ``fsdp2-fp32-w2-activation_checkpointing`` has an
+option. The built-in drivers, by which trainers are tested, call this module for what they do alike:
+
+- at collection, ``OF_ALL`` and ``unsupported_by_accelerate``: which options a driver has;
+- in ``build``, activation checkpointing, compilation and layers in 8 bits, on the model before or
+  after the strategy wraps it. *Blocks* are the modules that are treated one by one, such as the
+  layers of a Llama;
+- in ``step``, ``clip_on_meshes``;
+- in ``export``, weights in one file.
 """
 
 from __future__ import annotations
@@ -21,8 +29,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
 
-#: The options that all drivers of tiny models have, and those that the drivers of FSDP have
-#: besides.
+#: Names of the options that all built-in drivers have.
 OF_ALL = (
     "model",
     "compile",
@@ -39,6 +46,7 @@ OF_ALL = (
     "checkpoints",
     "set",
 )
+#: Those that the drivers which run FSDP have besides.
 OF_FSDP = ("state_dict", "reshard_after_forward", "dp_replicate", "use_orig_params")
 #: Why a sequence is not cut by accelerate and Trainer under FSDP2. Measured with torch 2.13.
 TORCH_CP = (
@@ -97,7 +105,7 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
 def recompute_by_model(model: Any, blocks: Iterable[Module], cell: Cell) -> None:
     """Turn on activation checkpointing by the model's own method, or wrap each block.
 
-    Models of transformers have such a method.
+    Models of transformers have such a method. It acts in training mode only.
     """
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recomputation(cell))
@@ -139,7 +147,7 @@ def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -
 
 
 def whole_state(model: Module) -> dict[str, Any]:
-    """Return the full state dict on every rank.
+    """Return the full state dict on every rank: parameter names -> whole tensors.
 
     Without the offload to the CPU, which crashes FSDP1 on CPU ranks.
     """
@@ -153,7 +161,8 @@ def clip_on_meshes(
 ) -> float:
     """Clip gradients of parameters on different meshes, and return their norm.
 
-    torch's own function cannot add up norms of different meshes.
+    Under tensor and expert parallelism, for example, experts are on another mesh than the other
+    layers. torch's own function cannot add up norms of different meshes.
 
     Args:
         parameters: The parameters, whose gradients are changed in place.
@@ -164,6 +173,7 @@ def clip_on_meshes(
     import torch
     from torch.nn.utils import get_total_norm
 
+    # Mesh of a DTensor, or None for plain tensors -> gradients.
     gradients_by_mesh: dict[Any, list[Any]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -183,6 +193,7 @@ def clip_on_meshes(
         square = torch.tensor(norm**2, device=mesh_norms[0].device)
         torch.distributed.all_reduce(square, group=stages)
         norm = math.sqrt(square)
+    # As in ``torch.nn.utils.clip_grad_norm_``.
     factor = min(1.0, max_norm / (norm + 1e-6))
     for gradients in gradients_by_mesh.values():
         for gradient in gradients:
@@ -237,6 +248,7 @@ def _products() -> list[Any]:
 
     aten = torch.ops.aten
     operators = [aten.mm, aten.addmm, aten.bmm, aten.baddbmm]
+    # Attention calls one of these, by device and dtype.
     for kernel in (
         "flash_attention",
         "efficient_attention",
@@ -269,7 +281,14 @@ def compiled(model: Any, cell: Cell) -> Any:
 
 
 def in_8_bits(model: Module, device: str) -> Module:
-    """Convert every linear layer but the last to torchao's float8 layer, and return the model."""
+    """Convert linear layers to torchao's float8 layer, and return the model.
+
+    They are all but the last one and those of odd sizes.
+
+    Args:
+        model: The unwrapped model.
+        device: ``cpu``, or a GPU's.
+    """
     # Emulated on the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,6 +1,8 @@
 """Modules that the fork server imports for each library, so that ranks need not.
 
-Those that a release lacks are left out.
+A fork server is a process from which the ranks of a run are forked: what it has imported, they
+have at once, which saves each rank seconds. A driver, the class by which a library is tested, names
+one of these tuples as its ``preload``. Modules that a release lacks are skipped.
 """
 
 from __future__ import annotations

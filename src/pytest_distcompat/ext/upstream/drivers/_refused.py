@@ -1,4 +1,9 @@
-"""Why walks of the built-in drivers lack some calls."""
+"""Why walks of the built-in drivers lack some calls.
+
+A walk calls a live trainer in random order (``save()``, ``load()``, ``step()``). The modules
+``_..._calls.py`` list the calls that it must not make, each with the reason; these are the reasons
+that several of them share.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from __future__ import annotations
 OFFLOADS = (
     "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989"
 )
-#: What walks under ZeRO-3 lack.
+#: Pattern of calls -> why walks under ZeRO-3 lack them.
 NO_SECOND_LOAD = {
     "load*": (
         "under ZeRO-3 a checkpoint cannot be loaded after one was saved, "

@@ -1,6 +1,11 @@
 """Releases that a cell requires, and TrainingArguments for FSDP in older releases.
 
-Installed releases are read from their metadata: no library is imported.
+At collection ``TinyDriver``, the base of the built-in drivers, asks for each cell (one
+configuration under test, as ``fsdp2-fp32-w2-optimizer_muon``): ``required`` yields requirements
+such as ``torch>=2.9``, and ``missing`` says in one sentence which of them is not installed: then
+the cell is skipped. Installed releases are read from their metadata: no library is imported.
+
+On ranks ``TrainerDriver`` asks ``fsdp_for_release`` how to tell an older transformers about FSDP.
 """
 
 from __future__ import annotations
@@ -28,7 +33,12 @@ FSDP_VERSION_BY_CONFIG = Version("5.0")
 
 
 def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
-    """Yield the releases of these libraries that the cell requires (PEP 508)."""
+    """Yield the releases of these libraries that the cell requires (PEP 508).
+
+    Args:
+        cell: The cell.
+        libraries: The libraries of its driver: ``("accelerate", "torch", "deepspeed")``.
+    """
     if "accelerate" in libraries:
         yield from _required_of_accelerate(cell)
     if "transformers" in libraries:
@@ -88,7 +98,11 @@ def missing(requirements: Iterable[str]) -> str | None:
 
 
 def _missing(requirement_text: str) -> str | None:
-    """Return a sentence about the requirement if it is not installed."""
+    """Return a sentence about the requirement if it is not installed; None if it is.
+
+    Args:
+        requirement_text: ``deepspeed>=0.18.3``, or a module: ``torchao``.
+    """
     requirement = _parsed(requirement_text)
     # A requirement may name a module; what is installed is its package.
     package = requirement.name.partition(".")[0]
@@ -112,6 +126,10 @@ def fsdp_for_release(
     settings: Mapping[str, Any], release: Version
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return how a release of transformers is told about FSDP: arguments and variables.
+
+    Both are empty for the newest release, and for a cell without FSDP. For 4.57, for example:
+    ``{"fsdp": "full_shard auto_wrap", "fsdp_config": {...}}`` and
+    ``{"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_VERSION": "2", ...}``.
 
     The arguments override those in ``settings``. The environment variables are those of
     ``accelerate launch``: https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer

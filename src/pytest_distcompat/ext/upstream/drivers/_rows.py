@@ -1,8 +1,20 @@
-"""Data loaders and evaluation metrics of accelerate, Trainer and torch, for the driver classes.
+"""Data loaders and evaluation metrics of the four libraries, read for the built-in drivers.
 
-The data set's rows are the numbers 0, 1, 2 ..., so that a batch tells which rows it has. The checks
-of coverage and of evaluation compare what the ranks read with what ``Loader`` says a loader must
-do.
+A driver is the class by which a trainer is tested. On each rank its method ``rows`` calls a
+function ``..._rows`` of this module, and its method ``metrics`` calls ``..._metrics``; a data set
+of 23 rows is usual. No model is trained for a loader, except by Trainer, which has no loader
+without a training.
+
+The data set's rows are the numbers 0, 1, 2 ..., so that a batch shows which rows it has. A
+function ``..._rows`` yields (epoch, rows) for each batch of this rank: ``(0, [4, 17])``,
+``(0, [2, 9])``, and so on for two epochs. A function ``..._metrics`` returns numbers by name:
+``{"shuffle: rows": 23.0, "shuffle: mean": 165.0}``.
+
+What is read is judged elsewhere: the check ``coverage`` compares the rows of all ranks with a
+``Loader``, which says what a loader must do (shuffle, fill the last batch, resume); the check
+``evaluation`` compares the metrics with those of one process. The tables ``ACCELERATE``,
+``TRAINER``, ``DEEPSPEED`` and ``TORCH`` have the ``Loader`` of each loader by its name, such as
+``"dispatch_batches"``. Drivers have them as their attribute ``loaders``.
 """
 
 from __future__ import annotations
@@ -20,13 +32,15 @@ from pytest_distcompat.trace import Loader
 
 #: How many rows a batch of one rank has.
 BATCH = 2
-#: How many rows a batch has that the ranks split among them (``split_batches``).
+#: How many rows a batch has that the ranks split among them (``split_batches``). On two ranks each
+#: then has 2 rows, as many as ``BATCH``.
 SPLIT = 4
 #: How many epochs of a loader are read.
 EPOCHS = 2
-#: Of each batch that a rank reads, its epoch and its rows.
+#: Of each batch that a rank reads, its epoch and its rows: ``(1, [4, 17])``.
 _Batches = Iterator[tuple[int, Sequence[int]]]
-#: Where a run begins: an epoch, and how many of its batches were read before.
+#: Where reading begins: an epoch, and how many of its batches were read before. ``(0, 0)`` is the
+#: beginning; processes that resume begin at one of ``RESUME_AT``: ``(1, 0)`` or ``(1, 2)``.
 _Start = tuple[int, int]
 
 #: torchdata's loader saves and restores its position itself.
@@ -34,9 +48,10 @@ _STATEFUL = {
     "use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}
 }
 #: Settings of accelerate's loaders, by the loader's name: those of DataLoaderConfiguration and
-#: those of DataLoader together. ``rows`` and ``iterable`` are about the data set, ``seed`` is that
-#: of ``set_seed``, and with ``calls_set_epoch`` False nobody calls ``set_epoch``. ``samples`` names
-#: what a user passes to DataLoader instead of ``shuffle``: see ``_samplers``.
+#: those of DataLoader together. Two keys are about the data set: ``rows`` is the number of its
+#: rows, ``iterable`` makes it one without a length. ``seed`` is that of ``set_seed``, and with
+#: ``calls_set_epoch`` False nobody calls ``set_epoch``. ``samples`` names what a user passes to
+#: DataLoader instead of ``shuffle``: see ``_samplers``. ``accelerate_loader`` takes them apart.
 _ACCELERATE: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "seedable": {"use_seedable_sampler": True},
@@ -146,8 +161,11 @@ def _expected(name: str) -> Loader:
     settings = _ACCELERATE[name]
     shuffled = settings.get("shuffle", True) and "iterable" not in settings
     # The order is that of a seed, or not shuffled: on any number of ranks the same rows come first.
+    # Without this, a loader cannot go on at another number of ranks (``moves``).
     by_seed = "use_seedable_sampler" in settings or settings.get("samples") in _BY_EPOCH
     repeatable = not shuffled or by_seed
+    # Both count batches in another way than one for each rank, so that the position of 2 ranks
+    # is not that of 4.
     counts_own_batches = "split_batches" in settings or "use_stateful_dataloader" in settings
     return Loader(
         shuffled,
@@ -161,6 +179,7 @@ def _expected(name: str) -> Loader:
     )
 
 
+#: Name of a loader of accelerate -> what it must do.
 ACCELERATE: dict[str, Loader] = {name: _expected(name) for name in _ACCELERATE}
 
 
@@ -200,7 +219,9 @@ def accelerate_loader(
         name: One of ``ACCELERATE``.
         count: The number of rows.
         device: ``cpu`` or that of this rank.
-        parallel: The arguments of Accelerator for a mesh, on which the rows of each rank depend.
+        parallel: The arguments of Accelerator for a mesh, such as ``fsdp_plugin`` and
+            ``parallelism_config``; empty for data parallelism alone. The rows of each rank depend
+            on the mesh: ranks of one tensor-parallel group read the same.
     """
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
@@ -220,6 +241,7 @@ def accelerate_loader(
             arguments[key] = settings.pop(key)
     if samples:
         arguments = sampling(samples, range(count), BATCH, arguments.get("drop_last", False))
+    # The arguments for a mesh choose the device already.
     on_device = parallel or {"cpu": device == "cpu"}
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings), **on_device)
     set_seed(seed)
@@ -262,11 +284,13 @@ def accelerate_rows(
     stateful = "stateful" in name
     calls_set_epoch = not stateful and _ACCELERATE[name].get("calls_set_epoch", True)
     saved = directory / f"{name}-{first_epoch}-{done}"
+    # Not at the beginning, and not at (1, 1), where twice as many ranks go on: they only skip.
     if saved.exists():
         accelerator.load_state(str(saved))
     saves = start == (0, 0)
     for epoch in range(first_epoch, EPOCHS):
         skipped = 0
+        # A stateful loader counts epochs itself, and has its position from ``load_state``.
         if calls_set_epoch:
             loader.set_epoch(epoch)
         if not stateful and epoch == first_epoch:
@@ -290,7 +314,16 @@ def accelerate_rows(
 def accelerate_metrics(
     count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Return how many rows ``gather_for_metrics`` gives of each loader, and their mean square."""
+    """Return how many rows ``gather_for_metrics`` gives of each loader, and their mean square.
+
+    The names are ``"dispatch_batches: rows"`` and ``"dispatch_batches: mean"``. The number of rows
+    shows duplicates that were not removed, the mean square shows wrong rows.
+
+    Args:
+        count: The number of rows.
+        device: ``cpu`` or that of this rank.
+        parallel: The arguments of Accelerator for a mesh.
+    """
     import torch
 
     metrics: dict[str, float] = {}
@@ -314,7 +347,8 @@ def accelerate_metrics(
 
 
 #: Settings of Trainer's loaders, by the loader's name: those of its ``accelerator_config`` and
-#: those of TrainingArguments together; ``iterable`` is about the data set.
+#: those of TrainingArguments together, which ``loader_arguments`` takes apart. ``iterable`` is
+#: about the data set: it makes one without a length.
 TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "dispatch_batches": {"dispatch_batches": True},
@@ -384,7 +418,13 @@ def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _steps(count: int, rows_a_step: int, settings: Mapping[str, Any]) -> int:
-    """Return how many steps an epoch of ``count`` rows has."""
+    """Return how many steps an epoch of ``count`` rows has.
+
+    Args:
+        count: The number of rows.
+        rows_a_step: How many rows all ranks together read in a step.
+        settings: The arguments of ``TrainingArguments``.
+    """
     if settings.get("dataloader_drop_last"):
         return count // rows_a_step
     return math.ceil(count / rows_a_step)
@@ -393,7 +433,8 @@ def _steps(count: int, rows_a_step: int, settings: Mapping[str, Any]) -> int:
 def _recorder() -> Any:
     """Return a model that records the rows that it is trained on, and returns its input as logits.
 
-    Its ``fed`` has a list for each epoch that began, of the batches with their rows.
+    Its ``fed`` has a list for each epoch that began, of the batches with their rows:
+    ``[[[4.0, 17.0], [2.0, 9.0]], [...]]``. ``epochs_callback`` adds the list of an epoch.
     """
     import torch
 
@@ -406,7 +447,7 @@ def _recorder() -> Any:
         def forward(self, x: Any, labels: Any) -> Any:
             if self.training:
                 self.fed[-1].append(x.flatten().tolist())
-            # The parameter has a gradient, but does not change the loss.
+            # The optimizer needs a parameter with a gradient; this one does not change the loss.
             squares = (0 * self.scale + labels).square()
             return {"loss": squares.mean(), "logits": x}
 
@@ -414,7 +455,10 @@ def _recorder() -> Any:
 
 
 def epochs_callback() -> Any:
-    """Return a callback that tells the recorder of epochs, and saves where other runs resume."""
+    """Return a callback that begins the recorder's epochs, and saves where others resume.
+
+    The model must have ``fed``, as ``_recorder`` has it; ``_mesh_rows`` gives it to another model.
+    """
     from transformers import TrainerCallback
 
     class _Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
@@ -423,6 +467,7 @@ def epochs_callback() -> Any:
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
             steps_per_epoch = state.max_steps // EPOCHS
+            # Trainer counts steps over all epochs; ``RESUME_AT`` has (epoch, batches of it).
             save_steps = [epoch * steps_per_epoch + done for epoch, done in RESUME_AT]
             control.should_save = state.global_step in save_steps
 
@@ -449,6 +494,7 @@ def loader_arguments(settings: Mapping[str, Any], count: int, ranks: int) -> dic
     if is_iterable:
         # Without a length Trainer cannot tell how many steps an epoch has.
         rows_a_step = arguments["per_device_train_batch_size"]
+        # With ``split_batches`` that size is already the batch of all ranks together.
         if not accelerator_config.get("split_batches"):
             rows_a_step *= ranks
         arguments["max_steps"] = EPOCHS * _steps(count, rows_a_step, arguments)
@@ -457,6 +503,9 @@ def loader_arguments(settings: Mapping[str, Any], count: int, ranks: int) -> dic
 
 def checkpoint_at(start: tuple[int, int], directory: Path) -> str | None:
     """Return the checkpoint that a training from there on resumes; None at the beginning.
+
+    Trainer has named it by its step, such as ``checkpoint-8``. The first of ``RESUME_AT`` has the
+    checkpoint with the lowest step.
 
     Args:
         start: An epoch, and how many of its batches were read before.
@@ -531,6 +580,7 @@ def _trainer(
         callbacks=[epochs_callback()],
         **more,
     )
+    # It prints the summary of each training.
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -555,15 +605,18 @@ def trainer_rows(
     """
     trainer = _trainer(count, directory / name, TRAINER_SETTINGS[name], device, world)
     trainer.train(resume_from_checkpoint=checkpoint_at(start, directory / name))
+    # A training that resumes has recorded its first epoch as the first list.
     for epoch, batches in enumerate(trainer.model.fed, start[0]):
         for batch in batches:
             yield epoch, [int(row) for row in batch]
 
 
 def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
-    """Return what ``Trainer.evaluate`` finds with each loader.
+    """Return what ``Trainer.evaluate`` computes with each loader.
 
-    It is the loss, how many rows ``compute_metrics`` gets, and the mean of their squares.
+    It is the loss, how many rows ``compute_metrics`` gets, and the mean of their squares:
+    ``{"shuffle: loss": ..., "shuffle: rows": 23.0, "shuffle: mean": ...}``. The loaders left out
+    differ in training alone.
     """
     metrics: dict[str, float] = {}
 
@@ -585,14 +638,20 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     return metrics
 
 
-#: DeepSpeed makes the loader of ``training_data`` itself; it is resumed nowhere.
+#: Name of a loader of DeepSpeed -> what it must do. DeepSpeed makes the loader of
+#: ``training_data`` itself; it cannot be resumed.
 DEEPSPEED: dict[str, Loader] = {
     "training_data": Loader(resumes=False, moves=False),
 }
 
 
 def deepspeed_rows(count: int, backend: str) -> _Batches:
-    """Read the loader that ``deepspeed.initialize`` returns."""
+    """Read the loader that ``deepspeed.initialize`` returns.
+
+    Args:
+        count: The number of rows.
+        backend: Of the process group: ``gloo`` or ``nccl``.
+    """
     import deepspeed
     import torch
 
@@ -612,14 +671,22 @@ def deepspeed_rows(count: int, backend: str) -> _Batches:
 
 
 def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
-    """Read the loader that an engine makes of a data set."""
+    """Read the loader that an engine makes of a data set.
+
+    For cells whose engine is on a mesh: which rows a rank reads depends on it.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` that the driver has built.
+        count: The number of rows.
+    """
     loader = engine.deepspeed_io(range(count), batch_size=BATCH)
     for epoch in range(EPOCHS):
         for batch in loader:
             yield epoch, batch.tolist()
 
 
-#: torch's own loader, as its tutorials make it: with a DistributedSampler and ``set_epoch``.
+#: Name of a loader of torch -> what it must do. It is torch's own, as its tutorials make it: with
+#: a DistributedSampler and ``set_epoch``.
 TORCH: dict[str, Loader] = {
     "shuffle": Loader(),
     "in order": Loader(shuffled=False),
@@ -629,7 +696,17 @@ TORCH: dict[str, Loader] = {
 
 
 def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> _Batches:
-    """Read a loader with torch's DistributedSampler; a resumed run skips batches by hand."""
+    """Read a loader with torch's DistributedSampler, and skip the batches that were read before.
+
+    torch's loader saves nothing to resume from, so that ``start`` alone says where to go on.
+
+    Args:
+        name: One of ``TORCH``.
+        count: The number of rows.
+        start: Where to begin: an epoch, and how many of its batches were read before.
+        rank: Which of the ranks with different rows this is.
+        ranks: The number of ranks with different rows.
+    """
     from torch.utils.data import DataLoader, DistributedSampler
 
     dropped = TORCH[name].dropped

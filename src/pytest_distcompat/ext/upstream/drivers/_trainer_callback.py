@@ -1,4 +1,15 @@
-"""Callback by which Trainer, which trains in one call, reports single actions."""
+"""Callback by which Trainer, which trains in one call, reports single actions.
+
+A run of a test is a plan of actions, such as ``("build", "step", "step", "save", "step")``. After
+each action a probe must read model, optimizer and scheduler. ``TrainerDriver.train``
+(``trainer.py``) does the plan in one call of ``Trainer.train``. It adds the callback of
+``make_callback``, which calls ``report("step", loss)`` or ``report("save")`` when Trainer has done
+an action. ``report`` is the worker's function: it checks that the plan has this action next, and
+has the probe read.
+
+Trainer calls the methods ``on_step_begin``, ``on_step_end``, ``on_log``, ``on_save`` in this order
+in each step: https://huggingface.co/docs/transformers/main_classes/callback.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +27,10 @@ class PlanDoneError(Exception):
 
 
 def _save_steps(plan: Plan) -> set[int]:
-    """Return the numbers of the steps after which the plan saves."""
+    """Return the numbers of the steps after which the plan saves, as Trainer counts them, from 1.
+
+    The plan ``("build", "step", "step", "save", "step")`` with first step 0 saves after step 2.
+    """
     steps = set()
     for index, action in enumerate(plan.actions):
         if action == "save":
@@ -39,9 +53,9 @@ def _tokens_of_step(driver: Any, number: int) -> int:
 def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C901 - its class needs transformers, so it is defined inside
     """Return a callback that reports each action, and asks for a checkpoint where the plan saves.
 
-    It reports ``build`` or ``load`` at the beginning of the first step, when random states are
-    restored. It reports a step from ``on_log``, when optimizer and scheduler have stepped and no
-    checkpoint is saved yet.
+    It reports ``build`` or ``load`` at the beginning of the first step: only then is all restored,
+    random states last. It reports a step from ``on_log``, when optimizer and scheduler have stepped
+    and no checkpoint is saved yet.
 
     Args:
         driver: The Trainer's driver.
@@ -56,13 +70,17 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
         def __init__(self) -> None:
             #: ``load`` or ``build``; empty once it is reported.
             self.first = "load" if "load" in plan.actions else "build"
-            #: The context of a step whose gradients overflow.
+            #: The context of a step whose gradients overflow; empty in other steps.
             self.step = contextlib.ExitStack()
             #: The actions that are not reported yet, calls of a walk among them.
             self.pending = list(plan.actions)
 
         def report(self, action: str, *result: Any) -> None:
-            """Report an action, then do the calls that follow it."""
+            """Report an action, then do the calls that follow it in the plan.
+
+            In a walk there are calls between actions, as ``call evaluate()``: what users call on
+            the live trainer. Trainer knows nothing of them.
+            """
             report(action, *result)
             self.pending = self.pending[self.pending.index(action) + 1 :]
             while self.pending and self.pending[0].startswith(CALL):
@@ -71,10 +89,15 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 driver.read_trainer()
 
         def action_of(self, step: int) -> str:
-            """Return how the plan names a step, which has that number in the whole training."""
+            """Return how the plan names a step: ``step`` or ``overflow``.
+
+            Args:
+                step: Its number in the whole training, from 0.
+            """
             return plan.steps[step - plan.first_step]
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+            """Report ``build`` or ``load`` before the first step; begin an overflowing step."""
             if self.first:
                 driver.read_trainer()
                 action = self.first
@@ -82,6 +105,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 self.report(action)
                 if not plan.steps:
                     raise PlanDoneError
+                # After a load it must go on where the checkpoint was saved.
                 if state.global_step != plan.first_step:
                     raise RuntimeError(
                         f"Trainer goes on after {state.global_step} steps; expected "
@@ -91,14 +115,17 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 self.step.enter_context(driver.overflowing())
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Ask Trainer for a checkpoint, and an evaluation, where the plan saves."""
             self.step.close()
             control.should_save = state.global_step in save_after_steps
             if driver.loads_best(driver.cell):
+                # Trainer chooses a checkpoint by the loss of an evaluation after the same step.
                 control.should_evaluate = control.should_save
 
         def on_log(
             self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any
         ) -> None:
+            """Report the step whose loss Trainer logs, as it does after each."""
             if "loss" in logs:  # the last log is a summary without one
                 driver.read_trainer()
                 # Trainer has counted the step already.
@@ -108,6 +135,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 self.report(self.action_of(step), logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:
+            """Report that a checkpoint is written."""
             self.report("save")
 
     return _Reporter()

@@ -1,23 +1,38 @@
 """Driver for accelerate: ``Accelerator.prepare``, ``save_state`` and ``load_state``.
 
+A driver is the class by which a trainer is tested. Each rank of a run makes an
+``AccelerateDriver(cell, world)`` and calls its methods in the order of the run's actions:
+``build_model``, ``build``, ``step`` ..., ``save``, ``load``, ``export``. After each action a probe
+reads ``model``, ``optimizer`` and ``scheduler``, which ``build`` has set. The base class
+``TinyDriver`` (``tiny.py``) has what all built-in drivers share: the tiny model, its optimizer, its
+batches, and the same training in one process as a reference.
+
+A cell says what is trained: the cell ``fsdp2-bf16_upcast-w2-grad_accum_2`` becomes an Accelerator
+with an FSDP2 plugin, mixed precision ``bf16`` and ``gradient_accumulation_steps=2``. The arguments
+come from three places, a later one overrides an earlier one: the strategy's backend config
+(``strategies/fsdp2.py`` and others), the cell's options, and the settings in its option ``set``, as
+in ``set_DataLoaderConfiguration.even_batches=false``. ``sources`` lists the objects that may be
+set in this way.
+
+What the profile ``walk`` calls on the live trainer in random order is in ``_accelerate_calls.py``.
+
 https://huggingface.co/docs/accelerate/usage_guides/fsdp,
 https://huggingface.co/docs/accelerate/usage_guides/deepspeed
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.calls import observer
 from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
-from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD, OFFLOADS
-from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver, listed
+from pytest_distcompat.ext.upstream.drivers._accelerate_calls import AccelerateCalls
+from pytest_distcompat.ext.upstream.drivers._accelerator import MakesAccelerator
+from pytest_distcompat.ext.upstream.drivers.tiny import listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.launch.accelerate_cpu import on_cpu
-from pytest_distcompat.live_calls import CLIP_VALUE, Calls
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, tensor_parallel
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.precisions import PRECISIONS
@@ -31,219 +46,22 @@ if TYPE_CHECKING:
     from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
 
-
-#: Calls that are refused under DeepSpeed, where ``accelerator.backward`` does the work of several.
-_ENGINE = {
-    **dict.fromkeys(
-        ("step(clip*", "step(zero*", "zero_grad*"),
-        "DeepSpeed's engine clips and zeroes gradients in backward",
-    ),
-    "micro*": (
-        "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps"
-    ),
-    **dict.fromkeys(
-        ("freeze*", "unfreeze*", "add_group*"),
-        "DeepSpeed's optimizer partitions what it was built with",
-    ),
-}
-_FSDP1 = dict.fromkeys(("get_state_dict*", "export*"), OFFLOADS)
-_WRAPPED = dict.fromkeys(
-    ("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"
-)
-_WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
-_VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}
+__all__ = ["AccelerateCalls", "AccelerateDriver"]
 
 
-#: Code that makes the trainer in the script of a walk; ``PLUGIN`` stands for a strategy's own part.
-_SCRIPT = """
-    import deepspeed
-    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
-    from accelerate import FullyShardedDataParallelPlugin, PartialState
-    from torch.utils.data import DataLoader
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    PLUGIN
-    optimizer, scheduler = optimizer_of(model, every=RANKS)
-    data = []
-    for number in range(EPOCH):
-        for rank in range(RANKS):
-            data += zip(*batch(number, rank))
-    parts = accelerator.prepare(DataLoader(data, batch_size=4), model, optimizer, scheduler)
-    trainer = trainer_of(*parts[1:], accelerator=accelerator, stream=None)
+# Pattern of calls -> why a walk does not make them. A call is spelled as ``step(clip='value')``.
 
-    def loss(model, rows):
-        return functional.cross_entropy(model(rows[0]), rows[1])
-
-    trainer.tiny = SimpleNamespace(loss=loss)
-
-    def batches(done):
-        yield from accelerator.skip_first_batches(parts[0], done) if done else ()
-        while True:
-            yield from parts[0]
-
-    def next_batch(done):
-        trainer.stream = trainer.stream or batches(done % EPOCH)
-        return next(trainer.stream)
-
-    def forget_stream():
-        trainer.stream = None
-
-    trainer.next_batch, trainer.forget_stream = next_batch, forget_stream
-    return trainer
-"""
-#: On CPU ranks accelerate runs DDP instead of FSDP without this: see ``on_cpu``.
-_FSDP_PLUGIN = """
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=VERSION,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-        state_dict_type="SHARDED_STATE_DICT",
-        cpu_ram_efficient_loading=False,
-        **MORE,
-    )
-    accelerator = Accelerator(fsdp_plugin=plugin)
-"""
-_ZERO_PLUGIN = """
-    zero = {
-        "stage": STAGE,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": MAX_NORM,
-        "zero_optimization": zero,
-    }
-    from accelerate import InitProcessGroupKwargs
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    handlers = [InitProcessGroupKwargs(backend="gloo")]
-    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
-"""
-_PLUGINS = {
-    "ddp": "\n    accelerator = Accelerator(cpu=True)",
-    "fsdp1": _FSDP_PLUGIN.replace("VERSION", "1").replace(
-        "MORE", "{'use_orig_params': True, 'sync_module_states': False}"
-    ),
-    "fsdp2": _FSDP_PLUGIN.replace("VERSION", "2").replace("MORE", "{}"),
-    "zero0": _ZERO_PLUGIN.replace("STAGE", "0"),
-    "zero1": _ZERO_PLUGIN.replace("STAGE", "1"),
-    "zero2": _ZERO_PLUGIN.replace("STAGE", "2"),
-    "zero3": _ZERO_PLUGIN.replace("STAGE", "3"),
-}
-_ACCELERATOR = "accelerate.accelerator:Accelerator"
-
-
-class AccelerateCalls(Calls):
-    """Calls of an ``Accelerator``."""
-
-    script: ClassVar[Mapping[str, str]] = {
-        name: _SCRIPT.replace("\n    PLUGIN", text) for name, text in _PLUGINS.items()
-    }
-    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "*": dict.fromkeys(
-            ("load_weights*", "load(*scheduler=False*"),
-            "load_state loads a torch scheduler in any case",
-        ),
-        "ddp": _WRAPPED | _WHOLE_STATE,
-        "fsdp1": _WRAPPED | _VALUE | _FSDP1 | _WHOLE_STATE,
-        "fsdp2": _VALUE | _WHOLE_STATE,
-        **dict.fromkeys(("zero0", "zero1", "zero2"), _ENGINE),
-        "zero3": _ENGINE | NO_SECOND_LOAD,
-    }
-    passes_on: ClassVar[Mapping[str, str]] = {
-        "export": f"{_ACCELERATOR}.save_model",
-        "gather_for_metrics": f"{_ACCELERATOR}.gather_for_metrics",
-        "get_state_dict": f"{_ACCELERATOR}.get_state_dict",
-        "save": f"{_ACCELERATOR}.save_state",
-        "unwrap_model": f"{_ACCELERATOR}.unwrap_model",
-    }
-
-    @property
-    def accelerator(self) -> Any:
-        """Return the ``Accelerator``."""
-        return self.trainer.accelerator
-
-    def backward(self, last: bool) -> float:
-        """Run forward and backward of the next batch of the prepared loader."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-            batch = self.trainer.next_batch(self.position)
-            loss = self.trainer.tiny.loss(self.model, batch)
-            self.accelerator.backward(loss)
-        self.position += 1
-        return float(loss.detach())
-
-    def clip_norm(self) -> Any:
-        """Clip by the Accelerator. Under DeepSpeed the norm is the engine's, or None before 1.8."""
-        return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-
-    def clip_value(self) -> None:
-        """Clip by the Accelerator."""
-        self.accelerator.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
-
-    def skip(self) -> None:
-        """Skip a batch by ``skip_first_batches``, as a resumed run does."""
-        super().skip()
-        self.trainer.forget_stream()
-
-    def new_epoch(self) -> None:
-        """Begin the loader again."""
-        super().new_epoch()
-        self.trainer.forget_stream()
-
-    @observer
-    def save(self, **more: Any) -> None:
-        """Save by ``save_state``."""
-        self.accelerator.save_state(str(self.directory), **more)
-
-    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
-        """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
-        settings: dict[str, Any] = {}
-        if not optimizer:
-            settings["load_optimizer_states"] = False
-        self.accelerator.load_state(str(self.directory), **settings)
-
-    @observer
-    def gather_for_metrics(self, **more: Any) -> Any:
-        """Evaluate and gather what all ranks found."""
-        outputs = self.outputs()
-        gathered = self.accelerator.gather_for_metrics(outputs, **more)
-        if isinstance(gathered, list):
-            # Of objects, which rows of a tensor are, it gives a list.
-            import torch
-
-            gathered = torch.stack(gathered)
-        return gathered[: len(outputs)]
-
-    @observer
-    def unwrap_model(
-        self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any
-    ) -> Any:
-        """Take all wrappers off."""
-        return self.accelerator.unwrap_model(
-            self.model, keep_fp32_wrapper, keep_torch_compile, **more
-        )
-
-    @observer
-    def get_state_dict(self, unwrap: bool = True, **more: Any) -> Any:
-        """Take the model's whole state dict, which FSDP gives to rank 0 alone."""
-        return self.accelerator.get_state_dict(self.model, unwrap=unwrap, **more)
-
-    @observer
-    def export(self, safe_serialization: bool = True, **more: Any) -> Any:
-        """Write the weights by ``save_model``."""
-        self.accelerator.save_model(
-            self.model, str(self.exports), safe_serialization=safe_serialization, **more
-        )
-        return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
-
-
-#: The cells with tensor parallelism that are tried: a precision, and no further options.
+#: The cells with tensor parallelism that are tried: a precision, then names of further options, of
+#: which there are none.
 TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
 
 
-class AccelerateDriver(TinyDriver):
-    """Training loop as in accelerate's documentation."""
+class AccelerateDriver(MakesAccelerator):
+    """Training loop as in accelerate's documentation.
+
+    The class attributes are explained in ``driver.Driver`` and, ``sources``, in
+    ``sweep.fields.Source``.
+    """
 
     name: ClassVar[str] = "accelerate"
     preload: ClassVar[tuple[str, ...]] = _preload.ACCELERATE
@@ -284,6 +102,7 @@ class AccelerateDriver(TinyDriver):
             ("ddp", "fsdp2", "zero2"),
         ),
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
+        # Each subclass is a source of its own, named after itself.
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
         Source(
@@ -329,18 +148,18 @@ class AccelerateDriver(TinyDriver):
     }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
+    #: The ``Accelerator`` that ``build`` makes; None in the reference, which runs without one.
     accelerator: Any = None
-    #: The directory into which the run saves.
-    save_to: Path | None = None
     #: A registered object that counts micro-batches.
     progress: Any = None
     #: A registered average of the weights; None without one.
     averaged_model: Any = None
+    #: The endless iterator over the prepared loader; None before the first batch.
     _stream: Iterator[Batch] | None = None
 
     @classmethod
     def needs(cls, cell: Cell) -> tuple[str, ...]:
-        """Return what every driver requires, and torchdata for its loader."""
+        """Return what every driver requires, and torchdata for a ``StatefulDataLoader``."""
         needed = super().needs(cell)
         return (*needed, "torchdata") if _is_stateful(cell) else needed
 
@@ -357,8 +176,10 @@ class AccelerateDriver(TinyDriver):
         strategy = STRATEGIES.get(cell.strategy)
         if strategy.accelerate is None:
             yield f"accelerate has no {cell.strategy}"
+        # Option ``conflict`` has the DeepSpeed JSON ask for another precision than the Accelerator.
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
             yield "accelerate sets no precision for fp32, so the JSON cannot contradict it"
+        # AutoTP is DeepSpeed's own tensor parallelism.
         autotp = cell.tp > 1 and strategy.zero_stage is not None
         if not autotp:
             yield _parallelism_reason(cell)
@@ -366,6 +187,7 @@ class AccelerateDriver(TinyDriver):
         if cell.option("ema"):
             yield _average.unsupported_by_accelerate(cell)
         yield from super()._reasons(cell, device)
+        # Last: a cell for which there is any other reason reports that one.
         if autotp:
             yield _options.AUTOTP
 
@@ -379,34 +201,13 @@ class AccelerateDriver(TinyDriver):
         from accelerate.utils import set_seed
 
         self.accelerator = self._make_accelerator()
-        # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
+        # The model is made second: once there is an Accelerator, ``from_pretrained`` of
+        # transformers makes it in shards under ZeRO-3 (option ``loaded``).
         self._prepare(self._changed_in_place(self.own_model(model)))
         self.scaler = self.accelerator.scaler
         self._register()
+        # Ranks draw different random numbers, so that dropout is not the same on all.
         set_seed(1, device_specific=True)
-
-    def _make_accelerator(self) -> Any:
-        """Return the Accelerator of the strategy and the cell's options."""
-        from accelerate import Accelerator
-        from accelerate.utils import ProjectConfiguration
-
-        assert self.strategy.accelerate is not None
-        settings = dict(self.strategy.accelerate(self.precision, self.cell, self.wrap_spec))
-        settings["mixed_precision"] = self._mixed_precision()
-        settings["gradient_accumulation_steps"] = self.accumulate
-        settings |= self._compilation()
-        project: dict[str, Any] = {}
-        if self.world.own_disks:
-            project["save_on_each_node"] = True
-        project = self.cell.with_settings("ProjectConfiguration", project)
-        if project:
-            settings["project_config"] = ProjectConfiguration(str(self.save_to), **project)
-        handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
-        if self.world.device == "cpu":
-            settings |= on_cpu(settings)
-        settings.setdefault("kwargs_handlers", []).extend(handlers)
-        settings = self._with_objects(settings)
-        return Accelerator(**self.cell.with_settings("Accelerator", settings))
 
     def _changed_in_place(self, model: Module) -> Module:
         """Compile, recompute and cut layers of the model where accelerate leaves it to the user."""
@@ -429,6 +230,7 @@ class AccelerateDriver(TinyDriver):
         if len(optimizers) > 1 and self.cell.strategy != "ddp":
             from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
+            # Option ``optimizer`` at ``muon`` has two, Muon and AdamW. Under FSDP and DeepSpeed
             # accelerate prepares several, and cannot save them:
             # docs/upstream/accelerate_two_optimizers.py.
             optimizers = [Joined(self.groups(model), self.muon_and_adamw)]
@@ -436,10 +238,12 @@ class AccelerateDriver(TinyDriver):
         # https://huggingface.co/docs/accelerate/concept_guides/performance
         schedulers = self.make_scheduler(optimizers, every=self.world.size)
         data = self.dataset(self.cell.dp_size)
+        # The rows of one micro-batch on one rank.
         rows = len(data) // (self.epoch * self.cell.dp_size)
         # A list is a data set too.
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]
         objects = (loader, model, *optimizers, *schedulers)
+        # ``prepare`` returns the objects in the order in which it gets them.
         self.loader, self.model, *prepared = self.accelerator.prepare(
             *objects, **self.cell.settings("prepare")
         )
@@ -458,82 +262,19 @@ class AccelerateDriver(TinyDriver):
             self.averaged_model = _average.AverageOfWeights(self.model)
             self.accelerator.register_for_checkpointing(self.averaged_model)
 
-    def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of Accelerator with the objects whose fields the cell sets."""
-        from accelerate import DataLoaderConfiguration, utils
-
-        cell = self.cell
-        accumulation = cell.settings("GradientAccumulationPlugin")
-        if accumulation:
-            fields = {"num_steps": settings.pop("gradient_accumulation_steps"), **accumulation}
-            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(**fields)
-        loading = cell.settings("DataLoaderConfiguration")
-        if loading:
-            settings["dataloader_config"] = DataLoaderConfiguration(**loading)
-        handlers = {type(handler).__name__: handler for handler in settings["kwargs_handlers"]}
-        # Some plugins are handlers too, and have an argument of their own.
-        plugins = {source.name for source in self.sources}
-        for handler_class in utils.dataclasses.KwargsHandler.__subclasses__():
-            name = handler_class.__name__
-            if name in plugins:
-                continue
-            fields = cell.settings(name)
-            if fields:
-                previous = vars(handlers[name]) if name in handlers else {}
-                handlers[name] = handler_class(**{**previous, **fields})
-        return settings | {"kwargs_handlers": list(handlers.values())}
-
-    def _mixed_precision(self) -> str:
-        """Return accelerate's name of the precision.
-
-        It calls DeepSpeed's low-precision mode mixed precision too.
-        """
-        if self.precision.float8:
-            return "fp8"
-        if self.precision.mixed or self.strategy.zero_stage is not None:
-            return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[self.precision.compute]
-        return "no"
-
-    def _compilation(self) -> dict[str, Any]:
-        """Return the argument of Accelerator for torch.compile, if it compiles the model."""
-        from accelerate.utils import TorchDynamoPlugin
-
-        mode = self.cell.option("compile")
-        if mode in {False, "partial"}:
-            return {}
-        backend = "inductor" if mode is True else "aot_eager"
-        settings: dict[str, Any] = {"backend": backend}
-        if mode == "regional":
-            settings["use_regional_compilation"] = True
-        settings = self.cell.with_settings("TorchDynamoPlugin", settings)
-        return {"dynamo_plugin": TorchDynamoPlugin(**settings)}
-
     def _recompute(self, model: Any) -> None:
-        """Turn on activation checkpointing in the model, unless accelerate does so: for FSDP."""
+        """Turn on activation checkpointing in the model, unless accelerate does so.
+
+        For FSDP its plugin does, but not with the re-entrant implementation.
+        """
         mode = self.cell.option("activation_checkpointing")
         if not mode or ("fsdp" in self.cell.strategy and mode != "reentrant"):
             return
         _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
 
-    def _recipe(self) -> list[Any]:
-        """Return the handler for fp8, if the precision is that; without all-gather in 8 bits.
-
-        DeepSpeed could not do the latter.
-        """
-        if not self.precision.float8:
-            return []
-        if self.cell.option("fp8_backend") == "te":
-            from accelerate.utils import TERecipeKwargs
-
-            return [TERecipeKwargs(fp8_format="HYBRID")]
-        from accelerate.utils import AORecipeKwargs
-        from torchao.float8 import Float8LinearConfig
-
-        config = Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True)
-        return [AORecipeKwargs(config=config)]
-
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch; under context parallelism of this rank's part of it."""
+        # Only DeepSpeed's Ulysses runs here: ``_parallelism_reason`` excludes that of FSDP2.
         if self.cell.cp > 1:
             return context_parallel.ulysses_part_loss(self.model, batch)
         return self.tiny.loss(self.model, batch)
@@ -541,14 +282,16 @@ class AccelerateDriver(TinyDriver):
     def next_batch(self, done: int) -> Batch:
         """Return the next batch of the prepared loader, epoch after epoch.
 
-        The first time it skips the batches that the epoch has had, out of ``done`` in all.
+        Args:
+            done: How many batches the training has had. At the first call, as after a load, those
+                of the current epoch are skipped.
         """
         if self._stream is None:
             self._stream = self._batches(done % self.epoch)
         return next(self._stream)
 
     def forget_stream(self) -> None:
-        """Iterate over the loader anew at the next batch."""
+        """Iterate over the loader anew at the next batch, as a walk that skips a batch does."""
         self._stream = None
 
     def _batches(self, done: int) -> Iterator[Batch]:
@@ -564,10 +307,15 @@ class AccelerateDriver(TinyDriver):
             yield from self.loader
 
     def step(self, number: int) -> float:
-        """Take a step as in accelerate's documentation, and return the loss."""
+        """Take a step as in accelerate's documentation, and return the loss.
+
+        Optimizer, scheduler and ``zero_grad`` are called for each micro-batch. Their prepared forms
+        do nothing until ``sync_gradients`` is true, which is in the last one of a step.
+        """
         total = 0.0
         self.tokens = 0
         for _ in self.micros(number):
+            # The number of batches before this step counts only for the first batch of a run.
             batch = self.next_batch(self.micros(number)[0])
             self.tokens += self._count(batch)
             with self.accelerator.accumulate(self.model):
@@ -575,6 +323,7 @@ class AccelerateDriver(TinyDriver):
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                    # Under FSDP2 the norm is a DTensor, of which each rank has a part.
                     if hasattr(norm, "full_tensor"):
                         norm = norm.full_tensor()
                     self.grad_norm = None if norm is None else float(norm)
@@ -600,7 +349,14 @@ class AccelerateDriver(TinyDriver):
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
         """Return the scheduler.
 
-        That of the reference decays as slowly as that of ranks if nothing links it to steps.
+        By default accelerate steps a scheduler once for each rank at each optimizer step, so that
+        ``every`` is the number of ranks, and 1 in the reference. With
+        ``step_scheduler_with_optimizer=False`` each call is one step: then the reference decays as
+        slowly as the ranks do.
+
+        Args:
+            optimizer: An optimizer, or a list of them.
+            every: After how many calls the learning rate decays.
         """
         is_reference = self.accelerator is None
         if is_reference and not self._steps_with_optimizer:
@@ -608,7 +364,10 @@ class AccelerateDriver(TinyDriver):
         return super().make_scheduler(optimizer, every)
 
     def early_schedule_steps(self, number: int) -> int:
-        """Return 0, or the micro-batches before the last one, in which the scheduler steps too."""
+        """Return how often the scheduler steps before the optimizer does in a step; usually 0.
+
+        If it does not step with the optimizer, it steps in the micro-batches before the last too.
+        """
         if self._steps_with_optimizer:
             return 0
         return len(self.micros(number)) - 1
@@ -644,11 +403,17 @@ class AccelerateDriver(TinyDriver):
         return cls._names_checkpoints(cell) and (limit is None or limit > 1)
 
     def load_first(self, directory: Path) -> None:
-        """Load the first of the checkpoints that accelerate has named."""
+        """Load the first of the checkpoints that accelerate has named.
+
+        Called only in cells of which ``keeps_saves`` is true.
+        """
         self.accelerator.load_state(str(_named_checkpoints(directory)[0]))
 
     def export(self, directory: Path) -> None:
-        """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
+        """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``.
+
+        Of a LoRA adapter only the adapter is written, by PEFT.
+        """
         lora = bool(self.cell.option("lora"))
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
             _options.merge_shards(self.accelerator, self.model, directory, lora=lora)
@@ -660,7 +425,8 @@ class AccelerateDriver(TinyDriver):
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
             return
         configured = hasattr(unwrapped, "config")
-        # In several files, as large models are, where ``from_pretrained`` reads them.
+        # A model with a config is one of transformers. Its weights are written in several files, as
+        # those of large models are; ``from_pretrained`` reads them.
         arguments = {"max_shard_size": "20KB"} if configured else {}
         arguments = self.cell.with_settings("save_model", arguments)
         self.accelerator.save_model(self.model, str(directory), **arguments)
@@ -670,7 +436,7 @@ class AccelerateDriver(TinyDriver):
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that a prepared loader gives."""
+        """Yield the rows that a prepared loader gives, for the check ``coverage``."""
         return _rows.accelerate_rows(
             loader,
             count,
@@ -681,11 +447,14 @@ class AccelerateDriver(TinyDriver):
         )
 
     def metrics(self, count: int) -> Mapping[str, float]:
-        """Evaluate with ``gather_for_metrics``."""
+        """Evaluate with ``gather_for_metrics``, for the check ``evaluation``."""
         return _rows.accelerate_metrics(count, self.world.device, self._mesh_settings())
 
     def _mesh_settings(self) -> Mapping[str, Any]:
-        """Return the arguments of Accelerator for the cell's mesh, if it has several dimensions."""
+        """Return the arguments of Accelerator for the cell's mesh; empty if it has one dimension.
+
+        Which rows a rank reads depends on the mesh. A mesh of one dimension needs no argument.
+        """
         if self.cell.strategy != "fsdp2":
             return {}
         assert self.strategy.accelerate is not None
@@ -715,7 +484,10 @@ class AccelerateDriver(TinyDriver):
 
 
 def _parallelism_reason(cell: Cell) -> str | None:
-    """Return why accelerate cannot run the cell's context or tensor parallelism; None if it can."""
+    """Return why accelerate cannot run the cell's context or tensor parallelism; None if it can.
+
+    DeepSpeed's tensor parallelism is not judged here.
+    """
     other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
     return first_reason(
         (
@@ -737,18 +509,24 @@ def _parallelism_reason(cell: Cell) -> str | None:
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
-    """Return the directories of checkpoints that accelerate has named, the first one first."""
+    """Return the directories of checkpoints that accelerate has named, the first one first.
+
+    Their names are ``checkpoint_0``, ``checkpoint_1``, and so on.
+    """
     # https://huggingface.co/docs/accelerate/usage_guides/checkpoint
     paths = (directory / "checkpoints").iterdir()
     return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def _is_stateful(cell: Cell) -> bool:
-    """Tell whether the cell has torchdata's ``StatefulDataLoader``."""
+    """Tell whether the cell has torchdata's ``StatefulDataLoader``, which saves its position."""
     return bool(cell.settings("DataLoaderConfiguration").get("use_stateful_dataloader"))
 
 
 def json_of(plugin: Any) -> Mapping[str, Any]:
-    """Return the JSON that a ``DeepSpeedPlugin`` has made of its arguments."""
+    """Return the JSON that a ``DeepSpeedPlugin`` has made of its arguments.
+
+    ``sources`` names this function: it shows which keys of the JSON each argument changes.
+    """
     config: Mapping[str, Any] = plugin.deepspeed_config
     return config

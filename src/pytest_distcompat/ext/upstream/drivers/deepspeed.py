@@ -1,5 +1,23 @@
 """Driver for DeepSpeed's own API: ``deepspeed.initialize``, its engine and its checkpoints.
 
+A driver is the class by which a trainer is tested. Each rank of a run makes a
+``DeepSpeedDriver(cell, world)`` and calls its methods in the order of the run's actions:
+``build_model``, ``build``, ``step`` ..., ``save``, ``load``, ``export``, ``evaluate``. After each
+action a probe reads ``model`` (the engine), ``optimizer`` and ``scheduler``, which ``build`` sets.
+
+A cell says what is trained: ``zero2-bf16_upcast-w2-grad_accum_2`` is ZeRO stage 2 with bfloat16
+products and float32 master weights on two ranks. ``build`` makes DeepSpeed's JSON of it: the
+backend config of ``strategies/zero.py``, with the cell's settings such as
+``ds_config.zero_optimization.overlap_comm=false``. The engine then does much of a step itself: it
+scales, reduces and clips gradients, and steps optimizer and scheduler.
+
+The JSON may name another optimizer or schedule. Then the reference, which repeats the training in
+one process without DeepSpeed, needs the same: ``make_optimizer`` and ``make_scheduler`` are for it.
+
+The base classes have the rest: ``DeepSpeedCheckpoints`` (``_deepspeed_checkpoints.py``), and
+``TinyDriver`` what all built-in drivers share (``tiny.py``). What the profile ``walk`` calls on the
+live engine is in ``_deepspeed_calls.py``.
+
 https://deepspeed.readthedocs.io/en/latest/initialize.html,
 https://deepspeed.readthedocs.io/en/latest/training.html
 """
@@ -8,13 +26,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.calls import observer
 from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _rows
-from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD
-from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
+from pytest_distcompat.ext.upstream.drivers._deepspeed_calls import DeepSpeedCalls
+from pytest_distcompat.ext.upstream.drivers._deepspeed_checkpoints import (
+    DeepSpeedCheckpoints,
+    saved_on,
+)
+from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.live_calls import Calls
@@ -31,187 +51,15 @@ if TYPE_CHECKING:
     from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.models import Batch
 
-
-#: Pattern of calls -> why walks have none of them under ZeRO-1 and ZeRO-2.
-_WHOLE_PARAMETERS = {
-    "gather*": "it keeps whole parameters",
-    "accessors(of='grad')": "gradients are there before step() alone",
-}
-#: The same without ZeRO.
-_WITHOUT_ZERO = dict.fromkeys(("gather*", "accessors*"), "it is an interface of ZeRO")
+__all__ = ["DeepSpeedCalls", "DeepSpeedDriver"]
 
 
-#: Code that makes the trainer in the script of a walk; ``STAGE`` stands for the stage of ZeRO.
-_SCRIPT = """
-    import deepspeed
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    optimizer, scheduler = optimizer_of(model)
-    zero = {
-        "stage": STAGE,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": MAX_NORM,
-        "zero_optimization": zero,
-    }
-    parts = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
-    return trainer_of(parts[0], parts[1], parts[3], strategy=SimpleNamespace(shards=STAGE == 3))
-"""
+class DeepSpeedDriver(DeepSpeedCheckpoints):
+    """Training loop as in DeepSpeed's documentation.
 
-
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-
-
-class DeepSpeedCalls(Calls):
-    """Calls of a DeepSpeed engine, which clips and zeroes gradients itself."""
-
-    script: ClassVar[Mapping[str, str]] = {
-        "zero0": _SCRIPT.replace("STAGE", "0"),
-        "zero1": _SCRIPT.replace("STAGE", "1"),
-        "zero2": _SCRIPT.replace("STAGE", "2"),
-        "zero3": _SCRIPT.replace("STAGE", "3"),
-    }
-    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "*": {
-            **dict.fromkeys(
-                ("step(clip*", "step(zero*"),
-                "the engine clips as its JSON says, and zeroes gradients in step()",
-            ),
-            **dict.fromkeys(
-                ("freeze*", "unfreeze*", "add_group*"),
-                "the engine partitions what it was built with",
-            ),
-            "load(*load_module_only=*": "load_weights does that",
-            **dict.fromkeys(
-                ("save(*save_latest=False*", "save(*exclude_frozen_parameters=True*"),
-                "leaves out what load needs",
-            ),
-        },
-        "zero0": _WITHOUT_ZERO,
-        "zero1": _WHOLE_PARAMETERS,
-        "zero2": _WHOLE_PARAMETERS,
-        "zero3": NO_SECOND_LOAD,
-    }
-    passes_on: ClassVar[Mapping[str, str]] = {
-        "export": f"{_ENGINE}.save_16bit_model",
-        "load": f"{_ENGINE}.load_checkpoint",
-        "load_weights": f"{_ENGINE}.load_checkpoint",
-        "module_state_dict": f"{_ENGINE}.module_state_dict",
-        "save": f"{_ENGINE}.save_checkpoint",
-    }
-
-    def backward(self, last: bool) -> float:
-        """Run forward and backward of the next batch and return the loss.
-
-        Args:
-            last: Whether gradient accumulation ends with it: only then does the engine step.
-        """
-        self.model.set_gradient_accumulation_boundary(last)
-        loss = self.trainer.loss(self.model, self.position, self.ranks[0])
-        self.model.backward(loss)
-        self.position += 1
-        return float(loss.detach())
-
-    def micro(self) -> float:
-        """Add the gradients of a batch up, without updating parameters."""
-        loss = super().micro()
-        # The engine wants a step() after each backward(); it updates where accumulation ends.
-        self.model.step()
-        return loss
-
-    def update(self, clip: str, zero: str) -> None:  # noqa: ARG002 - see ``refused``
-        """Step; the engine clips, steps the scheduler and zeroes gradients."""
-        self.model.step()
-        self.trainer.grad_norm = self.model.get_global_grad_norm()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients: by the optimizer, or by the engine."""
-        if set_to_none:
-            self.model.optimizer.zero_grad()
-        else:
-            self.model.zero_grad()
-
-    def outputs(self, context: str = "no_grad") -> Any:
-        """Return what the model computes in evaluation mode."""
-        outputs = super().outputs(context)
-        self.trainer.forget_activations()
-        return outputs
-
-    @observer
-    def save(self, **more: Any) -> None:
-        """Save by ``save_checkpoint``."""
-        self.model.save_checkpoint(str(self.directory), **more)
-
-    def load(self, optimizer: bool = True, scheduler: bool = True, **more: Any) -> None:
-        """Load by ``load_checkpoint``."""
-        self.model.load_checkpoint(
-            str(self.directory),
-            load_optimizer_states=optimizer,
-            load_lr_scheduler_states=scheduler,
-            **more,
-        )
-
-    def load_weights(self, **more: Any) -> None:
-        """Load the weights alone, by an argument of ``load_checkpoint``."""
-        self.model.load_checkpoint(str(self.directory), load_module_only=True, **more)
-
-    @observer
-    def gather(self) -> Any:
-        """Return copies of the whole parameters, by ``GatheredParameters``."""
-        import deepspeed
-
-        parameters = dict(self.model.module.named_parameters())
-        with deepspeed.zero.GatheredParameters(list(parameters.values())):
-            return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-    @observer
-    def accessors(self, of: Literal["fp32_param", "optimizer_state", "grad"] = "fp32_param") -> Any:
-        """Read what belongs to each parameter, by ``safe_get_full_fp32_param`` and its like.
-
-        Of the optimizer's state it is Adam's first moment.
-        """
-        from deepspeed import utils
-
-        accessor = getattr(utils, f"safe_get_full_{of}")
-        arguments = ["exp_avg"] if of == "optimizer_state" else []
-        values: dict[str, Any] = {}
-        for name, parameter in self.model.module.named_parameters():
-            if parameter.requires_grad:
-                values[name] = accessor(parameter, *arguments)
-        return values
-
-    @observer
-    def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
-        """Return the module's state dict; None under ZeRO-3, where each rank has shards of it."""
-        state = self.model.module_state_dict(
-            exclude_frozen_parameters=exclude_frozen_parameters, **more
-        )
-        if self.trainer.strategy.shards:
-            return None
-        return state
-
-    @observer
-    def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
-        """Write the weights by ``save_16bit_model``, and return them."""
-        self.model.save_16bit_model(
-            str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more
-        )
-        return self.written("pytorch_model.bin")
-
-    @observer
-    def memory(self) -> None:
-        """Print how much memory is used."""
-        from deepspeed.runtime.utils import see_memory_usage
-
-        see_memory_usage("walk", force=True)
-
-
-class DeepSpeedDriver(TinyDriver):
-    """Training loop as in DeepSpeed's documentation."""
+    The class attributes are explained in ``driver.Driver`` and, ``sources``, in
+    ``sweep.fields.Source``.
+    """
 
     name: ClassVar[str] = "deepspeed"
     preload: ClassVar[tuple[str, ...]] = _preload.DEEPSPEED
@@ -240,7 +88,7 @@ class DeepSpeedDriver(TinyDriver):
         *_loaded.sources("zero3"),
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
-    #: By way of a universal checkpoint.
+    #: The strategies whose checkpoints load at another number of ranks: as universal checkpoints.
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
     live_calls: ClassVar[type[Calls]] = DeepSpeedCalls
@@ -250,11 +98,10 @@ class DeepSpeedDriver(TinyDriver):
         "model.global_samples": ExtraState(),
     }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
+    # DeepSpeed's Muon knows which matrices a flat partition has parts of, and is compiled.
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")
 
-    #: The directory of the universal checkpoint, if one of another world size is loaded.
-    universal: Path | None = None
     #: While this ``HfDeepSpeedConfig`` lives, transformers makes models in parts under ZeRO-3:
     #: https://huggingface.co/docs/transformers/deepspeed. None where it makes no model.
     loading_config: Any = None
@@ -281,6 +128,8 @@ class DeepSpeedDriver(TinyDriver):
         One of another world size is loaded as a universal checkpoint, of which the engine must know
         when it is created.
         """
+        # Ranks, and ranks that hold a layer together. On disks of their own nodes not all files can
+        # be counted, and no cell loads at another world size.
         saved_sizes = None if self.world.own_disks else saved_on(plan.load_from)
         own_sizes = (self.world.size, self.cell.tp)
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
@@ -291,11 +140,13 @@ class DeepSpeedDriver(TinyDriver):
         """Create the engine around the model, with its optimizer and its scheduler."""
         import deepspeed
 
+        # On CPU ranks DeepSpeed would compile an extension for communication by shared memory.
         without_shared_memory()
         deepspeed.init_distributed(dist_backend=self.world.backend)
         config = self._config()
         if self.cell.option("optimizer") == "muon":
             self.compile_nothing()
+        # transformers makes the model (``own_model``).
         if self.cell.option("loaded").startswith("from"):  # type: ignore[union-attr]
             from transformers.integrations import HfDeepSpeedConfig
 
@@ -361,7 +212,7 @@ class DeepSpeedDriver(TinyDriver):
     def forget_activations(self) -> None:
         """Have DeepSpeed discard activations for which no backward pass comes.
 
-        Its documentation asks that of evaluations.
+        Its documentation asks that of evaluations, where ``deepspeed.checkpointing`` recomputes.
         """
         if self.cell.option("activation_checkpointing") == "deepspeed":
             import deepspeed
@@ -391,6 +242,7 @@ class DeepSpeedDriver(TinyDriver):
         if self.cell.cp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
+            # By the object ``mpu`` the engine knows groups of ranks; here those of Ulysses.
             rows = config["train_micro_batch_size_per_gpu"]
             arguments["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
                 self.raw, "sdpa", self.cell.cp, rows, disable_in_eval=True
@@ -398,7 +250,10 @@ class DeepSpeedDriver(TinyDriver):
         return arguments
 
     def make_optimizer(self, model: Module) -> Any:
-        """Return the optimizer; for the reference, the one of torch that the JSON names."""
+        """Return the optimizer; for the reference, the one of torch that the JSON names.
+
+        ``build`` calls it only where the JSON names none.
+        """
         entry = self._json_entry("optimizer")
         if not entry:
             return super().make_optimizer(model)
@@ -426,6 +281,7 @@ class DeepSpeedDriver(TinyDriver):
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
+            # DeepSpeed's engine leaves out these names too.
             embeds = re.search("embed|lm_head", name)
             if parameter.dim() >= 2 and not embeds:
                 matrices.append(parameter)
@@ -440,7 +296,10 @@ class DeepSpeedDriver(TinyDriver):
         return optimizer
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        """Return the scheduler; for the reference, DeepSpeed's or torch's that the JSON names."""
+        """Return the scheduler; for the reference, the one that the JSON names.
+
+        Its name is one of DeepSpeed's schedules, as ``LRRangeTest``, or else of torch's.
+        """
         entry = self._json_entry("scheduler")
         if not entry:
             return super().make_scheduler(optimizer, every)
@@ -453,10 +312,11 @@ class DeepSpeedDriver(TinyDriver):
         return scheduler_class(optimizer, **entry["params"])
 
     def _json_entry(self, key: str) -> dict[str, Any]:
-        """Return the ``type`` and ``params`` that a cell puts into DeepSpeed's JSON; or nothing.
+        """Return the ``type`` and ``params`` that a cell puts into DeepSpeed's JSON.
 
-        They come from the cell's settings of ``ds_config``, and from option ``optimizer`` at
-        ``muon``.
+        For example ``{"type": "SGD", "params": {"lr": 0.003, "momentum": 0.9}}``; empty if the cell
+        names none. They come from the cell's settings of ``ds_config``, and from option
+        ``optimizer`` at ``muon``.
 
         Args:
             key: ``optimizer`` or ``scheduler``.
@@ -493,6 +353,8 @@ class DeepSpeedDriver(TinyDriver):
         """
         self.model.train()
         total = 0.0
+        # With this setting at false ``step`` itself ends the accumulation, and the engine refuses
+        # to be told of the last micro-batch.
         managed = self.cell.settings("ds_config").get("managed_gradient_accumulation", True)
         for batch, last in self.batches(number):
             if managed:
@@ -517,144 +379,18 @@ class DeepSpeedDriver(TinyDriver):
 
     @property
     def backward_divisor(self) -> int:
-        """Return what the loss is divided by before the backward pass.
+        """Return what the loss is divided by before the backward pass; 1 without ``cp``.
 
-        So the gradients are those of the loss itself. Each rank of a sequence adds the whole loss's
-        gradients, and only ZeRO-3 divides by all ranks (docs/upstream.md).
+        So the gradients are those of the loss itself. Under context parallelism (``cp``) each rank
+        of a sequence adds the gradients of the whole loss, and only ZeRO-3 divides them by the
+        number of all ranks (docs/upstream.md).
         """
         if self.strategy.shards:
             return 1
         return self.cell.cp
 
-    @property
-    def tag(self) -> dict[str, str]:
-        """Return the argument that names a checkpoint, where each node has a disk of its own.
-
-        Without it the engine looks for the name of the latest one, which DeepSpeed writes on the
-        node of rank 0 alone.
-        """
-        if not self.world.own_disks:
-            return {}
-        return {"tag": "saved"}
-
-    def save(self, directory: Path) -> None:
-        """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
-        settings = self.tag | self.cell.settings("save_checkpoint")
-        client_state = {"ranks": self.world.size}
-        self.model.save_checkpoint(str(directory), client_state=client_state, **settings)
-        self.save_random(directory)
-
-    def load(self, directory: Path) -> None:
-        """Load by ``load_checkpoint``; a checkpoint of another world size is converted first."""
-        checkpoint = directory
-        if self.universal is not None:
-            self._convert(directory, self.universal)
-            checkpoint = self.universal
-        settings = self.tag | self.cell.settings("load_checkpoint")
-        _, client_state = self.model.load_checkpoint(str(checkpoint), **settings)
-        saved_ranks = client_state.get("ranks") if client_state else None
-        self.load_random(directory, required=saved_ranks == self.world.size)
-
-    @classmethod
-    def keeps_saves(cls, cell: Cell) -> bool:
-        """Tell whether each checkpoint has a tag of its own, after the number of the step."""
-        return not cell.own_disks and "tag" not in cell.settings("save_checkpoint")
-
-    def load_first(self, directory: Path) -> None:
-        """Load the checkpoint of the lowest step by its tag, without random states.
-
-        Those are saved by the driver, and are of the last save.
-        """
-        prefix = "global_step"
-        steps = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
-        settings = {**self.cell.settings("load_checkpoint"), "tag": f"{prefix}{min(steps)}"}
-        self.model.load_checkpoint(str(directory), **settings)
-
-    def _convert(self, directory: Path, universal: Path) -> None:
-        """Convert a checkpoint to a universal one, on rank 0; the others wait.
-
-        It is what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does:
-        https://www.deepspeed.ai/tutorials/universal-checkpointing/. The flag says that tensor
-        parallelism split nothing, unless the checkpoint says what it did.
-
-        Args:
-            directory: The checkpoint.
-            universal: The directory of the universal one.
-        """
-        from argparse import Namespace
-
-        from deepspeed.checkpoint.ds_to_universal import main
-        from torch import distributed
-
-        if self.world.rank == 0:
-            tag = (directory / "latest").read_text(encoding="utf-8").strip()
-            arguments = Namespace(
-                input_folder=str(directory / tag),
-                output_folder=str(universal / tag),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
-            main(arguments)
-        distributed.barrier()
-
-    def export(self, directory: Path) -> None:
-        """Write the whole weights on rank 0; under ZeRO, the float32 masters where it has them."""
-        state = self._whole_state(directory.parent / "shards")
-        if self.world.rank == 0:
-            _options.write_whole(self.raw, state, directory)
-
-    def _whole_state(self, shards: Path) -> dict[str, Any]:
-        """Return the whole weights by name, on rank 0 at least.
-
-        Args:
-            shards: The directory for a checkpoint, where the weights are combined from one.
-        """
-        own_disks = self.world.own_disks
-        if self.cell.tp > 1:
-            return whole_weights(self.model)
-        if self.tiny.driver:
-            return self._with_all_experts(shards)
-        if own_disks and self.strategy.shards:
-            # The shards of a checkpoint are on all machines.
-            return whole_weights(self.model)
-        if own_disks or not self.strategy.zero_stage:
-            weights: dict[str, Any] = self.model.module_state_dict()
-            return weights
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        self.model.save_checkpoint(str(shards))
-        if self.world.rank:
-            return {}
-        masters: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(shards))
-        return masters
-
-    def _with_all_experts(self, shards: Path) -> dict[str, Any]:
-        """Return the weights of a model with DeepSpeed's experts, on rank 0; none on the others.
-
-        They are read from a checkpoint, which has a file for each expert: ``zero_to_fp32`` cannot
-        read it.
-
-        Args:
-            shards: The directory for the checkpoint.
-        """
-        import torch
-
-        self.model.save_checkpoint(str(shards), "export")
-        if self.world.rank:
-            return {}
-        files = sorted((shards / "export").glob("*_model_states.pt"))
-        weights: dict[str, Any] = {}
-        for path in files:
-            state = torch.load(path, map_location="cpu", weights_only=False)
-            # The file of an expert has its weights alone.
-            weights |= state.get("module", state)
-        return weights
-
     def rows(self, _loader: str, count: int, *_: Any) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that the loader of ``training_data`` gives.
+        """Yield the rows that the loader of ``training_data`` gives, for the check ``coverage``.
 
         On a mesh the engine of the cell makes the loader.
         """
@@ -680,30 +416,3 @@ def _untried_muon_reason(cell: Cell) -> str | None:
         first, _ = others[0]
         return f"DeepSpeed's Muon is not tried with option {first!r} yet"
     return None
-
-
-def saved_on(directory: Path) -> tuple[int, int] | None:
-    """Return the number of ranks that saved a checkpoint of ZeRO; None if it is not of ZeRO.
-
-    With it comes the size of a tensor parallel group. Each rank writes a file of optimizer state,
-    whose name has the rank among data parallel ones.
-    """
-    latest = directory / "latest"
-    checkpoint = directory
-    if latest.exists():
-        checkpoint = directory / latest.read_text(encoding="utf-8").strip()
-    ranks = len(list(checkpoint.glob("*zero_pp_rank_*_optim_states.pt")))
-    if not ranks:
-        return None
-    tensor_parallel = len(list(checkpoint.glob("*zero_pp_rank_0_*_optim_states.pt")))
-    return ranks, tensor_parallel
-
-
-def whole_weights(engine: Any) -> dict[str, Any]:
-    """Return the state dict of a model in parts, with whole weights on rank 0."""
-    # The method is private, and accelerate and Trainer call it: ``save_16bit_model`` writes the
-    # parts of rank 0 alone (docs/upstream.md). It leaves buffers out. A test of
-    # ``tests/launch/test_private_names.py`` fails when it goes away.
-    state = dict(engine.module_state_dict())
-    whole = engine._consolidated_16bit_state_dict()  # noqa: SLF001 - see above
-    return {**state, **(whole or {})}

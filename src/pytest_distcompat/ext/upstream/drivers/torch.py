@@ -1,7 +1,19 @@
 """Driver for plain torch: DDP, FSDP1 and FSDP2 by their own API.
 
-Checkpoints are written and read by torch.distributed.checkpoint:
-https://pytorch.org/docs/stable/distributed.checkpoint.html
+A driver is the class by which a trainer is tested. Each rank of a run makes a
+``TorchDriver(cell, world)`` and calls its methods in the order of the run's actions:
+``build_model``, ``build``, ``step`` ..., ``save``, ``load``, ``export``, ``evaluate``. After each
+action a probe reads ``model``, ``optimizer`` and ``scheduler``, which ``build`` has set.
+
+A cell says what is trained: ``fsdp2-bf16_upcast-w4-tp_2`` is FSDP2 with bfloat16 products and
+float32 master weights on four ranks, of which two hold each layer together. ``build`` wraps the
+model as the strategy's backend config says (``strategies/fsdp2.py`` and others) and as the cell's
+options say: compiled, recomputed, in 8 bits, in stages of a pipeline. ``step`` is the loop of
+torch's tutorials: micro-batches, backward, clip, optimizer, scheduler.
+
+The base classes have the rest: ``TorchCheckpoints`` saves, loads and exports
+(``_torch_checkpoints.py``), ``TinyDriver`` has what all built-in drivers share (``tiny.py``). What
+the profile ``walk`` calls on the live trainer is in ``_torch_calls.py``.
 """
 
 from __future__ import annotations
@@ -10,10 +22,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from pytest_distcompat.calls import observer
 from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers._torch_calls import TorchCalls
+from pytest_distcompat.ext.upstream.drivers._torch_checkpoints import TorchCheckpoints
 from pytest_distcompat.ext.upstream.drivers.tiny import HELD_OUT_BATCH, TinyDriver, listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
@@ -29,205 +42,19 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch
 
-
-#: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat
-#: tensor.
-_FIXED = (
-    "DDP reduces what was trainable when it wrapped the model: "
-    "DistributedDataParallel's documentation warns of changes"
-)
-_NO_FSDP1 = "FSDP1 flattens what was trainable when it wrapped the model"
+__all__ = ["TorchCalls", "TorchDriver"]
 
 
-_BUILT = """
-    return trainer_of(model, *optimizer_of(model))
-"""
-
-
+#: The package that ``sources`` names several times.
 _DCP = "torch.distributed.checkpoint"
 
 
-class TorchCalls(Calls):
-    """Calls on a model that DDP or FSDP wraps."""
+class TorchDriver(TorchCheckpoints):
+    """Training loop as in torch's tutorials.
 
-    script: ClassVar[Mapping[str, str]] = {
-        "ddp": """
-    model = nn.parallel.DistributedDataParallel(model)
-"""
-        + _BUILT,
-        "fsdp1": """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    policy = ModuleWrapPolicy({Block})
-    model = FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
-"""
-        + _BUILT,
-        "fsdp2": """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-"""
-        + _BUILT,
-    }
-    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "ddp": {
-            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), _FIXED),
-            "gather*": "DDP shards nothing",
-        },
-        "fsdp1": {
-            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), _NO_FSDP1),
-            "gather(how='uns*": "FSDP2's method",
-            "gather(how='full*": "FSDP1 has no DTensors",
-            "state_dict(how='cpu_offload')": (
-                "a segmentation fault: https://github.com/pytorch/pytorch/issues/188989"
-            ),
-            "unwrap*": "FSDP1's wrapper is not taken off",
-        },
-        "fsdp2": {"gather()": "FSDP1's method", "unwrap*": "FSDP2 wraps nothing"},
-    }
-
-    def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return ``no_sync`` for all but the last pass; FSDP2 has a switch instead."""
-        if hasattr(self.model, "set_requires_gradient_sync"):
-            self.model.set_requires_gradient_sync(last)
-            return contextlib.nullcontext()
-        return contextlib.nullcontext() if last else self.model.no_sync()
-
-    def clip_norm(self) -> Any:
-        """Clip by FSDP1's own method, else by torch's function."""
-        own = getattr(self.model, "clip_grad_norm_", None)
-        if own is not None:
-            return own(MAX_NORM)
-        return super().clip_norm()
-
-    def _state(self, optimizer: bool = True, scheduler: bool = True) -> dict[str, Any]:
-        """Return the state to save or to load in place: the model's and, if wanted, the others'."""
-        from torch.distributed.checkpoint.state_dict import (
-            get_model_state_dict,
-            get_optimizer_state_dict,
-        )
-
-        state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
-        if optimizer:
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.trainer.optimizer)
-        if scheduler:
-            state["scheduler"] = self.trainer.scheduler.state_dict()
-        return state
-
-    @observer
-    def save(self) -> None:
-        """Save by ``torch.distributed.checkpoint``."""
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        save(self._state(), checkpoint_id=self.directory)
-
-    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
-        """Load in place what is wanted of the checkpoint, then set it."""
-        from torch.distributed.checkpoint.state_dict import (
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        state = self._state(optimizer, scheduler)
-        load(state, checkpoint_id=self.directory)
-        set_model_state_dict(self.model, state["model"])
-        if optimizer:
-            set_optimizer_state_dict(self.model, self.trainer.optimizer, state["optimizer"])
-        if scheduler:
-            self.trainer.scheduler.load_state_dict(state["scheduler"])
-
-    @observer
-    def unwrap(self) -> Any:
-        """Take the wrapper off."""
-        return self.model.module
-
-    @observer
-    def state_dict(
-        self, how: Literal["full_state_dict", "cpu_offload", "ignore_frozen_params", "own"] = "own"
-    ) -> Any:
-        """Take the model's state dict: its own, or by ``get_model_state_dict`` with an option."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        if how == "own":
-            return self.model.state_dict()
-        settings: dict[str, Any] = {"full_state_dict": True, how: True}
-        state = get_model_state_dict(self.model, options=StateDictOptions(**settings))
-        if how != "ignore_frozen_params":
-            return state
-        return {name: tensor for name, tensor in state.items() if "frozen" not in name}
-
-    @observer
-    def optimizer_state(
-        self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own"
-    ) -> Any:
-        """Take the optimizer's state dict, and return Adam's first moments by parameter.
-
-        It is its own, of which nothing is returned, or that of ``get_optimizer_state_dict`` with an
-        option.
-        """
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_optimizer_state_dict,
-        )
-
-        if how == "own":
-            self.trainer.optimizer.state_dict()
-            return None
-        settings: dict[str, Any] = {how: True}
-        options = StateDictOptions(**settings)
-        state_dict: Any = get_optimizer_state_dict(
-            self.model, self.trainer.optimizer, options=options
-        )
-        moments: dict[str, Any] = {}
-        if how == "full_state_dict":
-            for name, state in state_dict.get("state", {}).items():
-                if "exp_avg" in state:
-                    moments[name] = state["exp_avg"]
-            return moments
-        for key, value in state_dict.items():
-            # FSDP1's are ShardedTensors, which cannot be added up.
-            if key.endswith(".exp_avg") and not hasattr(value, "local_shards"):
-                moments[key.removeprefix("state.").removesuffix(".exp_avg")] = value
-        return moments
-
-    @observer
-    def gather(
-        self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params"
-    ) -> Any:
-        """Look at whole parameters."""
-        import torch
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        if how == "full_tensor":
-            with torch.no_grad():
-                return {
-                    name: parameter.full_tensor()
-                    for name, parameter in self.model.named_parameters()
-                }
-        if how == "unshard":
-            units = [module for module in self.model.modules() if hasattr(module, "unshard")]
-            for unit in units:
-                unit.unshard()
-            parameters = {
-                name: parameter.detach().clone()
-                for name, parameter in self.model.named_parameters()
-            }
-            for unit in units:
-                unit.reshard()
-            return parameters
-        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            parameters = {}
-            for name, parameter in self.model.named_parameters():
-                parameters[name.replace("_fsdp_wrapped_module.", "")] = parameter.detach().clone()
-            return parameters
-
-
-class TorchDriver(TinyDriver):
-    """Training loop as in torch's tutorials."""
+    The class attributes are explained in ``driver.Driver`` and, ``sources``, in
+    ``sweep.fields.Source``.
+    """
 
     name: ClassVar[str] = "torch"
     preload: ClassVar[tuple[str, ...]] = _preload.TORCH
@@ -285,7 +112,7 @@ class TorchDriver(TinyDriver):
         Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
-    # The llama has too few heads.
+    # With four ranks of tensor parallelism the model must be ``mlp``: the llama has too few heads.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **TinyDriver.needs_options,
         "tp_4": {"model": "mlp"},
@@ -300,22 +127,10 @@ class TorchDriver(TinyDriver):
     live_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
 
-    #: What writes a checkpoint while training goes on; it is waited for after the next step.
-    saving: Any = None
-    #: The process group for it: on the group of the training, its collectives would pair with those
-    #: of steps.
-    saving_group: Any = None
-    #: The model inside torch.compile's wrapper, with the methods of its strategy.
-    wrapped: Any = None
     #: The ranks that hold the parts of each sequence; None without context parallelism.
     context: Any = None
-    #: This rank's stage; None without pipeline parallelism.
-    pipeline: Any = None
-    #: Whether a checkpoint has the optimizer's state by the name of each parameter alone, so that
-    #: each stage has its own.
-    flat: bool = False
-    #: The average of the weights; None without one.
-    averaged_model: Any = None
+    #: The model inside torch.compile's wrapper, with the methods of its strategy.
+    wrapped: Any = None
 
     @classmethod
     def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
@@ -360,7 +175,10 @@ class TorchDriver(TinyDriver):
         yield from super()._reasons(cell, device)
 
     def build(self, model: Module) -> None:
-        """Create process group, wrapper and optimizer, in the order of torch's documentation."""
+        """Create process group, wrapper and optimizer, in the order of torch's documentation.
+
+        The optimizer comes after the wrapper, whose parameters it updates.
+        """
         import torch
         from torch import distributed
         from torch.distributed.device_mesh import init_device_mesh
@@ -392,7 +210,7 @@ class TorchDriver(TinyDriver):
         self.seed_rank()
 
     def _place_average(self, device: torch.device) -> None:
-        """Shard the average as the model is, or move it to the device."""
+        """Shard the average of the weights as the model is, or move it to the device."""
         if self.strategy.wrapper == "FSDP2":
             self.averaged_model.module = self._wrap(self.averaged_model.module, device)
         self.averaged_model.to(device)
@@ -411,7 +229,8 @@ class TorchDriver(TinyDriver):
         else:
             # Wrapped in place: the model has the parameters of all stages.
             self.model = model
-        # DDP does not survive that torch finds out shapes by a backward pass (docs/upstream.md).
+        # Without an example row torch finds out the shapes between stages by a forward and backward
+        # pass, which DDP does not survive (docs/upstream.md).
         row = None
         if self.strategy.wrapper == "DDP":
             row = _rows_of([self.batch_of(0, 0)])[0]
@@ -425,6 +244,7 @@ class TorchDriver(TinyDriver):
         if self.precision.float8:
             model = _options.in_8_bits(model, device.type)
 
+        # The strategy calls it before, between or after its own wrapping, as its library wants.
         def prepare(model: Module) -> None:
             blocks = self.wrap_spec.block_modules(model)
             if self.cell.option("activation_checkpointing"):
@@ -476,7 +296,10 @@ class TorchDriver(TinyDriver):
         return total
 
     def _pipelined(self, number: int) -> float:
-        """Take the step on the rows of all micro-batches, one by one through the pipeline."""
+        """Take the step on the rows of all micro-batches, one by one through the pipeline.
+
+        ``fed`` keeps the rows: the probe cannot see them on later stages, which get activations.
+        """
         import torch
 
         batches = [batch for batch, _ in self.batches(number)]
@@ -513,6 +336,7 @@ class TorchDriver(TinyDriver):
         if self.averaged_model is not None:
             self.averaged_model.update_parameters(self.model)
         if self.saving:
+            # A checkpoint that began before this step: the step must not disturb it.
             self.saving.result()
             self.saving = None
 
@@ -522,6 +346,7 @@ class TorchDriver(TinyDriver):
 
         if self.strategy.wrapper == "FSDP1":
             return float(self.wrapped.clip_grad_norm_(MAX_NORM))
+        # Then parameters are on different meshes, whose norms torch's function cannot add up.
         if self.cell.tp * self.cell.ep * self.cell.pp > 1:
             return _options.clip_on_meshes(self.model.parameters(), MAX_NORM, self.pp_group)
         settings = self.cell.with_settings("clip_grad_norm_", {"max_norm": MAX_NORM})
@@ -554,149 +379,6 @@ class TorchDriver(TinyDriver):
             torch.device(self.world.device).type, dtype=getattr(torch, self.precision.compute)
         )
 
-    def _options(self) -> Any:
-        """Return the ``StateDictOptions`` of a checkpoint."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-        # No cpu_offload: on CPU ranks FSDP1's crashes
-        # (https://github.com/pytorch/pytorch/issues/188989).
-        settings = {
-            "full_state_dict": self.cell.option("state_dict") == "full",
-            "flatten_optimizer_state_dict": self.flat,
-        }
-        return StateDictOptions(**self.cell.with_settings("StateDictOptions", settings))
-
-    def _state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint has; into it one is loaded in place."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
-
-        if self.cell.option("save_only_model"):
-            return {"model": get_model_state_dict(self.model, options=self._options())}
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
-        state = {"model": model, "optimizer": optimizer, "ranks": self.world.size}
-        state["scheduler"] = [scheduler.state_dict() for scheduler in listed(self.scheduler)]
-        if self.scaler:
-            state["scaler"] = self.scaler.state_dict()
-        if self.averaged_model is not None:
-            state["averaged_model"] = get_model_state_dict(
-                self.averaged_model, options=self._options()
-            )
-        return state
-
-    @property
-    def whole(self) -> bool:
-        """Tell whether a checkpoint is one file."""
-        return self.cell.option("state_dict") == "full" or self.world.own_disks
-
-    def save(self, directory: Path) -> None:
-        """Write one DCP checkpoint, or one file by rank 0.
-
-        Where each node has a disk of its own, the first rank there writes that file.
-        """
-        import torch
-        from torch.distributed.checkpoint.state_dict_saver import async_save, save
-
-        state = self._state()
-        if not self.cell.option("save_only_model"):
-            self.save_random(directory)
-        if self.whole:
-            if self.world.writes_first:
-                torch.save(state, directory / "checkpoint.pt")
-            return
-        if self.cell.option("async_save"):
-            self.saving = async_save(
-                state, checkpoint_id=directory, process_group=self.saving_group
-            )
-        else:
-            save(state, storage_writer=self._writer(directory), planner=self._save_planner())
-
-    def _writer(self, directory: Path) -> Any:
-        """Return the writer of a DCP checkpoint."""
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-        return FileSystemWriter(directory, **self.cell.settings("FileSystemWriter"))
-
-    def _save_planner(self) -> Any:
-        """Return the planner that DCP saves with."""
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-        return DefaultSavePlanner(**self.cell.settings("DefaultSavePlanner"))
-
-    def _load_planner(self) -> Any:
-        """Return the planner that DCP loads with."""
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-        return DefaultLoadPlanner(**self.cell.settings("DefaultLoadPlanner"))
-
-    def load(self, directory: Path) -> None:
-        """Load the state, in place by DCP, then set it by ``set_state_dict``."""
-        from torch.distributed.checkpoint.state_dict import (
-            set_model_state_dict,
-            set_optimizer_state_dict,
-            set_state_dict,
-        )
-
-        if self.whole:
-            state = self._read_whole(directory)
-        else:
-            state = self._read_shards(directory)
-        options = self._options()
-        if self.cell.option("save_only_model"):
-            set_model_state_dict(self.model, state["model"], options=options)
-            return
-        if options.broadcast_from_rank0:
-            # Not by one call: set_state_dict hangs where other ranks have nothing
-            # (docs/upstream.md).
-            set_model_state_dict(self.model, state["model"], options=options)
-            set_optimizer_state_dict(
-                self.model, self.optimizer, state["optimizer"], options=options
-            )
-        else:
-            set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=options,
-            )
-        saved_states = state["scheduler"]
-        for scheduler, saved in zip(listed(self.scheduler), saved_states, strict=True):
-            scheduler.load_state_dict(saved)
-        if self.scaler:
-            self.scaler.load_state_dict(state["scaler"])
-        if self.averaged_model is not None:
-            set_model_state_dict(
-                self.averaged_model, state["averaged_model"], options=self._options()
-            )
-        self.load_random(directory, required=state["ranks"] == self.world.size)
-
-    def _read_whole(self, directory: Path) -> dict[str, Any]:
-        """Return the state of a checkpoint of one file."""
-        import torch
-
-        state: dict[str, Any] = torch.load(
-            directory / "checkpoint.pt", map_location="cpu", weights_only=True
-        )
-        if self._options().broadcast_from_rank0 and self.world.rank:
-            # The others get it from rank 0.
-            state |= {"model": {}, "optimizer": {}}
-        return state
-
-    def _read_shards(self, directory: Path) -> dict[str, Any]:
-        """Return the state of a DCP checkpoint, of which this rank has its shards."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        keys = FileSystemReader(directory).read_metadata().state_dict_metadata
-        # By parameter names the optimizer's state has no param groups.
-        by_groups = {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
-        if not by_groups:
-            # It saves in the form of what it loaded, so that stages can load it again.
-            self.flat = True
-        state = self._state()
-        load(state, checkpoint_id=directory, planner=self._load_planner())
-        return state
-
     def rows(
         self,
         loader: str,
@@ -704,7 +386,7 @@ class TorchDriver(TinyDriver):
         start: tuple[int, int],
         directory: Path,  # noqa: ARG002 - nothing is saved
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that torch's loader gives."""
+        """Yield the rows that torch's loader gives, for the check ``coverage``."""
         rank = self.cell.dp_rank(self.world.rank)
         return _rows.torch_rows(loader, count, start, rank, self.cell.dp_size)
 
@@ -715,6 +397,7 @@ class TorchDriver(TinyDriver):
         ones.
         """
         for optimizer in listed(self.optimizer):
+            # None in a run that reloads an exported model, and has no trainer.
             if optimizer:
                 optimizer.zero_grad()
         if not self.cell.option("float32_norms"):
@@ -731,17 +414,9 @@ class TorchDriver(TinyDriver):
         logits: torch.Tensor = self.pipeline.outputs(tokens)
         return logits
 
-    def export(self, directory: Path) -> None:
-        """Write the full state dict on rank 0, in the format that the model's own library loads."""
-        state = _options.whole_state(self.model)
-        if self.pipeline:
-            state = self.pipeline.gathered(state)
-        if self.world.rank == 0:
-            _options.write_whole(self.raw, state, directory)
-
 
 def _rows_of(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the rows of some batches, each as a batch of its own."""
+    """Return the rows of some batches, each as a batch of one row."""
     rows: list[Batch] = []
     for batch in batches:
         for number in range(len(batch["labels"])):

@@ -1,6 +1,12 @@
-"""Architectures of transformers that the rules of ``_architectures`` do not make small.
+"""Architectures of transformers of which the rules make no tiny model, each with the reason.
 
-``FIXED`` has values that some need besides, ``BLANK`` why there is no tiny model of others.
+Any architecture may be named in a cell, one configuration under test, as
+``fsdp2-fp32-w2-model_hf:gpt2``. The rules of ``_small_config.py`` and ``_inputs.py`` make a tiny
+model and its inputs. They fail for some architectures:
+
+- ``FIXED`` has config values that a few need besides; ``small_config`` adds them.
+- ``BLANK`` and ``BLANK_TASKS`` say why others are not trained. ``_tables.reason_of`` reads them;
+  the cell is skipped with this reason, and the documentation lists it.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
+# Reasons that several architectures share.
 _DEFAULTS = (
     "no model can be made of its config's defaults, and these rules do not know which values it "
     "needs"

@@ -1,6 +1,7 @@
-"""Compiles transformers' patterns of parameter names in the fork server.
+"""Compiles transformers' patterns of parameter names, once in the fork server.
 
-In each rank it takes a twentieth of a second.
+The models that are a Llama list this module as ``preload``: the process from which ranks are forked
+imports it. Otherwise each rank would compile the patterns, which takes a twentieth of a second.
 """
 
 from __future__ import annotations

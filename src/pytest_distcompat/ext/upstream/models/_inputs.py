@@ -1,6 +1,14 @@
-"""Inputs of an architecture by rule.
+"""Batches for any architecture of transformers, drawn by rules.
 
-An argument's name says what it holds, the task what is learned, the config how large it is.
+``_architectures.py`` makes tiny models of transformers' classes; on each rank it calls
+``batch_of(kind, config, task, step, rank)`` for a batch of two rows, such as
+``{"input_ids": (2, 16), "labels": (2, 16)}`` for a causal language model. An argument's name says
+what it holds (``pixel_values``: an image), the task what is learned (``token_classification``: a
+label for each token), the config how large it is (``image_size``).
+
+The same step and rank give the same batch in every process, so that the reference, one process, can
+train on the batches of all ranks. A model that returns no loss for its task learns fixed targets:
+``loss_to_targets``.
 """
 
 from __future__ import annotations
@@ -19,12 +27,16 @@ if TYPE_CHECKING:
 
 #: Sizes of a batch: tokens that exist, tokens in a row, answers to choose from, classes, rows.
 VOCABULARY, TOKENS, CHOICES, CLASSES, ROWS = 128, 16, 3, 5, 2
-#: Samples of a row of sound, and frames of its spectrogram.
+#: Samples of a row of sound as a wave, and frames of one as a spectrogram.
 SAMPLES, FRAMES = 8000, 64
-#: Tasks with a label for each token, and with one for each row. Outputs of other tasks learn fixed
-#: targets.
+# Patterns of the tasks with labels, as transformers names tasks in its auto classes. Outputs of
+# other tasks learn fixed targets.
+
+#: Tasks with a label for each token.
 LABELS_OF_TOKENS = r".*_lm|speech_seq_2_seq|image_text_to_text|token_classification"
+#: Tasks with labels of another kind: a text for a row of sound, the place of an answer.
 OTHER_LABELS = r"ctc|(document_)?question_answering"
+#: Tasks with a label for each row.
 LABELS_OF_ROWS = (
     r"(sequence|image|video|audio)_classification|multiple_choice|next_sentence_prediction"
 )
@@ -47,6 +59,7 @@ def batch_of(kind: type[Any], config: Any, task: str, step: int, rank: int) -> B
     # Causal language models of image and text learn from text alone.
     accepted = {"input_ids"} if task == "causal_lm" else set(arguments)
     batch = {}
+    # In a fixed order: all draw from one generator.
     for name, make in inputs.makers().items():
         if name in accepted:
             batch[name] = make()
@@ -58,12 +71,26 @@ def batch_of(kind: type[Any], config: Any, task: str, step: int, rank: int) -> B
         prompt = prompt_length(step, rank)
         batch["labels"] = inputs.labels_of_tokens(batch.get("input_ids"), prompt)
     elif "decoder_input_ids" in arguments:
+        # Without labels the decoder's input is not made of them.
         batch["decoder_input_ids"] = inputs.tokens(TOKENS)
     return batch
 
 
 class _Inputs:
-    """Draws inputs of a model: the same numbers for the same seed in every process."""
+    """Draws inputs of a model: the same numbers for the same seed in every process.
+
+    Attributes:
+        fields: The config as a dictionary.
+        task: The task, such as ``causal_lm``.
+        generator: The source of all numbers.
+        image: Shape of an image: (channels, height, width).
+        images: How many images a row has, in front of that shape: (frames,) of a video, (2,) of a
+            pair to match, () for one.
+        vocabulary: How many tokens there are.
+        mel_bins: Numbers in a frame of a spectrogram.
+        spectrogram_frames: Frames of a spectrogram; 0 if sound is a wave.
+        channels: Series in a row of a time series; 0 for one without a dimension for it.
+    """
 
     def __init__(self, fields: Mapping[str, Any], task: str, seed: int) -> None:
         import torch
@@ -71,6 +98,7 @@ class _Inputs:
         self.fields = fields
         self.task = task
         self.generator = torch.Generator().manual_seed(seed)
+        # The methods below read ``fields`` and ``generator``.
         side = self.size("image_size", 32)
         self.image = (self.size("num_channels", 3), side, side)
         self.images: tuple[int, ...] = ()
@@ -87,13 +115,13 @@ class _Inputs:
         self.channels = self.size("num_input_channels")
 
     def makers(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return what makes each argument of a forward, in the order in which they are drawn."""
+        """Return argument of a forward -> the function that draws it, in the order of drawing."""
         return {
             "input_ids": self.input_ids,
             "pixel_values": lambda: self.numbers(*self.images, *self.image),
             "input_values": self.input_values,
             "input_features": lambda: self.numbers(FRAMES, self.mel_bins),
-            # From left, top to right, bottom.
+            # Boxes in a page: sorted numbers are left, top, right, bottom.
             "bbox": lambda: self.integers(0, 64, TOKENS, 4).sort().values,
             "past_values": self.past_values,
             "start_positions": lambda: self.integers(0, TOKENS),
@@ -163,7 +191,7 @@ class _Inputs:
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the field of a config or of the first config in it that has one; None without."""
+    """Return the field of a config, or of the first config within it that has one; else None."""
     value = fields.get(name)
     if value is not None:
         return value
@@ -176,7 +204,10 @@ def _field(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of numbers in the outputs of a model, but not its loss."""
+    """Yield the tensors of floating-point numbers in a model's outputs, but not its loss.
+
+    Outputs may be nested mappings, lists and tuples. A tensor without a dimension is left out.
+    """
     if isinstance(outputs, Mapping):
         for name, value in outputs.items():
             if name != "loss":
@@ -189,7 +220,7 @@ def tensors(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 def loss_to_targets(outputs: Any) -> torch.Tensor:
-    """Return the loss of the outputs to fixed targets.
+    """Return the mean square of the differences between outputs and fixed targets, summed.
 
     The outputs are bounded, since some are masked with infinite ones. The targets go beyond these
     bounds: a loss that nears 0 would show rounding only.

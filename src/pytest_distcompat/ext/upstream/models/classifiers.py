@@ -1,6 +1,14 @@
-"""Classifiers of rows of numbers, the models that are no transformers.
+"""Tiny models that classify rows of numbers: an MLP, and models with one odd thing each.
 
-Their data and files, and what is special of each.
+Their names are values of option ``model`` of a cell, one configuration under test, as
+``fsdp2-fp32-w2-model_twice``. An entry point names this module, whose ``TinyModel`` objects the
+registry ``models.MODELS`` collects. A ``TinyModel`` is a set of functions that a driver calls on
+each rank: to make the model, its batches, its loss, and to load its exported file.
+
+Each model has something that libraries may get wrong: uneven shards, an empty parameter, a block
+that runs twice, experts. The module classes are in ``modules.py``, which imports torch; they are
+named by a text here, as pytest's process imports no torch. All map four rows of 7 numbers, the
+features, to logits of 5 classes.
 """
 
 from __future__ import annotations
@@ -17,11 +25,19 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.models import Batch
 
+#: Numbers in a row, hidden size, and classes.
 FEATURES, WIDTH, CLASSES = 7, 13, 5
 
 
 def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -> TinyModel:
-    """Return the model of a class of ``modules``, with further fields of TinyModel."""
+    """Return the model of a class of ``modules``, with further fields of TinyModel.
+
+    Args:
+        name: The value of option ``model``.
+        class_name: Name of the class in ``modules``.
+        width: Its hidden size.
+        fields: Fields of ``TinyModel`` that differ from the common ones.
+    """
     common: dict[str, Any] = {
         "make": functools.partial(_make, class_name, width),
         "batch": _batch,
@@ -109,7 +125,7 @@ def _reload(class_name: str, width: int, directory: Path) -> Module:
 
 
 def _tp_plan(*layers: str) -> dict[str, str]:
-    """Return a plan for ``parallel/tensor_parallel.py``.
+    """Return a plan of tensor parallelism, as ``parallel/tensor_parallel.py`` explains it.
 
     Each rank has full activations between the layers.
 
@@ -142,7 +158,8 @@ BRANCH = _classifier("branch", "Branch", batch=_batch_of_branch, unused=True, or
 DROPOUT = _classifier("dropout", "Dropout", tp_plan=_tp_plan("block.linear"), random=True, order=7)
 #: Modules with the names of wrappers, which trainers take out of names.
 WRAPPER_NAMES = _classifier("wrapper_names", "WrapperNames", order=7)
-#: BatchNorm, whose buffers each rank fills from its own data.
+#: BatchNorm, whose buffers each rank fills from its own data. Rounding in bfloat16 decides the
+#: statistics of a few rows, so it is trained in float32 only.
 BATCHNORM = _classifier("batchnorm", "BatchNorm", only_float32=True, order=9)
 #: SyncBatchNorm, whose statistics are those of the rows of all ranks. Measured with torch 2.13,
 #: whose DDP says of the module: "SyncBatchNorm layers only work with GPU modules".

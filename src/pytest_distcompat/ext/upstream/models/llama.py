@@ -1,6 +1,14 @@
-"""LlamaForCausalLM of about 25 thousand parameters.
+"""Tiny models that are transformers' LlamaForCausalLM, of about 25 thousand parameters.
 
-With untied output embeddings, with tied ones, and with dropout.
+They are the values ``llama``, ``llama_tied`` (input and output embeddings are one parameter) and
+``llama_dropout`` of option ``model`` of a cell, one configuration under test, as
+``fsdp2-fp32-w2-model_llama_tied``; where transformers is installed ``llama`` is the default. An
+entry point names this module; the registry ``models.MODELS`` collects its three ``TinyModel``
+objects. A ``TinyModel`` is a set of functions that a driver calls on each rank: to make the model,
+its batches, its loss. The same step and rank give the same batch in every process.
+
+A Llama can also be split: ``_TP_PLAN`` says how tensor parallelism splits its layers, ``_STAGES``
+how pipeline parallelism does.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.models import Batch
 
+#: How many tokens there are, and the size of hidden states.
 VOCABULARY, HIDDEN = 128, 32
 #: Rows of a batch, and tokens of a row.
 ROWS, TOKENS = 2, 16
@@ -65,6 +74,7 @@ def _batch(step: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
     labels = tokens.clone()
+    # -100 marks tokens that are not trained on.
     labels[:, : prompt_length(step, rank)] = -100
     return {"input_ids": tokens, "labels": labels}
 
@@ -98,6 +108,7 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
+#: Modules that the fork server imports, from which ranks are forked.
 _PRELOAD = (
     "transformers",
     "transformers.models.llama.modeling_llama",
@@ -105,8 +116,9 @@ _PRELOAD = (
 )
 
 
-#: As transformers has it (``LlamaConfig.base_model_tp_plan``), with the embeddings, and what
-#: sequence parallelism needs; ``parallel/tensor_parallel.py`` says what each style means.
+#: Name of a module -> how tensor parallelism splits it; ``parallel/tensor_parallel.py`` says what
+#: each style means. As transformers has it (``LlamaConfig.base_model_tp_plan``), with what sequence
+#: parallelism needs.
 _TP_PLAN = {
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
@@ -122,7 +134,8 @@ _TP_PLAN = {
     "model.layers.*.self_attn": "gather:hidden_states",
     "model.layers.*.mlp": "gather",
 }
-#: Without those that are tied: torch would make two parameters of one.
+#: The embeddings, a part of the plan where they are not tied: torch would make two parameters of
+#: one that is.
 _EMBEDDINGS = {"model.embed_tokens": "rowwise_split", "lm_head": "colwise_gather"}
 
 
@@ -138,7 +151,7 @@ def _forward(model: Any, received: torch.Tensor, *, first: bool, last: bool) -> 
     argument = "input_ids" if first else "inputs_embeds"
     inputs = {argument: received}
     if last:
-        # The stage's own ``forward`` is this function.
+        # Not ``model(...)``: the stage's own ``forward`` is this function.
         logits: torch.Tensor = type(model).forward(model, **inputs).logits
         return logits
     hidden: torch.Tensor = model.model(**inputs).last_hidden_state
@@ -154,7 +167,10 @@ def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _shapes(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tensors like the tokens, the hidden states and the logits of a batch."""
+    """Return tensors like the tokens, the hidden states and the logits of a batch.
+
+    torch allocates the messages between stages after their shape and dtype.
+    """
     tokens = batch["input_ids"]
     dtype = next(model.parameters()).dtype
     hidden = tokens.new_empty(*tokens.shape, HIDDEN, dtype=dtype)

@@ -1,6 +1,12 @@
-"""Module classes of the classifiers.
+"""Module classes of the classifiers, tiny models with which trainers are tested.
 
-They are in a module of their own because defining them imports torch.
+``classifiers.py`` names each class by a text, and says which option value it is:
+``model_twice`` is ``Twice``. A rank makes it as ``Twice(features=7, width=13, classes=5)``. All
+classes take rows of numbers in float32, (batch, features), and return logits, (batch, classes), in
+the dtype in which the trainer has them compute.
+
+They are in a module of their own because defining them imports torch, which pytest's process does
+not.
 """
 
 from __future__ import annotations
@@ -119,6 +125,7 @@ class Twice(OneBlock):
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
         parameters = list(self.parameters())
+        # One tensor with all values; each parameter becomes a view of its piece.
         storage = torch.cat([parameter.detach().flatten() for parameter in parameters])
         pieces = torch.split(storage, [parameter.numel() for parameter in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
@@ -249,6 +256,7 @@ class Experts(nn.Module):
         biases = _local(self.bias)
         rows_by_expert = torch.split(rows, counts.tolist())
         outputs = []
+        # On a rank of expert parallelism all three have this rank's experts alone.
         for rows_of_expert, weight, bias in zip(rows_by_expert, weights, biases, strict=True):
             outputs.append(functional.linear(rows_of_expert, weight, bias))
         return torch.cat(outputs)
@@ -267,9 +275,11 @@ class FusedMixture(OneBlock):
         expert_of_row = x[:, :4].argmax(-1)
         x = self.block(_enter(self.inlet, x))
         scores = torch.softmax(self.router(x).float(), dim=-1)
+        # Rows in the order of their experts, as ``Experts`` and expert parallelism want them.
         order = expert_of_row.argsort(stable=True)
         counts = torch.bincount(expert_of_row, minlength=4)
         computed_in_order = self.experts(x[order], counts)
+        # Back in the order of the batch.
         computed = computed_in_order[order.argsort()]
         score_of_row = scores.gather(1, expert_of_row[:, None])
         weights = score_of_row.to(x.dtype)

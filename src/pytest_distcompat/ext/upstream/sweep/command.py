@@ -1,4 +1,16 @@
-"""``settings``: lists the settings that the profile ``sweep`` tries, and tries pairs of them."""
+"""``settings``: lists the settings that the profile ``sweep`` tries, and tries pairs of them.
+
+The command line calls ``add(commands)`` to add the subcommand, and ``_settings`` for
+``distcompat settings``. A setting is a field of an object that a driver, the class by which a
+trainer is tested, configures its libraries with. There are two forms:
+
+- ``distcompat settings --driver torch AdamW.*`` lists settings with their state, their values to
+  try and the reason why they are left out, if they are (``rules.py``).
+- ``distcompat settings --driver torch --pairs fsdp2 -o FILE`` trains with several settings at once,
+  in rows in which every two values meet (``pairs.py``). Of a row that fails it prints the smallest
+  part that still fails, and writes all of these into a report. It runs on two CPU ranks, without
+  pytest.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +37,12 @@ if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
     from pytest_distcompat.status import Verdict
 
-#: Settings that are tried together.
+#: Settings that are tried together: ``("AdamW.amsgrad=true", "AdamW.maximize=true")``.
 Row = tuple[str, ...]
-#: The states of a setting: swept by its type, by rules, left out, or neither values nor a rule.
+#: The states of a setting: tried with values of its type, with values of the rules, left out by the
+#: rules, or without values and without a rule, which is to be mended.
 STATES = ("swept", "hinted", "excluded", "unknown")
-#: Lines below the name of a setting. Values are long words, to be copied.
+#: How ``textwrap`` wraps lines below the name of a setting. Values are long words, to be copied.
 _INDENTED: dict[str, Any] = {
     "initial_indent": "    ",
     "subsequent_indent": "    ",
@@ -87,6 +100,7 @@ def add(commands: Any) -> None:
 
 
 def _settings(options: argparse.Namespace) -> int:
+    """List settings or try pairs of them, as the options say, and return the exit code."""
     from pytest_distcompat.drivers import DRIVERS
 
     names = options.driver or DRIVERS.names()
@@ -109,7 +123,12 @@ def _settings(options: argparse.Namespace) -> int:
 
 
 def _report(verdicts: list[Verdict], began: float) -> Report:
-    """Return the report of the smallest sets of settings that fail."""
+    """Return the report of the smallest sets of settings that fail.
+
+    Args:
+        verdicts: A verdict for each set.
+        began: When the command began, in seconds since the epoch.
+    """
     from pytest_distcompat.installed import versions
 
     session = {
@@ -127,7 +146,7 @@ def _report(verdicts: list[Verdict], began: float) -> Report:
 
 
 def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
-    """Return the settings of a driver that the command is about."""
+    """Return the settings of a driver that the command is about: those that its options choose."""
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.ext.upstream.sweep.rules import settings_of, sources_of
 
@@ -146,7 +165,8 @@ def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
 def _pattern(name: str) -> str:
     """Return the lower-case pattern of a name that the user gave.
 
-    A name without the signs of a pattern may be any part of a setting's name.
+    A name without the signs of a pattern may be any part of a setting's name: ``offload`` becomes
+    ``*offload*``.
     """
     if any(sign in name for sign in "*?["):
         return name.lower()
@@ -191,9 +211,11 @@ def _list(driver: str, settings: list[Setting], options: argparse.Namespace) -> 
 
 
 def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
-    """Run pairs of a driver's settings, print what fails, and return the verdicts.
+    """Run pairs of a driver's settings, print what fails, and return its verdicts.
 
-    It runs a covering array, and reduces each row that fails to its smallest parts that fail.
+    Args:
+        driver: The driver's name.
+        options: Those of the command; ``pairs`` is the strategy.
     """
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.drivers import find_driver
@@ -218,6 +240,7 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
         tries = _Tries(runner, driver, known, cell_of)
         for row in rows:
             for part, outcome in reduced_failures(row, tries.outcome, tuple(failing_parts)):
+                # Later rows are tried without it.
                 failing_parts.append(part)
                 settings = " + ".join(part)
                 print(f"{settings}\n    {outcome}")
@@ -237,8 +260,8 @@ class _Tries:
     Attributes:
         runner: Runs cells.
         driver: The driver's name.
-        known: What is known to fail.
-        cell_of: Returns the cell of a row.
+        known: Known issues of the libraries: failures that are expected.
+        cell_of: Returns the cell, a configuration to run, that has the settings of a row.
         verdict_by_row: The first failure of each row that was run; None if there was none.
     """
 
@@ -269,9 +292,9 @@ class _Tries:
 def _values_to_pair(
     driver: str, options: argparse.Namespace, cell_of: Callable[[Row], Cell]
 ) -> dict[str, list[str]]:
-    """Return the values of each setting that are tried in pairs.
+    """Return setting -> its values that are tried in pairs: ``{"AdamW.amsgrad": ["true"]}``.
 
-    With a report they are those that passed alone in it.
+    With a report of the profile ``sweep`` they are those that passed alone in it.
 
     Args:
         driver: The driver's name.
@@ -315,7 +338,14 @@ def _first_failure(
 ) -> Verdict | None:
     """Return the first verdict of a sweep's checks on the cell that is red or a refusal.
 
-    None if there is none.
+    A refusal is an error of the library about a setting before the first step. None if all checks
+    pass.
+
+    Args:
+        runner: Runs the cell.
+        driver: The driver's name.
+        cell: The cell.
+        known: Known issues of the libraries: failures that are expected.
     """
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
@@ -333,7 +363,15 @@ def _first_failure(
 
 
 def _of_pairs(verdict: Verdict, driver: str, strategy: str, size: int, command: str) -> Verdict:
-    """Return the verdict of a smallest part as a report has it."""
+    """Return the verdict of a smallest part as a report has it.
+
+    Args:
+        verdict: The verdict of the part's cell.
+        driver: The driver's name.
+        strategy: The strategy.
+        size: How many settings the row had that the part was reduced from.
+        command: The command that runs the part alone.
+    """
     suite = f"pairs under {strategy}"
     text = f"{verdict.message}\n\nthe smallest part that fails of a row of {size} settings"
     case = f"{verdict.cell}:{verdict.check}"

@@ -1,9 +1,19 @@
-"""The law of cells with settings.
+"""The law of cells with settings: how checks judge a cell such as ``...-set_AdamW.amsgrad=true``.
 
-Under a setting that the stack accepts all claims hold, or the stack refuses it in time.
+A law says which cells a driver can run, which runs a check reads, what its findings are, and which
+failures are expected (``law.Law``). A driver is the class by which a trainer is tested; a cell is
+one configuration under test; a setting is a field of an object that the driver configures its
+libraries with. The core asks ``SWEEP``, which an entry point names, for each cell with settings,
+and the plain law for all others. A check makes a claim about a cell, such as ``parity``: the losses
+are those of the reference, a run with one process. It returns findings if its claim does not hold.
 
-Where two settings say different values of the same, either may win. So there is a reference for
-each, and all claims must hold against the same one of them.
+Under a setting that the libraries accept all claims hold. Or the libraries refuse the setting, by
+an error before the first step. Some settings change the training on purpose, and are meant to fail
+some checks; ``rules.json`` says so.
+
+Where two settings say different values of the same, as ``ds_config.gradient_clipping=0.5`` and
+``TrainingArguments.max_grad_norm=1.0`` do, either may win. So there is a reference for each, and
+all claims must hold against the same one of them: not the norms of one and the losses of the other.
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ from pytest_distcompat.trace import RunFailure, Trace
 #: The name of the reference that follows the other one of two settings which say different values
 #: of the same.
 OTHER_REFERENCE = "other_reference"
-#: Cells of the sweep that every session of a built-in suite has.
+#: Ids of the cells of the sweep that every session of a built-in suite has.
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 
@@ -48,7 +58,7 @@ class SweepLaw(Law):
     def unsupported_reason(self, driver: Any, cell: Cell) -> str | None:
         """Return that the driver does not make the object of a setting under the cell's strategy.
 
-        None if it makes all.
+        None if it makes all. For example no driver makes a ``DeepSpeedPlugin`` under FSDP2.
         """
         for setting in cell.set:
             makers = _makers(rules.sources_of(driver), setting, cell.strategy)
@@ -59,7 +69,11 @@ class SweepLaw(Law):
         return None
 
     def runs(self, cell: Cell, scenario: Scenario) -> Scenario:
-        """Return the runs, with a reference for each of two settings that contradict each other."""
+        """Return the runs, with a reference for each of two settings that contradict each other.
+
+        The first reference ignores the second setting, and so follows the first; the other one the
+        other way round.
+        """
         settings = rules.contradiction(cell.set)
         if not settings:
             return scenario
@@ -76,17 +90,19 @@ class SweepLaw(Law):
     def findings(self, check: CheckLike, cell: Cell, trace: Trace) -> list[str]:
         """Return a check's findings; with contradictory settings, those against both references.
 
-        If the check holds against one reference, only a finding remains that another check holds
-        against the other one alone. A setting that is meant to change what the check looks at must
-        have findings; without any it had no effect.
+        If the check holds against one reference, it has no findings, but for one: that another
+        check holds against the other reference alone. A setting that is meant to change what the
+        check looks at must have findings; without any it had no effect.
         """
         cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
         changing = rules.changes(cell.set, check.name)
         if changing:
             return [] if findings else [_no_effect(changing)]
+        # No two settings contradict each other, or the check reads no reference.
         if OTHER_REFERENCE not in trace.runs:
             return findings
+        # It holds against the first reference; then against the other one.
         if not findings:
             return list(_mixed(check, cell, trace))
         other_findings = check.findings(cell, _against(OTHER_REFERENCE, trace))
@@ -104,7 +120,12 @@ class SweepLaw(Law):
         """Return what is expected: a setting is accepted or refused.
 
         It may also mend what is known to fail without it.
+
+        Args:
+            expectations: The failures that are declared for the cell.
+            failure: How its first run that failed ended; None if none failed.
         """
+        # A strict expectation would be red if nothing fails.
         lenient = [dataclasses.replace(expectation, strict=False) for expectation in expectations]
         return lenient + _refused_setting(failure)
 
@@ -118,6 +139,11 @@ class SweepLaw(Law):
         """Return the checks that are not run for the settings of a cell, each with the reason.
 
         They are those meant to fail, and those that no rule adds.
+
+        Args:
+            cell: The cell.
+            checks: Name -> check, for those that apply to the cell.
+            profile: The session's profile; only the sweep's own cells are affected.
         """
         is_sliced = cell.id in _SLICED
         if profile != "sweep" and not is_sliced:
@@ -136,7 +162,10 @@ def _no_effect(setting: str) -> str:
 
 
 def _as_rounded(check: CheckLike, cell: Cell) -> Cell:
-    """Return the cell in the precision as which a setting rounds, for a check of numbers."""
+    """Return the cell for a check of numbers, in the precision as which a setting rounds.
+
+    A setting may have products in fewer bits than the cell's precision: then its tolerances apply.
+    """
     precision = rules.rounds_as(cell.set)
     if not precision or check.name not in _OF_NUMBERS:
         return cell
@@ -164,7 +193,7 @@ def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
 def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:
     """Return the objects of libraries that may have a setting.
 
-    They are those that name it, else those that take any subclass.
+    They are those that name it, else those whose kind is ``subclasses``, which may have any.
     """
     by_name = []
     of_subclasses = []
@@ -177,15 +206,16 @@ def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Sour
 
 
 def _against(reference: str, trace: Trace) -> Trace:
-    """Return the trace with the run of that name as the reference."""
+    """Return the trace, the records of all runs, with the run of that name as the reference."""
     runs = {**trace.runs, REFERENCE_RUN.name: trace.runs[reference]}
     return dataclasses.replace(trace, runs=runs)
 
 
 def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
-    """Return which of two contradictory settings, 0 or 1, agree with a claim.
+    """Return the indices of those of two contradictory settings that agree with a claim.
 
-    The claim holds against the reference that follows such a setting.
+    ``[0]`` if the claim holds only against the reference that follows the first setting, ``[0, 1]``
+    if it holds against both, ``[]`` if against neither.
     """
     settings: list[int] = []
     for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
@@ -195,9 +225,15 @@ def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
 
 
 def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
-    """Yield a finding for each other claim that holds against the other of two settings alone.
+    """Yield a finding for each other check that agrees with the other of two settings alone.
 
-    The settings contradict each other, and this claim holds against one of them alone.
+    The settings contradict each other, and this check agrees with one of them alone. So the
+    training follows each of them in part.
+
+    Args:
+        check: The check whose finding it is.
+        cell: The cell.
+        trace: The records of its runs, with both references.
     """
     settings = rules.contradiction(cell.set)
     if not settings:
@@ -210,10 +246,11 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
     for other in CHECKS.by_name.values():
         if other.not_applicable(cell, driver):
             continue
+        # The trace has the runs of this check; only checks of the same runs can be judged by it.
         same_runs = other.runs(cell, driver) == check.runs(cell, driver)
         if other.name in meant or not same_runs or premature_end(other, trace):
             continue
-        # A claim that holds against neither is a finding of its own.
+        # A check that agrees with neither has findings of its own.
         others = _agrees_with(other, cell, trace)
         if len(own) == len(others) == 1 and own != others:
             own_setting = settings[own[0]]
@@ -226,10 +263,10 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _refused_setting(end: RunFailure | None) -> list[Expectation]:
-    """Return a refusal for a run that ended before its first step with an error about a setting.
+    """Return what allows a run to end before its first step, with an error about a setting.
 
-    Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user
-    has set.
+    Empty if no run failed, or one failed later. Errors of Python itself in a library's code
+    (``AttributeError``) speak of nothing that a user has set, and are no refusals.
     """
     if end is None or end.action not in BUILDS:
         return []

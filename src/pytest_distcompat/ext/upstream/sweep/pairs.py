@@ -1,6 +1,10 @@
-"""Pairs of settings: rows that have every two values together.
+"""Pairs of settings: rows that have every two values together, and what fails of a row.
 
-Of a row that fails, the smallest part that still fails.
+``distcompat settings --pairs STRATEGY`` (``command.py``) tries settings of libraries together,
+since two that work alone may fail together. A row is a tuple of settings that one cell has, such as
+``("AdamW.amsgrad=true", "fully_shard.reshard_after_forward=false")``. ``covering_rows`` makes a few
+rows in which each two values meet. ``reduced_failures`` takes a row that fails apart, to the
+smallest parts that still fail: often a pair.
 """
 
 from __future__ import annotations
@@ -12,20 +16,20 @@ from pytest_distcompat.failures import UsageProblem
 
 #: Settings that are tried together, or a part of them.
 _Row = tuple[str, ...]
-#: What came of a row: nothing if all claims hold, else how it failed.
+#: Tries a row, and returns how it failed as text; empty if all checks pass.
 Outcome = Callable[[_Row], str]
-#: What differs between failures of one cause: it is chance which rank fails first, and other
-#: settings give other numbers.
+#: Matches what differs between failures of one cause: it is chance which rank fails first, and
+#: other settings give other numbers.
 _CHANCE = re.compile(r"\branks? \d+|\d[\d.e+-]*")
 
 
 def covering_rows(values: Mapping[str, Sequence[str]]) -> list[_Row]:
     """Return rows of settings in which each two values of two fields meet.
 
-    It is a covering array of strength 2.
+    It is a covering array of strength 2. A row may leave out a field, which then has its default.
 
     Args:
-        values: The values of each field other than its default, which is one more.
+        values: Field -> its values other than the default: ``{"AdamW.amsgrad": ("true",)}``.
     """
     try:
         from covertable import make
@@ -53,7 +57,12 @@ def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
 
     By removing halves, quarters and so on (Zeller and Hildebrandt, "Simplifying and isolating
     failure-inducing input").
+
+    Args:
+        row: A row that fails.
+        fails: Tells whether a part fails.
     """
+    # How many settings are removed at a time.
     size = max(len(row) // 2, 1)
     while True:
         start = 0
@@ -64,6 +73,7 @@ def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
                 row = rest
             else:
                 start += size
+        # No single setting could be removed.
         if size == 1 and row == before:
             return row
         size = max(size // 2, 1)
@@ -79,8 +89,8 @@ def reduced_failures(
 
     Args:
         row: The settings.
-        outcome: Tries settings.
-        known: Failing parts of earlier rows, which are taken out before.
+        outcome: Tries settings, and returns how they fail.
+        known: Failing parts of earlier rows: each that the row has loses its last setting before.
     """
     for part in known:
         if set(part) <= set(row):

@@ -1,4 +1,10 @@
-"""The profile ``sweep``: every setting of the installed libraries, one at a time."""
+"""The profile ``sweep``: every setting of the installed libraries, one at a time.
+
+A profile decides which cells, configurations under test, a suite has in a session. With
+``--distcompat-profile sweep`` the core calls ``PROFILE``, which an entry point names. ``_cells``
+yields a cell for each value of each setting of the suite's driver, such as
+``fsdp2-fp32-w2-model_mlp-set_AdamW.amsgrad=true``, in place of the suite's matrix.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,11 @@ from pytest_distcompat.profiles import AddedProfile, Selection
 
 
 def _cells(selection: Selection) -> Iterator[Cell]:
-    """Yield a cell for each value of each setting, under each strategy that can run it here."""
+    """Yield a cell for each value of each setting, under each strategy that can run it here.
+
+    Args:
+        selection: The suite's driver, strategies and number of ranks.
+    """
     driver = selection.driver
     shared = None if selection.shared is None else selection.shared()
     for setting in rules.settings_of(rules.sources_of(driver), shared):
@@ -26,7 +36,14 @@ def _cells(selection: Selection) -> Iterator[Cell]:
 
 
 def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue) -> Cell:
-    """Return the cell with settings and options, of a small model if the driver has several."""
+    """Return the cell with settings and options, of a small model if the driver has several.
+
+    Args:
+        driver: The driver of the cell.
+        cell: A cell without options.
+        text: Its settings, joined by ``+``: ``AdamW.amsgrad=true``.
+        options: Its other options.
+    """
     if "model" in driver.options:
         options.setdefault("model", "mlp")
     if "optimizer" not in driver.options:

@@ -1,4 +1,21 @@
-"""Rules for settings, from ``rules.json``: values to try, intended changes, settings to skip."""
+"""Rules for settings, from ``rules.json``: values to try, intended changes, settings to skip.
+
+A setting is a field of an object that a driver, the class by which a trainer is tested, configures
+its libraries with: ``ds_config.gradient_clipping``. The sweep tries each setting at a few values,
+in cells (configurations under test) such as ``zero2-fp32-w2-set_ds_config.gradient_clipping=0.5``.
+
+``settings_of(sources_of(driver))`` is what the profile ``sweep`` and ``distcompat settings`` call.
+It reads which fields there are in the installed release (``read``, in a process of its own) and
+applies the rules to each (``ruled``). A field becomes a ``Setting``: with values from its type,
+with values from a rule, or left out with a reason.
+
+The law of cells with settings (``law.py``) asks what the rules say of a setting: which checks it is
+meant to fail (``meant_to_fail``), whether it concerns checkpoints, which precision's tolerances
+apply, and which settings contradict each other.
+
+A rule is a JSON object: ``{"fields": ["*.gradient_clipping"], "twice": ["1.0", "0.5"], "reason":
+"..."}``. ``_KEYS`` explains the keys.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +39,38 @@ from pytest_distcompat.failures import UsageProblem
 
 #: What DeepSpeed's JSON says where another place decides.
 _AUTO = "auto"
-#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``. ``older``: of
-#: releases before today's. ``axis``: the facet of a cell, with a value, that asks what is excluded.
-#: ``places``: other settings that say the same. ``meant``: the values at which the setting is meant
-#: to fail the checks in ``without`` and ``changes``; all without this key. ``changes``: checks that
-#: must have findings, for without any the setting had no effect. ``rounds_as``: the precision whose
-#: tolerances apply.
+#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``.
 _KEYS = {
+    # The values to try, in place of those of the type.
     "values",
+    # True: the setting is not tried.
     "excluded",
+    # The checks that the setting is meant to fail, since it changes the training on purpose.
     "without",
+    # Options of the setting's cells: {"model": "llama"}.
     "options",
+    # The precision of its cells.
     "precision",
+    # The strategies under which it is tried.
     "strategies",
+    # Checks that concern it, beside those that the sweep runs of every setting.
     "checks",
+    # Two values at which it is tried beside another setting that says the same.
     "twice",
+    # Further settings of such a cell, a text in front of the two.
     "beside",
+    # The field is one of releases before today's.
     "older",
+    # What asks for the same in place of an excluded setting: a facet of a cell, "cpu_offload=True".
     "axis",
+    # Other settings that say the same.
     "places",
+    # The values at which the setting is meant to fail the checks in "without" and "changes"; all
+    # without this key.
     "meant",
+    # Checks that must have findings, for without any the setting had no effect.
     "changes",
+    # The precision whose tolerances apply.
     "rounds_as",
 }
 
@@ -52,18 +80,19 @@ class Setting:
     """A field, and what is done with it.
 
     Attributes:
-        name: The field's full name.
+        name: The field's full name: ``ds_config.gradient_clipping``.
         state: ``swept``, with values from its type; ``hinted``, with values from the rules;
-            ``excluded``; or ``unknown``.
-        values: The values to try, as text.
-        reason: Why it is excluded, or has hints.
-        strategies: Where it is tried.
+            ``excluded``; or ``unknown``, which has neither values nor a rule.
+        values: The values to try, as text: ``("true",)``.
+        reason: Why it is excluded, or has hints; empty without a rule.
+        strategies: The strategies under which it is tried.
         precision: The precision of its cells.
-        options: Options of its cells.
+        options: Options of its cells: ``{"model": "llama"}``.
         without: Checks that it is meant to fail.
         checks: Checks with runs of their own that concern it.
         twice: It and another setting that says the same, joined by ``+``: with equal values, with
-            different ones, and with DeepSpeed's "auto".
+            different ones, and with DeepSpeed's "auto". For example
+            ``ds_config.gradient_clipping=1.0+TrainingArguments.max_grad_norm=0.5``.
     """
 
     name: str
@@ -79,7 +108,7 @@ class Setting:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Return what option ``set`` has in the cells of the sweep."""
+        """Return what option ``set`` has in each cell of this setting: ``AdamW.amsgrad=true``."""
         single = [f"{self.name}={value}" for value in self.values]
         return (*single, *self.twice)
 
@@ -105,7 +134,11 @@ def rules() -> list[dict[str, Any]]:
 
 
 def rule_of(name: str) -> dict[str, Any]:
-    """Return what the rules say together about a field of that full name."""
+    """Return what the rules say together about a field of that full name, as one rule.
+
+    Of several rules that match, a later one overrides an earlier one, key by key. Empty if none
+    matches.
+    """
     combined: dict[str, Any] = {}
     for rule in rules():
         if not _matches(name, rule["fields"]):
@@ -126,9 +159,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def meant_to_fail(setting: str) -> list[str]:
-    """Return the checks that a setting is meant to fail.
+    """Return the checks that a setting is meant to fail: ``["parity"]``.
 
     There are none for the value that the driver itself gives.
+
+    Args:
+        setting: With its value: ``ds_config.gradient_clipping=0.5``.
     """
     name, _, value = setting.partition("=")
     rule = rule_of(name)
@@ -182,8 +218,9 @@ def concerns_checkpoints(setting: str) -> bool:
 def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
     """Return the settings that contradict each other: they say different values of the same.
 
-    The fields of one rule with ``twice`` say the same.
+    The fields of one rule with ``twice`` say the same. Empty if no two contradict each other.
     """
+    # Without those at "auto", which leave the value to the other place.
     setting_by_name = {}
     for setting in settings:
         if not setting.endswith(f"={_AUTO}"):
@@ -205,9 +242,10 @@ def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
 
 
 def _twice(field_read: Field, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
-    """Return the field beside each other setting that says the same.
+    """Return the field beside each other setting that says the same, as ``Setting.twice`` has it.
 
-    With equal values, with different ones, and with "auto" there.
+    With equal values, with different ones, and, where the other one is a key of DeepSpeed's JSON,
+    with "auto" there.
 
     Args:
         field_read: The field.
@@ -234,7 +272,10 @@ def _twice(field_read: Field, values: Iterable[str], known: Collection[str]) -> 
 
 
 def _two_values(field_read: Field, values: Iterable[str]) -> list[str]:
-    """Return the first two different values, the default last, without those that say nothing."""
+    """Return two different values of a field, or fewer if it has fewer.
+
+    The default comes last, and counts only if there is no other; empty and null say nothing.
+    """
     candidates = dict.fromkeys((*values, field_read.default))
     return [value for value in candidates if value not in {"", "null"}][:2]
 
@@ -256,7 +297,7 @@ def _is_tried_beside(rule: Mapping[str, Any], place: str, known: Collection[str]
 
 
 def ruled(field_read: Field, known: Collection[str] = ()) -> Setting:
-    """Return what is done with a field by the rules.
+    """Return what is done with a field by the rules, as a ``Setting``.
 
     Args:
         field_read: The field.
@@ -294,9 +335,12 @@ def _state(rule: Mapping[str, Any], values: Sequence[str]) -> str:
 def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field, ...]:
     """Return the fields of sources, read in a process of its own.
 
+    It takes seconds, since that process imports the libraries. So the workers of xdist share what
+    one of them has read, in a file.
+
     Args:
         sources: What has the fields.
-        shared: A directory in which processes of one session find what one of them has read.
+        shared: A directory that the processes of one session share; None to share nothing.
 
     Raises:
         UsageProblem: If they cannot be read, with the end of that process's errors.
@@ -331,6 +375,8 @@ def _read(data: str) -> str:
 def sources_of(driver: Any) -> tuple[Source, ...]:
     """Return the objects of libraries that a driver makes, as its ``sources`` name them.
 
+    Empty for a driver without that attribute, as most drivers of users are.
+
     Args:
         driver: A subclass of ``Driver``.
     """
@@ -342,7 +388,7 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
     """Return the settings of these sources, in the order of the fields, each once.
 
     Args:
-        sources: What has the fields.
+        sources: What has the fields. Two of one name, for several strategies, are merged.
         shared: As for ``read``.
     """
     fields: dict[str, Field] = {}

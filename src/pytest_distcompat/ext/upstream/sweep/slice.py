@@ -1,4 +1,10 @@
-"""Checks and cells of the sweep, for all settings and for each session of a built-in suite."""
+"""Checks of the sweep, and those of its cells that every session of a built-in suite has.
+
+The sweep (profile ``sweep``) tries every setting of the installed libraries, thousands of cells.
+The built-in suites (``suites.py``) add the few cells of ``SLICE`` to their matrices, so that a
+usual session tests some settings too. A cell is one configuration under test; its part ``set_...``
+has the settings, joined by ``+``.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,205 @@
+"""Checkpoints of the driver for DeepSpeed: the engine's own, universal ones, exported weights.
+
+``DeepSpeedDriver`` (``deepspeed.py``) inherits ``DeepSpeedCheckpoints``. A run calls
+``save(directory)`` on all ranks after some steps; another run calls ``load(directory)`` after
+``build`` and must go on as the first one did. At the end of a training ``export`` writes the
+weights alone.
+
+A checkpoint of ZeRO has the optimizer's partitions of each rank, so that it can be loaded on as
+many ranks only. If a run has another number, ``universal`` names a directory, and ``load`` first
+converts the checkpoint there: to DeepSpeed's universal form, which has each parameter whole.
+
+DeepSpeed writes into a subdirectory named by a tag, such as ``global_step3``, and the tag of the
+last one into the file ``latest``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.ext.upstream.drivers import _options
+from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver
+
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
+
+
+class DeepSpeedCheckpoints(TinyDriver):
+    """Driver that saves, loads and exports by a DeepSpeed engine, its ``model``."""
+
+    #: The directory of the universal checkpoint, if one of another world size is loaded; else None.
+    #: ``DeepSpeedDriver.train`` sets it.
+    universal: Path | None = None
+    #: The unwrapped model, around which ``build`` makes the engine.
+    raw: Any = None
+
+    @property
+    def tag(self) -> dict[str, str]:
+        """Return the argument that names a checkpoint, where each node has a disk of its own.
+
+        It is empty elsewhere: there the engine names checkpoints itself. With disks of their own
+        it would look for the name of the latest one, which DeepSpeed writes on the node of rank 0
+        alone.
+        """
+        if not self.world.own_disks:
+            return {}
+        return {"tag": "saved"}
+
+    def save(self, directory: Path) -> None:
+        """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
+        settings = self.tag | self.cell.settings("save_checkpoint")
+        client_state = {"ranks": self.world.size}
+        self.model.save_checkpoint(str(directory), client_state=client_state, **settings)
+        self.save_random(directory)
+
+    def load(self, directory: Path) -> None:
+        """Load by ``load_checkpoint``; a checkpoint of another world size is converted first.
+
+        Random states must be there for each rank only if as many ranks saved them.
+        """
+        checkpoint = directory
+        if self.universal is not None:
+            self._convert(directory, self.universal)
+            checkpoint = self.universal
+        settings = self.tag | self.cell.settings("load_checkpoint")
+        _, client_state = self.model.load_checkpoint(str(checkpoint), **settings)
+        saved_ranks = client_state.get("ranks") if client_state else None
+        self.load_random(directory, required=saved_ranks == self.world.size)
+
+    @classmethod
+    def keeps_saves(cls, cell: Cell) -> bool:
+        """Tell whether each checkpoint has a tag of its own, after the number of the step."""
+        return not cell.own_disks and "tag" not in cell.settings("save_checkpoint")
+
+    def load_first(self, directory: Path) -> None:
+        """Load the checkpoint of the lowest step by its tag, without random states.
+
+        Those are saved by the driver, and are of the last save.
+        """
+        prefix = "global_step"
+        steps = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
+        settings = {**self.cell.settings("load_checkpoint"), "tag": f"{prefix}{min(steps)}"}
+        self.model.load_checkpoint(str(directory), **settings)
+
+    def _convert(self, directory: Path, universal: Path) -> None:
+        """Convert a checkpoint to a universal one, on rank 0; the others wait.
+
+        It is what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does:
+        https://www.deepspeed.ai/tutorials/universal-checkpointing/. The flag says that tensor
+        parallelism split nothing, unless the checkpoint says what it did.
+
+        Args:
+            directory: The checkpoint.
+            universal: The directory of the universal one.
+        """
+        from argparse import Namespace
+
+        from deepspeed.checkpoint.ds_to_universal import main
+        from torch import distributed
+
+        if self.world.rank == 0:
+            tag = (directory / "latest").read_text(encoding="utf-8").strip()
+            arguments = Namespace(
+                input_folder=str(directory / tag),
+                output_folder=str(universal / tag),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+            main(arguments)
+        distributed.barrier()
+
+    def export(self, directory: Path) -> None:
+        """Write the whole weights on rank 0.
+
+        Under ZeRO they are the float32 master weights where the engine has them, put together from
+        a checkpoint that is saved for this purpose.
+        """
+        state = self._whole_state(directory.parent / "shards")
+        if self.world.rank == 0:
+            _options.write_whole(self.raw, state, directory)
+
+    def _whole_state(self, shards: Path) -> dict[str, Any]:
+        """Return the whole weights by name, on rank 0 at least.
+
+        Args:
+            shards: The directory for a checkpoint, where the weights are combined from one.
+        """
+        own_disks = self.world.own_disks
+        if self.cell.tp > 1:
+            return whole_weights(self.model)
+        # A model for this driver alone has DeepSpeed's layers of experts.
+        if self.tiny.driver:
+            return self._with_all_experts(shards)
+        if own_disks and self.strategy.shards:
+            # The shards of a checkpoint are on all machines.
+            return whole_weights(self.model)
+        # Each rank has whole weights: at stage 0, and at stages 1 and 2, whose masters are in
+        # checkpoints on all machines.
+        if own_disks or not self.strategy.zero_stage:
+            weights: dict[str, Any] = self.model.module_state_dict()
+            return weights
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        self.model.save_checkpoint(str(shards))
+        if self.world.rank:
+            return {}
+        masters: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(shards))
+        return masters
+
+    def _with_all_experts(self, shards: Path) -> dict[str, Any]:
+        """Return the weights of a model with DeepSpeed's experts, on rank 0; none on the others.
+
+        They are read from a checkpoint, which has a file for each expert: ``zero_to_fp32`` cannot
+        read it.
+
+        Args:
+            shards: The directory for the checkpoint.
+        """
+        import torch
+
+        self.model.save_checkpoint(str(shards), "export")
+        if self.world.rank:
+            return {}
+        files = sorted((shards / "export").glob("*_model_states.pt"))
+        weights: dict[str, Any] = {}
+        for path in files:
+            state = torch.load(path, map_location="cpu", weights_only=False)
+            # The file of an expert has its weights alone.
+            weights |= state.get("module", state)
+        return weights
+
+
+def saved_on(directory: Path) -> tuple[int, int] | None:
+    """Return on how many ranks a checkpoint of ZeRO was saved; None if it is not of ZeRO.
+
+    With it comes the size of a tensor parallel group: ``(4, 2)``. Each rank writes a file of
+    optimizer state, ``zero_pp_rank_1_mp_rank_00_optim_states.pt``: the first number is the rank
+    among data parallel ones, the second one that within its tensor parallel group.
+    """
+    latest = directory / "latest"
+    checkpoint = directory
+    if latest.exists():
+        checkpoint = directory / latest.read_text(encoding="utf-8").strip()
+    ranks = len(list(checkpoint.glob("*zero_pp_rank_*_optim_states.pt")))
+    if not ranks:
+        return None
+    tensor_parallel = len(list(checkpoint.glob("*zero_pp_rank_0_*_optim_states.pt")))
+    return ranks, tensor_parallel
+
+
+def whole_weights(engine: Any) -> dict[str, Any]:
+    """Return the state dict of a model whose weights are split, with whole weights on rank 0.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` at ZeRO-3 or with tensor parallelism. All ranks must call it.
+    """
+    # The method is private, and accelerate and Trainer call it: ``save_16bit_model`` writes the
+    # parts of rank 0 alone (docs/upstream.md). It leaves buffers out. A test of
+    # ``tests/launch/test_private_names.py`` fails when it goes away.
+    state = dict(engine.module_state_dict())
+    whole = engine._consolidated_16bit_state_dict()  # noqa: SLF001 - see above
+    return {**state, **(whole or {})}
