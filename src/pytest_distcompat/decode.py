@@ -8,13 +8,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+# A rank of a script under ``uv run`` has the packages of the script alone.
 try:
     import msgspec
-except ModuleNotFoundError as error:
-    # A rank of a script under ``uv run`` has the packages of the script alone.
-    if error.name != "msgspec":
-        raise
-    msgspec = None  # type: ignore[assignment]
+except ModuleNotFoundError:
+    _HAS_MSGSPEC = False
+else:
+    _HAS_MSGSPEC = True
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def decode(kind: type[T], data: Any) -> T:
     Raises:
         ValueError: A field is missing, or is of another type than the dataclass says.
     """
-    if msgspec is None:
+    if not _HAS_MSGSPEC:
         return typing.cast("T", _unchecked(kind, data))
     try:
         return msgspec.convert(data, kind, dec_hook=_from_name)
