@@ -124,13 +124,13 @@ def test_a_rank_has_no_rows_where_nothing_fills_batches() -> None:
     assert rows_of(loader, [[0]], []) == []
 
 
-def test_a_silent_rank_is_said_once() -> None:
-    made = trace()
+@pytest.mark.parametrize("silent", ["rows", "resumed_rows", "moved_rows"])
+def test_a_silent_rank_is_said_once(silent: str) -> None:
     runs = []
-    for run in made:
-        snapshots = tuple(snapshot for snapshot in run.snapshots if snapshot.rank != 1)
+    for run in trace():
+        snapshots = tuple(made for made in run.snapshots if run.name != silent or made.rank != 1)
         runs.append(RunTrace(run.name, run.world_size, snapshots))
-    assert CHECKS.get("coverage").findings(CELL, Trace.of("made", runs)) == ["rank 1: no report after rows"]
+    assert CHECKS.get("coverage").findings(CELL, Trace.of("made", runs)) == [f"rank 1: no report after {silent}"]
 
 
 def seeds(*orders: str) -> list[str]:

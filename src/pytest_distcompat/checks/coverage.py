@@ -142,14 +142,21 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     do (``DistributedSampler`` and the trainer's). With the same order in each epoch ``set_epoch``
     is not called. A resumed run needs the epoch's seed and the number of batches done.
     """
-    silent = [*every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")]
+    silent = _silent_ranks(trace.run("rows"))
     if silent:
         # Whatever the others were not given follows from it.
         yield from silent
         return
     full_run = _rows_by_loader(trace.runs.get("rows"))
-    resumed_run = _rows_by_loader(trace.runs.get("resumed_rows"))
-    resharded_run = _rows_by_loader(trace.runs.get("moved_rows"))
+    resumed_run = trace.runs.get("resumed_rows")
+    yield from _silent_ranks(resumed_run)
+    resumed_rows = _rows_by_loader(resumed_run)
+    resharded_run = trace.runs.get("moved_rows")
+    silent = _silent_ranks(resharded_run)
+    yield from silent
+    resharded_rows: Mapping[str, RowsByRank] = {}
+    if not silent:
+        resharded_rows = _rows_by_loader(resharded_run)
     for name, rows_by_rank in full_run.items():
         findings = list(_without_an_epoch(rows_by_rank))
         if not findings:
@@ -157,11 +164,18 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
             full_rows = _once_for_peers(cell, rows_by_rank)
             findings += _other_epochs(full_rows)
             findings += _same_with_another_seed(rows_by_rank, full_run)
-            findings += _not_continued(rows_by_rank, resumed_run.get(name, {}))
-            if name in resharded_run:
-                findings += _not_continued_resharded(full_rows, resharded_run[name])
+            findings += _not_continued(rows_by_rank, resumed_rows.get(name, {}))
+            if name in resharded_rows:
+                findings += _not_continued_resharded(full_rows, resharded_rows[name])
         for finding in dict.fromkeys(findings):
             yield f"{name}: {finding}"
+
+
+def _silent_ranks(run: RunTrace | None) -> list[str]:
+    """Return a finding if ranks of a run did not report the rows; none without such a run."""
+    if run is None:
+        return []
+    return list(every_rank(run.at(run.name), run.world_size, run.name))
 
 
 def _without_an_epoch(rows_by_rank: RowsByRank) -> Iterator[str]:
