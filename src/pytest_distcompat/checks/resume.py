@@ -375,6 +375,7 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     tolerance = _loss_tolerance(cell)
     for nth in (0, 1):
         steps = evaluating.at("step", nth)
+        # A run that resumed wrongly has another loss anyway; the check ``resume`` reports it.
         if any(_loss_changes(nth, train.at("step", SAVED + nth), steps, tolerance)):
             return
     for expected, found in pairs(train.at("step", SAVED + 2), after):
