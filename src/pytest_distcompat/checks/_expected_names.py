@@ -17,15 +17,9 @@ from collections.abc import Iterable
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._renamed import Renamed, renamed
-from pytest_distcompat.model_values import (
-    adapter_name,
-)
+from pytest_distcompat.model_values import adapter_name
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import (
-    FileInfo,
-    ParameterInfo,
-    UnwrappedInfo,
-)
+from pytest_distcompat.trace import FileInfo, ParameterInfo, UnwrappedInfo
 
 #: The shape of a tensor.
 _Shape = tuple[int, ...]

@@ -29,7 +29,7 @@ RATE_TOLERANCE = 1e-9
 #: The numbers that are compared; ``betas.0`` is the first of ``betas``. An optimizer need not have
 #: all of them, and further numbers that only some classes have are not compared.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas.0", "betas.1", "eps", "momentum")
-#: The hyperparameters of a param group, by name.
+#: The hyperparameters of a param group: ``{"lr": 0.001, "weight_decay": 0.01}``.
 _GroupNumbers = Mapping[str, float]
 #: Unwrapped name -> the numbers of the parameter's group.
 Numbers = Mapping[str, _GroupNumbers]

@@ -25,21 +25,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import (
-    requested,
-)
-from pytest_distcompat.model_values import (
-    Names,
-    is_sharded_along,
-)
+from pytest_distcompat.checks._base import requested
+from pytest_distcompat.model_values import Names, is_sharded_along
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import (
-    CollectiveInfo,
-    ModelInfo,
-    RunTrace,
-    Snapshot,
-    UnwrappedInfo,
-)
+from pytest_distcompat.trace import CollectiveInfo, ModelInfo, RunTrace, Snapshot, UnwrappedInfo
 from pytest_distcompat.wording import named_ranks
 
 

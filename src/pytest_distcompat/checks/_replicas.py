@@ -18,17 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_distcompat.checks._base import (
-    Snapshots,
-)
-from pytest_distcompat.model_values import (
-    Names,
-    held_states,
-    stages_of,
-)
-from pytest_distcompat.trace import (
-    RunTrace,
-)
+from pytest_distcompat.checks._base import Snapshots
+from pytest_distcompat.model_values import Names, held_states, stages_of
+from pytest_distcompat.trace import RunTrace
 
 #: The name of a tensor, and the region of it that a rank holds.
 _Place = tuple[str, Hashable]

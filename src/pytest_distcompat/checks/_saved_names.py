@@ -15,15 +15,8 @@ from collections.abc import Iterator
 
 from pytest_distcompat.checks._base import first_three
 from pytest_distcompat.checks._expected_names import ExpectedNames
-from pytest_distcompat.model_values import (
-    named_stage,
-    stages_of,
-)
-from pytest_distcompat.trace import (
-    FileInfo,
-    RunTrace,
-    Trace,
-)
+from pytest_distcompat.model_values import named_stage, stages_of
+from pytest_distcompat.trace import FileInfo, RunTrace, Trace
 
 #: The finding when no saved file is one that ``probe.files`` can read.
 NO_READABLE_FILE = (

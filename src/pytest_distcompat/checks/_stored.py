@@ -22,23 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import (
-    Snapshots,
-    requested,
-)
-from pytest_distcompat.model_values import (
-    Ranks,
-    expert_parts,
-    tp_copies,
-)
+from pytest_distcompat.checks._base import Snapshots, requested
+from pytest_distcompat.model_values import Ranks, expert_parts, tp_copies
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import (
-    ParameterInfo,
-    RunTrace,
-    Snapshot,
-    UnwrappedInfo,
-    shard_groups,
-)
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, UnwrappedInfo, shard_groups
 from pytest_distcompat.wording import named_ranks
 
 

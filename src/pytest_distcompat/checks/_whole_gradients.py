@@ -19,11 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.checks._base import Snapshots
-from pytest_distcompat.model_values import (
-    Names,
-    Ranks,
-    pipelines_of,
-)
+from pytest_distcompat.model_values import Names, Ranks, pipelines_of
 from pytest_distcompat.trace import GradientInfo, RunTrace, shard_groups
 
 #: Unwrapped name of a parameter -> norm of its whole gradient; None if the parts have more or fewer

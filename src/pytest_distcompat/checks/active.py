@@ -41,10 +41,7 @@ from pytest_distcompat.checks._reductions import gradient_reductions
 from pytest_distcompat.checks._replicas import unlike_replicas
 from pytest_distcompat.checks._stored import ignored_predicate, wrongly_stored_parameters
 from pytest_distcompat.cost import trained_elements
-from pytest_distcompat.model_values import (
-    by_stage,
-    unused,
-)
+from pytest_distcompat.model_values import by_stage, unused
 from pytest_distcompat.scenario import STEPS, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (

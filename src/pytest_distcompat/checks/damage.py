@@ -15,7 +15,8 @@ last snapshots that it needs, as (run, action, which one of that action, from 0)
 place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
 ``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
 that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
-several runs of its own; ``raises`` names the runs that must end in an exception.
+several runs of its own; ``raises`` names runs whose exceptions the check itself judges, so that
+only a crash or a hang is a verdict at once.
 """
 
 from __future__ import annotations

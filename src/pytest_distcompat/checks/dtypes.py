@@ -82,6 +82,8 @@ def _tensors_of_model(row: Dtypes, cell: Cell, run: RunTrace, snapshot: Snapshot
     if cell.world_size > cell.tp * cell.pp:
         yield from _reduced(row, cell, run.unwrapped, snapshot)
     yield from _accumulated(row, cell, snapshot)
+    # In TF32 a GPU multiplies float32 with 10 bits of each factor. A user may turn it on before the
+    # build, but the trainer must not.
     if row.compute == "float32" and run.tf32_since_build:
         yield TF32_SINCE_BUILD
 

@@ -32,12 +32,7 @@ from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._whole_gradients import Norms, View, norms_of_one_process, views
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
-from pytest_distcompat.model_values import (
-    Names,
-    named_stage,
-    rounding_of,
-    stages_of,
-)
+from pytest_distcompat.model_values import Names, named_stage, rounding_of, stages_of
 from pytest_distcompat.trace import RunTrace, Trace
 
 #: How many steps are compared. Later gradients depend on how earlier ones were rounded.

@@ -39,13 +39,7 @@ from pytest_distcompat.model_values import (
     values,
 )
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.trace import (
-    OptimizerInfo,
-    ParameterInfo,
-    RunTrace,
-    Snapshot,
-    Trace,
-)
+from pytest_distcompat.trace import OptimizerInfo, ParameterInfo, RunTrace, Snapshot, Trace
 from pytest_distcompat.wording import and_others, named_ranks
 
 

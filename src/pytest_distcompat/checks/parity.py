@@ -81,7 +81,8 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     # The largest numbers of the reference so far: the scale where its number is 0.
     largest_loss = 0.0
     largest_norm = 0.0
-    # What may explain a number that is off, for the end of its finding.
+    # What may explain a number that is off, for the end of its finding: products of float32 in TF32
+    # (10 bits of each factor), and tied parameters that FSDP2 shards as two.
     circumstances = in_tf32(trained) + tied_apart(cell, trained)
     for step in range(STEPS):
         name = f"step {step + 1}"

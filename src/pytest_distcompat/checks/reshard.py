@@ -35,12 +35,7 @@ from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks._base import RESHARDED, check, every_rank, finite_losses
 from pytest_distcompat.checks._elsewhere import saved_as_elsewhere
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.model_values import (
-    differences,
-    settings,
-    step_counts,
-    values,
-)
+from pytest_distcompat.model_values import differences, settings, step_counts, values
 from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace

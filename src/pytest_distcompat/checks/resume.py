@@ -15,8 +15,8 @@ The run ``train`` takes three steps (``SAVED``), saves, and takes further steps.
 loads that checkpoint and repeats the two steps after it; for ``midway`` it then evaluates and takes
 one more step. Tensors are compared by digests, which are hashes of the values that a rank holds.
 
-The file has four parts: the check ``resume``; classes of findings; comparisons of two snapshots of
-one rank; the other three checks.
+``_changes`` compares two snapshots of one rank. This file has the four checks, and compares the
+steps of two runs.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
@@ -27,10 +27,9 @@ that of cells with equal facets the default profile tests only one.
 
 from __future__ import annotations
 
-import abc
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pytest_distcompat.cell import Cell
@@ -45,23 +44,25 @@ from pytest_distcompat.checks._base import (
     other_mode,
     pairs,
     resume_runs,
-    stale,
     trained_again,
+)
+from pytest_distcompat.checks._changes import (
+    Buffers,
+    Finding,
+    Value,
+    group_changes,
+    model_changes,
+    number_in_words,
+    optimized_changes,
+    state_changes,
 )
 from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.model_values import (
-    GroupNumber,
-    held_states,
-    same_dtype,
-    trainable_names,
-    unlike,
-)
+from pytest_distcompat.model_values import GroupNumber, trainable_names, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EVALUATE, SAVED, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
-from pytest_distcompat.wording import and_others
 
 #: Relative tolerance of losses. State must come back bit by bit, but a GPU may sum a loss in any
 #: order.
@@ -103,19 +104,19 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from trained_again(loaded, _before_save(train))
     # The save itself must change nothing, or what was saved is not what was trained.
     for before, after in pairs(trained, saved):
-        yield from _texts(_state_changes(before, after, "save"))
+        yield from _texts(state_changes(before, after, "save"))
     saved = _without_nonpersistent_buffers(cell, train, saved)
     loaded = _without_nonpersistent_buffers(cell, train, loaded)
     allowed_buffers = _buffers_of_ranks(saved)
     for before, after in pairs(saved, loaded):
-        yield from _texts(_optimized_changes(before, after))
+        yield from _texts(optimized_changes(before, after))
     # Such a checkpoint has no optimizer or scheduler, so that training cannot go on as before.
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
-            yield from _texts(_model_changes(before, after, "load", allowed_buffers))
+            yield from _texts(model_changes(before, after, "load", allowed_buffers))
         return
     for before, after in pairs(saved, loaded):
-        yield from _texts(_state_changes(before, after, "load", allowed_buffers))
+        yield from _texts(state_changes(before, after, "load", allowed_buffers))
         if before.scaler != after.scaler:
             yield (
                 f"rank {after.rank}: the gradient scaler is at {after.scaler}; "
@@ -131,7 +132,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     )
 
 
-def _texts(findings: Iterable[_Finding]) -> Iterator[str]:
+def _texts(findings: Iterable[Finding]) -> Iterator[str]:
     """Yield the text of each finding."""
     for finding in findings:
         yield str(finding)
@@ -164,7 +165,7 @@ def _before_save(train: RunTrace) -> list[Snapshot]:
 def _same_groups_loaded(saved: Snapshots, loaded: Snapshots) -> bool:
     """Tell whether each rank has loaded the numbers of param groups (``lr``) that it saved."""
     for before, after in pairs(saved, loaded):
-        if list(_group_changes(before, after, "load")):
+        if list(group_changes(before, after, "load")):
             return False
     return True
 
@@ -209,22 +210,6 @@ def _loss_tolerance(cell: Cell) -> float:
     return ORDER_TOLERANCE
 
 
-@dataclass(frozen=True)
-class _Value:
-    """The value of a tensor."""
-
-    #: A hash of the values that this rank holds.
-    digest: str
-    #: torch's name without the prefix: ``float32``.
-    dtype: str
-
-
-#: Name -> value of a tensor: of a parameter, a buffer, or optimizer state (``exp_avg of lm_head``).
-_Tensors = Mapping[str, _Value]
-#: Name of a buffer -> the values that any rank has of it.
-_Buffers = Mapping[str, Collection[_Value]]
-
-
 def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: Snapshots) -> Snapshots:
     """Return the snapshots without non-persistent buffers, which a new process computes anew."""
     if run.unwrapped is None or not run.unwrapped.buffers:
@@ -247,99 +232,18 @@ def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: Snapsho
     return tuple(kept)
 
 
-def _buffers_of_ranks(snapshots: Snapshots) -> _Buffers:
+def _buffers_of_ranks(snapshots: Snapshots) -> Buffers:
     """Return name of a buffer -> the values that any rank has of it."""
-    values: dict[str, set[_Value]] = defaultdict(set)
+    values: dict[str, set[Value]] = defaultdict(set)
     for snapshot in snapshots:
         for info in snapshot.buffers:
-            value = _Value(info.digest, info.dtype)
+            value = Value(info.digest, info.dtype)
             values[info.name].add(value)
     return values
 
 
 @dataclass(frozen=True)
-class _Finding(abc.ABC):
-    """A difference between two snapshots of one rank. ``str`` gives the finding's text."""
-
-    #: The rank of the two snapshots.
-    rank: int
-
-    @property
-    @abc.abstractmethod
-    def text(self) -> str:
-        """Return the message without the rank."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.text}"
-
-
-@dataclass(frozen=True)
-class _TensorsChange(_Finding):
-    """Tensors of one kind that changed in the same way.
-
-    Attributes:
-        kind: ``parameter``, ``buffer`` or ``optimizer state``.
-        names: Their names.
-        change: How they changed: ``missing``, ``new``, ``other values`` or ``another dtype``.
-        action: The action that must not change them: ``save``, ``load``, ``export``.
-    """
-
-    kind: str
-    names: Collection[str]
-    change: str
-    action: str
-
-    @property
-    def text(self) -> str:
-        tensors = f"{self.kind} {and_others(self.names)}"
-        return f"{tensors}: {self.change} after the {self.action}"
-
-
-@dataclass(frozen=True)
-class _EmptyState(_Finding):
-    """The optimizer has no state after an action; before it had state of ``tensors`` tensors."""
-
-    tensors: int
-    action: str
-
-    @property
-    def text(self) -> str:
-        expected = f"it held {self.tensors} tensors before"
-        if self.action == "load":
-            expected = f"{self.tensors} tensors were saved"
-        return f"the optimizer's state is empty after the {self.action}; {expected}"
-
-
-@dataclass(frozen=True)
-class _GroupCountChange(_Finding):
-    """The optimizer has ``after`` param groups after an action, and had ``before`` before it."""
-
-    before: int
-    after: int
-    action: str
-
-    @property
-    def text(self) -> str:
-        groups = f"the optimizer has {self.after} param groups after the {self.action}"
-        return f"{groups}; {self.before} before"
-
-
-@dataclass(frozen=True)
-class _GroupNumberChange(_Finding):
-    """An action changed a number of a param group, such as its learning rate."""
-
-    number: GroupNumber
-    action: str
-
-    @property
-    def text(self) -> str:
-        number = self.number
-        values = f"{number.after} after the {self.action}; {number.before} before"
-        return f"{_setting(number)} is {values}"
-
-
-@dataclass(frozen=True)
-class _LaterGroupNumber(_Finding):
+class _LaterGroupNumber(Finding):
     """A number of a param group differs between two runs after a step.
 
     They are the resumed run and the run that never stopped. ``nth`` counts steps from 0.
@@ -353,46 +257,11 @@ class _LaterGroupNumber(_Finding):
         number = self.number
         expected = f"{number.before:.6g} in the run that never stopped"
         actual = f"{number.after:.6g} after step {self.nth + 1} of the resumed run"
-        return f"{_setting(number)} is {actual}; {expected}"
-
-
-def _setting(number: GroupNumber) -> str:
-    """Return the words for a number of a param group in a finding."""
-    return f"{number.key} of the optimizer's group {number.group}"
+        return f"{number_in_words(number)} is {actual}; {expected}"
 
 
 @dataclass(frozen=True)
-class _StaleOptimizer(_Finding):
-    """The optimizer updates tensors that are not in the model.
-
-    ``problem`` is the text of ``stale``: ``2 of 9 tensors in the optimizer are no parameters ...``.
-    """
-
-    problem: str
-
-    @property
-    def text(self) -> str:
-        return self.problem
-
-
-@dataclass(frozen=True)
-class _TrainableChange(_Finding):
-    """Parameters were trainable before the load and are frozen; with ``trainable`` vice versa."""
-
-    names: Collection[str]
-    trainable: bool
-
-    @property
-    def text(self) -> str:
-        change = "frozen after the load, and trained before"
-        if self.trainable:
-            change = "trainable after the load, and frozen before"
-        names = and_others(self.names)
-        return f"parameter {names}: {change}"
-
-
-@dataclass(frozen=True)
-class _MissingLoss(_Finding):
+class _MissingLoss(Finding):
     """A rank has no loss to compare."""
 
     @property
@@ -401,7 +270,7 @@ class _MissingLoss(_Finding):
 
 
 @dataclass(frozen=True)
-class _LossChange(_Finding):
+class _LossChange(Finding):
     """A step after the load has another loss than the same step of the run that never stopped.
 
     ``nth`` counts the steps after the load from 0.
@@ -418,132 +287,12 @@ class _LossChange(_Finding):
         return f"{loss}; {expected}"
 
 
-# Comparisons: each yields the findings about one rank.
-
-
-def _state_changes(
-    before: Snapshot, after: Snapshot, action: str, buffers: _Buffers | None = None
-) -> Iterator[_Finding]:
-    """Yield findings for state that an action changed although it must not.
-
-    Args:
-        before: The snapshot before the action.
-        after: The snapshot of the same rank after it.
-        action: The action.
-        buffers: Other values that a buffer may have after the action: name -> values. None if it
-            must keep its value.
-    """
-    yield from _model_changes(before, after, action, buffers or {})
-    states = _optimizer_states(before)
-    states_after = _optimizer_states(after)
-    # One finding says it better than each tensor as missing.
-    if states and not states_after:
-        yield _EmptyState(after.rank, len(states), action)
-        return
-    for change, names in _tensor_changes(states, states_after).items():
-        yield _TensorsChange(after.rank, "optimizer state", names, change, action)
-    yield from _group_changes(before, after, action)
-
-
-def _optimizer_states(snapshot: Snapshot) -> _Tensors:
-    """Return the tensors of a rank's optimizer state, by names such as ``exp_avg of lm_head``."""
-    states: dict[str, _Value] = {}
-    for state in held_states(snapshot):
-        name = f"{state.key} of {state.owner}"
-        states[name] = _Value(state.digest, state.dtype)
-    return states
-
-
-def _model_changes(
-    before: Snapshot, after: Snapshot, action: str, allowed_buffers: _Buffers
-) -> Iterator[_TensorsChange]:
-    """Yield findings for changed parameters, and for buffers with values that are not allowed."""
-    parameters = _tensors(before.parameters)
-    parameters_after = _tensors(after.parameters)
-    for change, names in _tensor_changes(parameters, parameters_after).items():
-        yield _TensorsChange(after.rank, "parameter", names, change, action)
-    buffers = _tensors(before.buffers)
-    buffers_after = _tensors(after.buffers)
-    for name, value in buffers_after.items():
-        allowed = allowed_buffers.get(name, ())
-        # An allowed value counts as unchanged.
-        if name in buffers and value in allowed:
-            buffers_after[name] = buffers[name]
-    for change, names in _tensor_changes(buffers, buffers_after).items():
-        yield _TensorsChange(after.rank, "buffer", names, change, action)
-
-
-def _tensors(infos: Iterable[ParameterInfo]) -> dict[str, _Value]:
-    """Return name -> value of parameters or buffers."""
-    tensors: dict[str, _Value] = {}
-    for info in infos:
-        tensors[info.name] = _Value(info.digest, info.dtype)
-    return tensors
-
-
-def _tensor_changes(before: _Tensors, after: _Tensors) -> dict[str, Collection[str]]:
-    """Return how tensors changed -> the names of those that did so.
-
-    The ways are ``missing``, ``new``, ``other values`` and ``another dtype``. A way that no tensor
-    changed in is left out.
-    """
-    other_values: list[str] = []
-    other_dtypes: list[str] = []
-    for name in before.keys() & after.keys():
-        value = before[name]
-        value_after = after[name]
-        if value.digest != value_after.digest:
-            other_values.append(name)
-        if not same_dtype(value.dtype, value_after.dtype):
-            other_dtypes.append(name)
-    names_by_change: dict[str, Collection[str]] = {
-        "missing": before.keys() - after.keys(),
-        "new": after.keys() - before.keys(),
-        "other values": other_values,
-        "another dtype": other_dtypes,
-    }
-    return {change: names for change, names in names_by_change.items() if names}
-
-
-def _optimized_changes(before: Snapshot, after: Snapshot) -> Iterator[_Finding]:
-    """Yield findings unless the optimizer updates the same parameters after the load.
-
-    At a small learning rate the two losses after the load would not show it.
-    """
-    optimizer = before.optimizer
-    optimizer_after = after.optimizer
-    if optimizer and optimizer_after and optimizer_after.foreign > optimizer.foreign:
-        yield _StaleOptimizer(after.rank, stale(optimizer_after, " after the load"))
-    trainable = {info.name: info.trainable for info in before.parameters}
-    trainable_after = {info.name: info.trainable for info in after.parameters}
-    frozen: list[str] = []
-    thawed: list[str] = []
-    for name in trainable.keys() & trainable_after.keys():
-        if trainable[name] and not trainable_after[name]:
-            frozen.append(name)
-        elif trainable_after[name] and not trainable[name]:
-            thawed.append(name)
-    if frozen:
-        yield _TrainableChange(after.rank, frozen, trainable=False)
-    if thawed:
-        yield _TrainableChange(after.rank, thawed, trainable=True)
-
-
-def _group_changes(before: Snapshot, after: Snapshot, action: str) -> Iterator[_Finding]:
-    """Yield findings for another number of param groups, and for other numbers in them."""
-    groups = before.param_groups
-    groups_after = after.param_groups
-    count = len(groups)
-    count_after = len(groups_after)
-    if count != count_after:
-        yield _GroupCountChange(after.rank, count, count_after, action)
-    for number in unlike(groups, groups_after):
-        yield _GroupNumberChange(after.rank, number, action)
+# Comparisons of the same step of two runs.
 
 
 def _loss_changes(
     nth: int, expected: Snapshots, resumed: Snapshots, tolerance: float
-) -> Iterator[_Finding]:
+) -> Iterator[Finding]:
     """Yield findings for losses of a step after the load that differ by more than the tolerance."""
     for before, after in pairs(expected, resumed):
         if before.loss is None or after.loss is None:
@@ -684,7 +433,7 @@ def best(cell: Cell, trace: Trace) -> Iterator[str]:
     ended = _without_nonpersistent_buffers(cell, train, train.at("export"))
     yield from every_rank(ended, cell.world_size, "the end of the training")
     for before, after in pairs(saved, ended):
-        changes = _model_changes(before, after, "end of the training", _buffers_of_ranks(saved))
+        changes = model_changes(before, after, "end of the training", _buffers_of_ranks(saved))
         yield from _texts(changes)
 
 
@@ -706,7 +455,7 @@ def _observed(
     before_action: Snapshots,
     after_action: Snapshots,
     action: str,
-    buffers: _Buffers | None = None,
+    buffers: Buffers | None = None,
 ) -> Iterator[str]:
     """Yield findings for what an action changed that must change nothing.
 
@@ -722,7 +471,7 @@ def _observed(
         # Without an export() of the driver there is no model in these snapshots.
         if before.model is None or after.model is None:
             continue
-        yield from _texts(_state_changes(before, after, action, buffers))
+        yield from _texts(state_changes(before, after, action, buffers))
         another = f"is another after the {action}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: the scheduler {another}"

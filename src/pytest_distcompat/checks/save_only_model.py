@@ -22,12 +22,7 @@ from collections.abc import Iterator, Mapping
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, first_three
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.model_values import (
-    Values,
-    adapter_name,
-    flat_parameters,
-    values,
-)
+from pytest_distcompat.model_values import Values, adapter_name, flat_parameters, values
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import FileInfo, Trace, UnwrappedInfo
 

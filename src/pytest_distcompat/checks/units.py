@@ -120,6 +120,7 @@ def _why_not_known(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
 
 def _needs_blocks(cell: Cell) -> bool:
     """Tell whether something is to be done block by block."""
+    # Under the policy ``size`` a unit is whatever is large enough.
     if _has_units(cell) and cell.option("wrap_policy") != "size":
         return True
     if cell.option("compile") in {"regional", "partial"}:
@@ -243,6 +244,8 @@ def _recomputed_operators(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     products) in the forward pass, ``products again`` and ``others again`` after it. It is empty if
     they could not be counted, as in a compiled graph.
     """
+    # False, True, ``selective`` (keep the results of matrix products), ``reentrant``,
+    # ``deepspeed``.
     mode = cell.option("activation_checkpointing")
     counts = snapshot.recomputed
     if not mode or not counts.get("products"):
@@ -273,6 +276,7 @@ def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) ->
 
     That is the whole model, each block (``regional``) or one of them (``partial``).
     """
+    # False, True and ``aot_eager`` (the whole model), ``regional``, ``partial``.
     mode = cell.option("compile")
     if not mode:
         return

@@ -171,14 +171,18 @@ def _name_row(
         live: The live parameter; None if there is none.
     """
     row: _TableRow = {
+        # Of the unwrapped model: its name there, its shape, and the dtype that it was loaded in.
         "unwrapped": "",
         "shape": [],
         "loaded": "",
+        # Of the wrapped model: its name there, its dtype, its kind (``DTensor``), how it is placed
+        # on the mesh (``dp_shard=Shard(0)``), and how many elements the lowest rank holds.
         "live": "",
         "dtype": "",
         "kind": "",
         "placement": "",
         "local": 0,
+        # How many entries of the optimizer are this tensor; None under ZeRO.
         "held": None,
     }
     if unwrapped:
@@ -192,6 +196,7 @@ def _name_row(
         row["placement"] = str(live.layout)
         row["local"] = live.local_numel
         row["held"] = live.held
+    # A key of a file that is no parameter's name.
     if not unwrapped and not live:
         row["key"] = name
     return row
@@ -200,8 +205,9 @@ def _name_row(
 def _dtypes(cell: Cell, run: RunTrace) -> list[_TableRow]:
     """Return a row for each kind of tensor: the expected dtype, and those that ranks had.
 
-    ``{"kind": "master", "expected": "float32", "seen": ["float32"]}``. The kinds are the fields of
-    the strategy's row of the dtype table.
+    ``{"kind": "master", "expected": "float32", "seen": ["float32"]}``. The kinds are ``storage``
+    (live parameters), ``compute`` (matrix products), ``reduce`` (gradients in collectives),
+    ``gradient`` (as the optimizer sees them), ``master`` (what it updates) and ``state``.
     """
     if not run.trained:
         return []
