@@ -253,8 +253,8 @@ class NodesRun:
             for rank in ranks:
                 processes[rank] = process_of(rank, node, part)
             if "lost" in part:
-                # If a rank had not finished, the report says of that rank that its node was lost.
-                # If all had, nothing else would.
+                # The report says of each unfinished rank that its node was lost. If all ranks had
+                # finished, only this error says it.
                 if all(of_kind(Done, events[rank]) for rank in ranks):
                     errors.append(f"{node.name}: {part['lost']}")
             else:
