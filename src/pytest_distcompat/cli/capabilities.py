@@ -4,11 +4,11 @@
 ``accelerate``) and prints ``Capability.lines``, without running anything::
 
     accelerate: 512 of the 700 cells of the full profile
-               fp32  bf16
+               fp32  bf16_upcast
       ddp      yes   yes
       fsdp2    yes   -
 
-A *cell* is a configuration with an id such as ``fsdp2-bf16-w2-tp_2``: strategy, precision, 2 ranks,
+A *cell* is a configuration with an id such as ``fsdp2-fp32-w2-tp_2``: strategy, precision, 2 ranks,
 options. The *full profile* has every strategy and precision, and every option by itself. Some
 options make a *mesh*: they arrange the ranks in several dimensions, as tensor parallelism (``tp``).
 A *check* is a claim about a cell, which may not apply to it. A *known issue* is a bug of another

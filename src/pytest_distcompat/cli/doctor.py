@@ -5,7 +5,7 @@ arguments. The facts come from three modules. ``cli.machine`` knows environment 
 ``cli.dependencies`` the installed packages; both make *findings*, as ``Finding("warning", "/dev/shm
 has 64 MiB free; ...")``. ``cli.capabilities`` knows which *cells* each *driver* can run here. A
 driver is a trainer under test, as ``accelerate``. A cell is a configuration of it, as
-``fsdp2-bf16-w2``: strategy, precision, 2 ranks. A *known issue* is a bug of another project that is
+``fsdp2-fp32-w2``: strategy, precision, 2 ranks. A *known issue* is a bug of another project that is
 present in the installed versions.
 """
 

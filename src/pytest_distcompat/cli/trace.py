@@ -1,6 +1,6 @@
 """``distcompat trace``: trains one cell and prints what its ranks recorded, without pytest.
 
-For example ``distcompat trace accelerate fsdp2-bf16-w2 --check names``:
+For example ``distcompat trace accelerate fsdp2-fp32-w2 --check names``:
 
 - A *driver* is the trainer under test, here the built-in one for accelerate.
 - A *cell* is a configuration of it: strategy, precision, 2 ranks, and perhaps options.

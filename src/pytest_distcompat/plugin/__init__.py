@@ -6,7 +6,7 @@ pytest loads this module in every session in which the package is installed (ent
 - A *marked test* has ``@pytest.mark.distcompat(world_size=2)``. It runs on *ranks*, the processes
   of a torchrun process group, and not in pytest's process. ``marked/`` does the work.
 - A *suite* is a subclass of ``CompatSuite``, with an item for each check in each *cell*, such as
-  ``TestMyTrainer::test[fsdp2-bf16-w2:names]``: strategy, precision and 2 ranks, then the check.
+  ``TestMyTrainer::test[fsdp2-fp32-w2:names]``: strategy, precision and 2 ranks, then the check.
   ``suite/`` does the work.
 
 ``session_of(config)`` returns the plugin's state: settings, and the *launcher* that starts ranks.

@@ -5,7 +5,7 @@ and returns its value, or raises UsageProblem with the allowed values; that of a
 directory that relative paths start from.
 
 Words in the help texts: a *suite* is a subclass of ``CompatSuite``, which tests a *driver* (a
-trainer) in many *cells*, configurations such as ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks). A
+trainer) in many *cells*, configurations such as ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks). A
 *rank* is a process of a torchrun process group, a *run* is such a group from start to end.
 
 Every session imports this module, so that it imports other modules of the package in functions.

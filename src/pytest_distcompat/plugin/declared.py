@@ -9,7 +9,7 @@ What it expects of one item, as ``fails("names", match="other names")``, is an `
 Issues are applied in the process where an item runs, as in an xdist worker. There are two ways:
 
 - An item of a suite (a subclass of ``CompatSuite``) is one check in one *cell*, a configuration
-  such as ``fsdp2-bf16-w2``. Its *verdict* is passed, failed, known and so on. The module ``judge``
+  such as ``fsdp2-fp32-w2``. Its *verdict* is passed, failed, known and so on. The module ``judge``
   applies all known issues when it makes the verdict; ``note_verdict`` only notes which of the
   user's it used.
 - For a test with ``@pytest.mark.distcompat``, which runs on *ranks* (processes of a process group),

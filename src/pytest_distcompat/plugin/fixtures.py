@@ -6,7 +6,7 @@ torchrun process group, in each of which pytest runs the test with these fixture
 a fixture such as ``rank`` exists too, and fails with a hint.
 
 The fixture ``distcompat_case`` is for suites, the subclasses of ``CompatSuite``. An item of a suite
-is one *check* (a claim) in one *cell*, a configuration such as ``fsdp2-bf16-w2``: strategy,
+is one *check* (a claim) in one *cell*, a configuration such as ``fsdp2-fp32-w2``: strategy,
 precision, 2 ranks. It runs in pytest's own process, which starts ranks for it.
 
 The docstrings of fixtures are what ``pytest --fixtures`` shows.

@@ -13,7 +13,7 @@ devices are idle. xdist's workers collect the tests, and its controller hands th
 No worker reorders its own list of tests, because xdist requires that all workers have the same one.
 
 A *suite* is a subclass of ``CompatSuite``. It has an item for each *check* in each *cell*, as
-``TestA::test[fsdp2-bf16-w2:names]``: the item is called a *case*, its cell is ``fsdp2-bf16-w2``.
+``TestA::test[fsdp2-fp32-w2:names]``: the item is called a *case*, its cell is ``fsdp2-fp32-w2``.
 All checks of a cell read the same *runs*, so that the first of them starts the runs for all.
 """
 
@@ -41,7 +41,7 @@ class Demands:
 
     A demand is one request for devices. Tests that share ranks or runs have one demand together.
     The name of a demand is a node id, or that of a suite with a cell:
-    ``a.py::TestA[fsdp2-bf16-w2]``.
+    ``a.py::TestA[fsdp2-fp32-w2]``.
 
     Attributes:
         items: The node id of each test to the name of its demand.

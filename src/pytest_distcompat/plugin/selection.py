@@ -1,7 +1,7 @@
 """Cases and node ids of items, and whether the user selected only a part of the tests.
 
 Many modules of the plugin use these functions. A *case* is the parameter of an item of a suite (a
-subclass of ``CompatSuite``): one *check* in one *cell*, as ``names`` in ``fsdp2-bf16-w2``. A cell
+subclass of ``CompatSuite``): one *check* in one *cell*, as ``names`` in ``fsdp2-fp32-w2``. A cell
 is a configuration: strategy, precision, 2 ranks. Under ``--dist loadgroup`` xdist appends a *group*
 to the node ids of some tests, as in ``a.py::test_sum@gpu``. Names of this plugin never have it.
 """
@@ -34,7 +34,7 @@ def case_of(item: pytest.Item) -> Any:
 
 
 def cell_name(item: pytest.Item, cell: Cell) -> str:
-    """Return the name of a cell of the item's suite, as ``a.py::TestA[fsdp2-bf16-w2]``."""
+    """Return the name of a cell of the item's suite, as ``a.py::TestA[fsdp2-fp32-w2]``."""
     assert item.parent is not None
     return f"{item.parent.nodeid}[{cell.id}]"
 

@@ -10,7 +10,7 @@ Words in this file:
 - *rank*: a process of a torchrun process group, on which a test runs.
 - *marked test*: a test with ``@pytest.mark.distcompat``, which runs on ranks.
 - *suite*: a subclass of ``CompatSuite``. It has a *cell* for each configuration of its trainer,
-  such as ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks), and an item for each *check* in each
+  such as ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks), and an item for each *check* in each
   cell.
 - *driver*: the trainer that a suite tests. *profile*: which cells of a suite run, as ``smoke``.
 - *run*: one process group from start to end, for a marked test or for the checks of a cell.

@@ -4,7 +4,7 @@ The machines share nothing, not even files. So each of them divides all tests in
 ``divide``, and runs its own part: ``suite.order.select_shard`` calls it after collection. What is
 divided are *units*, whose tests stay together:
 
-- a *cell* of a suite, as ``a.py::TestA[fsdp2-bf16-w2]``. A cell is a configuration of a trainer.
+- a *cell* of a suite, as ``a.py::TestA[fsdp2-fp32-w2]``. A cell is a configuration of a trainer.
   All its checks need the same *runs*, each a process group that trains;
 - a module of other tests, as ``tests/test_b.py``.
 

@@ -1,7 +1,7 @@
 """Causes: failures grouped by message, since every check of a cell reports the same failed run.
 
 A report has a *verdict* (passed, failed, crashed, ...) for each *check* in each *cell* of a suite;
-a cell is a configuration of the trainer, as ``fsdp2-bf16-w2``. *Red* are those that make a session
+a cell is a configuration of the trainer, as ``fsdp2-fp32-w2``. *Red* are those that make a session
 fail. If a training crashes, ten checks that read it are red with one message. If a trainer loses a
 name, a check is red in ten cells, with messages such as ``'layer.0' is missing on rank 1``. Both
 are one *cause*. All formats of a report call ``causes`` and list these instead of single verdicts.

@@ -2,13 +2,13 @@
 
 ``compare(before, after)`` is called at the end of a session with ``--distcompat-baseline`` and by
 the command ``distcompat diff``. Both reports have *verdicts* (passed, failed, known, ...), each of
-one *check* in one *cell* of one suite, such as the check ``names`` in ``fsdp2-bf16-w2`` (strategy,
+one *check* in one *cell* of one suite, such as the check ``names`` in ``fsdp2-fp32-w2`` (strategy,
 precision, 2 ranks) of ``TestMyTrainer``. The ``Comparison`` that it returns has text lines for the
 terminal and JSON for the report, as::
 
     1 newly broken, 0 newly missing, 2 newly fixed, 0 still broken, 0 new
     versions: torch 2.12.0 -> 2.13.0
-    newly broken: fsdp2-bf16-w2:names (my_driver): ok -> FAIL: 3 parameters have other names
+    newly broken: fsdp2-fp32-w2:names (my_driver): ok -> FAIL: 3 parameters have other names
 
 A *driver* is the trainer that a suite tests. *Red* are the statuses that make a session fail. A
 *known* failure is one that is declared, and not red.

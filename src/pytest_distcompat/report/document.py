@@ -7,8 +7,8 @@ again, by ``Report.read``. ``schema.json`` beside this file describes the JSON; 
 explains it.
 
 A report is about suites: each has a *verdict* (passed, failed, ...) on each *check* in each *cell*.
-A cell is a configuration of the trainer, with an id such as ``fsdp2-bf16-w2-compile``; its *facets*
-are strategy, precision, world size and options, here ``{"strategy": "fsdp2", "precision": "bf16",
+A cell is a configuration of the trainer, with an id such as ``fsdp2-fp32-w2-compile``; its *facets*
+are strategy, precision, world size and options, here ``{"strategy": "fsdp2", "precision": "fp32",
 "world_size": 2, "compile": True}``. A *run* is one process group from start to end. A *driver* is
 the trainer under test.
 """

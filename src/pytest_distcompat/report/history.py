@@ -1,7 +1,7 @@
 """History of one check in one cell over many nights: broken, flaky or fixed, and since when.
 
 A *night* is one session of the tests, with the versions of all packages that were installed. In
-each night a *check* in a *cell*, as ``names`` in ``fsdp2-bf16-w2``, has a *verdict*: passed,
+each night a *check* in a *cell*, as ``names`` in ``fsdp2-fp32-w2``, has a *verdict*: passed,
 failed, crashed and so on, some of which are red. ``report.trend`` collects the verdicts of all
 nights and calls ``history_of`` for each check in each cell. The ``History`` that it returns becomes
 a row of the page of ``distcompat trend``.

@@ -2,7 +2,7 @@
 
 ``report.write`` calls ``html`` with the ``Report`` of a session: its *verdicts* (passed, failed,
 ...), each of one *check* in one *cell* of a suite. A cell is a configuration of the trainer, as
-``fsdp2-bf16-w2``: strategy, precision, 2 ranks. A *driver* is the trainer. ``distcompat trend``
+``fsdp2-fp32-w2``: strategy, precision, 2 ranks. A *driver* is the trainer. ``distcompat trend``
 calls ``trend_html`` with the verdicts of many nights.
 
 The pages are jinja2 templates in ``templates/``. Each has a script of its own and the whole report

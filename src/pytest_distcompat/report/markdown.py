@@ -3,7 +3,7 @@
 ``report.write`` calls ``markdown`` for ``.md`` files and the summary of a step on GitHub, and
 ``chat`` for ``.txt`` files. Both get a ``Report``: the *verdicts* (passed, failed, ...) of a
 session, each of one *check* in one *cell* of a suite. A cell is a configuration of the trainer, as
-``fsdp2-bf16-w2``; a *driver* is the trainer. Verdicts that failed with the same message, numbers
+``fsdp2-fp32-w2``; a *driver* is the trainer. Verdicts that failed with the same message, numbers
 aside, have one *cause*. The page begins::
 
     # Distributed compatibility
@@ -13,7 +13,7 @@ aside, have one *cause*. The page begins::
     ## Failures by cause
 
     1. **FAIL**, 2 verdicts: 3 parameters have other names
-       - fsdp2-bf16-w2 (my_driver): names
+       - fsdp2-fp32-w2 (my_driver): names
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 example of one job for each version of Python, or of the *shards* of one matrix: with
 ``--distcompat-shard 2/3`` a job runs part 2 of 3 of the tests. ``report.trend`` calls it too, to
 reduce one report. A report has *verdicts* (passed, failed, ...), each of one *check* in one *cell*
-of a suite (a cell is a configuration, as ``fsdp2-bf16-w2``), and *runs*, each a process group with
+of a suite (a cell is a configuration, as ``fsdp2-fp32-w2``), and *runs*, each a process group with
 its id. What is known about a cell besides its verdicts is its *row*. Jobs number runs and devices
 independently. So these get the number of their report in front: the run ``x`` of the second report
 becomes ``2/x``.

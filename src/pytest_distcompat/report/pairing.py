@@ -1,7 +1,7 @@
 """Pairing of verdicts: which verdict of an earlier report belongs to which one of a later report.
 
 ``report.compare`` calls ``earlier_verdicts``. A *verdict* (passed, failed, ...) is about one
-*check* in one *cell* of a suite, as the check ``names`` in the cell ``fsdp2-bf16-w2``. A suite is a
+*check* in one *cell* of a suite, as the check ``names`` in the cell ``fsdp2-fp32-w2``. A suite is a
 class, with a *place*: its node id, as ``tests/test_a.py::TestMyTrainer``. If the file is renamed,
 the verdicts of the suite must still be paired, or all of them would count as missing and as new.
 """

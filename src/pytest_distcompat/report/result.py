@@ -2,7 +2,7 @@
 
 A report is made of *verdicts* (``status.Verdict``): passed, failed, known and so on, each of one
 *check* in one *cell* of a suite. A cell is a configuration of the trainer with an id such as
-``fsdp2-bf16-w2`` (strategy, precision, 2 ranks). This module has what the formats of a report
+``fsdp2-fp32-w2`` (strategy, precision, 2 ranks). This module has what the formats of a report
 share:
 
 - ``Row``: all that is known about a cell besides its verdicts. ``report.document`` stores it.
@@ -108,7 +108,7 @@ def not_applicable_reasons(rows: Iterable[Row]) -> dict[_CheckAndReason, list[st
     return cells
 
 
-#: The key of a verdict in a table: ``("fsdp2-bf16-w2", "names")``.
+#: The key of a verdict in a table: ``("fsdp2-fp32-w2", "names")``.
 _CellAndCheck = tuple[str, str]
 #: The type of a key.
 K = TypeVar("K")
@@ -262,7 +262,7 @@ def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
         status: The status, as ``known``.
 
     Returns:
-        For example ``{"https://github.com/...": ["fsdp2-bf16-w2:resume"]}``. A verdict is named by
+        For example ``{"https://github.com/...": ["fsdp2-fp32-w2:resume"]}``. A verdict is named by
         cell and check, a skipped one by its cell alone, since all checks of the cell are skipped.
     """
     # The names are keys, each once.

@@ -5,13 +5,13 @@ formats use single functions, as ``counts_text`` and ``shortened``. A line is a 
 each a text with the name of its style: ``(("  1. ", ""), ("FAIL", "bad"), (" 2 verdicts", ""))``.
 
 The results are *verdicts* (passed, failed, known, ...), each of one *check* in one *cell* of a
-suite. A cell is a configuration of the trainer, as ``fsdp2-bf16-w2``: strategy, precision, 2 ranks.
+suite. A cell is a configuration of the trainer, as ``fsdp2-fp32-w2``: strategy, precision, 2 ranks.
 A suite is shown as a matrix, with a row for each cell and a column for each check::
 
     TestMyTrainer (driver my_driver)
                    active  names  resume
       ddp-fp32-w2  ok      ok     FAIL
-      known: https://github.com/... [fsdp2-bf16-w2:resume]
+      known: https://github.com/... [fsdp2-fp32-w2:resume]
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ session, and calls ``trend``. It prints ``Trend.lines`` and writes the page that
 makes of the ``Trend``. A line of it::
 
     broken: red since 2026-11-24 23:57, not on 2026-11-23 23:57: torch 2.12.0 -> 2.13.0:
-    fsdp2-bf16-w2:names (my_driver): FAIL: 3 parameters have other names
+    fsdp2-fp32-w2:names (my_driver): FAIL: 3 parameters have other names
 
 A report has a *verdict* (passed, failed, ...) for each *check* in each *cell*, such as the check
-``names`` in ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks), for each *driver*, the trainer that
+``names`` in ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks), for each *driver*, the trainer that
 was tested. It may also have a digest of the values that a training in the cell computed.
 """
 
@@ -55,7 +55,7 @@ class ValueTurn:
     Attributes:
         night: The number of the night, from 0.
         changed: What differs between the versions of both nights: package to (before, now).
-        cells: The cells, each with its driver, as ``fsdp2-bf16-w2 (accelerate)``.
+        cells: The cells, each with its driver, as ``fsdp2-fp32-w2 (accelerate)``.
     """
 
     night: int
@@ -72,7 +72,7 @@ class Trend:
         histories: A history for each check in each cell.
         costs: Cell to two lists with a figure for each night: the seconds of all its items, and the
             peak memory of the fullest rank in bytes; None in a night without a figure. The cell is
-            written as ``a.py::TestMyTrainer[fsdp2-bf16-w2]``.
+            written as ``a.py::TestMyTrainer[fsdp2-fp32-w2]``.
         value_turns: The nights in which trainings began to compute or save something else, whatever
             their verdicts.
     """

@@ -3,9 +3,9 @@
 A test with this mark runs on *ranks*, the processes of one torchrun process group::
 
     @pytest.mark.distcompat(world_size=2)  # once, on 2 ranks
-    @pytest.mark.distcompat(strategies=["ddp", "fsdp2"], precisions=["bf16"])  # once in each cell
+    @pytest.mark.distcompat(strategies=["ddp", "fsdp2"], precisions=["fp32"])  # once in each cell
 
-A *cell* is a configuration: strategy, precision, number of ranks and options, as ``fsdp2-bf16-w2``.
+A *cell* is a configuration: strategy, precision, number of ranks and options, as ``fsdp2-fp32-w2``.
 The test gets its cell as the fixture ``cell``.
 
 This is the first of the three steps ``declare``, ``run``, ``outcome``. Hooks of the plugin call it

@@ -254,7 +254,7 @@ class ItemPayload:
     ``marked.run`` makes it in pytest's process; each rank gets it as plain data.
 
     Attributes:
-        nodeid: The item, as ``tests/test_a.py::test_sum[fsdp2-bf16-w2]``.
+        nodeid: The item, as ``tests/test_a.py::test_sum[fsdp2-fp32-w2]``.
         device: ``cpu`` or ``cuda``.
         directory: The directory of this run, with the logs and the output of all ranks.
         world_size: The number of ranks.

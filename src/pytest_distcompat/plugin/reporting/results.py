@@ -4,8 +4,8 @@
 xdist's controller. From then on pytest calls its hooks:
 
 1. After collection it notes which items the suites have. A suite is a subclass of ``CompatSuite``
-   with an item for each *check* in each *cell*: ``TestMyTrainer::test[fsdp2-bf16-w2:names]`` is the
-   check ``names`` in the cell ``fsdp2-bf16-w2`` (strategy, precision, 2 ranks).
+   with an item for each *check* in each *cell*: ``TestMyTrainer::test[fsdp2-fp32-w2:names]`` is the
+   check ``names`` in the cell ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks).
 2. While tests run, it takes the *verdict* of each item from its report. That is passed, failed,
    crashed and so on (``status.Verdict``). ``suite.run`` has put it there, on an xdist worker
    mostly.
@@ -228,7 +228,7 @@ class Results:
         """Return the properties of a distributed test, for JUnit's file and report logs.
 
         Returns:
-            Name and value of each, as ``("distcompat_cell", "fsdp2-bf16-w2")``: cell, driver,
+            Name and value of each, as ``("distcompat_cell", "fsdp2-fp32-w2")``: cell, driver,
             check, status, the rank of the cause, and versions. Empty for an ordinary test.
         """
         values: dict[str, object] = {}

@@ -1,7 +1,7 @@
 """Items of suites as their node ids and reports show them, in the process that reports.
 
 A suite is a subclass of ``CompatSuite``. It has an item for each check in each cell, such as
-``tests/test_a.py::TestMyTrainer::test[fsdp2-bf16-w2:names]``. Under xdist the process that reports
+``tests/test_a.py::TestMyTrainer::test[fsdp2-fp32-w2:names]``. Under xdist the process that reports
 has no items, only their node ids and the reports that workers send. So ``Results`` reads suite,
 cell and check from the node id. It also needs a verdict for an item that failed before its check
 ran, in a fixture or because its worker died: ``verdict_without_check`` makes one.
@@ -30,7 +30,7 @@ class SuiteItem:
 
     #: The node id of the suite, as ``tests/test_a.py::TestMyTrainer``.
     suite: str
-    #: The id of the cell, as ``fsdp2-bf16-w2``.
+    #: The id of the cell, as ``fsdp2-fp32-w2``.
     cell: str
     #: The name of the check, as ``names``.
     check: str

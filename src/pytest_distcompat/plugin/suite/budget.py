@@ -1,7 +1,7 @@
 """A time budget of a session: which cells come first, and which no longer start.
 
 With ``--distcompat-budget 20m@7`` no further cell starts after 20 minutes; 7 is the seed of their
-order. A *cell* is a configuration of a *driver*, the trainer under test, as ``fsdp2-bf16-w2``. The
+order. A *cell* is a configuration of a *driver*, the trainer under test, as ``fsdp2-fp32-w2``. The
 option's parser is ``read_budget``. ``suite.order`` sorts the items by ``Budget.order``, and
 ``DistcompatSession.over_budget`` skips cells when the time is over. Since the order is another one
 each day, all cells run once in a while.

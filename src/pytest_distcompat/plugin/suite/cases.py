@@ -2,8 +2,8 @@
 
 A *suite* is a subclass of ``CompatSuite`` with a *driver* (the trainer under test) and a *matrix*
 (strategies, precisions, world sizes, options). The matrix stands for many *cells*, such as
-``fsdp2-bf16-w2``. Each cell has several *checks*, claims such as ``names``. A *case* is one check
-in one cell, and becomes one pytest item: ``TestMyTrainer::test[fsdp2-bf16-w2:names]``.
+``fsdp2-fp32-w2``. Each cell has several *checks*, claims such as ``names``. A *case* is one check
+in one cell, and becomes one pytest item: ``TestMyTrainer::test[fsdp2-fp32-w2:names]``.
 
 The hook ``pytest_generate_tests`` calls ``parametrize`` for each suite. Four things decide about
 the cases: the *profile* (``--distcompat-profile smoke`` runs each strategy once), options that

@@ -4,7 +4,7 @@ The hook ``pytest_collection_modifyitems`` calls ``put_in_order`` in a session w
 (``--distcompat-budget 20m``: start no further cell after that time) and ``select_shard`` in one
 with a *shard* (``--distcompat-shard 2/3``: run part 2 of 3 of the tests). A *suite* is a subclass
 of ``CompatSuite``, with an item for each *check* in each *cell*, a configuration such as
-``fsdp2-bf16-w2``. ``case_of(item)`` is the check and the cell of an item; None for an ordinary
+``fsdp2-fp32-w2``. ``case_of(item)`` is the check and the cell of an item; None for an ordinary
 test.
 """
 

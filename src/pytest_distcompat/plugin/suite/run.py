@@ -1,7 +1,7 @@
 """A case that runs: its verdict, its report, and what its ranks wrote.
 
 A *suite* is a subclass of ``CompatSuite``. A *case* is one item of it: one *check* in one *cell*,
-as ``TestMyTrainer::test[fsdp2-bf16-w2:names]`` is the check ``names`` in the cell ``fsdp2-bf16-w2``
+as ``TestMyTrainer::test[fsdp2-fp32-w2:names]`` is the check ``names`` in the cell ``fsdp2-fp32-w2``
 (strategy, precision, 2 ranks). Its function ``test`` calls the value of the fixture
 ``distcompat_case``, a ``BoundCase`` of this module:
 

@@ -2,7 +2,7 @@
 
 *Ranks* are the processes of a process group. Some versions of NCCL refuse two ranks on one GPU.
 Their group then uses the backend gloo, which can do less with tensors on a GPU. A *cell* is a
-configuration with an id such as ``fsdp2-bf16-w2-tp_2``: strategy, precision, 2 ranks, options. A
+configuration with an id such as ``fsdp2-fp32-w2-tp_2``: strategy, precision, 2 ranks, options. A
 *check* is a claim about a cell. ``suite.why_not`` asks ``why_not_through_gloo`` and skips what
 cannot run.
 

@@ -1,6 +1,6 @@
 """Why a case, a cell or a check of a suite has no verdict here.
 
-A *suite* tests a *driver*, a trainer. It has *cells*, configurations such as ``fsdp2-bf16-w2``
+A *suite* tests a *driver*, a trainer. It has *cells*, configurations such as ``fsdp2-fp32-w2``
 (strategy, precision, 2 ranks), and *checks*, claims about a cell. A *case* is a check in a cell,
 one pytest item. There are three functions, because the reason decides what pytest shows:
 
