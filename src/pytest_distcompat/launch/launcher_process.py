@@ -130,6 +130,7 @@ class LauncherProcess:
             return self.death_report("while it got ready")
         for findings in self.status["findings"]:
             self._findings.join(Findings(**findings))
+        # No rank has been started so far: what is below the process are its fork servers.
         for process in self._below():
             if alive(process.pid):
                 self._own_pids.add(process.pid)

@@ -5,7 +5,7 @@ interpreter:
 
 - the one of *libraries* runs ``import_libraries``: it imports torch and the like;
 - the one of the *session* is a fork of it, and runs ``collect``: it imports the user's test modules
-  and collects their tests.
+  and collects their tests. It is there only if the session has tests to run on ranks.
 
 Both functions get a ``Warmth`` (``request``) as a dict. For example ``{"modules": ["transformers"],
 "call": "...rank_session:collect", "payload": {...}, "path": [...], "device": "cpu"}``. Each returns

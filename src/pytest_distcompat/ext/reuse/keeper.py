@@ -18,8 +18,8 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.leased import current_item
 
-#: The name of a test's property that says why its ranks were ended although a later test could have
-#: used them. The value is ``ReusedRanks.end_reason``.
+#: The name of a test's property that says why its ranks could do no further request. The value is
+#: ``ReusedRanks.end_reason``.
 LEFT = "distcompat: ranks left"
 
 

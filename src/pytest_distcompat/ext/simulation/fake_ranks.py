@@ -68,8 +68,9 @@ def main(path: str) -> None:
     # Imported once, in the process from which the simulated ranks are forked.
     for name in preload_of(find_driver(payload.driver), [Cell.parse(payload.cell)]):
         importlib.import_module(name)
-    _, *others = _in_a_fork(request, _Part(0, ()))
-    parts = [_Part(ranks[0], ranks) for ranks in others]
+    classes = _in_a_fork(request, _Part(0, ()))
+    # The first class is that of rank 0, which is done.
+    parts = [_Part(ranks[0], ranks) for ranks in classes[1:]]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         # ``map`` raises the error of a call only where its result is read: the list reads all.
         list(threads.map(functools.partial(_in_a_fork, request), parts))
@@ -108,6 +109,7 @@ def _simulate(request: Request, part: _Part) -> list[RankClass]:
     die_with_parent()
     number = part.rank
     payload = decode(SuitePayload, request.payload)
+    # As if each rank were alone on its machine: this process acts as one rank only.
     place = {
         "RANK": number,
         "LOCAL_RANK": 0,
