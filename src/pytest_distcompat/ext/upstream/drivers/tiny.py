@@ -208,6 +208,13 @@ class TinyDriver(Driver):
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan, whose run has a directory that all its ranks share."""
         self.run_directory = plan.save_to.parent
+        deterministic = self.cell.settings("use_deterministic_algorithms")
+        if deterministic:
+            import torch
+
+            # It fills memory that nobody wrote with NaN:
+            # https://docs.pytorch.org/docs/stable/deterministic.html
+            torch.use_deterministic_algorithms(**deterministic)
         super().train(model, plan, report)
 
     def build_model(self) -> Module:
