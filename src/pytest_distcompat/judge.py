@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import Check, message
+from pytest_distcompat.checks import CHECKS, Check, message
 from pytest_distcompat.expect import Expectation, fails, refuses
 from pytest_distcompat.law import law_of
 from pytest_distcompat.status import Status, Verdict
@@ -57,10 +57,11 @@ def judge(
 
 
 def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
+    expectations = list(expectations)
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     ended = [expectation for expectation in covering if expectation.ended]
     if ended:
-        current = [expectation for expectation in covering if expectation not in ended]
+        current = [expectation for expectation in expectations if expectation not in ended]
         verdict = _judge(check, cell, trace, current)
         return _with_ended_excuse(verdict, ended)
     broken_off = premature_end(check, trace)
@@ -77,12 +78,21 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     else:
         findings = law.findings(check, cell, trace)
     declared = _declared_failures(covering, findings)
+    if broken_off is not None and not _occurred(declared, findings):
+        of_others = law.expectations(_of_other_checks(check, cell, expectations), failure)
+        same = [other for other in of_others if _declares_error(other, broken_off, trace)]
+        if same:
+            return _known_as(check, cell, same, findings)
     if declared:
         return _known(check, cell, declared, findings, complete=broken_off is None)
-    if not findings:
-        remark = check.remark(cell, trace)
-        return Verdict(check.name, cell.id, Status.PASSED, reason=remark)
-    return Verdict(check.name, cell.id, Status.FAILED, message(findings))
+    return _undeclared(check, cell, trace, findings)
+
+
+def _undeclared(check: Check, cell: Cell, trace: Trace, findings: list[str]) -> Verdict:
+    """Return the verdict where nothing is declared."""
+    if findings:
+        return Verdict(check.name, cell.id, Status.FAILED, message(findings))
+    return Verdict(check.name, cell.id, Status.PASSED, reason=check.remark(cell, trace))
 
 
 def _with_ended_excuse(verdict: Verdict, ended: Iterable[Expectation]) -> Verdict:
@@ -119,6 +129,44 @@ def _declared_failures(covering: Iterable[Expectation], findings: list[str]) -> 
         if expectation.strict or names_the_check or expectation.matches(text):
             declared.append(expectation)
     return declared
+
+
+def _of_other_checks(
+    check: Check, cell: Cell, expectations: Iterable[Expectation]
+) -> list[Expectation]:
+    """Return the known bugs of other checks of the cell that are still excused."""
+    of_others: list[Expectation] = []
+    for expectation in expectations:
+        if expectation.kind != "fails" or expectation.check in ("*", check.name):
+            continue
+        if expectation.ended:
+            continue
+        if expectation.covers(cell, expectation.check):
+            of_others.append(expectation)
+    return of_others
+
+
+def _declares_error(expectation: Expectation, failure: RunFailure, trace: Trace) -> bool:
+    """Tell whether the known bug of another check is the error that a run ended with.
+
+    It is if its ``match`` is found in the error's type and first line. A bug that names no error is
+    so if this error ended a run of that check, too.
+    """
+    error = _error_line(failure)
+    if expectation.match:
+        return expectation.matches(error)
+    if expectation.check not in CHECKS.by_name:
+        return False
+    other_failure = premature_end(CHECKS.get(expectation.check), trace)
+    if other_failure is None or other_failure.kind != "raised":
+        return False
+    return _error_line(other_failure) == error
+
+
+def _error_line(failure: RunFailure) -> str:
+    """Return type and first line of the exception that a run ended with."""
+    line, _, _ = (_without_rank(failure) or failure.message).partition("\n")
+    return line
 
 
 def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
@@ -289,6 +337,13 @@ def _known(
         if missing:
             problem = f"fails as declared ({known}), and not as declared besides: {fixed}"
             return verdict(Status.FIXED, f"{problem}\n\n{message(findings)}", missing[0])
+    return _known_as(check, cell, occurred, findings)
+
+
+def _known_as(
+    check: Check, cell: Cell, occurred: Iterable[Expectation], findings: list[str]
+) -> Verdict:
+    """Return the verdict of a failure that these known bugs explain."""
     reasons = tuple(dict.fromkeys(expectation.reason for expectation in occurred))
     reason = "; and ".join(reasons)
     return Verdict(check.name, cell.id, Status.KNOWN, message(findings), reason, reasons)

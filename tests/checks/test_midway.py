@@ -12,7 +12,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import Calls
-from pytest_distcompat.scenario import EVALUATE
+from pytest_distcompat.scenario import EVALUATE, SAVED
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
@@ -74,6 +74,43 @@ def test_of_a_run_that_was_resumed_wrongly_no_loss_is_compared(runs_of: RunsOf) 
     story = runs_of("ddp-fp32-w2", "midway")
     for nth in (1, 2):
         story = story.snapshot("step", {"loss": 0.5}, run="resume", nth=nth, rank=1)
+    assert story.findings("midway") == []
+
+
+def wrong_rate(step: int) -> str:
+    """The finding about a step of the resumed run; the rate halves in each step of the training."""
+    expected = f"{0.1 / 2 ** (SAVED + step):.6g} in the run that never stopped"
+    return f"rank 1: lr of the optimizer's group 0 is 0.05 after step {step} of the resumed run; {expected}"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rate_that_is_wrong_before_the_evaluation_is_said_once_and_no_loss_is_compared(
+    runs_of: RunsOf, first: int
+) -> None:
+    story = runs_of("ddp-fp32-w2", "midway")
+    for nth in range(first, 3):
+        story = story.optimizer({"param_groups": ({"lr": 0.05},)}, run="resume", action="step", nth=nth, rank=1)
+    story = story.optimizer({"param_groups": ({"lr": 0.05},)}, run="resume", action=EVALUATE, rank=1)
+    story = story.snapshot("step", {"loss": 0.5}, run="resume", nth=2, rank=1)
+    assert story.findings("midway") == [wrong_rate(first + 1)]
+
+
+def test_a_rate_that_is_wrong_after_the_evaluation(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "midway")
+    story = story.optimizer({"param_groups": ({"lr": 0.05},)}, run="resume", action="step", nth=2, rank=1)
+    assert story.findings("midway") == [wrong_rate(3)]
+
+
+def test_another_number_of_a_group_is_left_to_resume(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "midway")
+    for nth in range(3):
+        rate = 0.1 / 2 ** (SAVED + nth + 1)
+        groups = ({"lr": rate, "weight_decay": 0.0},)
+        story = story.optimizer({"param_groups": groups}, run="resume", action="step", nth=nth)
+        groups = ({"lr": rate, "weight_decay": 0.1},)
+        story = story.optimizer({"param_groups": groups}, action="step", nth=SAVED + nth)
+    groups = ({"lr": 0.1 / 2 ** (SAVED + 2), "weight_decay": 0.0},)
+    story = story.optimizer({"param_groups": groups}, run="resume", action=EVALUATE)
     assert story.findings("midway") == []
 
 

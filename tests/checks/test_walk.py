@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.ext.walk.check import WALK
 from pytest_distcompat.trace import (
     CallInfo,
+    Layout,
     ModelInfo,
     OptimizerInfo,
     ParameterInfo,
@@ -123,6 +124,55 @@ def test_shards_are_added_up_before_they_are_compared() -> None:
         return dataclasses.replace(snapshot, call=dataclasses.replace(snapshot.call, sums={"module.weight": part}))
 
     assert findings_of(walked(half)) == []
+
+
+HSDP = Cell.parse("fsdp2-fp32-w4-model_mlp-dp_replicate_2")
+#: The sums of a copy's two shards.
+HALVES = ((2, 1.5, 2.0), (2, 0.5, 1.0))
+
+
+def in_two_replicas(halves_by_rank: Mapping[int, Sums], returned: Mapping[int, Sums] | None = None) -> list[str]:
+    """Findings where ranks 0, 1 hold one copy of the weight and ranks 2, 3 another, of these shards.
+
+    Args:
+        halves_by_rank: The sums of the live shards that are not as they should be.
+        returned: Those of the shards that a read-only call returns; by default it returns nothing.
+    """
+    runs = []
+    for name, ranks, *actions in (
+        ("walk-1-0", 4, "build_model", "build", "call get_state_dict()"),
+        ("walk-1-reference", 1, "build_model", "reference get_state_dict()"),
+    ):
+        snapshots = []
+        for made in run(name, ranks, *actions).snapshots:
+            if ranks == 1 or made.action == "build_model":
+                snapshots.append(made)
+                continue
+            rank = made.rank
+            layout = Layout(holders=(0, 1) if rank < 2 else (2, 3))
+            info = dataclasses.replace(PARAMETER, kind="DTensor", local_numel=2, layout=layout)
+            sums = {"weight": halves_by_rank.get(rank, HALVES[rank % 2])}
+            answer = None
+            if returned is not None and made.action != "build":
+                answer = {"weight": returned.get(rank, HALVES[rank % 2])}
+            model = ModelInfo("FSDPBlock", {}, (info,))
+            snapshots.append(dataclasses.replace(made, model=model, call=CallInfo(True, {}, (), sums, answer)))
+        runs.append(RunTrace(name, ranks, tuple(snapshots), cell=HSDP.id))
+    return WALK.findings(HSDP, Trace.of("torch", runs))
+
+
+def test_shards_of_a_replica_are_added_up_without_those_of_another() -> None:
+    assert in_two_replicas({}) == []
+    assert in_two_replicas({}, {}) == []
+    off = (2, 1.0, 1.0)
+    (finding,) = in_two_replicas({3: off})
+    assert finding.startswith(
+        "get_state_dict(): get_state_dict(): parameters are not the reference's: 'weight': (4, 2.5, 3.0)"
+    )
+    (finding,) = in_two_replicas({}, {3: off})
+    assert finding.startswith(
+        "get_state_dict(): get_state_dict(): what it returned is not the reference's: 'weight': (4, 2.5, 3.0)"
+    )
 
 
 WHOLE = CallInfo(True, {"module.weight": "4:2"}, (), {"module.weight": SUMS}, {"weight": SUMS})

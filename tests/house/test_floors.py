@@ -34,6 +34,7 @@ NEED_TORCH = {
     "parallel.placeholder",
     "launch.agent",
     "ext.upstream.drivers._joined",
+    "ext.upstream.drivers._samplers",
 } | {
     f"probe.{m}"
     for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")

@@ -66,6 +66,8 @@ def shared_group(payload: Mapping[str, Any], log: RankLog) -> None:
 
     assert request_loop.reused is not None
     group = request_loop.reused.process_group("gloo")
+    # Two requests without a group would have the same id, that of None.
+    assert group is not None
     total = torch.ones(())
     distributed.all_reduce(total)
     note(log, "sum", value=float(total), group=id(group))

@@ -10,7 +10,7 @@ from pytest_distcompat.drivers.deepspeed import DeepSpeedCalls, DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchCalls, TorchDriver
 from pytest_distcompat.live_calls import Calls
 
-from .declare import twin
+from .declare import GRADIENTS, PARITY, twin
 
 
 class StayingCalls(TorchCalls):
@@ -34,6 +34,61 @@ class StaysInEvaluationMode(TorchDriver):
     """No ``model.train()`` after an evaluation: nothing is dropped any more."""
 
     live_calls: ClassVar[type[Calls]] = StayingCalls
+
+
+RATE = r"^rank 0: lr of the optimizer's group 0 is [\d.e-]+ after step {} of the resumed run; [\d.e-]+ in the run that never"
+
+
+@twin(
+    "midway",
+    "ddp-fp32-w2",
+    match=rf"(?s){RATE.format(1)}(?!.*\b(loss|step [23])\b)",
+    also={"resume": RATE.format(1), **PARITY, **GRADIENTS},
+)
+class ScheduleFromTheStart(TorchDriver):
+    """A schedule of its own, set at the end of each step, whose count is in no checkpoint."""
+
+    taken = 0
+
+    def step(self, number: int) -> float:
+        loss = super().step(number)
+        self.taken += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 1 - 0.1 * min(self.taken, 5)
+        return loss
+
+
+class RestartingCalls(TorchCalls):
+    """``evaluate`` sets back the count of the trainer's own schedule."""
+
+    @observer
+    def evaluate(self) -> Any:  # type: ignore[override]  # one context is enough
+        self.trainer.taken = 0
+        return super().evaluate()
+
+
+class OwnSchedule(TorchDriver):
+    """A schedule of its own, whose count is the step's number."""
+
+    def step(self, number: int) -> float:
+        loss = super().step(number)
+        self.taken = max(getattr(self, "taken", number), 0) + 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / self.taken
+        return loss
+
+
+@twin(
+    "midway",
+    "ddp-fp32-w2",
+    match=RATE.format(3),
+    sound="twins.twins_midway:OwnSchedule",
+    also={**PARITY, **GRADIENTS},
+)
+class RestartsItsSchedule(OwnSchedule):
+    """An evaluation begins its own schedule anew."""
+
+    live_calls: ClassVar[type[Calls]] = RestartingCalls
 
 
 class ShufflingCalls(AccelerateCalls):

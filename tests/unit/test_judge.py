@@ -225,6 +225,78 @@ def test_an_end_outside_of_any_action_concerns_every_check(kind: str, status: st
     assert result.message == "the whole story of boom"
 
 
+SAME = fails("resume", reason="org/repo#4", match="TypeError: no state")
+
+
+def after_load(error: str, *declared: Expectation, check: str = "midway") -> Verdict:
+    """Return the verdict of a check whose resumed run raised that error when it loaded."""
+    end = ended("raised", "load", error, RESUME_RUN)
+    trace = Trace.of("hand-made", [lived(TRAIN_RUN), lived(RESUME_RUN, end, together=True)])
+    return judge(Check(check, RESUME, (("resume", "step", 1),), lambda cell, trace: ()), CELL, trace, declared)
+
+
+def test_an_error_that_is_declared_for_another_check_of_the_cell_is_known() -> None:
+    result = after_load("TypeError: no state\nin two lines", SAME)
+    assert result.status == "known"
+    assert result.reason == "org/repo#4"
+    assert result.reasons == ("org/repo#4",)
+    assert result.message == "the whole story of TypeError: no state\nin two lines"
+
+
+@pytest.mark.parametrize(
+    ("error", "declared"),
+    [
+        ("TypeError: no model", SAME),
+        ("ValueError: no state", SAME),
+        # What the error quotes, or what was on the stack, is not the error.
+        ("RuntimeError: failed\nTypeError: no state", SAME),
+        ("TypeError: no state", fails("resume", reason="a", match="TypeError: no state", strategy="ddp")),
+        ("TypeError: no state", fails("resume", reason="a", match="the whole story")),
+        ("TypeError: no state", fails("resume", reason="a", match="TypeError", until="2020-01-31")),
+        ("TypeError: no state", refuses("resume", match="TypeError: no state")),
+    ],
+)
+def test_another_error_than_is_declared_for_another_check_is_red(error: str, declared: Expectation) -> None:
+    result = after_load(error, declared)
+    assert result.status == "failed"
+    assert result.message.startswith(f"the whole story of {error}")
+
+
+def test_a_failure_that_is_declared_for_another_check_excuses_no_finding() -> None:
+    assert verdict(toy("TypeError: no state"), SAME).status == "failed"
+    assert verdict(toy(), SAME).status == "passed"
+
+
+@pytest.mark.parametrize("kind", ["crashed", "hung"])
+def test_no_declaration_of_another_check_covers_a_crash_or_a_hang(kind: str) -> None:
+    assert verdict(toy(), SAME, end=ended(kind, "step", "TypeError: no state")).status == kind
+
+
+def test_a_declaration_without_an_error_holds_for_another_check_if_its_run_raised_the_same() -> None:
+    unnamed = fails("resume", reason="org/repo#4")
+    assert after_load("TypeError: no state", unnamed).status == "known"
+    # The check resume has no part in the run that raised it.
+    reads = Check("restarts", TRAIN, (("third", "step", 1),), lambda cell, trace: ())
+    for error in ("TypeError: no state", "TypeError: no model"):
+        end = ended("raised", "load", error, RESUME_RUN)
+        third = RunTrace("third", 2, (), end)
+        alone = Trace.of("hand-made", [lived(TRAIN_RUN), third])
+        assert judge(reads, CELL, alone, [unnamed]).status == "failed"
+        resumed = lived(RESUME_RUN, ended("raised", "load", "TypeError: no state", RESUME_RUN), together=True)
+        beside = Trace.of("hand-made", [lived(TRAIN_RUN), resumed, third])
+        of_third = Check("restarts", TRAIN, (("third", "step", 1),), lambda cell, trace: ())
+        expected = "known" if error == "TypeError: no state" else "failed"
+        assert judge(of_third, CELL, beside, [unnamed]).status == expected
+
+
+def test_an_error_of_another_check_goes_beside_what_the_check_itself_declares() -> None:
+    own = fails("midway", reason="org/repo#5", match="the random state")
+    assert after_load("TypeError: no state", own, SAME).reason == "org/repo#4"
+    assert after_load("TypeError: no model", own, SAME).status == "failed"
+    ended_excuse = fails("midway", reason="org/repo#5", match="TypeError", until="2020-01-31")
+    assert after_load("TypeError: no state", ended_excuse, SAME).reason == "org/repo#4"
+
+
 def both(train: RunFailure | None, resume: RunFailure | None) -> Verdict:
     check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
     return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_RUN, train), lived(RESUME_RUN, resume)]))

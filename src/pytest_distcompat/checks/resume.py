@@ -515,6 +515,15 @@ def _later_group_changes(
                 yield _LaterGroupNumber(after.rank, number, nth)
 
 
+def _later_rate_changes(
+    nth: int, expected: Snapshots, resumed: Snapshots
+) -> Iterator[_LaterGroupNumber]:
+    """Yield findings for learning rates after a step, as ``_later_group_changes`` does."""
+    for change in _later_group_changes(nth, expected, resumed):
+        if change.number.key == "lr":
+            yield change
+
+
 @check(scenario=TRAIN, until=(("train", "save", 0), ("train", "exported", 0)), order=9)
 def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that neither saving a checkpoint nor exporting the weights changes what is trained.
@@ -549,9 +558,10 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by
     bit. The step after it has the same modules in training mode as that before it, and the loss of
     the run that never evaluated. A resumed run evaluates, by the driver's call ``evaluate()``; if
-    its steps before are wrong, which ``resume`` reports, no loss is compared. A buffer that each
-    rank fills from its own data may become that of another rank, as DDP sends those of rank 0
-    before each forward pass.
+    its steps before are wrong, which ``resume`` reports, no loss is compared. The learning rate is
+    that of the run that never stopped; one that was another already before the evaluation is the
+    only finding about later steps. A buffer that each rank fills from its own data may become that
+    of another rank, as DDP sends those of rank 0 before each forward pass.
 
     If it fails: call ``model.train()`` after it; look for what draws random numbers, such as the
     seed of a new iterator of a loader; for parameters that stay gathered or cast; for a count of
@@ -569,13 +579,21 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     tolerance = _loss_tolerance(cell)
     for nth in (0, 1):
         steps = evaluating.at("step", nth)
-        if any(_loss_changes(nth, train.at("step", SAVED + nth), steps, tolerance)):
+        expected_steps = train.at("step", SAVED + nth)
+        if any(_loss_changes(nth, expected_steps, steps, tolerance)):
             return
-    for expected, found in pairs(train.at("step", SAVED + 2), after):
+        changes = list(_later_rate_changes(nth, expected_steps, steps))
+        if changes:
+            # With another rate the loss is another one, whatever the evaluation does.
+            yield from _texts(changes)
+            return
+    expected_steps = train.at("step", SAVED + 2)
+    for expected, found in pairs(expected_steps, after):
         if expected.loss is None or found.loss is None:
             continue
         if not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
             yield str(_LossAfterEvaluation(found.rank, expected.loss, found.loss))
+    yield from _texts(_later_rate_changes(2, expected_steps, after))
 
 
 def _ends_with_last_step(cell: Cell, driver: type[Driver]) -> str | None:

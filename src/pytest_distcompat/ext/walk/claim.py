@@ -18,7 +18,15 @@ from pytest_distcompat.calls import REFERENCE_CALL, RESUME, Call
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Names, named_ranks
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.trace import CallInfo, ParameterInfo, RunTrace, Snapshot, Sums, Trace
+from pytest_distcompat.trace import (
+    CallInfo,
+    ParameterInfo,
+    RunTrace,
+    Snapshot,
+    Sums,
+    Trace,
+    shard_groups,
+)
 
 #: How far sums of parameters may be from the reference's, relative to the largest possible.
 TOLERANCE = 1e-5
@@ -353,14 +361,13 @@ def _inexact_live_values(
     expected: Mapping[str, Sums] = {}
     if reference.call:
         expected = reference.call.sums
-    live_by_rank: list[dict[str, Sums]] = []
+    live_by_rank: dict[int, dict[str, Sums]] = {}
     for snapshot in snapshots:
         if snapshot.call:
-            live_by_rank.append(_by_unwrapped_name(names, snapshot.call.sums))
-    tolerance = _tolerance_of_sums(cell)
-    yield from _inexact_sums(
-        "parameters are not the reference's", names, live_by_rank, expected, tolerance
-    )
+            live_by_rank[snapshot.rank] = _by_unwrapped_name(names, snapshot.call.sums)
+    title = "parameters are not the reference's"
+    tensors = _wholes(names, snapshots, live_by_rank)
+    yield from _inexact_sums(title, tensors, expected, _tolerance_of_sums(cell))
 
 
 def _inexact_returned_values(
@@ -378,7 +385,7 @@ def _inexact_returned_values(
         if reference.call.returned is not None:
             expected = reference.call.returned
             tolerance = 2 * PRECISIONS.get(cell.precision).norm_tolerance
-    known_by_rank: list[dict[str, Sums]] = []
+    known_by_rank: dict[int, dict[str, Sums]] = {}
     known_names: set[str] = set()
     for snapshot in snapshots:
         # Only some ranks return anything, such as one that writes a file.
@@ -386,13 +393,13 @@ def _inexact_returned_values(
             continue
         returned = _by_unwrapped_name(names, snapshot.call.returned)
         known = {name: sums for name, sums in returned.items() if name in expected}
-        known_by_rank.append(known)
+        known_by_rank[snapshot.rank] = known
         known_names.update(known)
     if not known_by_rank:
         return
-    yield from _inexact_sums(
-        "what it returned is not the reference's", names, known_by_rank, expected, tolerance
-    )
+    title = "what it returned is not the reference's"
+    tensors = _wholes(names, snapshots, known_by_rank)
+    yield from _inexact_sums(title, tensors, expected, tolerance)
     lacking: list[str] = []
     for info in reference.parameters:
         is_expected = info.trainable and info.name in expected
@@ -415,8 +422,7 @@ def _by_unwrapped_name(names: Names, sums_by_live_name: Mapping[str, Sums]) -> d
 
 def _inexact_sums(
     title: str,
-    names: Names,
-    sums_by_rank: Sequence[Mapping[str, Sums]],
+    sums_by_name: Mapping[str, Sequence[Sums]],
     expected: Mapping[str, Sums],
     tolerance: float,
 ) -> Iterator[str]:
@@ -424,27 +430,59 @@ def _inexact_sums(
 
     Args:
         title: How the finding begins.
-        names: The unwrapped model's names, with the number of elements of each.
-        sums_by_rank: The sums of what each rank has, by unwrapped name: of whole tensors, or of
-            parts that are whole together.
+        sums_by_name: The sums of each copy of a tensor, by unwrapped name.
         expected: The sums of the whole tensors.
         tolerance: How far they may be apart, relative to the largest possible sum.
     """
-    parts_by_name: dict[str, list[Sums]] = defaultdict(list)
-    for rank_sums in sums_by_rank:
-        for name, sums in rank_sums.items():
-            parts_by_name[name].append(sums)
     inexact: dict[str, Sums] = {}
-    for name, parts in parts_by_name.items():
-        wholes = parts
-        total = _total(parts)
-        numel, _, _ = total
-        if numel == names.sizes.get(name):
-            wholes = [total]
-        for sums in wholes:
+    for name, copies in sums_by_name.items():
+        for sums in copies:
             if name not in expected or not _close(sums, expected[name], tolerance):
                 inexact[name] = sums
     yield from _difference_of(title, expected, inexact, list(inexact))
+
+
+def _wholes(
+    names: Names, snapshots: Iterable[Snapshot], sums_by_rank: Mapping[int, Mapping[str, Sums]]
+) -> dict[str, list[Sums]]:
+    """Return the sums of each copy of a tensor, put together from its parts, by unwrapped name.
+
+    What makes up no whole tensor is returned part by part.
+
+    Args:
+        names: The unwrapped model's names, with the number of elements of each.
+        snapshots: The snapshots of all ranks, which tell which ranks hold a copy together.
+        sums_by_rank: The sums of what each rank has, by unwrapped name: of whole tensors, or of
+            parts that are whole together.
+    """
+    parts_by_name: dict[str, dict[int, Sums]] = defaultdict(dict)
+    for rank, rank_sums in sums_by_rank.items():
+        for name, sums in rank_sums.items():
+            parts_by_name[name][rank] = sums
+    holders_by_name: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for snapshot in snapshots:
+        for info in snapshot.parameters:
+            holders_by_name[names(info.name)][snapshot.rank] = info.layout.holders
+    wholes: dict[str, list[Sums]] = {}
+    for name, parts in parts_by_name.items():
+        wholes[name] = list(parts.values())
+        # Masters of ZeRO-1 and ZeRO-2 are shards of all ranks, of which each has the parameter.
+        for groups in (shard_groups(holders_by_name[name]), (tuple(parts),)):
+            totals = _totals(parts, groups)
+            if totals and all(numel == names.sizes.get(name) for numel, _, _ in totals):
+                wholes[name] = totals
+                break
+    return wholes
+
+
+def _totals(parts: Mapping[int, Sums], groups: Iterable[Sequence[int]]) -> list[Sums]:
+    """Return the sums of the parts of each group of ranks that has any."""
+    totals: list[Sums] = []
+    for ranks in groups:
+        parts_of_group = [parts[rank] for rank in ranks if rank in parts]
+        if parts_of_group:
+            totals.append(_total(parts_of_group))
+    return totals
 
 
 def _total(parts: Sequence[Sums]) -> Sums:
