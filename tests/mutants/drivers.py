@@ -131,6 +131,22 @@ class SecondModel(DeepSpeedDriver):
         second.loss(second.make(), second.batch(0, 0))
 
 
+class MixedAutocast(DeepSpeedDriver):
+    """Autocast of a model in two dtypes, as LoRA makes one: https://github.com/deepspeedai/DeepSpeed/pull/8113."""
+
+    def build_model(self) -> Module:
+        """Train the MLP of each block alone, in float32."""
+        model = super().build_model().requires_grad_(requires_grad=False)
+        blocks: list[Any] = self.wrap_spec.block_modules(model)
+        for block in blocks:
+            block.mlp.float().requires_grad_()
+        return model
+
+    def _config(self) -> dict[str, Any]:
+        autocast = {"enabled": True, "dtype": "bfloat16"}
+        return {**super()._config(), "bf16": {"enabled": False}, "torch_autocast": autocast}
+
+
 class SharedBatch(TrainerDriver):
     """Ranks of tensor parallelism hold experts of their own and sum what these make of the batch that they share."""
 

@@ -194,6 +194,27 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "ds-8113-two-dtypes",
+        (PULLS + "8113",),
+        "ZeRO-3 under autocast: an assertion where parameters of two dtypes are gathered together",
+        (
+            Edit(
+                ZERO3_PARTS,
+                """\
+            comm_dtypes = [get_allgather_dtype(p, p.ds_tensor) for p in params]
+            assert all(
+                dtype == allgather_dtype
+                for dtype in comm_dtypes), ("all params in a coalesced bucket must have the same communication dtype; "
+                                            f"expected {allgather_dtype}, got {comm_dtypes}")
+""",
+                """\
+            dtype = params[0].dtype
+            assert all(p.dtype == dtype for p in params), "all params must have the same dtype"
+""",
+            ),
+        ),
+    ),
+    Mutant(
         "ds-8144-delegated-hooks",
         (PULLS + "8144", ISSUES + "7615"),
         "ZeRO-3: a module that hands attributes on gets the hooks of its child: AttributeError in backward",

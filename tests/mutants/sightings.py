@@ -138,6 +138,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "ds-7969-first-rates": (Sighting("deepspeed", _SCHEDULED, "parity", r"step 1: all ranks: lr of blocks"),),
     "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_upcast-w2-frozen", "memory", "elements are trained"),),
+    "ds-8113-two-dtypes": (
+        Sighting("mutants.drivers:MixedAutocast", "zero3-bf16_upcast-w2", "active", "must have the same dtype"),
+    ),
     "ds-8144-delegated-hooks": (
         Sighting("deepspeed", "zero3-fp32-w2-model_twice", "active", "The size of tensor a .* must match"),
     ),
