@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
@@ -10,6 +11,7 @@ from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.ext.upstream.models import architecture
+from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -42,6 +44,63 @@ def _with_quantization(layer: Any, state: dict[str, Any], prefix: str, _metadata
         state[f"{prefix}weight.absmax"] = quantization
 
 
+class FewRows(AccelerateDriver):
+    """One more loader: it fills no batches up, and of one row it has none for rank 1.
+
+    https://github.com/huggingface/accelerate/pull/3659
+    """
+
+    one_row: ClassVar[str] = "one row, even_batches=False"
+    loaders: ClassVar[Mapping[str, Loader]] = {
+        **AccelerateDriver.loaders,
+        one_row: Loader(shuffled=False, filled=False, resumes=False, moves=False, rows=1),
+    }
+
+    @classmethod
+    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
+        """Return those of the built-in driver and the one more."""
+        return {**super().loaders_in(cell), cls.one_row: cls.loaders[cls.one_row]}
+
+    def rows(self, loader: str, count: int, *more: Any) -> Iterator[tuple[int, Sequence[int]]]:
+        """Read two epochs of it."""
+        if loader != self.one_row:
+            yield from super().rows(loader, count, *more)
+            return
+        from accelerate import Accelerator, DataLoaderConfiguration
+        from torch.utils.data import DataLoader
+
+        rows: Any = range(count)
+        configuration = DataLoaderConfiguration(even_batches=False)
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+        prepared = accelerator.prepare(DataLoader(rows, batch_size=2))
+        for epoch in range(2):
+            for batch in prepared:
+                yield epoch, batch.tolist()
+
+
+class PartlyCompiled(AccelerateDriver):
+    """One block is compiled, not the model: https://github.com/huggingface/accelerate/pull/3881."""
+
+    def build(self, model: Module) -> None:
+        """Compile the first block in its own module, and take the wrappers off, as for an export."""
+        import torch
+
+        layers: Any = model.get_submodule("model.layers")
+        layers[0] = torch.compile(layers[0], backend="eager")
+        super().build(model)
+        self.accelerator.unwrap_model(self.model)
+
+
+class MeshOfShards(AccelerateDriver):
+    """ZeRO beside a mesh without tensor parallelism: https://github.com/huggingface/accelerate/pull/3687."""
+
+    def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
+        from accelerate import ParallelismConfig
+
+        config = ParallelismConfig(dp_shard_size=self.world.size)
+        return {**super()._with_objects(settings), "parallelism_config": config}
+
+
 class Numbered(DeepSpeedDriver):
     """Blocks have a number in their attribute ``id``: https://github.com/deepspeedai/DeepSpeed/issues/6772."""
 
@@ -53,6 +112,39 @@ class Numbered(DeepSpeedDriver):
             block.id = number
             block.register_forward_hook(lambda block, _inputs, output: output / block.id)
         return model
+
+
+class SecondModel(DeepSpeedDriver):
+    """A second model is made after ``zero.Init``: https://github.com/deepspeedai/DeepSpeed/pull/7566.
+
+    Its class has no ``__init__`` of its own, and a parent that is no module has one.
+    """
+
+    def build(self, model: Module) -> None:
+        """Make it, and compute a loss by it."""
+        import deepspeed
+
+        super().build(model)
+        second = architecture("hf:Qwen3ForTokenClassification")
+        with deepspeed.zero.Init():
+            second.make()
+        second.loss(second.make(), second.batch(0, 0))
+
+
+class MixedAutocast(DeepSpeedDriver):
+    """Autocast of a model in two dtypes, as LoRA makes one: https://github.com/deepspeedai/DeepSpeed/pull/8113."""
+
+    def build_model(self) -> Module:
+        """Train the MLP of each block alone, in float32."""
+        model = super().build_model().requires_grad_(requires_grad=False)
+        blocks: list[Any] = self.wrap_spec.block_modules(model)
+        for block in blocks:
+            block.mlp.float().requires_grad_()
+        return model
+
+    def _config(self) -> dict[str, Any]:
+        autocast = {"enabled": True, "dtype": "bfloat16"}
+        return {**super()._config(), "bf16": {"enabled": False}, "torch_autocast": autocast}
 
 
 class SharedBatch(TrainerDriver):

@@ -10,6 +10,7 @@ DEEPSPEED = "accelerate/utils/deepspeed.py"
 FSDP = "accelerate/utils/fsdp_utils.py"
 SCHEDULER = "accelerate/scheduler.py"
 STATE = "accelerate/state.py"
+UNWRAP = "accelerate/utils/other.py"
 
 ISSUES = "https://github.com/huggingface/accelerate/issues/"
 PULLS = "https://github.com/huggingface/accelerate/pull/"
@@ -57,6 +58,18 @@ MUTANTS = (
         (Edit(ACCELERATOR, 'if self.mixed_precision != "no":  # if mixed precision is set', "if False:"),),
     ),
     Mutant(
+        "acc-2728-sampler-of-batches",
+        (PULLS + "2728",),
+        "a sampler that yields whole batches is taken for one of rows: the ranks do not share its batches out",
+        (
+            Edit(
+                DATA_LOADER,
+                "    sampler_is_batch_sampler = isinstance(dataloader.sampler, BatchSampler)\n    synchronized",
+                "    sampler_is_batch_sampler = False\n    synchronized",
+            ),
+        ),
+    ),
+    Mutant(
         "acc-3146-zero3-save-model",
         (PULLS + "3146",),
         "ZeRO-3: save_model raises on every rank but the first",
@@ -98,6 +111,19 @@ MUTANTS = (
             ),
         ),
         stand_in=True,
+    ),
+    Mutant(
+        "acc-3459-unseeded-generator",
+        (PULLS + "3459",),
+        "the generator of a shuffling loader is not seeded: one order whatever the user's seed",
+        (
+            Edit(
+                DATA_LOADER,
+                "                    seed = int(torch.empty((), dtype=torch.int64).random_().item())\n"
+                "                    sampler.generator.manual_seed(seed)\n",
+                "",
+            ),
+        ),
     ),
     Mutant(
         "acc-3465-clip-norm",
@@ -154,6 +180,25 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "acc-3556-set-epoch",
+        (PULLS + "3556",),
+        "set_epoch does not get to the sampler of a sharded batch sampler: each epoch has the same order",
+        (
+            Edit(
+                DATA_LOADER,
+                """\
+        if (
+            hasattr(self.batch_sampler, "batch_sampler")
+            and hasattr(self.batch_sampler.batch_sampler, "sampler")
+            and hasattr(self.batch_sampler.batch_sampler.sampler, "set_epoch")
+        ):
+            self.batch_sampler.batch_sampler.sampler.set_epoch(epoch)
+""",
+                "        if False:\n            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
         "acc-3630-ds-boundary",
         (PULLS + "3630",),
         "DeepSpeed: the incomplete last accumulation window of an epoch leaks into the next",
@@ -194,6 +239,32 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "acc-3659-empty-loader",
+        (PULLS + "3659",),
+        "a rank without a batch gets None, then an UnboundLocalError",
+        (
+            Edit(
+                DATA_LOADER,
+                "        except StopIteration:\n            self.end()\n            return\n",
+                "        except StopIteration:\n            yield\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3687-mesh-without-tp",
+        (PULLS + "3687",),
+        "ZeRO beside a mesh without tensor parallelism: UnboundLocalError where a loader is prepared",
+        (
+            Edit(
+                DATA_LOADER,
+                '            submesh_tp_size = 1\n            if "tp" in torch_device_mesh.mesh_dim_names:\n'
+                '                submesh_tp_size = torch_device_mesh["tp"].size()\n            process_index',
+                '            if "tp" in torch_device_mesh.mesh_dim_names:\n'
+                '                submesh_tp_size = torch_device_mesh["tp"].size()\n            process_index',
+            ),
+        ),
+    ),
+    Mutant(
         "acc-3731-ignored-modules",
         (PULLS + "3731",),
         "FSDP2 shards ignored modules",
@@ -214,6 +285,22 @@ MUTANTS = (
                 ACCELERATOR,
                 "        if self.is_fsdp2:\n            model.set_requires",
                 "        if False:\n            model.set_requires",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3881-partial-compile",
+        (PULLS + "3881",),
+        "a model with one compiled block is taken for a compiled one: KeyError where it is unwrapped",
+        (
+            Edit(
+                UNWRAP,
+                """\
+        if "_orig_mod" in model.__dict__:
+            compiled_model = model
+            model = model.__dict__["_orig_mod"]
+""",
+                '        compiled_model = model\n        model = model.__dict__["_orig_mod"]\n',
             ),
         ),
     ),

@@ -5,16 +5,30 @@ from __future__ import annotations
 from .mutation import Edit, Mutant
 
 ENGINE = "deepspeed/runtime/engine.py"
+SCHEDULES = "deepspeed/runtime/lr_schedules.py"
 UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
 UTILS = "deepspeed/runtime/utils.py"
 ULYSSES = "deepspeed/runtime/sequence_parallel/ulysses_sp.py"
 ZERO12 = "deepspeed/runtime/zero/stage_1_and_2.py"
+ZERO3_PARTS = "deepspeed/runtime/zero/partition_parameters.py"
 ZERO3_HOOKS = "deepspeed/runtime/zero/parameter_offload.py"
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues/"
 PULLS = "https://github.com/deepspeedai/DeepSpeed/pull/"
 
 MUTANTS = (
+    Mutant(
+        "ds-4688-short-warmup",
+        (PULLS + "4688",),
+        "WarmupCosineLR divides by the logarithm of one step: ZeroDivisionError",
+        (
+            Edit(
+                SCHEDULES,
+                "        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)\n\n        if self.total",
+                "        self.inverse_log_warm_up = 1.0 / math.log(warmup_num_steps)\n\n        if self.total",
+            ),
+        ),
+    ),
     Mutant(
         "ds-5150-clip",
         (PULLS + "5150",),
@@ -49,6 +63,18 @@ MUTANTS = (
                 ZERO12,
                 "tensor.div_(dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size))",
                 "tensor.div_(dist.get_world_size(group=self.dp_process_group))",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-7566-init-of-parents",
+        (PULLS + "7566",),
+        "after zero.Init a class without an __init__ of its own has its parent's: parts of the model are missing",
+        (
+            Edit(
+                ZERO3_PARTS,
+                "                if '__init__' in cls.__dict__ and hasattr(cls, '_old_init'):\n",
+                "                if hasattr(cls, '_old_init'):\n",
             ),
         ),
     ),
@@ -104,6 +130,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "ds-7790-sums-without-zero",
+        (PULLS + "7790",),
+        "stage 0 takes the optimizer of ZeRO-1 for float32 sums of bf16 gradients, instead of a refusal",
+        (
+            Edit(
+                ENGINE,
+                "            return FP16 if model_dtype == torch.float16 else DDP_BFLOAT16\n        else:\n",
+                "            return FP16 if model_dtype == torch.float16 else DDP_BFLOAT16\n"
+                "        elif model_dtype == torch.bfloat16 and grad_accum_dtype == torch.float32:\n"
+                "            return BFLOAT16\n        else:\n",
+            ),
+        ),
+    ),
+    Mutant(
         "ds-7839-z0-zero-grad",
         (PULLS + "7839", ISSUES + "7837"),
         "stage 0 in bf16: gradients are not cleared after a step",
@@ -124,6 +164,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "ds-7969-first-rates",
+        (PULLS + "7969",),
+        "WarmupCosineLR gives the first of several param groups alone its first learning rate",
+        (Edit(SCHEDULES, "            return [0.0 for _ in self.org_lrs]\n", "            return [0.0]\n"),),
+    ),
+    Mutant(
         "ds-8029-frozen-masters",
         (PULLS + "8029", PULLS + "7515"),
         "fp32 masters of frozen parameters: a LoRA run holds its base twice more",
@@ -132,6 +178,39 @@ MUTANTS = (
                 UNFUSED,
                 "[p for p in param_group['params'] if is_optimized_parameter(p)]",
                 "list(param_group['params'])",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-8158-fetch-stride",
+        (PULLS + "8158",),
+        "ZeRO-3 adds memory that nobody wrote to parameters that are fetched by all_reduce",
+        (
+            Edit(
+                ZERO3_PARTS,
+                "                    start_param += param.ds_numel_aligned\n\n                handle = dist.all_reduce",
+                "                    start_param += param.ds_numel\n\n                handle = dist.all_reduce",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-8113-two-dtypes",
+        (PULLS + "8113",),
+        "ZeRO-3 under autocast: an assertion where parameters of two dtypes are gathered together",
+        (
+            Edit(
+                ZERO3_PARTS,
+                """\
+            comm_dtypes = [get_allgather_dtype(p, p.ds_tensor) for p in params]
+            assert all(
+                dtype == allgather_dtype
+                for dtype in comm_dtypes), ("all params in a coalesced bucket must have the same communication dtype; "
+                                            f"expected {allgather_dtype}, got {comm_dtypes}")
+""",
+                """\
+            dtype = params[0].dtype
+            assert all(p.dtype == dtype for p in params), "all params must have the same dtype"
+""",
             ),
         ),
     ),

@@ -6,12 +6,22 @@ from mutants.mutation import Sighting
 
 _LOAD_EMPTY = "the optimizer's state is empty after the load"
 _MASTERS = "bfloat16 masters; expected float32"
+_SCHEDULED = (
+    "zero2-fp32-w2-model_mlp-param_groups-set_ds_config.scheduler.type=WarmupCosineLR"
+    "+ds_config.scheduler.params.warmup_num_steps=1+ds_config.scheduler.params.total_num_steps=20"
+)
 
 SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-1755-fsdp1-optim-args": (Sighting("accelerate", "fsdp1-fp32-w2", "resume", "unhashable type: 'dict'"),),
     "acc-2674-fsdp1-upcast": (Sighting("accelerate", "fsdp1-bf16_upcast-w2", "dtypes", _MASTERS),),
+    "acc-2728-sampler-of-batches": (
+        Sighting("accelerate", "ddp-fp32-w2", "coverage", "'NoneType' object is not iterable"),
+    ),
     "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
     "acc-3361-fp8-ds": (Sighting("accelerate", "zero2-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
+    "acc-3459-unseeded-generator": (
+        Sighting("accelerate", "ddp-fp32-w2", "coverage", "set_seed: its order is that of shuffle"),
+    ),
     "acc-3465-clip-norm": (Sighting("accelerate", "fsdp2-fp32-w2", "clipping", "has no attribute 'fsdp_version'"),),
     "acc-3528-no-dtype-attr": (
         Sighting(
@@ -24,16 +34,28 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-3554-compile-names": (
         Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-compile_aot_eager", "names", "KeyError|FSDP2 mapping failed"),
     ),
+    "acc-3556-set-epoch": (
+        Sighting("accelerate", "ddp-fp32-w2", "coverage", "sampler: epoch 2 has the order of epoch 1"),
+    ),
     "acc-3630-ds-boundary": (Sighting("accelerate", "zero2-fp32-w2-grad_accum_2", "parity", r"step \d+: "),),
     "acc-3638-ds-gas-auto": (Sighting("accelerate", "zero1-fp32-w2", "active", "TypeError"),),
     "acc-3656-ds-no-sync": (
         Sighting("accelerate", "zero2-fp32-w2-grad_accum_2", "active", "no_sync context manager is incompatible"),
+    ),
+    "acc-3659-empty-loader": (
+        Sighting("mutants.drivers:FewRows", "ddp-fp32-w2", "coverage", "'NoneType' object has no attribute 'tolist'"),
+    ),
+    "acc-3687-mesh-without-tp": (
+        Sighting("mutants.drivers:MeshOfShards", "zero2-fp32-w2", "active", "submesh_tp_size"),
     ),
     "acc-3731-ignored-modules": (
         Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-ignored_modules", "units", "left out of the sharding"),
     ),
     "acc-3762-fsdp2-no-sync": (
         Sighting("accelerate", "fsdp2-fp32-w2-grad_accum_2", "accumulation", "elements of gradients were reduced"),
+    ),
+    "acc-3881-partial-compile": (
+        Sighting("mutants.drivers:PartlyCompiled", "ddp-fp32-w2", "parity", "KeyError: '_orig_mod'"),
     ),
     "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
     "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_upcast-w2", "dtypes", _MASTERS),),
@@ -70,6 +92,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "parameters differ from rank 0's",
         ),
     ),
+    "ds-4688-short-warmup": (Sighting("deepspeed", _SCHEDULED, "parity", "ZeroDivisionError"),),
     "ds-5150-clip": (
         Sighting("deepspeed", "zero0-fp32-w2", "clipping", "the gradients that the optimizer gets have norm"),
     ),
@@ -93,6 +116,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "ds-8491-ulysses-gradients": (
         Sighting("deepspeed", "zero2-fp32-w4-cp_2", "parity", r"step 1: .*the gradient norm is .* in the reference"),
     ),
+    "ds-7566-init-of-parents": (Sighting("mutants.drivers:SecondModel", "zero3-fp32-w2", "active", "AttributeError"),),
     "ds-7580-overflow-z1": (
         Sighting(
             "twins.twins_float8:Half", "zero1-fp16_mixed-w2", "scaling", "SIGABRT during 'overflow'|changed in a step"
@@ -108,12 +132,26 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         ),
     ),
     "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "optimizer"),),
+    "ds-7790-sums-without-zero": (Sighting("deepspeed", "zero0-bf16_upcast-w2-grad_accum_dtype_fp32", "active", "."),),
     "ds-7839-z0-zero-grad": (
         Sighting("deepspeed", "zero0-bf16_upcast-w2", "parity", "step [23]: .*the gradient norm"),
     ),
+    "ds-7969-first-rates": (Sighting("deepspeed", _SCHEDULED, "parity", r"step 1: all ranks: lr of blocks"),),
     "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_upcast-w2-frozen", "memory", "elements are trained"),),
+    "ds-8113-two-dtypes": (
+        Sighting("mutants.drivers:MixedAutocast", "zero3-bf16_upcast-w2", "active", "must have the same dtype"),
+    ),
     "ds-8144-delegated-hooks": (
         Sighting("deepspeed", "zero3-fp32-w2-model_twice", "active", "The size of tensor a .* must match"),
+    ),
+    "ds-8158-fetch-stride": (
+        Sighting(
+            "deepspeed",
+            "zero3-fp32-w2-model_mlp-set_ds_config.zero_optimization.stage3_use_all_reduce_for_fetch_params=true"
+            "+ds_config.zero_optimization.reduce_bucket_size=1000003+use_deterministic_algorithms.mode=true",
+            "parity",
+            "the loss of this step is nan",
+        ),
     ),
     "pt-115607-compiled-step": (
         Sighting("mutants.drivers:CompiledStep", "ddp-fp32-w2", "parity", r"step [34]: .*in the reference"),

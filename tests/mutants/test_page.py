@@ -26,11 +26,18 @@ def test_the_readme_has_the_number_of_mutants() -> None:
     assert f"| {len(BY_ID)} real upstream bugs" in readme
 
 
+def rows_of(section: str) -> list[list[str]]:
+    """Return the rows about issues in the table of a section of docs/mutants.md, as their columns."""
+    page = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition(f"## {section}\n")
+    text, _, _ = rest.partition("\n## ")
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \[\w+#\d+\]", line)]
+
+
 def test_the_page_says_by_which_check_each_bug_of_an_axis_is_caught() -> None:
     tests = Path(__file__).parents[1]
-    lines = (tests.parent / "docs" / "mutants.md").read_text(encoding="utf-8").splitlines()
     twins = "\n\n\n".join(path.read_text(encoding="utf-8") for path in (tests / "twins").glob("twins_*.py"))
-    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \[\w+#\d+\]", line)]
+    rows = rows_of("Bugs of parallel axes")
     assert len(rows) == 10
     for _, how, check in rows:
         for name in re.findall(r"mutant `(.+?)`", how):
@@ -38,3 +45,20 @@ def test_the_page_says_by_which_check_each_bug_of_an_axis_is_caught() -> None:
         for name in re.findall(r"twin `(.+?)`", how):
             declared = [block for block in twins.split("\n\n\n") if f"class {name}(" in block]
             assert any(re.search(rf"@twin\(\s*\"{check[1:-1]}\"", decorator) for decorator in declared), name
+
+
+def test_the_page_says_of_each_fix_that_nobody_chose_what_sees_it_or_why_nothing_does() -> None:
+    rows = rows_of("Fixes that nobody chose")
+    assert len(rows) == 27
+    for link, _, how, check in rows:
+        number = re.search(r"#(\d+)\]", link)
+        assert number
+        assert number[1] in link.rpartition("/")[2]
+        if how.startswith("not seen: "):
+            assert check == "-"
+            continue
+        (name,) = re.findall(r"mutant `(.+?)`", how)
+        assert any(address.endswith(f"/pull/{number[1]}") for address in BY_ID[name].upstream)
+        assert {f"`{sighting.check}`" for sighting in SIGHTINGS[name]} == {check}
+        needs_driver = all(":" in sighting.driver for sighting in SIGHTINGS[name])
+        assert how.endswith(", driver") == needs_driver

@@ -230,14 +230,7 @@ def _no_meta_init(stage: int) -> dict[str, str]:
 ZERO0 = _zero(
     0,
     "nothing partitioned, plain data parallel",
-    _no_meta_init(0)
-    | {
-        "cpu_offload": "without ZeRO DeepSpeed offloads nothing",
-        "grad_accum_dtype_fp32": (
-            "without ZeRO DeepSpeed refuses to add gradients up in "
-            "another dtype than the parameters'"
-        ),
-    },
+    _no_meta_init(0) | {"cpu_offload": "without ZeRO DeepSpeed offloads nothing"},
 )
 ZERO1 = _zero(1, "optimizer state partitioned", _no_meta_init(1))
 ZERO2 = _zero(2, "optimizer state and gradients partitioned", _no_meta_init(2))

@@ -24,8 +24,9 @@ https://deepspeed.readthedocs.io/en/latest/training.html
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _rows
@@ -84,6 +85,9 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("zero2", "zero3")),
+        Source(
+            "use_deterministic_algorithms", "torch.use_deterministic_algorithms", ("zero2", "zero3")
+        ),
         Source("zero_init", "deepspeed.zero.Init", ("zero3",)),
         *_loaded.sources("zero3"),
     )
@@ -309,7 +313,8 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         scheduler_class: Any = getattr(lr_schedules, entry["type"], None)
         if scheduler_class is None:
             scheduler_class = getattr(lr_scheduler, entry["type"])
-        return scheduler_class(optimizer, **entry["params"])
+            return scheduler_class(optimizer, **entry["params"])
+        return _OneSchedule(optimizer, scheduler_class, entry["params"])
 
     def _json_entry(self, key: str) -> dict[str, Any]:
         """Return the ``type`` and ``params`` that a cell puts into DeepSpeed's JSON.
@@ -402,6 +407,38 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
     def trainer_world_size(self) -> int | None:
         """Return the engine's world size."""
         return int(self.model.world_size)
+
+
+class _OneSchedule:
+    """A schedule of DeepSpeed for the first param group, which all groups of an optimizer follow.
+
+    The reference is made of DeepSpeed's own schedule, and must not repeat what that does wrong with
+    several groups.
+    """
+
+    #: What a schedule changes, besides the learning rate where it cycles momentum.
+    changed: ClassVar[tuple[str, ...]] = ("lr", "momentum", "betas")
+
+    def __init__(
+        self, optimizer: Any, scheduler_class: Callable[..., Any], settings: Mapping[str, Any]
+    ) -> None:
+        self._groups = optimizer.param_groups
+        first_alone = copy.copy(optimizer)
+        first_alone.param_groups = [dict(self._groups[0])]
+        self._first = first_alone.param_groups[0]
+        self._scheduler = scheduler_class(first_alone, **settings)
+        self._copy_to_all()
+
+    def step(self) -> None:
+        """Step the schedule of the first group, and copy what it changed to all groups."""
+        self._scheduler.step()
+        self._copy_to_all()
+
+    def _copy_to_all(self) -> None:
+        for group in self._groups:
+            for name in self.changed:
+                if name in group:
+                    group[name] = self._first[name]
 
 
 def _untried_muon_reason(cell: Cell) -> str | None:

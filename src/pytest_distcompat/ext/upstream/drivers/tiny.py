@@ -189,6 +189,13 @@ class TinyDriver(TinyReference):
         share; the checkpoints are in a subdirectory.
         """
         self.run_directory = plan.save_to.parent
+        deterministic = self.cell.settings("use_deterministic_algorithms")
+        if deterministic:
+            import torch
+
+            # It fills memory that nobody wrote with NaN:
+            # https://docs.pytorch.org/docs/stable/deterministic.html
+            torch.use_deterministic_algorithms(**deterministic)
         super().train(model, plan, report)
 
     def seed_rank(self) -> None:

@@ -54,6 +54,16 @@ SLICE = {
             "zero3-fp32-w2-model_mlp-set_ds_config.scheduler.params.lr_range_test_min_lr=0.001"
             "+ds_config.scheduler.type=LRRangeTest"
         ),
+        # A schedule with the shortest warm-up, of several groups.
+        (
+            "zero2-fp32-w2-model_mlp-param_groups-set_ds_config.scheduler.type=WarmupCosineLR"
+            "+ds_config.scheduler.params.warmup_num_steps=1+ds_config.scheduler.params.total_num_steps=20"
+        ),
+        # Memory that nobody wrote is NaN.
+        (
+            "zero3-fp32-w2-model_mlp-set_ds_config.zero_optimization.stage3_use_all_reduce_for_fetch_params=true"
+            "+ds_config.zero_optimization.reduce_bucket_size=1000003+use_deterministic_algorithms.mode=true"
+        ),
         (
             "zero2-fp32-w2-model_mlp-set_ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.003"
             "+ds_config.optimizer.params.momentum=0.9"
