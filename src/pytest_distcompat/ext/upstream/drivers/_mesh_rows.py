@@ -34,12 +34,12 @@ def loaders(*, in_parts: bool) -> Mapping[str, Loader]:
     """
     if not in_parts:
         return _rows.TRAINER
-    found: dict[str, Loader] = {}
+    loader_by_name: dict[str, Loader] = {}
     for name, loader in _rows.TRAINER.items():
-        found[name] = Loader(
+        loader_by_name[name] = Loader(
             loader.shuffled, loader.filled, loader.dropped, resumes=False, moves=False
         )
-    return found
+    return loader_by_name
 
 
 def rows_on_mesh(

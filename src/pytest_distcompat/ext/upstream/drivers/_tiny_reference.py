@@ -1,10 +1,11 @@
 """The reference of the built-in drivers: the same training in one process, in float32.
 
 The checks ``parity``, ``clipping`` and ``gradients`` compare the losses and gradient norms of the
-ranks with this reference. A run of its own makes it, with one process (cell
-``ddp-fp32-w1-model_mlp``): the rank's worker builds the model with ``build_model`` and calls
-``reference`` for each step; ``build`` and ``step`` are not called. ``reference`` trains the model
-on the batches of all ranks in turn. It uses no strategy and no library's loop.
+ranks with this reference. A run of its own makes it, with one process: for the cell
+``fsdp2-fp32-w2-model_mlp``, one configuration under test, it has the cell
+``ddp-fp32-w1-model_mlp``. Its worker builds the model with ``build_model`` and calls ``reference``
+for each step; ``build`` and ``step`` are not called. ``reference`` trains the model on the batches
+of all ranks in turn. It uses no strategy and no library's loop.
 
 The loss of a step is a weighted mean over the micro-batches of all ranks. A trainer's weights
 follow from what counts alike in it (``mean``): each micro-batch, each token, or each rank. Batches
