@@ -62,6 +62,7 @@ class TinyReference(TinyTraining):
         """
         from torch.nn.utils import clip_grad_norm_
 
+        # At the first step: no ``build`` has made it.
         if self.optimizer is None:
             self.optimizer = self.make_optimizer(model)
             self.scheduler = self.make_scheduler(self.optimizer)
@@ -80,6 +81,7 @@ class TinyReference(TinyTraining):
         # A joined batch (``one_batch``) has no micro-batches of single ranks to average.
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
+        # Without a largest norm nothing is clipped, and the norm is only measured.
         settings: dict[str, Any] = {"max_norm": self.max_norm or math.inf}
         settings = self.cell.with_settings("clip_grad_norm_", settings)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), **settings))
