@@ -14,7 +14,7 @@ import pytest
 
 from pytest_distcompat.cli import main
 from pytest_distcompat.ext.upstream import side_by_side
-from pytest_distcompat.ext.upstream.releases import Run, table
+from pytest_distcompat.ext.upstream._release_runs import Run, table
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status, Verdict

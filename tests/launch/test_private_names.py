@@ -224,7 +224,7 @@ def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, t
     )
     assert "TensorParallel_Layer" in first["bases"], "the layers have another name: see probe/observe.py"
     assert {"0.weight": [8, 4], "0.bias": [8], "1.running_mean": [4]}.items() <= first["shapes"].items(), (
-        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see ext/upstream/drivers/deepspeed.py:whole_weights"
+        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see ext/upstream/drivers/_deepspeed_checkpoints.py:whole_weights"
     )
 
 

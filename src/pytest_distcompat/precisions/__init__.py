@@ -8,6 +8,7 @@ module of this package defines some; other packages add theirs by the entry poin
 from pytest_distcompat.precisions._base import Precision, installed
 from pytest_distcompat.registry import Registry
 
+#: The precisions by name: ``fp32``, ``bf16_upcast``.
 PRECISIONS: Registry[Precision] = Registry(__name__, Precision, "precision")
 
 __all__ = ["PRECISIONS", "Precision", "installed"]

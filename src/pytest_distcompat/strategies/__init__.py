@@ -16,6 +16,7 @@ from pytest_distcompat.strategies._base import (
     WrapSpec,
 )
 
+#: The strategies by name.
 STRATEGIES: Registry[Strategy] = Registry(__name__, Strategy, "strategy")
 
 __all__ = [

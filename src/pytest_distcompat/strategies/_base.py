@@ -146,12 +146,14 @@ class Strategy:
     """How state is split over the ranks, and how each library is configured for it.
 
     Attributes:
-        name: The strategy's name in a cell's id.
+        name: The strategy's name in a cell's id: ``fsdp2``.
         meaning: One line for the documentation.
         dtypes: Returns the strategy's row of the dtype table for a precision.
-        wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it.
-        kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it.
-        shards: Whether each rank stores only its shard of the live parameters: its rows of each, or
+        wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it:
+            ``FSDP2``.
+        kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it:
+        ``DTensor``. shards: Whether each rank stores only its shard of the live parameters: its
+        rows of each, or
             its part of flat ones.
         bare_alone: Whether a library may leave out the wrapper on a single rank, since nothing is
             to be reduced.
@@ -249,7 +251,10 @@ class Strategy:
         return ".".join(segments)
 
     def unsupported_reason(self, cell: Cell) -> str | None:
-        """Return why this strategy cannot be run with the cell's options; None if it can."""
+        """Return why this strategy cannot be run with the cell's options; None if it can.
+
+        First what ``options`` says, then what is alike for all strategies: sizes of a mesh.
+        """
         for name, value in cell.options:
             token = OPTIONS[name].token(value)
             reason = self.options.get(token)

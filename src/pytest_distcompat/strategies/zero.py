@@ -101,9 +101,9 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
 
 
 def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    """Return the JSON, which is DeepSpeed's only configuration.
+    """Return the JSON for DeepSpeed's own API, whose only configuration it is.
 
-    So a conflict is one within it: two precisions at once.
+    So option ``conflict`` is one within the JSON: two precisions at once.
     """
     settings = config(stage, precision, cell)
     settings["bf16"]["enabled"] = precision.compute == "bfloat16"
@@ -119,7 +119,7 @@ def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
 
     without_shared_memory()
     settings = config(stage, precision, cell)
-    # accelerate fills in the Accelerator's own count, as its documentation says.
+    # At "auto" accelerate fills in the Accelerator's own count, as its documentation says.
     settings["gradient_accumulation_steps"] = "auto"
     if "gradient_clipping" in cell.settings("DeepSpeedPlugin"):
         settings["gradient_clipping"] = "auto"

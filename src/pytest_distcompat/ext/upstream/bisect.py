@@ -26,7 +26,7 @@ _RANGE = re.compile(
     re.ASCII,
 )
 
-#: What a run with one release came to; ``releases.Run``.
+#: What a run with one release came to; ``_release_runs.Run``.
 Outcome = TypeVar("Outcome")
 
 

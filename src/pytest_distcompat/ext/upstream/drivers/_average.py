@@ -32,6 +32,7 @@ DECAY = 0.5
 _BESIDE = frozenset(
     {"model", "ema", "grad_accum", "activation_checkpointing", "frozen", "param_groups"}
 )
+#: The same of the drivers for torch and accelerate.
 _OF_TORCH = _BESIDE | {"state_dict", "cpu_offload", "async_save", "reshard_after_forward"}
 _OF_ACCELERATE = _BESIDE | {"reshard_after_forward"}
 

@@ -7,6 +7,7 @@ one of these tuples as its ``preload``. Modules that a release lacks are skipped
 
 from __future__ import annotations
 
+#: For the driver of plain torch; the others import it too.
 TORCH = (
     # Every optimizer imports it when it is created.
     "torch._dynamo",

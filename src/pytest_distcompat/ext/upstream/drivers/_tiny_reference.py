@@ -1,10 +1,11 @@
 """The reference of the built-in drivers: the same training in one process, in float32.
 
 The checks ``parity``, ``clipping`` and ``gradients`` compare the losses and gradient norms of the
-ranks with this reference. A run of its own makes it, with one process (cell
-``ddp-fp32-w1-model_mlp``): the rank's worker builds the model with ``build_model`` and calls
-``reference`` for each step; ``build`` and ``step`` are not called. ``reference`` trains the model
-on the batches of all ranks in turn. It uses no strategy and no library's loop.
+ranks with this reference. A run of its own makes it, with one process: for the cell
+``fsdp2-fp32-w2-model_mlp``, one configuration under test, it has the cell
+``ddp-fp32-w1-model_mlp``. Its worker builds the model with ``build_model`` and calls ``reference``
+for each step; ``build`` and ``step`` are not called. ``reference`` trains the model on the batches
+of all ranks in turn. It uses no strategy and no library's loop.
 
 The loss of a step is a weighted mean over the micro-batches of all ranks. A trainer's weights
 follow from what counts alike in it (``mean``): each micro-batch, each token, or each rank. Batches
@@ -61,6 +62,7 @@ class TinyReference(TinyTraining):
         """
         from torch.nn.utils import clip_grad_norm_
 
+        # At the first step: no ``build`` has made it.
         if self.optimizer is None:
             self.optimizer = self.make_optimizer(model)
             self.scheduler = self.make_scheduler(self.optimizer)
@@ -79,6 +81,7 @@ class TinyReference(TinyTraining):
         # A joined batch (``one_batch``) has no micro-batches of single ranks to average.
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
+        # Without a largest norm nothing is clipped, and the norm is only measured.
         settings: dict[str, Any] = {"max_norm": self.max_norm or math.inf}
         settings = self.cell.with_settings("clip_grad_norm_", settings)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), **settings))

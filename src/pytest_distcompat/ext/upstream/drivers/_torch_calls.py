@@ -26,13 +26,13 @@ from pytest_distcompat.calls import observer
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.strategies import MAX_NORM
 
-#: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat
-#: tensor.
+#: Why parameters of a model that DDP wraps cannot be frozen.
 _FIXED = (
     "DDP reduces what was trainable when it wrapped the model: "
     "DistributedDataParallel's documentation warns of changes"
 )
 
+#: The same of FSDP1.
 _NO_FSDP1 = "FSDP1 flattens what was trainable when it wrapped the model"
 
 #: The end of each strategy's code in the script of a walk. The rest of the script defines

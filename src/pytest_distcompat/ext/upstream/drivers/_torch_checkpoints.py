@@ -74,7 +74,7 @@ class TorchCheckpoints(TinyDriver):
 
     @property
     def whole(self) -> bool:
-        """Tell whether a checkpoint is one file."""
+        """Tell whether a checkpoint is one file, on each node with a disk of its own."""
         return self.cell.option("state_dict") == "full" or self.world.own_disks
 
     def save(self, directory: Path) -> None:
@@ -119,7 +119,10 @@ class TorchCheckpoints(TinyDriver):
         return DefaultLoadPlanner(**self.cell.settings("DefaultLoadPlanner"))
 
     def load(self, directory: Path) -> None:
-        """Load the state, in place by DCP, then set it by ``set_state_dict``."""
+        """Load the state, in place by DCP, then set it by ``set_state_dict``.
+
+        Random states must be there for each rank only if as many ranks saved them.
+        """
         from torch.distributed.checkpoint.state_dict import (
             set_model_state_dict,
             set_optimizer_state_dict,
@@ -132,11 +135,12 @@ class TorchCheckpoints(TinyDriver):
             state = self._read_shards(directory)
         options = self._options()
         if self.cell.option("save_only_model"):
+            # Optimizer, scheduler and random states begin anew.
             set_model_state_dict(self.model, state["model"], options=options)
             return
         if options.broadcast_from_rank0:
-            # Not by one call: set_state_dict hangs where other ranks have nothing
-            # (docs/upstream.md).
+            # A setting of the cell: rank 0 reads the file and sends it to the others. Not by one
+            # call: set_state_dict hangs where other ranks have nothing (docs/upstream.md).
             set_model_state_dict(self.model, state["model"], options=options)
             set_optimizer_state_dict(
                 self.model, self.optimizer, state["optimizer"], options=options

@@ -47,6 +47,7 @@ TORCH_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 class TrainerReference(TinyDriver):
     """Driver whose reference trains as ``transformers.Trainer`` does."""
 
+    #: What counts alike in the loss of a step: each token of all ranks.
     mean: ClassVar[str] = "token"
 
     def groups(self, model: Module) -> Any:
@@ -175,7 +176,7 @@ class TrainerReference(TinyDriver):
         return self.mean if across else "rank"
 
     def reference_loss(self, model: Module, batch: Batch) -> torch.Tensor:
-        """Return the loss, of labels as smooth as the cell has them."""
+        """Return the mean loss over the tokens of a micro-batch, with label smoothing if set."""
         smoothing = self.setting_or_default(0.0, "TrainingArguments.label_smoothing_factor")
         if not smoothing:
             return super().reference_loss(model, batch)

@@ -246,6 +246,7 @@ class TrainerDriver(TrainerArguments):
         self._create_trainer(model, plan)
         checkpoint = None
         if "load" in plan.actions:
+            # The probe reads the model of ``build`` before Trainer wraps it.
             self.model = self.trainer.model
             report("build")
             checkpoint = get_last_checkpoint(str(plan.load_from))
@@ -266,7 +267,7 @@ class TrainerDriver(TrainerArguments):
             self.trainer.train(**resumption)
 
     def _resumption(self, checkpoint: str | None) -> dict[str, Any]:
-        """Return the arguments by which ``Trainer.train`` resumes from a checkpoint, if any.
+        """Return the arguments of ``Trainer.train``: the checkpoint to resume from, None for none.
 
         With the setting ``train.resume_from_checkpoint=true`` Trainer looks for its last checkpoint
         itself, in its output directory.
@@ -290,13 +291,16 @@ class TrainerDriver(TrainerArguments):
         return not takes_over and (limit is None or limit != 1)
 
     def _take_over(self, checkpoint: Path) -> None:
-        """Copy a checkpoint of another run to where Trainer looks for its last one."""
+        """Copy a checkpoint of another run to where Trainer looks for its last one.
+
+        One rank copies, on each node with a disk of its own; the others wait.
+        """
         with self.trainer.args.main_process_first(local=self.world.own_disks):
             if self.world.writes_first:
                 shutil.copytree(checkpoint, Path(self.trainer.args.output_dir) / checkpoint.name)
 
     def _create_trainer(self, model: Any, plan: Plan) -> None:
-        """Create the Trainer of a model."""
+        """Create the Trainer of a model, and set ``trainer``."""
         from transformers import PrinterCallback, TrainingArguments
 
         # The arguments come first: once there are some, ``from_pretrained`` shards models under
@@ -338,11 +342,18 @@ class TrainerDriver(TrainerArguments):
         return loaded
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
-        """Return a model of that class, of whose weights each rank has read its part."""
+        """Return a model of which each rank has read its part of the weights.
+
+        Args:
+            kind: The model's class.
+            directory: The files of the whole model.
+        """
         return kind.from_pretrained(directory, distributed_config=distributed_config(self.cell))
 
     def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
-        """Return the collator that packs rows into one; the reference is trained on the rows.
+        """Return the collator that packs the rows of a batch into one row, for option ``packed``.
+
+        The reference is trained on the rows as they are.
 
         https://huggingface.co/blog/packing-with-FA2
 

@@ -64,6 +64,7 @@ def batch_of(kind: type[Any], config: Any, task: str, step: int, rank: int) -> B
         if name in accepted:
             batch[name] = make()
     if task == "ctc":
+        # A text of three letters for each row of sound.
         batch["labels"] = inputs.integers(1, 30, 3)
     elif re.fullmatch(LABELS_OF_ROWS, task):
         batch["labels"] = inputs.labels_of_rows()

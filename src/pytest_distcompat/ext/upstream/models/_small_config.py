@@ -21,7 +21,7 @@ from pytest_distcompat.ext.upstream.models._blank import FIXED
 from pytest_distcompat.ext.upstream.models._inputs import CLASSES, VOCABULARY
 from pytest_distcompat.ext.upstream.models._tables import CAUSAL, entry_of
 
-#: Rules: a pattern of a config field's whole name and its largest value in a tiny model.
+#: Rules: (pattern of a config field's whole name, its largest value in a tiny model).
 Rules = tuple[tuple[str, int], ...]
 #: Rules for causal language models. The first that matches decides.
 RULES: Rules = (
@@ -108,7 +108,12 @@ def small_config(model: str) -> Any:
 
 
 def _small(fields: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    """Return the fields of a config that change, with their small values."""
+    """Return the fields of a config that change, with their small values: ``{"n_layer": 2}``.
+
+    Args:
+        fields: The config as a dictionary.
+        rules: The rules of the task.
+    """
     changes: dict[str, Any] = {}
     for name, value in fields.items():
         # A config within the config.
@@ -136,7 +141,7 @@ def _small_value(name: str, value: Any, rules: Rules) -> Any:
         return VALUES_OF_NONE.get(name)
     if isinstance(value, float) and re.search(RANDOM_CHOICES, name):
         return 0.0
-    # A bool is an int too.
+    # A bool is an int too, but no size.
     if isinstance(value, int) and not isinstance(value, bool):
         return _small_int(name, value, rules)
     if rules is not RULES and isinstance(value, (list, tuple)):

@@ -35,16 +35,19 @@ class Recorder(dict[str, Any]):
         self.read = read
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Record the key with its default, and return its value."""
         # A key may be tested before it is read with its default.
         if self.read.get(key) is None:
             self.read[key] = default
         return super().get(key, default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
+        """Record the key with its default, and set the value if there is none."""
         self.get(key, default)
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
+        """Return this dictionary, which records what is looked up among its keys."""
         # ``key in config.keys()`` is a lookup too.
         return self
 

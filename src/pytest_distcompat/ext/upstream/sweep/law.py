@@ -273,4 +273,5 @@ def _refused_setting(end: RunFailure | None) -> list[Expectation]:
     return [may_refuse(match=rf"raised (?!{ACCIDENTS})[\w.]+: \S")]
 
 
+#: The law that the entry point in the group ``pytest_distcompat.laws`` names.
 SWEEP = SweepLaw()

@@ -37,7 +37,7 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.ext.upstream.sweep.fields import Field, Source
 from pytest_distcompat.failures import UsageProblem
 
-#: What DeepSpeed's JSON says where another place decides.
+#: The value of a key of DeepSpeed's JSON where another place decides, as TrainingArguments.
 _AUTO = "auto"
 #: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``.
 _KEYS = {
@@ -115,7 +115,7 @@ class Setting:
 
 @functools.cache
 def rules() -> list[dict[str, Any]]:
-    """Return the rules.
+    """Return the rules of ``rules.json`` in their order.
 
     A rule may be for several fields, and several rules for one. Later ones add to earlier ones.
 
@@ -198,7 +198,11 @@ def _is_meant(rule: Mapping[str, Any], value: str) -> bool:
 
 
 def rounds_as(settings: Iterable[str]) -> str:
-    """Return the precision whose tolerances apply; empty for that of the cell."""
+    """Return the precision whose tolerances apply with these settings; empty for the cell's own.
+
+    ``ds_config.torch_autocast.enabled=true``, for example, has products of a cell in fp32 computed
+    in fewer bits.
+    """
     for setting in settings:
         precision: str = rule_of(setting.partition("=")[0]).get("rounds_as", "")
         if precision:
@@ -263,6 +267,7 @@ def _twice(field_read: Field, values: Iterable[str], known: Collection[str]) -> 
     for place in dict.fromkeys(places):
         if not _is_tried_beside(rule, place, known):
             continue
+        # Equal values, then different ones in both orders.
         pairs = [(first, first), *itertools.permutations(texts)]
         if place.startswith("ds_config."):
             pairs.append((_AUTO, first))
@@ -274,7 +279,7 @@ def _twice(field_read: Field, values: Iterable[str], known: Collection[str]) -> 
 def _two_values(field_read: Field, values: Iterable[str]) -> list[str]:
     """Return two different values of a field, or fewer if it has fewer.
 
-    The default comes last, and counts only if there is no other; empty and null say nothing.
+    The default is one of them only if there are not two other values. Empty and null say nothing.
     """
     candidates = dict.fromkeys((*values, field_read.default))
     return [value for value in candidates if value not in {"", "null"}][:2]
@@ -288,9 +293,12 @@ def _is_tried_beside(rule: Mapping[str, Any], place: str, known: Collection[str]
         place: The name of the other setting.
         known: The names of all fields of the driver.
     """
+    # The driver does not make the object of the other setting. DeepSpeed's JSON it does make,
+    # though not all of its keys are fields.
     if not place.startswith("ds_config.") and place not in known:
         return False
     other_rule = rule_of(place)
+    # Such a rule says that the setting is to be tried in this way.
     if "twice" in other_rule:
         return True
     return not (other_rule.get("excluded") or rule.get("excluded"))
