@@ -36,7 +36,23 @@ NEED_TORCH = {
     "ext.upstream.drivers._joined",
 } | {
     f"probe.{m}"
-    for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
+    for m in (
+        "tensors",
+        "layouts",
+        "meshes",
+        "deepspeed_shards",
+        "live",
+        "optimizer",
+        "wrapped_optimizers",
+        "flat_masters",
+        "states",
+        "gradients",
+        "observe",
+        "files",
+        "snapshot",
+        "extra",
+        "weights",
+    )
 }
 
 

@@ -1,11 +1,17 @@
-"""Reader of models, in three states.
+"""Reader of models on a rank, in three states: unwrapped, partly wrapped, live.
 
-- ``read_unwrapped`` reads a model that nothing wraps yet. Checks expect its names, shapes, dtypes
-  and values of the trained model later.
-- ``read_parts`` reads the same of a model whose blocks a script has wrapped already, as it does
-  when it calls ``fully_shard`` for each block before the root. It puts together what was read of
-  each block before that, and what is still unwrapped.
+- ``read_unwrapped`` reads a model that nothing wraps yet, as a driver's ``build_model`` returns it.
+  ``worker`` calls it before the trainer is built. Checks expect its names, shapes, dtypes and
+  values of the trained model later.
+- ``read_parts`` reads the same of a model whose blocks a user's script has wrapped already, as it
+  does when it calls ``fully_shard`` for each block before the root. ``ext.scripts`` calls it when
+  the script wraps a module. It puts together what was read of each block before that, and what is
+  still unwrapped.
 - ``read_model`` reads the live model, as the trainer has wrapped it and as this rank stores it.
+  ``snapshot`` calls it after each action (``build``, ``step``, ...).
+
+A *block* is one of the equal modules of which a model is made, such as ``layers.0``: FSDP wraps
+them one by one. A *live name* is a name in the wrapped model: ``module.layers.0.weight``.
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ from pytest_distcompat.probe.blocks import (
     named_blocks,
     unwrapped,
 )
-from pytest_distcompat.probe.layouts import autotp_cut, layout_of, named_parameters, wrapper_layouts
-from pytest_distcompat.probe.optimizer import entries, master_copies
+from pytest_distcompat.probe.deepspeed_shards import autotp_cut, named_parameters
+from pytest_distcompat.probe.layouts import layout_of, wrapper_layouts
 from pytest_distcompat.probe.tensors import (
     digest,
     digest_rounded,
@@ -36,6 +42,7 @@ from pytest_distcompat.probe.tensors import (
     stored_dtype,
     zero3_shard,
 )
+from pytest_distcompat.probe.wrapped_optimizers import entries, master_copies
 from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -69,11 +76,12 @@ def read_unwrapped(
 
     Args:
         model: The model.
-        blocks: Class names of the modules to wrap one by one; empty for those that the model
-            declares.
+        blocks: Class names of the modules to wrap one by one, ``("LlamaDecoderLayer",)``; empty for
+            those that the model declares.
         ignored_modules: Names of the modules to leave out of the sharding.
-        obeyed: The options of a cell that the driver supports.
-        compute: The name of a dtype. Digests are also taken of the values rounded to it.
+        obeyed: The options of a cell that the driver supports, such as ``compile``.
+        compute: The name of the dtype that the precision computes in, ``bfloat16``. Digests are
+            also taken of the values rounded to it; empty for none.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -145,7 +153,10 @@ def tied_names(model: Module) -> list[tuple[str, ...]]:
 
 
 def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False) -> ParameterInfo:
-    """Return what is known of a parameter or buffer of the unwrapped model."""
+    """Return the record of a parameter or buffer, with the layout that the tensor itself has.
+
+    ``live_parameter_info`` is for parameters whose layout only their wrapper knows.
+    """
     return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
@@ -179,6 +190,7 @@ def read_model(
     if pp_group is not None:
         pp_ranks = tuple(distributed.get_process_group_ranks(pp_group))
         index = pp_ranks.index(distributed.get_rank())
+        # No tensor says that it is in one stage of a pipeline only, so that is added here.
         stage = MeshDim("pp", len(pp_ranks), index, STAGE)
         parameters = [_with_outermost_dim(info, stage) for info in parameters]
     world_size = 1
@@ -223,6 +235,7 @@ def _live_parameters(model: Module, optimizer: Any, zero_stage: int | None) -> l
     masters = master_copies(optimizer)
     entries_by_id: Counter[int] = Counter()
     for entry in entries(optimizer):
+        # An entry may be the float32 copy of a parameter: then it counts for the parameter.
         parameter = masters.get(id(entry), entry)
         entries_by_id[id(parameter)] += 1
     infos: list[ParameterInfo] = []
@@ -263,7 +276,11 @@ def _is_checkpointed(module: Module) -> bool:
 
 
 def _is_run_by_deepspeed(module: Module) -> bool:
-    """Tell whether a partial call of ``deepspeed.checkpointing.checkpoint`` is the forward."""
+    """Tell whether the module's ``forward`` was replaced by DeepSpeed's checkpointing.
+
+    The replacement is an instance attribute, a ``functools.partial`` of
+    ``deepspeed.checkpointing.checkpoint``.
+    """
     function = getattr(vars(module).get("forward"), "func", None)
     library = "deepspeed.runtime.activation_checkpointing.checkpointing"
     return getattr(function, "__module__", "") == library
@@ -342,12 +359,14 @@ def live_parameter_info(
         parameter: The parameter.
         layouts: The layouts, by ``id``, of tensors whose layout only their wrapper knows (FSDP1,
             DDP, ZeRO): ``layouts.wrapper_layouts``.
-        held: How many entries of the optimizer's groups are this tensor; None if that is unknown.
+        held: How many entries of the optimizer's groups are this tensor, see
+            ``ParameterInfo.held``; None if that is unknown.
     """
     from torch.distributed.fsdp import FlatParameter
 
     shape = tuple(parameter.shape)
     kind = "Tensor"
+    # What this rank stores of it.
     local = parameter
     layout = layouts.get(id(parameter)) or layout_of(parameter)
     if hasattr(parameter, "ds_shape"):
@@ -386,6 +405,11 @@ def read_parts(
 ) -> UnwrappedInfo:
     """Return what ``read_unwrapped`` returned before a script wrapped some modules of the model.
 
+    Example: a script has called ``fully_shard`` for ``layers.0`` and ``layers.1``, and is about to
+    call it for the root. Both layers are in ``known``, read before they were sharded. The rest of
+    the model, such as ``embed``, is read now. The result has all parameters in one list, under the
+    names that they have in the whole model.
+
     Args:
         model: The model, whose root is not wrapped yet.
         known: By the ``id`` of each wrapped module, what was read of it just before it was wrapped.
@@ -394,6 +418,7 @@ def read_parts(
     """
     # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
     if not _contains_known(model, known):
+        # Nothing is wrapped yet, but ``deepspeed.zero.Init`` may have sharded the parameters.
         return _partitioned(model, read_unwrapped(model, blocks))
     parameters: list[ParameterInfo] = []
     buffers: list[ParameterInfo] = []
@@ -409,6 +434,8 @@ def read_parts(
         tied_in_parts += part.tied
         linears += part.linears
         products += part.products or 0
+    # Names that share a parameter across two parts, such as an embedding and the output layer, are
+    # tied in neither part alone.
     tied_in_model = tied_names(model)
     tied_across_parts: list[tuple[str, ...]] = []
     for group in tied_in_model:
@@ -519,7 +546,9 @@ def _not_saved(module: Module) -> Collection[str]:
 def _partitioned(model: Module, unwrapped: UnwrappedInfo) -> UnwrappedInfo:
     """Return ``unwrapped`` with the full shapes of what ``deepspeed.zero.Init`` has sharded.
 
-    They have no digest, because each rank has only a shard of their values.
+    ``deepspeed.zero.Init`` is a context in which each parameter is sharded as soon as it is made;
+    what remains of it is an empty tensor. Such parameters have no digest, because each rank has
+    only a shard of their values.
     """
     live_parameters: dict[str, Any] = dict(model.named_parameters())
     parameters: list[ParameterInfo] = []

@@ -39,8 +39,9 @@ from torch.utils._python_dispatch import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import is_a, multiplies
-from pytest_distcompat.probe.layouts import secondary_ranks
-from pytest_distcompat.probe.optimizer import numbers_of, read_gradients
+from pytest_distcompat.probe.deepspeed_shards import secondary_ranks
+from pytest_distcompat.probe.gradients import read_gradients
+from pytest_distcompat.probe.states import numbers_of
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
 from pytest_distcompat.probe.weights import logits_of, read_weights
 from pytest_distcompat.trace import (

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_distcompat.probe.flat_masters import flat_masters
 from pytest_distcompat.probe.live import read_model, require_module
-from pytest_distcompat.probe.optimizer import flat_masters, links, read_optimizer, read_scheduler
+from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
 from pytest_distcompat.probe.tensors import digest, local_of, zero3_shard
+from pytest_distcompat.probe.wrapped_optimizers import links
 from pytest_distcompat.trace import TF32, CallInfo, Sums
 
 if TYPE_CHECKING:
