@@ -142,7 +142,7 @@ def grouped(payload: Mapping[str, Any], log: RankLog) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from pytest_distcompat.probe.observe import group_ranks
+    from pytest_distcompat.probe.operators import group_ranks
 
     class Groups(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

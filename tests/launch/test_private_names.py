@@ -24,7 +24,7 @@ from pytest_distcompat.ext.reuse.process_state import _at_exit
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.warm import WarmLauncher
-from pytest_distcompat.probe.live import _not_saved
+from pytest_distcompat.probe.parts import _not_saved
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Run
@@ -133,10 +133,10 @@ def test_the_group_of_an_operator(run: Run) -> None:
     expected = {"c10d::allreduce_": [0, 1], "_c10d_functional::all_gather_into_tensor": [0, 1]}
     assert {name: ranks_by_name.get(name) for name in expected} == expected, (
         "OpOverload._schema.arguments or distributed_c10d._resolve_process_group is not what it was: see "
-        f"probe/observe.py:group_ranks\n{ending.text()}"
+        f"probe/operators.py:group_ranks\n{ending.text()}"
     )
     assert ranks_by_name["_c10d_functional::wait_tensor"] == [], (
-        "an operator that waits has a group: see probe/observe.py:group_ranks"
+        "an operator that waits has a group: see probe/operators.py:group_ranks"
     )
 
 

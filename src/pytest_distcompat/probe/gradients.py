@@ -67,11 +67,13 @@ def read_gradients(
         single: Whether the gradients of single parameters are returned too. They are in the first
             steps of a run only, to save time.
     """
+    # The ``id`` of each live parameter, or of its master copy -> its live name.
     names = {} if model is None else owner_names(model, optimizer)
     layouts = wrapper_layouts(model)
     copies = master_copies(optimizer)
     layout_of_partition = partition_layout(model, layouts)
     gradients: list[GradientInfo] = []
+    # By the address of their memory, which the fragments of parameters have in common with them.
     partitions: dict[int, _FlatPartition] = {}
     # For each gradient the ranks that hold it together, and the sum of this rank's squares.
     squares: list[tuple[tuple[int, ...], float]] = []
@@ -94,13 +96,14 @@ def read_gradients(
             name = names[id(tensor)]
             numel = local_of(tensor.grad).numel()
             gradients.append(GradientInfo(name, numel, square, layout, group))
+    # Partitions are taken apart only if that is needed: for gradients by parameter, or for the sum,
+    # if the parameters in one partition are distributed in different ways.
     if model is not None and partitions and (single or _has_layouts_of_its_own(model)):
         fragments = list(_gradients_of_fragments(model, partitions, layout_of_partition))
         gradients += fragments
         if any(info.layout != layout_of_partition for info in fragments):
-            # The fragments of one partition are distributed over ranks in different ways, so each
-            # counts by its own layout: of what tensor parallelism does not shard, its ranks hold
-            # several copies.
+            # Each fragment counts by its own layout: of what tensor parallelism does not shard, its
+            # ranks hold several copies.
             squares = [(info.layout.holders, info.square) for info in gradients]
     holders, square_of_all = together(squares)
     if not single or model is None:

@@ -2,8 +2,8 @@
 
 A DTensor of torch has a device mesh (a grid of ranks) and a placement for each dimension of it:
 ``Shard(0)`` along ``dp_shard``, ``Replicate`` along ``tp``. ``layouts.layout_of`` and
-``layouts.starts_of`` call this module for each DTensor of each snapshot; ``ext.simulation`` calls
-``alike_ranks``.
+``layouts.starts_of`` call this module for each DTensor of each snapshot. An extension that runs one
+process in place of several ranks calls ``alike_ranks``.
 
 Both return values say the same in two ways:
 
@@ -253,8 +253,8 @@ class _Sharding:
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     """Return all ranks, grouped by the shapes of their shards; the last rank forms a group alone.
 
-    ``ext.simulation`` runs one process for each group in place of all its ranks. For 1000 ranks
-    whose shards have one shape it runs two: one for ranks 0 to 998, one for rank 999.
+    An extension runs one process for each group in place of all its ranks. For 1000 ranks whose
+    shards have one shape it runs two: one for ranks 0 to 998, one for rank 999.
 
     Args:
         tensors: The tensors of rank 0, on which this is called.

@@ -1,8 +1,8 @@
 """Record of a saved file: what a checkpoint or an export has under which keys.
 
-``probe.files`` reads the files of a checkpoint or an export after the action ``save`` or
-``export``, each library's format by itself and never by the trainer's own ``load``. Checks look in
-the records for each name of the unwrapped model, and for the optimizer's state.
+In the action ``files`` of a run, after ``save`` or ``export``, ``probe.files`` reads what the
+trainer has written: each library's format by itself, never by the trainer's own ``load``. Checks
+look in the records for each name of the unwrapped model, and for the optimizer's state.
 """
 
 from __future__ import annotations

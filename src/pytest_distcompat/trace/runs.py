@@ -82,7 +82,7 @@ class RunTrace:
     def trained(self) -> tuple[Snapshot, ...]:
         """Return the snapshots after three steps, or after those that stand-ins take.
 
-        Simulated ranks take only ``StandIn.steps`` steps.
+        What stands in for ranks takes only ``StandIn.steps`` steps.
         """
         steps = 3
         if self.stand_in is not None:
@@ -151,11 +151,7 @@ class RunTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """All runs of a scenario, as the checks read them.
-
-    ``limits`` are what the user demands of measured numbers. ``saves`` is False for the run of a
-    script that saved nothing, so that nothing is known about files.
-    """
+    """All runs of a scenario, as the checks read them."""
 
     #: The driver's name, or ``module:attribute``.
     driver: str
@@ -163,8 +159,9 @@ class Trace:
     runs: Mapping[str, RunTrace]
     #: Name of a run -> the shell command that repeats it.
     notes: Mapping[str, str] = field(default_factory=dict)
-    #: Name of a limit -> number: ``{"throughput": 0.9}``.
+    #: What the user demands of measured numbers, by the name of the limit: ``{"throughput": 0.9}``.
     limits: Mapping[str, float] = field(default_factory=dict)
+    #: False for the run of a script that saved nothing, so that nothing is known about files.
     saves: bool = True
 
     def run(self, name: str = "train") -> RunTrace:

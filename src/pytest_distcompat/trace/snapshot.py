@@ -53,12 +53,12 @@ class CallInfo:
 class StandIn:
     """What took a snapshot in place of some ranks.
 
-    It is one process without peers, whose tensors have shapes and no values. The extension
-    ``ext.simulation`` runs cells of many ranks in this way. Before a check reads values it asks
-    ``RunTrace.has_values``, and ``RunTrace.has_every_rank`` before it compares ranks.
+    It is one process without peers, whose tensors have shapes and no values. An extension runs
+    cells of many ranks in this way. Before a check reads values it asks ``RunTrace.has_values``,
+    and ``RunTrace.has_every_rank`` before it compares ranks.
 
     Attributes:
-        status: The status of a check without findings in such a run, ``simulated``: never
+        status: The name of the status of a check without findings in such a run. It never is
             ``passed``, since less was checked (``status.ADDED_STATUSES``).
         ranks: The ranks for which the snapshot was taken: all whose shards have the same shapes.
         steps: How many steps of the training it takes, instead of three.
@@ -107,7 +107,8 @@ class Snapshot:
     float8: int = 0
     #: Where activations are to be recomputed: how many operators of each kind the model's blocks
     #: ran in the forward pass, and how many after it, as ``KIND again``:
-    #: ``{"products": 14, "products again": 14, "others": 90, "others again": 90}``.
+    #: ``{"products": 14, "products again": 14, "others": 90, "others again": 90}``. ``calls`` is
+    #: the number of forward passes of blocks.
     recomputed: Mapping[str, int] = field(default_factory=dict)
     #: The peak memory in bytes until then: allocated on the GPU, else resident in the process.
     memory: int = 0

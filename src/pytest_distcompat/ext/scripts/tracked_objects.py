@@ -68,7 +68,7 @@ class TrackedObjects:
         Modules inside it that are wrapped already are taken as they were before that.
         """
         from pytest_distcompat.probe.blocks import unwrapped
-        from pytest_distcompat.probe.live import read_parts
+        from pytest_distcompat.probe.parts import read_parts
 
         model = unwrapped(model)
         known = self._unwrapped_by_id()
