@@ -36,7 +36,7 @@ class CallInfo:
     random order. After each call it is compared with the same calls in one process.
     """
 
-    #: Whether the call must change nothing: ``evaluate()`` must not, ``step()`` may.
+    #: Whether the call must change nothing: True for ``evaluate()``, False for ``step()``.
     observes: bool
     #: Live name of a parameter -> digest of its gradient, empty if that is None.
     gradients: Mapping[str, str]
@@ -87,7 +87,7 @@ class Snapshot:
     action: str
     #: The number of the action in its run, from 0.
     index: int
-    #: How long the action took.
+    #: How long the action took, in seconds.
     seconds: float = 0.0
 
     # What a step of the trainer reports.
@@ -118,9 +118,9 @@ class Snapshot:
     #: Digests of what the model was fed, one text for each forward pass: a rank whose texts are
     #: those of another rank trained on the same batch.
     inputs: tuple[str, ...] = ()
-    #: The names of the modules that were in evaluation mode then.
+    #: The names of the modules that were in evaluation mode in one of these forward passes.
     evaluating: tuple[str, ...] = ()
-    #: What its dropout modules dropped.
+    #: What each forward pass of a dropout module dropped.
     dropouts: tuple[DropoutInfo, ...] = ()
     #: The weights of tokens in the gradients of each micro-batch, in the first steps of a run.
     token_weights: tuple[TokenWeights, ...] = ()
