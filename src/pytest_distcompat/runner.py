@@ -13,7 +13,7 @@ all of them:
 - ``<run>/``: the ranks' logs with their snapshots, the request, and the checkpoint.
 - ``<run>.lock``: locked by the process that runs it, while others wait.
 
-``ext.cluster`` and ``engine`` use a ``Runner`` in the same way, with other launchers.
+``plugin.session`` makes the ``Runner`` of a pytest session, ``engine`` that of a program.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Ticket:
 
 
 def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """Return the tickets to be served before ``mine``, the next one first.
+    """Return the tickets to be served before ``mine``, the one just before it first.
 
     They are the earlier ones that may take one of its devices.
     """

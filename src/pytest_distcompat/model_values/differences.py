@@ -4,6 +4,11 @@ Checks that resume, reshard or restart a training call this module with what the
 save and after a load. A *finding* is a sentence for the report; no finding means that all is equal.
 Example: ``exp_avg 'lm_head.weight': other values after the load``. Tensors that differ in the same
 way are in one finding.
+
+What ranks hold is given as ``Values``: kind -> name in the unwrapped model (before anything wrapped
+it) -> digests. A *kind* is ``parameter``, ``buffer``, ``master`` (the float32 copy of a parameter
+that the optimizer updates), or a key of the optimizer's state such as ``exp_avg``. A *digest* is a
+hash of a whole tensor as text; a tensor has several if its replicas differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -50,8 +55,8 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
         before = saved.of(kind)
         after = loaded.of(kind)
         if kind in saved.not_elementwise:
-            # Each rank may keep another number for its own shard; which rank gets which one back is
-            # not defined.
+            # Such a state may be one number for each shard. Then ranks have different numbers, and
+            # which rank gets which one back is not defined.
             unlike_names = _unlike_from_rank_to_rank(before)
             before = _without(before, unlike_names)
             after = _without(after, unlike_names)

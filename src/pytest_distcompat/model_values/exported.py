@@ -3,6 +3,7 @@
 The check ``export`` loads what a trainer exported, without the trainer, and compares each tensor
 with what this module returns. A trainer in bfloat16 with float32 masters (the copies that the
 optimizer updates) may export either: the masters in float32, or the live parameters in bfloat16.
+Values are compared by digests: hashes of whole tensors as text, in whatever dtype they are stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Facts of live parameters that several checks need: sharded, replicated, or never updated.
 
 A live parameter is one of the model as the trainer has wrapped it, as a rank's probe recorded it
-(``ParameterInfo``). Checks call these functions to decide how many copies of a parameter ranks
-should hold, and which parameters cannot have changed in training.
+(``ParameterInfo``). Its layout says along which dimensions of the device mesh (a grid of ranks) it
+is sharded: ``dp_shard=Shard(0), tp=Shard(1)``. Checks call these functions to decide how many
+copies of a parameter ranks should hold, and which parameters cannot have changed in training.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ DeepSpeed its functions return None, 0 or nothing.
   weight. ``autotp_cut`` says which piece.
 - hpZ, a part of ZeRO++, keeps a second shard of all weights among the ranks of one machine.
 - In a MoE layer each rank has some of the experts, small networks that share the tokens.
+
+The results become parts of a ``Layout``: the dimensions of a grid of ranks with the tensor's
+placement along each (``tp=Shard(0)``), and the ``holders``, the ranks that have one copy of the
+tensor together.
 """
 
 from __future__ import annotations

@@ -3,7 +3,12 @@
 ``observe.Observer`` calls ``read_gradients`` in torch's global hook before each optimizer step.
 There gradients are final: reduced over ranks, unscaled and clipped. The result becomes fields of a
 ``StepInfo``. Checks compute the norm of all gradients from it without a collective, by adding up
-the shares of the ranks.
+the shares of the ranks: each rank's share of the sum of squares, in which replicas count once.
+
+The optimizer may step on a *live* parameter (one of the wrapped model), on a *master* (a float32
+copy of one), or on a *flat partition* (ZeRO): one tensor with this rank's fragments of the masters
+of many parameters. A *layout* says which part of a whole tensor this rank has, and which ranks (its
+``holders``) have one copy of the tensor together.
 """
 
 from __future__ import annotations

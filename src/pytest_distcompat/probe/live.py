@@ -7,7 +7,9 @@
   ``snapshot`` calls it after each action (``build``, ``step``, ...).
 
 A *block* is one of the equal modules of which a model is made, such as ``layers.0``: FSDP wraps
-them one by one. A *live name* is a name in the wrapped model: ``module.layers.0.weight``.
+them one by one. A *live name* is a name in the wrapped model: ``module.layers.0.weight``. Of each
+parameter are recorded, among others, a *digest* (a hash of the values that this rank has) and a
+*layout* (which part of the whole tensor these are). No values are recorded.
 """
 
 from __future__ import annotations

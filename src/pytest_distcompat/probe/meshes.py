@@ -5,14 +5,15 @@ A DTensor of torch has a device mesh (a grid of ranks) and a placement for each 
 ``layouts.starts_of`` call this module for each DTensor of each snapshot. An extension that runs one
 process in place of several ranks calls ``alike_ranks``.
 
-Both return values say the same in two ways:
+The part is described in two ways:
 
-- a ``Layout`` for checks: the mesh dimensions with this rank's place in them, and the ranks whose
-  shards together are one full tensor;
-- the *starts* for digests, which need the position of each element in the flattened full tensor.
-  These positions form runs of consecutive elements, all of the same length. Example: two ranks
-  shard a matrix of shape (4, 6) on dimension 1. Rank 1 holds columns 3 to 5. Its runs have 3
-  elements each, and start at 3, 9, 15 and 21. A shard on dimension 0 is a single run.
+- by a ``Layout``, for checks: the mesh dimensions with this rank's place in them, and the ranks
+  whose shards together are one full tensor;
+- by *starts*, for digests (hashes of values at their positions), which need the position of each
+  element in the flattened full tensor. These positions form runs of consecutive elements, all of
+  the same length. Example: two ranks shard a matrix of shape (4, 6) on dimension 1. Rank 1 holds
+  columns 3 to 5. Its runs have 3 elements each, and start at 3, 9, 15 and 21. A shard on
+  dimension 0 is a single run.
 """
 
 from __future__ import annotations

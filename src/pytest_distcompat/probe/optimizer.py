@@ -7,6 +7,11 @@ compare between ranks, and before and after a checkpoint is loaded.
 
 Example: of ``AdamW`` under FSDP2 on 2 ranks ``read_optimizer`` returns, for each parameter, three
 ``StateInfo``: ``exp_avg`` and ``exp_avg_sq`` with a digest of this rank's shard, and ``step``.
+
+Words: a *live* parameter is one of the model as the trainer has wrapped it. A *master* is the
+float32 copy of a parameter in lower precision; the optimizer updates it in place of the parameter.
+ZeRO (DeepSpeed) joins masters into flat *partitions*, one for each rank. A *layout* says which part
+of a tensor this rank has; a *digest* is a hash of that part.
 """
 
 from __future__ import annotations

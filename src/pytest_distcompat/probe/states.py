@@ -1,7 +1,9 @@
 """Records of single entries of an optimizer: one tensor of its state, numbers of its groups.
 
 ``optimizer`` and ``flat_masters`` call this module for each entry of the state, such as the
-``exp_avg`` of one parameter, and ``optimizer`` and ``observe`` for each parameter group.
+``exp_avg`` of one parameter, and ``optimizer`` and ``observe`` for each parameter group. The record
+of an entry, a ``StateInfo``, has no values: it has dtype, number of elements, a *digest* (a hash of
+the values that this rank has) and a *layout* (which part of the whole tensor these are).
 """
 
 from __future__ import annotations
