@@ -50,7 +50,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Every pytest session imports this package to find the plugin, and few use it.
+# Public name -> the module that has it, which is imported when the name is first used. Every pytest
+# session imports this package to find the plugin, and few use it.
 _HOME = {
     **dict.fromkeys(("Cell", "Matrix"), "cell"),
     **dict.fromkeys(("CHECKS", "Check", "check"), "checks"),

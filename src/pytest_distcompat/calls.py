@@ -1,7 +1,13 @@
 """Calls of a live trainer: what users call on it in any order, such as ``step(clip='no')``.
 
-A driver declares them as methods of a class (``drivers.Calls``), each with ``training`` or
-``observer``. Walks, options and reports have them as text.
+A driver is the trainer under test, as a class. Beside its fixed methods (build, step, save, load)
+it may offer calls: the methods of a subclass of ``live_calls.Calls``, each declared as ``training``
+or ``observer``. A *walk* makes calls in random order on several ranks and in one process, and
+compares the two after each call (``ext.walk``).
+
+This module has calls as text: ``offered`` lists what a class declares, ``read_calls`` reads what a
+user types, ``Call.parse`` reads the actions of a run (``call step()``), and ``refused`` says what a
+driver does not have under a strategy.
 """
 
 from __future__ import annotations
@@ -29,10 +35,12 @@ RESUME = "resume"
 class Call:
     """One call of the live trainer, with the arguments that are not at their default.
 
-    ``str(call)`` is the call as Python writes it.
+    ``str(call)`` is the call as Python writes it: ``step(clip='no')``.
     """
 
+    #: The name of the method.
     name: str
+    #: Name and value of each argument: ``(("clip", "no"),)``.
     arguments: tuple[tuple[str, str | bool], ...] = ()
 
     def __str__(self) -> str:
@@ -77,7 +85,7 @@ def observer(method: Method) -> Method:
 def kind_of(calls: type, name: str) -> str:
     """Return what a method is declared as: ``training``, ``observer``; empty for no call.
 
-    The class may declare it, or one whose method it overrides.
+    A class that overrides the method of another one need not declare it again.
     """
     for base in calls.__mro__:
         kind: str = getattr(vars(base).get(name), "kind", "")
@@ -104,7 +112,7 @@ def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
     An argument without a ``Literal`` type is a bool.
     """
     hints = typing.get_type_hints(method)
-    # Methods of a class, without ``self``: all other arguments have defaults.
+    # Without ``self``. All other arguments have defaults.
     parameters = method.__code__.co_varnames[1:]
     defaults = dict(zip(parameters, method.__defaults__ or (), strict=False))
     choices: list[list[Any]] = []
@@ -123,11 +131,12 @@ def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
 def read_calls(text: str, calls: type) -> list[Call]:
     """Return the calls in a text, as ``offered`` has them.
 
-    Raises ValueError for a text that is no list of declared calls.
-
     Args:
         text: ``step(), micro(), step(clip='no')``.
         calls: The class that declares them.
+
+    Raises:
+        ValueError: For a text that is no list of declared calls.
     """
     try:
         trees = ast.parse(f"[{text}]", mode="eval").body
@@ -169,7 +178,8 @@ def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
 def refused(calls: Any, strategy: str) -> dict[Call, str]:
     """Return the calls that a driver does not have under a strategy, each with the reason.
 
-    The driver's ``refused`` names them.
+    ``calls`` is the driver's subclass of ``Calls``, whose ``refused`` names them: ``{"fsdp1":
+    {"freeze*": "FSDP1 flattens frozen parameters with others"}}``.
     """
     reasons: dict[Call, str] = {}
     for call in offered(calls):

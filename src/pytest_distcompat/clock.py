@@ -1,6 +1,8 @@
 """Clocks and sleep that tests cannot patch.
 
-All deadlines, durations and the order of events use them.
+A user's test may freeze time (freezegun) or replace ``time.sleep``, while this package waits for
+the test's ranks in the same process. So all deadlines, durations and the order of events use this
+module; no other module reads Python's clocks.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from collections.abc import Callable
 _read = time.clock_gettime
 _read_ns = time.clock_gettime_ns
 
-#: Who looks at the clock each moment, and did not for so long, had been stopped, in seconds: Slurm
-#: suspends jobs, say.
+#: A loop that reads the clock many times a second, and sees a jump of so many seconds, was stopped
+#: meanwhile with its process: Slurm suspends jobs, say.
 GAP_S = 5.0
 
 #: Python's own, even if a test patches ``time.sleep``.
@@ -40,12 +42,15 @@ def wall() -> float:
 
 
 def utc(seconds: float) -> str:
-    """Return a time in seconds since the epoch in UTC, by ISO 8601."""
+    """Return a time, given in seconds since the epoch, as ``2026-11-26T09:30:00Z`` (ISO 8601)."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def wait_until(holds: Callable[[], bool], seconds: float, every: float = 0.005) -> bool:
-    """Wait until ``holds()`` is true, or for that many seconds; return whether it is true."""
+    """Wait until ``holds()`` is true, or for that many seconds; return whether it is true.
+
+    It is called each ``every`` seconds, and at least once.
+    """
     deadline = now() + seconds
     while not (held := holds()) and now() < deadline:
         sleep(every)

@@ -1,4 +1,9 @@
-"""``CompatSuite``, the class that an adopter inherits."""
+"""``CompatSuite``, the class that an adopter inherits.
+
+A test module of the adopter has a subclass of it. At collection ``plugin.suite`` recognises such
+classes and makes one pytest item for each check in each cell: a *cell* is one point of the matrix,
+such as ``fsdp2-bf16_upcast-w2``, a *check* one claim about it, such as ``names``.
+"""
 
 from __future__ import annotations
 
@@ -35,4 +40,5 @@ class CompatSuite:
 
     def test(self, distcompat_case: Callable[[], None]) -> None:
         """Run one check in one cell."""
+        # The fixture of the plugin is the case of this item: it runs the check, and raises.
         distcompat_case()

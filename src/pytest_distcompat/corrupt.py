@@ -1,4 +1,9 @@
-"""Corruption of a checkpoint, as by a full disk or a lost file."""
+"""Corruption of a checkpoint, as by a full disk or a lost file.
+
+``worker`` calls ``corrupt`` on rank 0 for the action ``damage`` of a run. The run then loads the
+checkpoint. The check ``damage`` demands that the trainer raises an error that names the file,
+instead of training on with whatever it has read.
+"""
 
 from __future__ import annotations
 

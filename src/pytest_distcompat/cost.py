@@ -1,4 +1,14 @@
-"""Cost of a cell, from its trace: time, throughput, memory."""
+"""Cost of a cell, from its trace: time, throughput, memory.
+
+A cell is one point of the matrix, such as ``fsdp2-fp32-w2``; its trace is what the ranks recorded
+after each step. Reports show the cost of each cell's training (``cost``, ``tensor_bytes``). The
+check ``throughput`` compares it with a baseline, and the check of memory compares the number of
+stored elements with what the strategy should keep (``state_elements``).
+
+A *master* is the tensor that the optimizer updates: a float32 copy of a parameter in lower
+precision, or the parameter itself where there is no copy. ZeRO joins the masters of many parameters
+into flat ones.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +36,28 @@ BYTES = {
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
-#: From how many elements on a rank on, in blocks of how many, option ``optimizer=adam8bit`` keeps
-#: state in 8 bits: https://github.com/pytorch/ao/tree/main/torchao/optim, which took both numbers
-#: from bitsandbytes.
+#: ``optimizer=adam8bit`` keeps a state in 8 bits if a rank has at least so many elements of it, and
+#: if they fill blocks of so many: https://github.com/pytorch/ao/tree/main/torchao/optim, which took
+#: both numbers from bitsandbytes.
 QUANTIZED_FROM, _QUANTIZED_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of the training in a cell.
+    """Cost of the training in a cell."""
 
-    ``tokens_per_second`` is for one rank, ``state_bytes`` masters and optimizer state per trained
-    parameter over all ranks, ``memory`` the peak of the rank that needed most, in bytes. ``mfu`` is
-    the fraction of the device's peak that the model's own operations use (6 per parameter and
-    token: https://arxiv.org/abs/2204.02311, appendix B), None where the peak is not known.
-    """
-
+    #: The median duration of a step in seconds.
     step_seconds: float
+    #: The mean of one rank.
     tokens_per_second: float
+    #: The peak memory of the rank that needed most, in bytes.
     memory: int
+    #: The bytes of masters and optimizer state of all ranks, per trained element of the model: 12
+    #: for Adam with float32 masters and nothing replicated.
     state_bytes: float
+    #: Model FLOPs utilization: the fraction of the device's peak that the model's own operations
+    #: use (6 per parameter and token: https://arxiv.org/abs/2204.02311, appendix B). None where the
+    #: peak is not known.
     mfu: float | None = None
 
 
@@ -57,7 +69,7 @@ def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
     Args:
         trace: The runs of a scenario.
         device: The name of the GPU (``NVIDIA H200``), empty for the CPU.
-        run: The name of the run.
+        run: The name of the run: the training of the checks, or ``baseline``.
     """
     if run not in trace.runs:
         return None
@@ -143,10 +155,12 @@ def nbytes(numel: int, dtype: str) -> int:
 def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
     """Return the elements that this rank's optimizer stores, without step counters.
 
-    They are counted by (key or ``master``, dtype).
+    They are counted by key of the state (or ``master``) and dtype: ``{("exp_avg", "float32"): 512,
+    ("master", "float32"): 512, ...}``.
     """
     stored = Counter[tuple[str, str]]()
     for state in snapshot.states:
+        # A step counter is one number.
         if state.numel > 1 or state.key != "step":
             stored[state.key, state.dtype] += state.numel
     if not any(key == "master" for key, _dtype in stored):
@@ -160,8 +174,9 @@ def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
 def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
     """Return the bytes of each kind of tensor on each rank, after three steps.
 
-    The kinds are ``parameters``, ``gradients`` and ``optimizer`` (its state). Gradients are those
-    that the optimizer gets; flat masters count as optimizer state.
+    The kinds are ``parameters``, ``gradients`` and ``optimizer`` (its state): ``{"parameters":
+    [4096, 4096], ...}`` on two ranks. Gradients are those that the optimizer gets; flat masters
+    count as optimizer state.
     """
     sizes_by_rank: dict[int, dict[str, int]] = {}
     for snapshot in run.trained:

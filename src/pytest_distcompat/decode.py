@@ -1,4 +1,9 @@
-"""Encoding of dataclasses as plain data, and decoding from JSON."""
+"""Encoding of dataclasses as plain data, and decoding from JSON.
+
+Ranks write what they recorded (``trace.Snapshot``) as lines of JSON, pytest's process reads them,
+and so do several other pairs of processes with files between them. ``encode`` and ``json.dumps``
+write a dataclass; ``json.loads`` and ``decode`` read it, with msgspec, which checks each type.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,8 @@ T = TypeVar("T")
 def encode(value: Any) -> Any:
     """Return a value of a trace as plain data for JSON.
 
-    Dataclasses, also those in tuples and mappings, become dictionaries.
+    Dataclasses, also those in tuples and mappings, become dictionaries:
+    ``MeshDim("tp", 2, 0, "Replicate")`` becomes ``{"name": "tp", "size": 2, ...}``.
     """
     # ``dataclasses.asdict`` copies each number and text too: that took a tenth of the CPU time of a
     # rank.
@@ -50,8 +56,12 @@ def decode(kind: type[T], data: Any) -> T:
 
     Keys that a newer version wrote are passed over.
 
+    Args:
+        kind: The dataclass.
+        data: What ``json.loads`` returned.
+
     Raises:
-        ValueError: A field is missing, or is of another type than the dataclass says.
+        ValueError: If a field is missing, or is of another type than the dataclass says.
     """
     if not _HAS_MSGSPEC:
         return typing.cast("T", _unchecked(kind, data))
@@ -64,15 +74,20 @@ def decode(kind: type[T], data: Any) -> T:
 def prepare(*kinds: type) -> None:
     """Inspect these types now, rather than when the first value is decoded.
 
-    A test may break what that needs.
+    msgspec reads the annotations of a dataclass once. A test may break what that needs, such as
+    ``sys.modules``, before the first value comes.
     """
     for kind in kinds:
+        # Fields are missing, so this fails, after the annotations were read.
         with contextlib.suppress(ValueError, TypeError):
             decode(kind, {})
 
 
 def _from_name(kind: Any, name: Any) -> Any:
-    """Return the value of a type that is written as a name: the status of a verdict."""
+    """Return the value of a type that is written as a name: the status of a verdict.
+
+    msgspec calls it for types that it does not know.
+    """
     return kind.from_name(name)
 
 

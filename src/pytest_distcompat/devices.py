@@ -1,6 +1,12 @@
-"""GPUs that this process may use, according to NVML.
+"""GPUs that this process may use, according to NVML, NVIDIA's library for reading GPUs.
 
-CUDA is not initialised, and torch not imported.
+pytest's process asks how many GPUs there are, to choose world sizes and to lease devices
+(``lease``), and how much memory is in use. It does so without CUDA: a process that has initialised
+CUDA cannot be forked, and takes GPU memory. torch is not imported either.
+
+A GPU goes by its UUID, ``GPU-8932f937-d72c-4106-c12f-20bd9faed9f6``. A GPU in MIG mode is divided
+into instances with UUIDs of their own, ``MIG-...``. Without NVIDIA's driver there are no GPUs. A
+*lost* GPU has fallen off the bus: NVML counts it and cannot read it.
 """
 
 from __future__ import annotations
@@ -17,17 +23,19 @@ CPU_WORLD_SIZE = 2
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Number of visible GPUs and capability of the first, for a process without NVML.
+    """Number of visible GPUs and capability of the first, for a process that may not open NVML.
 
-    A process that may not open NVML is told these.
+    A fork server (a process from which ranks are forked) gets them from the process that starts it.
     """
 
+    #: The number of visible GPUs.
     count: int
+    #: The compute capability of the first, ``(9, 0)`` for an H100; None if unknown.
     capability: tuple[int, int] | None
 
 
-#: The process that may not open NVML, and what it was told instead. Processes that are forked from
-#: it ask NVML themselves.
+#: The process that may not open NVML, and the facts that it got instead. Processes that are forked
+#: from it ask NVML themselves.
 _told_process = 0
 _told: GpuFacts | None = None
 
@@ -49,14 +57,13 @@ def told() -> GpuFacts | None:
 
 @dataclass(frozen=True)
 class MigInstance:
-    """Part of a GPU in MIG mode.
+    """Part of a GPU in MIG mode."""
 
-    ``gpu`` is the GPU's UUID, ``uuid`` the part's own, and ``path`` its older name:
-    ``MIG-GPU-8932f937.../3/0``.
-    """
-
+    #: The UUID of the GPU.
     gpu: str
+    #: The UUID of the part.
     uuid: str
+    #: Its older name: ``MIG-GPU-8932f937.../3/0``.
     path: str
 
 
@@ -153,9 +160,9 @@ def _instances_of(nvml: Any, gpu: Any) -> list[MigInstance]:
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
     """Return the bytes in use on each of these GPUs or MIG instances.
 
-    The memory of other people's processes is not counted. This process and all below it are no
-    others, nor is memory that no process owns. A device is left out if NVML does not know it, or if
-    another process uses it and NVML does not tell how much.
+    That is all memory in use, less that of unrelated processes. Processes below this one, and
+    memory that no process owns, count. A device is left out if NVML does not know it, or if another
+    process uses it and NVML does not tell how much.
     """
     memory_by_id: dict[str, int] = {}
     processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
@@ -166,6 +173,7 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
             for process in processes.get(uuid, ())
             if not _is_ours(process.pid)
         ]
+        # NVML may say None for a process.
         if None not in others:
             memory_by_id[uuid] = int(info.used) - sum(others)
     return memory_by_id
@@ -190,7 +198,7 @@ def own_memory(ids: Sequence[str]) -> dict[str, int]:
 def _is_ours(pid: int) -> bool:
     """Tell whether that is this process or one below it.
 
-    The launcher process adopts what ranks leave behind, so that it is below too.
+    What ranks leave behind is below too: the launcher process, a child of this one, adopts it.
     """
     # A session without GPUs must not pay for the import.
     import psutil
@@ -224,9 +232,10 @@ def gpu_facts() -> GpuFacts:
 
 
 def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
-    """Return what a function of NVML returns for each of these devices.
+    """Return what a function of NVML returns for each of these devices, by UUID.
 
-    A device that NVML does not know is left out.
+    A device that NVML does not know is left out. ``function`` is a name:
+    ``nvmlDeviceGetMemoryInfo``.
     """
     answers: dict[str, Any] = {}
     with _nvml() as nvml:
@@ -240,10 +249,7 @@ def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
 
 
 def _query_each_gpu(function: str) -> list[str]:
-    """Return what a function of NVML returns for every GPU, empty for a lost one.
-
-    NVML counts a lost GPU, and has no handle of it.
-    """
+    """Return the text that a function of NVML returns for every GPU, empty for a lost one."""
     with _nvml() as nvml:
         if nvml is None:
             return []
@@ -282,10 +288,10 @@ def names_visible(
 
     ``wanted`` is None where the variable is not set.
 
-    Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML
-    does not list is taken as it is. Like CUDA, stop at the first entry that names nothing, and show
-    nothing if a device is named twice. A GPU in MIG mode stands for its first instance. A lost GPU,
-    an empty text among ``uuids``, is never shown.
+    Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; a MIG name
+    that NVML does not list is taken as it is. Like CUDA, stop at the first entry that names
+    nothing, and show nothing if a device is named twice. A GPU in MIG mode stands for its first
+    instance. A lost GPU, an empty text among ``uuids``, is never shown.
 
     Numbers are taken to be NVML's. Those of CUDA are the same where CUDA_DEVICE_ORDER is
     PCI_BUS_ID, and in practice where all GPUs have one name. Where they differ and that is not set,
@@ -294,6 +300,7 @@ def names_visible(
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
     """
+    # Reversed, so that the first instance of a GPU is the one that stays.
     first_instance = {instance.gpu: instance.uuid for instance in reversed(instances)}
     devices = [first_instance.get(uuid, uuid) for uuid in uuids]
     if wanted is None:

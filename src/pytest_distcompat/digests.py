@@ -1,18 +1,26 @@
 """Digests of tensors that add up: that of a full tensor is the sum of those of its shards.
 
+Checks must compare a parameter on 2 ranks with the same parameter on 4 ranks, sharded in another
+way, without gathering it. So each rank computes a digest of its own shard
+(``probe.tensors.digest``), which knows the position of each element in the full tensor. In pytest's
+process ``model_values`` combines the digests of all shards into that of the full tensor, and
+compares texts.
+
 A digest is a text ``words:hash``. ``words`` is the number of 32-bit words of the tensor's memory.
 The hash combines two sums, one for each of PRIMES and BASES: each word is multiplied by ``base **
 position``, and the products are added modulo the prime. ``position`` is the place of the word in
 the flattened full tensor, so it does not matter along which dimensions a mesh has sharded the
 tensor. The primes are below 2**31, so that products fit into 64 bits. A tensor of zeros has the
-hash 0. ``probe.tensors.digest`` computes digests.
+hash 0: ``32:0`` for 32 elements of float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+#: The modulus of each of the two sums.
 PRIMES = (2147483647, 2147483629)
+#: The base of each of the two sums.
 BASES = (1103515245, 69069069)
 
 #: The digest of a tensor without elements.
@@ -34,7 +42,7 @@ def read(digest: str) -> tuple[int, tuple[int, int]]:
 
 
 def combine(digests: Iterable[str]) -> str:
-    """Return the digest of a full tensor from the digests of its shards.
+    """Return the digest of a full tensor from the digests of its shards, in any order.
 
     The digest of a shard uses the positions of its words in the full tensor.
     """
@@ -49,7 +57,11 @@ def combine(digests: Iterable[str]) -> str:
 
 
 def concatenate(digests: Iterable[str]) -> str:
-    """Return the digest of the concatenation of full tensors from their digests."""
+    """Return the digest of the concatenation of tensors from their digests, in order.
+
+    FSDP1 and ZeRO cut a flattened tensor into pieces of unknown positions: the digest of each piece
+    begins at position 0. Piece by piece in the order of the ranks they make up the whole.
+    """
     start = 0
     shifted_digests: list[str] = []
     for digest in digests:

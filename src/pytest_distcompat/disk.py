@@ -1,4 +1,9 @@
-"""Disks that take no more bytes: how to know one, and the error by which to tell it."""
+"""Disks that take no more bytes: how to recognise one, and the error to report.
+
+On a full disk a rank can write neither its log nor a report of its error, and the user must see the
+full disk as the cause. ``launch.forensics`` asks for the reason when a rank has ended without a
+last event in its log. ``lease`` goes on without its records.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 
-#: The disk is full, or this user has no more of it (a quota).
+#: Numbers of errors: the disk is full, or this user may use no more of it (a quota).
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 #: As much as a report of an error needs, in bytes: a traceback, and pytest's description of a
 #: failure.
@@ -27,9 +32,8 @@ def full_disk_reason(directory: Path, size: int = REPORT_BYTES) -> str:
         size: How many bytes are to be written, to a file that has no name.
 
     Returns:
-        The error of a disk that is full, with its number and the directory. Other errors are none
-        of this function's.
-
+        ``[Errno 28] No space left on device: '/data'``. Empty if all bytes can be written, and for
+        any other error.
     """
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -41,10 +45,12 @@ def full_disk_reason(directory: Path, size: int = REPORT_BYTES) -> str:
             return _described(directory, error.errno)
         return ""
     if written is not None and written < size:
+        # A disk that takes only a part of the bytes raises nothing.
         return _described(directory, errno.ENOSPC)
     return ""
 
 
 def _described(directory: Path, number: int | None) -> str:
+    """Return the text of the error with that number, as Python would show it."""
     number = number or errno.ENOSPC
     return f"[Errno {number}] {os.strerror(number)}: '{directory}'"

@@ -1,4 +1,16 @@
-"""Base class of drivers: the trainer under test, as a few methods."""
+"""Base class of drivers: the trainer under test, as a few methods.
+
+An adopter of this package subclasses ``Driver`` for a trainer and names the class in a suite,
+``driver = "my_trainer.testing:Driver"``. A *suite* is a test class; a *cell* is one point of its
+matrix, such as ``fsdp2-fp32-w2``; a *check* is one claim about each cell. A *run* is one process
+group from start to end. For each run every rank makes one driver with the run's cell, and
+``worker`` has it perform a list of *actions*: ``build_model``, ``build``, ``step``, ``save``,
+``load``. After each of them the probe, code of this package on the rank, reads the attributes of
+``LiveTrainer``. pytest's process imports the class too, and calls only its class methods.
+
+Most classes here are *abilities*: ``Exports`` has the methods for the check ``export``, say. A
+driver has an ability if it overrides the methods. All others are inherited from ``Driver``.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +51,9 @@ class Plan:
     """Actions of one training, in order.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or ``call``
-            with a call of a live trainer.
-        first_step: The number of the first step.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or a call of
+            the live trainer, ``call step(clip='no')``.
+        first_step: The number of the first step, from 0; more than 0 after a load.
         save_to: The directory to save into; it exists and is the same for all ranks, for those of
             one node in a cell with ``checkpoints="node"``.
         load_from: The directory to load from, of which the same is true.
@@ -70,6 +82,7 @@ class Plan:
 
 
 def _missing(driver: Driver, action: str) -> str:
+    """Return the message about a method that a driver lacks."""
     return (
         f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(REQUIRED_METHODS)}"
     )

@@ -1,4 +1,14 @@
-"""Engine: run cells of a driver and judge them, without pytest."""
+"""Engine: run cells of a driver and judge them, without pytest.
+
+A *driver* is the trainer under test, as a class with a few methods. A *cell* is one point of the
+matrix, such as ``fsdp2-fp32-w2``. A *check* is one claim about a cell, such as ``names`` or
+``resume``. ``check_driver`` is a public function for programs and notebooks, and pytest's plugin
+and the command use its parts (``run_check``, ``not_applicable``) too.
+
+For each check in each cell a ``Runner`` has ranks perform the runs that the check needs, which
+gives a ``Trace`` of what they recorded. ``judge`` compares the check's findings in the trace with
+what is expected to fail. The result is a ``Verdict``: ``passed``, ``failed``, ``known``, ...
+"""
 
 from __future__ import annotations
 
@@ -81,6 +91,7 @@ def check_driver(
         resume passed
 
     """
+    # Mistakes of the caller are found first, before any process starts.
     name = _importable(driver)
     driver_class = find_driver(name)
     limits = dict(limits or {})
@@ -104,6 +115,7 @@ def check_driver(
         for cell in chosen_cells:
             unsupported = unsupported_reason(driver_class, cell, device)
             if unsupported:
+                # One verdict for the whole cell, under the name of the first check.
                 verdicts.append(skipped(chosen_checks[0].name, cell, unsupported))
                 continue
             for check in chosen_checks:
@@ -146,7 +158,15 @@ def _most_ranks(reasons: Mapping[tuple[Cell, Check], str | None], driver: type[D
 def run_check(
     runner: Runner, driver: str, cell: Cell, check: Check, expectations: Iterable[Expectation]
 ) -> tuple[Verdict, Trace]:
-    """Run what a check needs in a cell; return its verdict and the trace that it was judged on."""
+    """Run what a check needs in a cell; return its verdict and the trace that it was judged on.
+
+    Args:
+        runner: Has ranks perform the runs.
+        driver: The driver's name, or ``module:attribute``.
+        cell: The cell.
+        check: The check.
+        expectations: What is expected to fail, declared by the user or known upstream.
+    """
     execution = check.execute(runner, driver, find_driver(driver), cell)
     if execution.may_pass:
         # The runs left out what is known to fail, so a pass does not show that it is fixed.
@@ -162,7 +182,8 @@ def not_applicable(
 ) -> str | None:
     """Return why a check has no verdict in a cell; None if it has one.
 
-    ``limits`` are the user's limits of measured numbers.
+    ``limits`` are the user's limits of measured numbers: ``{"throughput": 0.9}``. A check of such a
+    number claims nothing without one.
     """
     if check.limit and check.limit not in limits:
         return f"no limit was given: --distcompat-{check.limit}"
@@ -240,7 +261,7 @@ def _importable(driver: str | type[Driver]) -> str:
 
 
 def _cells(cells: str | Cell | Matrix | Iterable[str | Cell], device: str) -> list[Cell]:
-    """Return the cells, each once.
+    """Return the cells, each once, in their order.
 
     Those of a matrix that names no world size are on all visible GPUs, or without any on the CPU's
     default world size.

@@ -1,4 +1,17 @@
-"""Events that a rank logs: typed, a line of JSON each."""
+"""Events that a rank logs: typed, a line of JSON each.
+
+Each rank appends events to a file of its own while it runs (``launch.rank_log.RankLog.write``).
+pytest's process reads the files of all ranks: for snapshots of what they recorded, and to find out
+which rank failed first, in which action. A rank of a suite that ends well logs::
+
+    {"event": "start", "rank": 0, "time": 12.1, "memory": 310000000, "pid": 4711, ...}
+    {"event": "action", "rank": 0, "time": 12.2, "memory": ..., "action": "build", "index": 1}
+    {"event": "snapshot", "rank": 0, ..., "action": "build", "index": 1, "snapshot": {...}}
+    {"event": "done", "rank": 0, ..., "pid": 4711}
+
+A rank that crashes or hangs leaves a log without ``done`` and ``error``: its last ``action`` says
+where it was. Extensions log events of other names, which are read as ``Note``.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +27,11 @@ from pytest_distcompat.decode import decode, prepare
 class Event:
     """One line of a rank's log; ``RankLog.write`` fills in the attributes that all events have.
 
+    A subclass names its line: ``class Start(Event, name="start")``.
+
     Attributes:
-        name: The kind of event, as the line has it.
+        name: The kind of event, which the line has as ``event``.
+        kinds: Each name with its class.
         rank: The rank that wrote it.
         time: When, by CLOCK_MONOTONIC, which all processes of a machine share: it orders events
             across ranks.
@@ -45,21 +61,24 @@ _COMMON = {field.name for field in fields(Event)}
 
 @dataclass(frozen=True)
 class Start(Event, name="start"):
-    """The first event of a rank.
-
-    One of a script also has how it was started. ``oom_kills``: see ``deaths``.
-    """
+    """The first event of a rank."""
 
     pid: int
+    #: How many processes the kernel had killed for lack of memory; None if unknown. A higher number
+    #: after a rank has died is the cause of its death (``launch.forensics.deaths``).
     oom_kills: int | None = None
+    # How a rank of a user's script was started.
+    #: The interpreter.
     python: str = ""
+    #: ``sys.argv``.
     argv: tuple[str, ...] = ()
+    #: The working directory.
     cwd: str = ""
 
 
 @dataclass(frozen=True)
 class Action(Event, name="action"):
-    """The rank begins an action of its run, the ``index``-th."""
+    """The rank begins an action of its run, such as ``step``: the ``index``-th, from 0."""
 
     action: str
     index: int
@@ -76,35 +95,33 @@ class SnapshotTaken(Event, name="snapshot"):
 
 @dataclass(frozen=True)
 class Done(Event, name="done"):
-    """The last event of a rank that ended well.
+    """The last event of a rank that ended well."""
 
-    If ``pid`` is not the rank's, a forked child wrote it.
-    """
-
+    #: The process that wrote it. If it is not the rank's, a child that the rank forked wrote it,
+    #: and the rank itself has not ended well.
     pid: int | None = None
 
 
 @dataclass(frozen=True)
 class Exit(Event, name="exit"):
-    """The last event of a script's rank that ends by ``sys.exit``.
-
-    The ``code`` is not 0.
-    """
+    """The last event of a script's rank that ends by ``sys.exit`` with a ``code`` other than 0."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Raised(Event):
-    """The rank raised an exception. ``lost``: it only says that another rank is gone.
+    """The rank raised an exception."""
 
-    ``cut``: the rank's connections were cut to make it finish.
-    """
-
+    #: The class of the exception: ``RuntimeError``.
     kind: str
+    #: Its message, in one line.
     message: str
+    #: Its traceback.
     text: str
+    #: Whether it only says that another rank is gone: then that rank is the cause.
     lost: bool = False
+    #: Whether the rank's connections were cut to make it finish.
     cut: bool = False
 
 
@@ -131,7 +148,9 @@ class Resumed(Event, name="resumed"):
 class Note(Event):
     """An event of any other name, with its fields as plain data."""
 
+    #: The name.
     event: str
+    #: The fields that only this event has.
     data: Mapping[str, Any]
 
     def own_fields(self) -> Mapping[str, Any]:
@@ -153,7 +172,7 @@ def has_ended(events: Iterable[Event]) -> bool:
 
 
 def is_excused(events: Sequence[Event]) -> bool:
-    """Tell whether the rank waits for the others' end, or did so to its own."""
+    """Tell whether the rank waits for the others' end, or was waiting when it ended itself."""
     return bool(events) and isinstance(events[-1], Excused)
 
 
@@ -167,7 +186,10 @@ def pids_of(events: Mapping[int, Sequence[Event]]) -> dict[int, int]:
 
 
 def decode_event(data: Any) -> Event | None:
-    """Return the event of a line of JSON, decoded; None if it is none."""
+    """Return the event of a decoded line of JSON; None for a line that is no event.
+
+    A line may be half written when its rank is killed, and is passed over then.
+    """
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         if isinstance(data, dict) and isinstance(data.get("event"), str):
             kind = Event.kinds.get(data["event"])

@@ -1,4 +1,9 @@
-"""Texts to show or to send: cut, escaped, explained."""
+"""Texts to show or to send: cut, escaped, explained.
+
+Texts come from users' tests and ranks: messages of exceptions, output, names of parameters. Each
+function prepares one for a place: ``excerpt`` for reports, ``listed`` for a sentence of a check,
+``encodable`` for JSON and xdist, ``visible`` for a terminal.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ LISTED = 3
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return the text, cut in the middle if it has more than ``most`` characters."""
+    """Return the text, cut in the middle if it has more than ``most`` characters.
+
+    Two thirds of what is kept are from its beginning; a line says how much is cut.
+    """
     if len(text) <= most:
         return text
     tail = most // 3
@@ -23,8 +31,10 @@ def excerpt(text: str, most: int) -> str:
 def name_patterns(names: Sequence[str]) -> list[str]:
     """Return the names in their order, similar ones as one pattern.
 
-    Several that differ in their numbers alone become one: ``layers.*.router.weight``.
+    ``layers.0.router.weight`` and ``layers.1.router.weight`` become ``layers.*.router.weight``. A
+    name that is alone with its pattern stays as it is.
     """
+    # Name -> the name with a star for each number between dots.
     patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
     counts = Counter(patterns.values())
     # A dict, because it keeps the order and has each only once.
@@ -35,7 +45,7 @@ def name_patterns(names: Sequence[str]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names for a sentence; of many the first few.
+    """Return the names for a sentence: ``embed.weight, layers.*.bias, head.bias and 2 others``.
 
     Several that differ in their numbers alone are listed as one.
     """
@@ -47,9 +57,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return the text with lone surrogates escaped.
+    r"""Return the text with lone surrogates escaped: ``\udc80`` as these six characters.
 
-    One in a report would end a whole session of xdist.
+    Python reads bytes that are no UTF-8 as such characters, which cannot be encoded again. One in a
+    report would end a whole session of xdist.
     """
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -60,13 +71,14 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069
 
 
 def visible(text: str) -> str:
-    """Return the text as one line without effect on a terminal.
+    r"""Return the text as one line without effect on a terminal.
 
-    Control characters stand as Python writes them.
+    Control characters stand as Python writes them: a line break as ``\n``.
     """
 
     def escaped(match: re.Match[str]) -> str:
         quoted = ascii(match[0])
+        # Without the quotes.
         return quoted[1:-1]
 
     return _CONTROL.sub(escaped, text)

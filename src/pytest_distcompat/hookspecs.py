@@ -1,7 +1,13 @@
 """Hooks by which extensions add to the plugin. ``docs/extend.md`` has an example of each.
 
 An extension is a pytest plugin. It marks its functions ``@pytest.hookimpl(optionalhook=True)``,
-because the hooks do not exist without this plugin (``-p no:distcompat``).
+because the hooks do not exist without this plugin (``-p no:distcompat``). ``plugin`` registers this
+module with pytest and calls the hooks: at the start of pytest, of its session, and around runs.
+
+Words: a *suite* is a class of compatibility tests; a *marked* test has ``@pytest.mark.distcompat``
+and runs on several ranks. A *request* says what ranks are to run, and an *ending* how they ended. A
+*pool* leases GPUs or CPU slots to one process group at a time. A hook with ``firstresult`` ends at
+the first extension that returns something other than None.
 """
 
 from __future__ import annotations
@@ -76,9 +82,9 @@ def pytest_distcompat_run(
 
 @pytest.hookspec(firstresult=True)
 def pytest_distcompat_group(session: DistcompatSession, item: pytest.Item) -> str | None:
-    """Return a key of the marked tests that one process is to run, as this one.
+    """Return a key that this marked test has in common with others, to run in one xdist worker.
 
-    None if the test is alone.
+    None if the test is alone. Extensions keep ranks for the tests with one key.
     """
 
 

@@ -1,4 +1,9 @@
-"""Installed releases of packages, read from metadata without an import, and the C++ compiler."""
+"""Installed releases of packages, read from metadata without an import, and the C++ compiler.
+
+pytest's process must not import torch or transformers: that takes seconds. It reads their versions
+from the metadata of the installed packages, to choose default models, for reports, and to find out
+which known upstream issues apply. ``distcompat doctor`` prints them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""Launcher that leases devices for each run.
+"""Launcher that leases devices for each run, before another launcher starts its ranks.
 
-No two process groups share a device, unless the user lets them.
+A *lease* is the right of one process group to use some GPUs, or slots of the CPU, until its ranks
+have ended (``lease.Pool``). All pytest processes of a user ask for leases, so that no two process
+groups share a device, unless the user lets them. ``plugin.session``, ``engine`` and the agents of
+``ext.cluster`` on other machines put a ``LeasedLauncher`` around the launcher that starts ranks,
+such as ``launch.warm``. Callers see a launcher that may wait.
+
+There are two ways to use a launcher. ``run`` starts ranks for one request and waits for their end.
+``open`` starts ranks that stay, and get one request after the other: an *open run*. Its devices are
+leased until it is concluded.
 """
 
 from __future__ import annotations
@@ -26,41 +34,45 @@ def leak_message(leak: Leak) -> str:
 
 
 def inherited_leak_message(leak: Leak) -> str:
-    """Return the message about memory that was leaked before the lease began.
-
-    A process that was killed has leaked it.
-    """
+    """Return the message about memory that the previous holder, which was killed, has leaked."""
     return f"{leak.who}, whose process died: {leak_message(leak)}"
 
 
 def rank_environment(lease: Lease, ranks: int) -> dict[str, str]:
     """Return the environment variables for so many ranks on a lease.
 
-    They say which devices the ranks see and, if they share GPUs, that NCCL is to allow it.
-
-    Ranks that may share a GPU with other runs are told of how many, since they divide its memory.
+    They say which devices the ranks see: ``{"CUDA_VISIBLE_DEVICES": "0,3", ...}``. There are none
+    on the CPU.
     """
     environment = dict(lease.environment)
     if lease.places > 1:
+        # Ranks that may share a GPU with other runs divide its memory (``World.divide_memory``).
         environment[RANKS_PER_GPU] = str(lease.places)
     if environment and ranks > len(lease.ids):
+        # Several of these ranks are on one GPU, which NCCL must be told to allow.
         environment |= nccl.environment_of_shared_ranks()
     return environment
 
 
 class LeasedLauncher(Launcher):
-    """Launcher that runs another one on leased devices.
-
-    ``pool`` is called when the first run begins.
-    """
+    """Launcher that runs another one on leased devices."""
 
     def __init__(
         self, launcher: Launcher, pool: Callable[[], Pool], notice: Callable[[str], None]
     ) -> None:
+        """Lease nothing yet.
+
+        Args:
+            launcher: Starts the ranks.
+            pool: Returns the pool of devices; it is called when the first run begins.
+            notice: Shows the user a line, about leaked memory.
+        """
         self._launcher = launcher
         self._pool = pool
         self._notice = notice
+        #: The lease of the run that goes on; None between runs.
         self._lease: Lease | None = None
+        #: Ends that lease when it is closed.
         self._held = contextlib.ExitStack()
 
     def warm_up(self) -> None:
@@ -104,7 +116,7 @@ class LeasedLauncher(Launcher):
 
     def _take(self, request: Request) -> dict[str, str]:
         """Lease devices for a run, and return the variables that its ranks need for them."""
-        # An open run may have gone with its launcher process.
+        # The launcher process of an open run may have died: then nobody has ended its lease.
         for message in self.give_back():
             self._notice(message)
         who = current_item() or request.directory
@@ -118,7 +130,9 @@ class LeasedLauncher(Launcher):
 
         Return messages about memory that stayed in use on its devices.
         """
-        lease, self._lease = self._lease, None
+        lease = self._lease
+        self._lease = None
+        # This waits until the ranks' memory is free, and fills in ``lease.own_leak``.
         self._held.close()
         if lease is None:
             return ()
@@ -131,7 +145,10 @@ class LeasedLauncher(Launcher):
 
 
 class LeasedRun(OpenRun):
-    """An open run on leased devices, which are given back when it is concluded."""
+    """An open run on leased devices, which are given back when it is concluded.
+
+    All methods pass on to the run itself.
+    """
 
     def __init__(
         self, launcher: LeasedLauncher, run: OpenRun, environment: Mapping[str, str]
@@ -171,6 +188,9 @@ def with_variables(request: Request, variables: Mapping[str, str]) -> Request:
 
 
 def current_item() -> str:
-    """Return the id of the item that runs in this process; empty outside of one."""
+    """Return the id of the pytest item that runs in this process; empty outside of one.
+
+    pytest has ``test_a.py::test_b (call)`` in the environment.
+    """
     # https://docs.pytest.org/en/stable/example/simple.html#pytest-current-test-environment-variable
     return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]

@@ -1,6 +1,11 @@
-"""Calls of a live trainer in one process, in plain torch.
+"""Calls of a live trainer in one process, in plain torch: ``step``, ``zero_grad``, ``load``, ...
 
-They are the reference of walks, and what drivers derive theirs from.
+A *walk* makes random calls on a trainer that runs on several ranks (``ext.walk``). Each rank has a
+subclass of ``Calls`` that knows the trainer's library; a driver names it in ``live_calls``. The
+same calls are made in one process with ``Calls`` itself, which is the *reference*: a plain model, a
+torch optimizer and a scheduler, trained on the batches of all ranks. ``worker`` makes both,
+performs the calls by their text, ``step(clip='no')``, and records the trainer after each. A check
+compares them.
 """
 
 from __future__ import annotations
@@ -22,13 +27,12 @@ SLOWER = 0.5
 
 
 class Calls:
-    """Calls in one process, without a strategy.
+    """Calls in one process, without a strategy: the reference of walks, and the base of drivers'.
 
-    They are the model of a walk, and what drivers derive theirs from.
-
-    Arguments have annotations ``bool`` or ``Literal``, whose values are drawn. A driver that has
-    fewer values overrides the method, and lists in ``refused`` what it does not have: strategy
-    (``*`` for all) -> pattern of calls -> reason.
+    Methods that are marked ``training`` or ``observer`` are calls, which a walk may make. Their
+    arguments have annotations ``bool`` or ``Literal``, whose values are drawn. All other methods
+    are for subclasses to override. A driver that has fewer values overrides the call, and lists in
+    ``refused`` what it does not have.
 
     Args:
         trainer: Has ``model``, ``optimizer``, ``scheduler``, ``epoch``, ``loss(model, number,
@@ -38,6 +42,8 @@ class Calls:
         position: The number of the next batch.
     """
 
+    #: Strategy (``*`` for all) -> pattern of calls, such as ``freeze*`` -> the reason why the
+    #: driver does not have them.
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The
     #: reference has none of them: with such an argument a call does what it does without.
@@ -55,6 +61,7 @@ class Calls:
         self.directory = directory
         self.ranks = ranks
         self.position = position
+        #: What ``save`` saved: the states of model, optimizer and scheduler.
         self.saved: Any = None
 
     @property
@@ -63,9 +70,10 @@ class Calls:
         return self.trainer.model
 
     def perform(self, text: str) -> Any:
-        """Do a call and return its result.
+        """Do a call, given as ``step(clip='no')``, and return its result.
 
-        One that this class lacks does nothing: the reference has no observers.
+        One that this class lacks does nothing: a driver may have further observers, which the
+        reference need not have, since they change nothing.
         """
         call = Call.parse(text)
         method = getattr(self, call.name, None)
@@ -76,12 +84,16 @@ class Calls:
     def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002 - for those who override it
         """Return the context of a forward and backward pass.
 
-        Gradients are reduced in it if the pass is the ``last`` one.
+        Gradients are reduced over ranks in it if the pass is the ``last`` one before an update.
+        Drivers override it, with DDP's ``no_sync`` for example; one process has nothing to reduce.
         """
         return contextlib.nullcontext()
 
     def backward(self, last: bool) -> float:
-        """Run forward and backward of the next batch and return the loss."""
+        """Run forward and backward of the next batch and return the loss.
+
+        The reference does so with the batch of each rank, and takes the mean.
+        """
         total = 0.0
         for rank in self.ranks:
             with self.sync(last):
@@ -149,12 +161,15 @@ class Calls:
             group["lr"] *= SLOWER
 
     def part(self, name: str) -> Iterator[Any]:
-        """Yield the parameters of a module of the unwrapped model.
+        """Yield the parameters of the module that has this name in the unwrapped model.
 
-        Wrappers may have put the module anywhere.
+        Wrappers put segments before the name, as in ``module.blocks.1.weight``, and FSDP1 also
+        inside it.
         """
         for live, parameter in self.model.named_parameters():
-            if f".{name}." in f".{live.replace('_fsdp_wrapped_module.', '')}":
+            without_fsdp1 = live.replace("_fsdp_wrapped_module.", "")
+            # With dots around both, so that ``blocks.1`` is not found in ``blocks.10``.
+            if f".{name}." in f".{without_fsdp1}":
                 yield parameter
 
     @training
@@ -198,7 +213,10 @@ class Calls:
 
     @training
     def resume(self) -> None:
-        """Save, and go on in a new process group; the walk does that. What is not saved is lost."""
+        """Save, and go on in a new process group; the walk does that. What is not saved is lost.
+
+        In the reference nothing is loaded: only gradients and the mode of the model are lost.
+        """
         self.zero_grad()
         self.model.train()
 
@@ -237,9 +255,10 @@ class Calls:
         return self.outputs(context)
 
     def accessors(self, of: Any = "fp32_param") -> Any:
-        """Return what reads of tensors are compared with, of those that there are.
+        """Return what a driver's reads of single tensors are compared with, by live name.
 
-        They are parameters, gradients, or Adam's first moments.
+        DeepSpeed, for example, has ``safe_get_full_fp32_param``. ``of`` is ``fp32_param``, ``grad``
+        or ``optimizer_state`` (Adam's first moments). Tensors that do not exist are left out.
         """
         state = self.trainer.optimizer.state
         tensors: dict[str, Any] = {}
@@ -323,7 +342,10 @@ class Calls:
 
 
 def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a method has, all of them if it passes further ones on."""
+    """Return the arguments that a method has; all of them if it takes ``**kwargs``.
+
+    A driver's call may have arguments of its library, which the reference's does not have.
+    """
     parameters = inspect.signature(method).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
     if inspect.Parameter.VAR_KEYWORD in kinds:

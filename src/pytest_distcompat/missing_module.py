@@ -1,6 +1,8 @@
 """Hint for an import that fails though the module lies in the repository.
 
-pytest does not look in its directory.
+pytest imports test modules, and ranks import drivers. Neither looks in the repository's root or in
+``src/`` unless pytest's setting ``pythonpath`` says so. When such an import fails, ``plugin`` adds
+the hint to the message.
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ _LAYOUTS = (".", "src")
 def hint_of(error: BaseException | None, root: Path) -> str:
     """Return how pytest would find the module that was not found.
 
-    It is empty for another error, or if the module is not in ``root``. Args: error: The exception,
-    or what was raised because of it. root: The directory of the repository.
+    Args:
+        error: The exception, or another one that was raised because of it.
+        root: The directory of the repository.
+
+    Returns:
+        A sentence that names the missing setting; empty for another error, or if the module is not
+        in the repository.
     """
+    # An error of the plugin is raised from the ModuleNotFoundError.
     while error is not None and not isinstance(error, ModuleNotFoundError):
         error = error.__cause__
     name = error.name if error is not None else None

@@ -1,7 +1,9 @@
-"""Places of a GPU that runs share: which names can be held at the same time.
+"""Places of a GPU that runs share: their names, and which of them can be leased at the same time.
 
-``GPU-a`` is a whole GPU, ``GPU-a.place-2-of-4`` the second of its four places. Locks, records,
-messages and the timeline use these names.
+With ``--distcompat-ranks-per-gpu 4`` the ranks of up to four runs may be on one GPU at the same
+time. The GPU then has four places, and each rank leases one (``lease.pool``). ``GPU-a`` is a whole
+GPU, ``GPU-a.place-2-of-4`` the second of its four places. Locks, records, messages and the timeline
+of leases use these names.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ _OF = "-of-"
 
 
 def place_names(device: str, count: int) -> list[str]:
-    """Return the names of the places of a GPU that is divided into so many."""
+    """Return the names of the ``count`` places of a GPU: ``GPU-a.place-1-of-2``, ..."""
     names: list[str] = []
     for number in range(1, count + 1):
         names.append(f"{device}{_PLACE}{number}{_OF}{count}")
@@ -24,7 +26,7 @@ def device_of(name: str) -> str:
 
 
 def place_of(name: str) -> str:
-    """Return what follows the device in the name of a place; empty for a whole device."""
+    """Return what follows the device in a place's name, ``.place-2-of-4``; empty for a device."""
     return name.removeprefix(device_of(name))
 
 

@@ -1,4 +1,21 @@
-"""Profiles, which select the cells of a session: smoke, default, pairwise, full."""
+"""Profiles, which select the cells of a session: smoke, default, pairwise, full.
+
+A *cell* is one point of the matrix: strategy x precision x number of ranks (world size) x options,
+such as ``fsdp2-bf16_upcast-w2-compile``. A suite declares its own cells by a ``Matrix``; its
+*driver* is the trainer under test. The option ``--distcompat-profile`` says what to make of them.
+At collection ``plugin.suite.cases`` calls
+
+- ``cells`` for the cells of a suite, before checks are known: ``smoke`` has each strategy and each
+  precision once, ``full`` adds all options;
+- ``left_out``, once it knows which checks apply in which cell, for the checks that the profile
+  does not run there, each with a reason, which the report shows.
+
+Each cell and check that remain become one pytest item. Extensions add profiles by entry points
+(``AddedProfile``).
+
+A *facet* of a cell is anything that a check may depend on: its strategy, its precision, or an
+option. An *axis* is an option that adds a dimension to the device mesh, such as ``tp``.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +50,16 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class Selection:
-    """What the cells of a profile are made of.
+    """What the cells of a profile are made of: the suite's matrix, taken apart.
 
     Attributes:
         driver: The driver of the suite.
         own: The cells of the suite's matrix.
-        strategies: The strategies of the matrix.
-        precisions: The precisions of the matrix.
+        strategies: The names of the strategies of the matrix: ``("ddp", "fsdp2")``.
+        precisions: The names of its precisions: ``("fp32", "bf16_upcast")``.
         world_sizes: The world sizes of the matrix; profiles that take one world size only take the
             first.
-        supported: Tells whether the driver can run a cell here.
+        supported: Tells whether the driver can run a cell on this machine.
         shared: Returns a directory in which processes of one session share what was read from the
             libraries; None without one.
     """
@@ -76,6 +93,7 @@ LeftOut = dict[tuple[Cell, str], str]
 
 
 def _nothing_left_out(applicable: Mapping[Cell, Collection[str]]) -> LeftOut:  # noqa: ARG001
+    """Leave nothing out: the default of ``AddedProfile.left_out``."""
     return {}
 
 
@@ -122,7 +140,7 @@ def all_profiles() -> dict[str, str]:
 
 
 def find_added(name: str) -> AddedProfile | None:
-    """Return the extension's profile of that name; None if no extension has one."""
+    """Return the extension's profile of that name; None for a profile of this module."""
     if name in PROFILES:
         return None
     return ADDED_PROFILES.by_name.get(name)
@@ -154,7 +172,7 @@ MODEL_OPTIONS = (
     "float32_norms",
 )
 
-#: One option with its value; None for none.
+#: One option with its value, ``("tp", 2)``; None for no option.
 Choice = tuple[str, OptionValue] | None
 
 
@@ -206,6 +224,7 @@ def cells(
         return _spread(added.cells(selection), matrix)
     selected = selectors.get(profile, _full)(selection)
     if profile == "default":
+        # The cells of the matrix, which are spread over machines already.
         return list(selected)
     return _spread(selected, matrix)
 
@@ -230,7 +249,7 @@ def left_out(
 
     Args:
         profile: The name of the profile.
-        applicable: The names of the checks that apply, by cell.
+        applicable: The names of the checks that apply, by cell, in the order of the cells.
         checks: All checks by name.
     """
     added = find_added(profile)
@@ -259,11 +278,13 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
 
     Each comes with the reason, which names an earlier cell with the same values of these facets.
     """
+    # All that the check depends on -> the first cell with these values.
     first: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
         facets = cell.facets()
         values = [facets[name] for name in sorted(depends_on)]
-        # The same machines, however many ranks they have together.
+        # Cells on different numbers of machines are never alike. The number of ranks is left out
+        # here: a check that depends on it names it as a facet.
         machines = dataclasses.replace(cell.spread, world_size=0)
         earlier = first.setdefault((cell.strategy, machines, cell.set, *values), cell)
         if earlier != cell:
@@ -302,6 +323,10 @@ def cell_of(
 ) -> Cell:
     """Return a cell with these options, and the further options and ranks that they need.
 
+    Of ``fsdp2``, ``fp32``, 2 ranks and the choice ``("sp", True)`` it is
+    ``fsdp2-fp32-w4-tp_2-sp``: sequence parallelism needs tensor parallelism, which is combined with
+    data parallelism on 4 ranks.
+
     Args:
         driver: The driver of the cell.
         strategy: The strategy.
@@ -316,6 +341,7 @@ def cell_of(
     if options.get("pp_schedule"):
         options.setdefault("pp", 2)
     if options.get("ep"):
+        # Expert parallelism needs a model with experts: ZeRO's are DeepSpeed's own.
         is_zero = strategy.startswith("zero")
         options.setdefault("model", "moe_deepspeed" if is_zero else "moe_fused")
     world_size = max(world_size, _least_world_size(options))
@@ -377,7 +403,11 @@ def _composed(selection: Selection) -> Iterator[Cell]:
 
 
 def _smoke(selection: Selection) -> Iterator[Cell]:
-    """Yield a cell for each strategy, precisions in turn, then one for each unused precision."""
+    """Yield a cell for each strategy, precisions in turn, then one for each unused precision.
+
+    With the strategies ddp and fsdp2 and the precisions fp32, bf16_upcast and fp16_mixed it yields
+    ddp-fp32, fsdp2-bf16_upcast and ddp-fp16_mixed, if the driver supports all.
+    """
     precisions = selection.precisions
     remaining = dict.fromkeys(precisions)
     ring = deque(precisions)
@@ -408,9 +438,10 @@ def _first_supported(
 def _pairwise(selection: Selection) -> Iterator[Cell]:
     """Yield the suite's own cells, then a covering array of all pairs of values.
 
-    Each pair of values of strategy, precision and options is in some cell of the array. It comes
-    from covertable: allpairspy misses pairs if there are constraints. The own cells are there
-    because some checks need cells without options.
+    A covering array is a small set of cells in which each pair of values of two factors occurs. The
+    four factors are the strategy, the precision, one option of the model, and one of the training.
+    The array comes from covertable: allpairspy misses pairs if there are constraints. The own cells
+    are there because some checks need cells without options.
     """
     try:
         from covertable import make
@@ -422,6 +453,7 @@ def _pairwise(selection: Selection) -> Iterator[Cell]:
     driver = selection.driver
     claimed = selection.claimed
     yield from selection.own
+    # Two factors have options, so that a cell of the array has at most one of each kind.
     of_model: list[str] = []
     of_training: list[str] = []
     for name in OPTIONS:
@@ -439,8 +471,10 @@ def _pairwise(selection: Selection) -> Iterator[Cell]:
         return (strategy, precision) in claimed and selection.supported(cell)
 
     def row_is_possible(row: Mapping[int, Any]) -> bool:
+        # The keys are the indices of ``factors``.
         return possible(row[0], row[1], row[2], row[3])
 
+    # covertable leaves out each combination for which ``evaluate`` is false.
     constraint = {
         "operator": "fn",
         "requires": [0, 1, 2, 3],

@@ -1,4 +1,10 @@
-"""What an extension records on the ranks of a suite, beside the snapshots that checks read."""
+"""What an extension records on the ranks of a suite, beside the snapshots that checks read.
+
+An extension returns the names of functions, ``my_extension:recorder``, from the pytest hook
+``pytest_distcompat_recorders``. The names travel to the ranks in the payload of each run. There
+``worker`` opens ``recording`` around the whole run. ``ext.reach``, for example, records which lines
+of a library each action executes, and writes them into the run's directory.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +17,17 @@ from typing import Protocol
 
 
 class Recorder(Protocol):
-    """What an extension records on one rank.
+    """Recorder of an extension on one rank.
 
-    It is there from before the driver is made until the rank leaves its process group.
+    It records from before the driver (the trainer under test) is made until the rank leaves its
+    process group.
     """
 
     def start(self) -> None:
         """Begin, before the first action."""
 
     def switch(self, action: str) -> None:
-        """Note that the rank begins an action; an empty one after the last."""
+        """Note that the rank begins an action, such as ``step``; empty after the last one."""
 
     def stop(self) -> None:
         """Write what was recorded, also of a rank that fails."""
@@ -49,9 +56,9 @@ def recording(names: Sequence[str], rank: RecordedRank) -> Iterator[list[Recorde
     """Have recorders record in the block; yield them.
 
     Args:
-        names: Functions of a ``RecordedRank`` that return a ``Recorder``, as ``module:function``.
+        names: Functions that take a ``RecordedRank`` and return a ``Recorder``, each as
+            ``module:function``.
         rank: This rank.
-
     """
     with contextlib.ExitStack() as stack:
         recorders: list[Recorder] = []

@@ -1,6 +1,12 @@
-"""Registries: items of one kind that a package's modules define.
+"""Registries: items of one kind that a package's modules define, or other packages add.
 
-Other packages add items by entry points.
+Strategies, precisions, models, checks and drivers are found in this way: to add one is to add a
+module with an item to the package, ``strategies/fsdp2.py`` with a ``Strategy`` named ``fsdp2``.
+Another installed package adds one by an entry point (a line in its metadata that names an object).
+Each such package of ours has one ``Registry``, ``STRATEGIES`` say. ``STRATEGIES.get("fsdp2")`` is
+how all other code finds the item behind a name that a user wrote.
+
+Nothing is imported before a name is needed (``by_name``).
 """
 
 from __future__ import annotations
@@ -33,13 +39,12 @@ def installed_entry_points() -> Any:
 class Registry(Generic[T]):
     """The items of one kind that the modules of a package define, by name.
 
-    They are in the order of their ``order``.
+    They are sorted by their attribute ``order``, then by name. An item is an instance of ``kind``,
+    or a subclass of it that a module defines; it has an attribute ``name``.
 
     Other installed packages, and extensions, add items by entry points: their group is the
     package's name, as ``pytest_distcompat.strategies``, their value ``module:item``, or ``module``
-    for all items of a module. Modules whose name begins with an underscore are left out. An item is
-    an instance of ``kind``, or a subclass that a module defines. A registry without modules has the
-    items of entry points alone. ``group`` is their group, if it is not named after the package.
+    for all items of a module.
     """
 
     def __init__(
@@ -51,6 +56,16 @@ class Registry(Generic[T]):
         has_modules: bool = True,
         group: str = "",
     ) -> None:
+        """Look for nothing yet.
+
+        Args:
+            package: The full name of the package: ``pytest_distcompat.strategies``.
+            kind: The class of the items.
+            item_name: A noun for an item in messages: ``strategy``.
+            has_modules: Whether modules of the package define items. Modules whose name begins with
+                an underscore are left out. If not, all items come from entry points.
+            group: The group of entry points, if it is not named after the package.
+        """
         self._package = package
         self._group = group or package
         self._kind = kind
@@ -65,6 +80,7 @@ class Registry(Generic[T]):
         return tuple(dict.fromkeys(modules))
 
     def _own_modules(self) -> list[str]:
+        """Return the full names of the package's modules that define items."""
         if not self._has_modules:
             return []
         package = importlib.import_module(self._package)
@@ -84,7 +100,7 @@ class Registry(Generic[T]):
         return entry_by_origin
 
     def _own_items(self) -> Iterator[tuple[str, T]]:
-        """Yield each item of the package, after the module that defines it."""
+        """Yield each item of the package: the module that defines it, and the item."""
         for full_name in self._own_modules():
             module = importlib.import_module(full_name)
             items = self._items_of(module)
@@ -102,7 +118,7 @@ class Registry(Generic[T]):
         return items
 
     def _added_items(self) -> Iterator[tuple[str, T]]:
-        """Yield each item that another package adds, after its origin."""
+        """Yield each item that another package adds: words for its origin, and the item."""
         for origin, entry in self.extensions.items():
             where = f"entry point {self._group}: {origin}"
             try:
@@ -111,6 +127,7 @@ class Registry(Generic[T]):
                 kind = type(error).__name__
                 raise UsageProblem(f"{where}: {kind}: {error}") from error
             if isinstance(item, ModuleType) and self._items_of(item):
+                # An entry point may name a whole module.
                 for item_of_module in self._items_of(item):
                     yield where, item_of_module
                 continue
@@ -142,9 +159,9 @@ class Registry(Generic[T]):
         return {name: items[name] for name in sorted(items, key=position)}
 
     def _belongs(self, value: object, module: str) -> bool:
-        """Tell whether the value is an item: an instance of the kind, or a subclass of it.
+        """Tell whether a value in a module is an item: an instance of the kind, or a subclass.
 
-        A subclass must be defined by the module itself.
+        A subclass must be defined by the module itself: modules import base classes too.
         """
         if isinstance(value, type):
             return issubclass(value, self._kind) and value.__module__ == module
@@ -164,4 +181,5 @@ class Registry(Generic[T]):
 
 
 def _name(item: object) -> str:
+    """Return the attribute ``name`` of an item."""
     return str(getattr(item, "name"))  # noqa: B009 - the items are of any class with a name

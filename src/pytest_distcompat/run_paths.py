@@ -1,4 +1,10 @@
-"""What the ranks of a suite's run are told, and the directories in which they read and write."""
+"""Payload of a suite's run: what ranks are to do, and the directories in which they read and write.
+
+A run is one process group from start to end, on which each rank performs the same actions (build,
+step, save, ...). ``runner`` in pytest's process writes a ``SuitePayload`` into the request of the
+run; ``worker`` on each rank decodes it. A run that resumes has another directory than the run whose
+checkpoint it loads: ``load_from`` is in the earlier one.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +24,11 @@ class SuitePayload:
     """The payload of the request for one run of a suite.
 
     Attributes:
-        driver: The driver's name, or ``module:attribute``.
-        cell: The id of the cell in which the run trains.
+        driver: The name of the driver (the trainer under test as a class), or
+            ``module:attribute``.
+        cell: The id of the cell in which the run trains, ``fsdp2-fp32-w2``.
         ranks: The number of data-parallel ranks of the cell whose check needs the run. A reference
-            run in one process trains on the batches of so many ranks.
+            run, which repeats the training in one process, trains on the batches of so many ranks.
         device: ``cuda`` or ``cpu``.
         run: The actions of the ranks.
         save_to: The directory of the checkpoint that the run saves. If the run corrupts a
@@ -73,7 +80,7 @@ class RunPaths:
 
     Attributes:
         save_to: See ``SuitePayload``.
-        load_from: The checkpoint of an earlier run, or of this one.
+        load_from: The directory of the checkpoint of an earlier run, or of this one.
         export: See ``SuitePayload``.
         ranks: See ``SuitePayload``.
     """

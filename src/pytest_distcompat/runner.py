@@ -1,6 +1,19 @@
-"""Runner: (driver, cell, scenario) -> Trace.
+"""Runner: has ranks perform the runs that a check needs, and returns what they recorded.
 
-Each distinct run runs once for all checks and xdist workers.
+A *run* is one process group from start to end, such as ``train`` or ``resume``. A *scenario* is the
+runs that a check needs together. A *cell* is one point of the matrix, such as ``fsdp2-fp32-w2``. A
+*driver* is the trainer under test, as a class that the ranks import by its name.
+
+``Check.execute`` calls ``Runner.trace(driver, cell, scenario)`` for each check in each cell; the
+checks then judge the returned ``Trace``. Many checks need the same run, and xdist's workers are
+several processes. So each distinct run has a directory in the session's store, and runs once for
+all of them:
+
+- ``<run>/run.json``: how the run ended. It is written last, so a run with this file is finished.
+- ``<run>/``: the ranks' logs with their snapshots, the request, and the checkpoint.
+- ``<run>.lock``: locked by the process that runs it, while others wait.
+
+``plugin.session`` makes the ``Runner`` of a pytest session, ``engine`` that of a program.
 """
 
 from __future__ import annotations
@@ -45,25 +58,31 @@ TraceAndCommand = tuple[RunTrace, str]
 
 @dataclass(eq=False)
 class Runner:
-    """Runner of a session: runs what checks need, and keeps the results.
+    """Runner of a session: runs what checks need, and keeps the results."""
 
-    They are in ``store``, a directory that all xdist workers of the session share. ``worker`` is
-    the worker of xdist, whose node agents alone have its checkpoints of each node. ``recorders``
-    are the extensions' on each rank (``recording``). ``started`` has the directories of the runs
-    that this process has started, each with the name of the run.
-    """
-
+    #: The directory of the results, which all xdist workers of the session share.
     store: Path
+    #: Starts the ranks of a run.
     launcher: Launcher
     _: KW_ONLY
+    #: ``cuda`` or ``cpu``.
     device: str
+    #: The time limit of a run in seconds.
     timeout: float
+    #: Shows the user a line, such as that a run had to be repeated.
     notice: Callable[[str], None] = print
+    #: The user's limits of measured numbers: ``{"throughput": 0.9}``.
     limits: Mapping[str, float] | None = None
+    #: The log level of pytest for the ranks; empty if none is set.
     log_level: str = ""
+    #: The xdist worker, ``gw0``; empty without xdist. On several machines without a shared disk
+    #: only its own agents have the checkpoints that its runs wrote.
     worker: str = ""
+    #: Functions of extensions that record on each rank (``recording``), as ``module:function``.
     recorders: tuple[str, ...] = ()
+    #: The directories of the runs that this process has started -> the names of the runs.
     started: dict[Path, str] = field(default_factory=dict, init=False)
+    #: The runs that were read last, by directory.
     _decoded: dict[Path, TraceAndCommand] = field(default_factory=dict, init=False)
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
@@ -72,11 +91,13 @@ class Runner:
         Runs that another check already needed are read, not run again.
         """
         runs: dict[str, RunTrace] = {}
+        # Name of a run -> the command that repeats it.
         notes: dict[str, str] = {}
         wanted = {run.name: run for run in scenario.runs}
         for run in scenario.runs:
             earlier = runs.get(run.after)
             if earlier is not None and _saved_too_little(earlier, run):
+                # There is nothing to load, so this run has failed for the same reason.
                 run_cell = run.cell(cell)
                 runs[run.name] = RunTrace(
                     run.name, run_cell.world_size, (), end=earlier.end, cell=run_cell.id
@@ -104,6 +125,10 @@ class Runner:
             (directory / DONE).unlink(missing_ok=True)
 
     def _trace(self, driver: str, cell: Cell, run: Run, after: Run | None) -> TraceAndCommand:
+        """Return a run, from memory, from its directory, or by running it now.
+
+        ``after`` is the run whose checkpoint or export it loads; None for none.
+        """
         directory = self._directory(driver, cell, run)
         # A test, or a cleaner of temporary files, may have removed what later runs load.
         if directory not in self._decoded or not (directory / DONE).exists():
@@ -120,9 +145,11 @@ class Runner:
             for old in list(self._decoded)[:-DECODED_RUNS_KEPT]:
                 del self._decoded[old]
         trace, command = self._decoded[directory]
+        # Two scenarios may have the same run under two names (``Run.same_as``).
         return dataclasses.replace(trace, name=run.name), command
 
     def _run(self, driver: str, cell: Cell, run: Run, after: Run | None) -> TraceAndCommand:
+        """Have ranks perform a run, and write how it ended; the arguments are as in ``_trace``."""
         directory = self._directory(driver, cell, run)
         self.started[directory] = run.name
         # An interrupted session may have left logs, to which the ranks would append.
@@ -163,25 +190,16 @@ class Runner:
             set=_threads(run_cell, self.device),
             turn=_turn(after),
         )
+        # This waits until all ranks have ended, well or not.
         ending = self.launcher.run(request)
         if ending.notice:
             self.notice(ending.notice)
         trace = run_trace(run.name, ending, run_cell)
-        # The ranks' logs have the snapshots.
-        without_snapshots = dataclasses.replace(trace, snapshots=())
-        data = {
-            "trace": dataclasses.asdict(without_snapshots),
-            "command": ending.command,
-            "seconds": ending.seconds,
-            "ranks": rank_reports(ending),
-        }
-        partial = directory / f"{DONE}.{os.getpid()}"
-        partial.write_text(json.dumps(data), encoding="utf-8")
-        partial.rename(directory / DONE)
+        _write_done(directory, trace, ending)
         return trace, ending.command
 
     def _directory(self, driver: str, cell: Cell, run: Run) -> Path:
-        """Return the directory of a run.
+        """Return the directory of a run: ``torch-fsdp2-fp32-w2-train-1a2b3c4d`` in the store.
 
         Two checks share it if the run is in the same cell for as many ranks.
         """
@@ -191,6 +209,7 @@ class Runner:
         run_name = run.same_as or run.name
         text = f"{driver}-{run_cell.id}-{run_name}"
         if run_cell.world_size != cell.world_size:
+            # A reference in one process trains on the batches of so many ranks.
             text += f"-of_{cell.dp_size}"
         if run.after and run_cell != cell:
             text += f"-after_{cell.id}"
@@ -215,7 +234,9 @@ def _has_own_disks(cell: Cell, run: Run) -> bool:
 def _turn(after: Run | None) -> int:
     """Return the turn of a run: which interpreters its ranks are forked from (``launch.forking``).
 
-    A run that loads a checkpoint uses other interpreters than the run that saved it, rank by rank.
+    A run that loads a checkpoint uses other interpreters than the run that saved it, rank by rank:
+    their hash seeds differ, as those of two launches by torchrun do. There are two interpreters, so
+    turns alternate: 0 for a run that loads nothing, 1 for one that loads from that, 2 for the next.
     """
     if after is None:
         return 0
@@ -234,6 +255,25 @@ def _threads(cell: Cell, device: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1"}
 
 
+def _write_done(directory: Path, trace: RunTrace, ending: Ending) -> None:
+    """Write how a run ended into its directory, which makes the run a finished one.
+
+    The file has the trace without snapshots, which are in the ranks' logs, the command that repeats
+    the run, its duration, and a report of each failed rank.
+    """
+    without_snapshots = dataclasses.replace(trace, snapshots=())
+    data = {
+        "trace": dataclasses.asdict(without_snapshots),
+        "command": ending.command,
+        "seconds": ending.seconds,
+        "ranks": rank_reports(ending),
+    }
+    # Written under another name first: a file of the right name is always complete.
+    partial = directory / f"{DONE}.{os.getpid()}"
+    partial.write_text(json.dumps(data), encoding="utf-8")
+    partial.rename(directory / DONE)
+
+
 def read_run(directory: Path) -> TraceAndCommand:
     """Return a finished run and the command that repeats it.
 
@@ -249,6 +289,7 @@ def read_run(directory: Path) -> TraceAndCommand:
 
 
 def _snapshots(events: Mapping[int, Sequence[Event]]) -> tuple[Snapshot, ...]:
+    """Return all snapshots in the logs of ranks, given by rank."""
     snapshots: list[Snapshot] = []
     for logged in events.values():
         for event in of_kind(SnapshotTaken, logged):
@@ -265,7 +306,7 @@ def _saved_too_little(earlier: RunTrace, run: Run) -> bool:
 
 
 def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
-    """Return the trace of a run from its ending."""
+    """Return the trace of a run from its ending: what the ranks logged, and how they ended."""
     # A verdict does not depend on which machines there are: their names are for those who read it.
     failure = None
     if ending.failed:
@@ -277,7 +318,7 @@ def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
 def _run_failure(ending: Ending) -> RunFailure:
     """Return the failure, in the action of the rank that failed first.
 
-    A rank that had finished is in no action.
+    A rank that had finished is in no action; nor is one of a launch that failed itself.
     """
     failure = RunFailure(ending.kind, ending.headline(), ending.text())
     cause = ending.cause
@@ -294,9 +335,9 @@ def _run_failure(ending: Ending) -> RunFailure:
 
 
 def rank_reports(ending: Ending) -> list[dict[str, Any]]:
-    """Return a report of each rank that failed, the cause first.
+    """Return a report of each rank that failed, the cause first, for the session's report.
 
-    An error of the launch stands before them, as rank None.
+    An error of the launch stands before them, as rank None. ``_rank_report`` has the keys.
     """
     reports: list[dict[str, Any]] = []
     if ending.launch_error:
@@ -308,6 +349,10 @@ def rank_reports(ending: Ending) -> list[dict[str, Any]]:
 
 
 def _rank_report(end: RankEnd) -> dict[str, Any]:
+    """Return how one rank ended, as JSON: status, message, output, stack, open collectives.
+
+    Texts are empty where nothing is known.
+    """
     stack = ""
     if end.stack:
         stack = without_launcher(end.stack)

@@ -1,6 +1,8 @@
-"""Launches of unmodified scripts and command lines on ranks.
+"""Launches of unmodified scripts and command lines on ranks: names that users import.
 
-These are the names of ``ext.scripts`` that users import.
+``from pytest_distcompat import scripts`` gives a user's test ``scripts.launch("train.py", ...)``,
+which runs a training script on several ranks, observes it, and checks what it did. The code is in
+the extension ``ext.scripts``. Without that folder this import still works; the use of a name fails.
 """
 
 from __future__ import annotations

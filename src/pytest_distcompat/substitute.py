@@ -1,6 +1,9 @@
-"""What takes the place of the ranks of a session.
+"""Protocol of what takes the place of the ranks of a session.
 
-Processes without peers may do so, for example. An extension supplies one.
+An extension may return a substitute from the pytest hook ``pytest_distcompat_substitute``, if its
+command-line option is given. One is an extension that runs a single process in place of a large
+number of ranks, on fake tensors. ``plugin.session`` then uses the substitute's launcher for all
+suites, and ``plugin.suite`` asks it which cells it can run and which checks it can decide.
 """
 
 from __future__ import annotations

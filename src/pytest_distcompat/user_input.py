@@ -1,6 +1,7 @@
 """Values that a user gives: numbers of ranks, and addresses.
 
-They come from options, marks, matrices and commands.
+They come from options (``--distcompat-listen host:29400``), marks, matrices and commands. A wrong
+one raises ``UsageProblem``, whose message the user sees without a traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ _ADDRESS = re.compile(
 
 
 def check_count(name: str, value: object) -> None:
-    """Raise UsageProblem unless the value is a number of ranks or machines."""
+    """Raise UsageProblem unless the value is a number of ranks or machines.
+
+    ``name`` says in the message what the value is for: ``world_size``.
+    """
+    # ``True`` is an int too, by ``isinstance``.
     if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
         raise UsageProblem(
             f"{name} is {value!r}; expected a whole number from 1 to {LARGEST_COUNT}"
@@ -35,9 +40,9 @@ def write_address(host: str, port: int) -> str:
 
 
 def read_address(text: str) -> tuple[str, int | None]:
-    """Return the host and the port of an address.
+    """Return the host and the port of an address: of ``[::1]:29400`` ("::1", 29400).
 
-    The host is without brackets. The port is None if the address does not say it.
+    The port is None if the address does not say it.
 
     Raises:
         UsageProblem: It has another form, or the port is not between 1 and 65535.

@@ -1,4 +1,22 @@
-"""Entry point of a suite's ranks: calls the driver's methods in order, and the probe after each."""
+"""Entry point of a suite's ranks: calls the driver's methods in order, and the probe after each.
+
+A *run* is one process group from start to end, on which every rank performs the same list of
+*actions*, such as ``build_model, build, step, step, save, files`` (``scenario.Run``). ``runner`` in
+pytest's process requests it from a launcher. The launcher forks the ranks, and each calls ``run``
+of this module with the payload of the request: the driver's name, the cell's id, the actions, and
+where to save. A *driver* is the trainer under test, as a class with a few methods. A *cell* is one
+point of the matrix, such as ``fsdp2-fp32-w2``.
+
+There are two kinds of actions:
+
+- ``build``, ``load``, ``step``, ``overflow``, ``save`` and calls (``call step()``) are the
+  trainer's. A row of them is handed to ``Driver.train`` as one ``Plan``, because a trainer may do
+  them all in one call. The driver reports each when it is done.
+- all others are methods of ``Rank`` with that name: ``_build_model``, ``_files``, ``_reference``.
+
+After each action the probe reads model, optimizer or files, and the rank logs a ``Snapshot`` as a
+line of JSON. ``runner`` reads the logs, and checks judge them. The rank itself judges nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +64,7 @@ for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
 #: An epoch, and a batch of it.
 EpochAndBatch = tuple[int, int]
 
-#: The actions that are methods of the trainer, which may do several of them in one call.
+#: The actions that are methods of the trainer: it may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save"}
 
 
@@ -56,7 +74,14 @@ def is_training(action: str) -> bool:
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Perform one run on this rank; the payload is a ``SuitePayload`` as plain data."""
+    """Perform one run on this rank.
+
+    The launcher calls it (``Request.target``) on each rank, in the rank's process.
+
+    Args:
+        payload: A ``SuitePayload`` as plain data.
+        log: The log of this rank, which pytest's process reads.
+    """
     from pytest_distcompat.probe.observe import Observer
 
     suite_payload = decode(SuitePayload, payload)
@@ -66,7 +91,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     world = dataclasses.replace(world, own_disks=cell.own_disks)
     world.divide_memory()
     if world.shared and world.backend == "gloo":
+        # Before the trainer would choose NCCL by itself.
         _init_gloo(world)
+    # Settings of the cell for the environment: ``set_env.NAME=VALUE`` in its id.
     os.environ.update(cell.settings("env"))
     recorded_rank = RecordedRank(
         suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank
@@ -74,6 +101,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     with recording(suite_payload.recorders, recorded_rank) as recorders:
         driver = find_driver(suite_payload.driver)(cell, world)
         if log.by_hand:
+            # A user repeats the run with the command that its failure shows: what the first try
+            # saved is in the way.
             of_run = dataclasses.replace(world, own_disks=suite_payload.own_disks)
             suite_payload.paths.clear(suite_payload.run, log.path.parent, first=of_run.writes_first)
         rank = Rank(driver, suite_payload.run, suite_payload.paths, Observer(), log)
@@ -83,9 +112,13 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def _capture_log(level: str, log: RankLog) -> None:
-    """Write log records without a handler to a file, as pytest writes them.
+    """Write log records that no handler takes to a file, in the format of pytest.
 
     The root logger gets no handler of its own.
+
+    Args:
+        level: The log level of pytest, ``INFO`` or ``20``; empty if none is set.
+        log: The log of this rank; the file is beside it.
     """
     # With one ``logging.basicConfig`` of the trainer would do nothing
     # (https://docs.python.org/3/library/logging.html#logging.lastResort).
@@ -119,9 +152,14 @@ _alive: list[object] = []
 
 
 class Rank:
-    """Actions of one run on one rank, each followed by a snapshot."""
+    """Actions of one run on one rank, each followed by a snapshot.
 
-    #: What extensions record here.
+    ``perform`` goes through the run's actions. A method that is named like an action,
+    ``_build_model``, performs it and returns fields of the ``Snapshot`` by name: ``{"loss": 2.5}``.
+    ``_begin`` and ``_end`` stand around each action.
+    """
+
+    #: What extensions record on this rank.
     recorders: Sequence[Recorder] = ()
 
     def __init__(
@@ -132,19 +170,23 @@ class Rank:
         self.run_paths = run_paths
         self.observer = observer
         self.log = log
-        #: Which action of the run is next, and before which one the trainer's plan ends.
+        #: The index of the next action in ``run.actions``; -1 before the first.
         self.index = -1
+        #: The index after the last action of the trainer's plan.
         self.end = 0
-        #: How many steps this training has taken.
+        #: How many steps this training has taken, those before the checkpoint that it loads
+        #: included.
         self.number = run.first_step
+        #: The model that nothing wraps, from ``build_model`` until the trainer gets it.
         self.unwrapped: Module | None = None
         observer.trainer = self._trainer
 
     def _trainer(self) -> tuple[Module | None, Any, bool]:
         """Return the trained model, its optimizer, and whether the step is one of the first.
 
-        The first steps are recorded with all values.
+        The observer calls it in its hooks; the first steps are recorded with all values.
         """
+        # In a reference run there is no trainer, and the unwrapped model is trained.
         model = self.unwrapped
         if model is None:
             model = self.driver.model
@@ -167,7 +209,10 @@ class Rank:
 
     @property
     def _next_in_plan(self) -> str:
-        """The action that the trainer is to do next; empty if its plan is done."""
+        """The action that the trainer is to do next; empty if its plan is done.
+
+        A plan may have ``files`` in it, which this rank does itself (``_record_action``).
+        """
         if self.index < self.end:
             return self.run.actions[self.index]
         return ""
@@ -193,9 +238,11 @@ class Rank:
         self.began = clock.now()
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
-        """Log what was seen after the action, and begin the next one.
+        """Log the snapshot of the action that is done, and begin the next one.
 
-        ``seconds`` is how long the action took.
+        Args:
+            infos: Fields of the ``Snapshot`` by name.
+            seconds: How long the action took.
         """
         action = self.run.actions[self.index]
         snapshot = Snapshot(
@@ -214,9 +261,10 @@ class Rank:
         self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
-        """Hand the trainer its methods as one plan; read files in between.
+        """Hand the trainer its actions as one plan; read files in between.
 
-        The plan goes up to the next action of the worker's own.
+        The plan goes up to the next action of the worker's own. Only ``files`` may stand inside it:
+        then files are read while the trainer waits for its report to return.
         """
         actions = []
         self.end = self.index
@@ -226,8 +274,10 @@ class Rank:
             elif action != "files":
                 break
             self.end += 1
+        # From here on the trainer's own model is observed and evaluated (``driver.model``).
         unwrapped = self.unwrapped
         self.unwrapped = None
+        # A run that damages a checkpoint damages a copy, which stands where it saves.
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
         plan = Plan(
             tuple(actions),
@@ -241,6 +291,7 @@ class Rank:
             self.driver.caller = self.driver.live_calls(
                 self.driver, self.run_paths.save_to / "called", (rank,), self.number
             )
+        # ``_record_action`` is called inside ``train``, once after each action.
         with self.observer.watching():
             self.observer.record_operators(on=self._observes_operators)
             self.driver.train(unwrapped, plan, self._record_action)  # type: ignore[arg-type]  # a plan without build needs no model
@@ -251,7 +302,10 @@ class Rank:
 
     @property
     def _observes_operators(self) -> bool:
-        """Tell whether single operators are recorded in the next action."""
+        """Tell whether single operators are recorded in the next action.
+
+        That is slow, so it is done in one step of a training only.
+        """
         if self._next_in_plan not in STEP_ACTIONS or self.run.first_step:
             # A resumed training is compared by its values with one that never stopped.
             return False
@@ -263,9 +317,14 @@ class Rank:
         )
 
     def _record_action(self, action: str, loss: Any = None) -> None:
-        """Record an action that ``Driver.train`` reports as done.
+        """Record an action that ``Driver.train`` reports as done: its argument ``report``.
 
-        ``loss`` is the loss of a step, or what a call returned.
+        Args:
+            action: The action: ``step``.
+            loss: The loss of a step, or what a call of the live trainer returned.
+
+        Raises:
+            RuntimeError: If it is not the next action of the plan.
         """
         # Before the probe reads anything, which is not the trainer's time.
         seconds = clock.now() - self.began
@@ -293,22 +352,28 @@ class Rank:
         self.observer.record_operators(on=self._observes_operators)
 
     def _observe_built(self) -> None:
-        """Attach to the model that the trainer has built, before its first step."""
+        """Attach the observer to the model that the trainer has built, before its first step.
+
+        Not to one that is compiled: hooks would break its graph.
+        """
         if self.driver.model is not None and not self.driver.cell.option("compile"):
             self.observer.attach_to_built(self.driver.model)
         self._fit_first_scale()
 
     def _needs_all_values(self, action: str) -> bool:
-        """Tell whether the snapshot after an action holds all values.
+        """Tell whether the snapshot after an action has digests of all tensors.
 
-        It does, but for steps between the first and the last.
+        It has, but for steps between the first and the last: no check compares those, and hashing
+        takes time.
         """
         if self.run.records_calls or action not in STEP_ACTIONS or self._among_first_steps:
             return True
-        return STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
+        later_actions = self.run.actions[self.index + 1 :]
+        # The last step of the run has no step after it.
+        return STEP_ACTIONS.isdisjoint(later_actions)
 
     def _step(self, loss: Any) -> dict[str, Any]:
-        """Return what a step is recorded by besides the state after it."""
+        """Return the fields of a snapshot that only a step has: loss, norm, what was observed."""
         driver = self.driver
         infos = {
             "loss": _number(loss, "the loss"),
@@ -317,17 +382,19 @@ class Rank:
             **self.observer.infos(),
         }
         if driver.pp_group is not None:
-            from pytest_distcompat.probe.observe import digest_of_inputs
+            # The model of a later pipeline stage is fed activations, so the batches are recorded in
+            # place of the model's inputs.
+            from pytest_distcompat.probe.inputs import digest_of_inputs
 
             with self.observer.aside():
                 infos["inputs"] = tuple(digest_of_inputs([batch]) for batch in driver.fed)
         return infos
 
     def _fit_first_scale(self) -> None:
-        """Begin at a loss scale that fits, unless a load brings one.
+        """Begin at a loss scale (of fp16) that fits, unless a load brings one.
 
-        With the trainer's own first scale it shows that the load brought another. Under another
-        strategy a load need not bring the scale.
+        If a load follows, the trainer keeps its own first scale: the loaded one is another, so that
+        a load that forgets it shows. A checkpoint of another strategy need not bring the scale.
         """
         from pytest_distcompat.probe.snapshot import fit_first_scale
 
@@ -337,9 +404,11 @@ class Rank:
             fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
     def _called(self, result: Any) -> dict[str, Any]:
-        """Return what calls are compared by after an action.
+        """Return the fields by which calls are compared, after an action.
 
-        The action returned a loss, outputs, whole tensors or nothing.
+        A run with calls makes calls such as ``step(clip='no')`` on the live trainer, and its
+        reference makes the same calls in one process. ``result`` is what the action returned: a
+        loss, outputs, whole tensors by name, or None.
         """
         from torch import Tensor
 
@@ -361,9 +430,13 @@ class Rank:
         return infos | self.observer.infos()
 
     def _reference_call(self) -> dict[str, Any]:
-        """Do a call of the live trainer in one process, on the batches of all ranks."""
+        """Do a call of the live trainer in one process, on the batches of all ranks.
+
+        The action reads ``reference step(clip='no')``.
+        """
         driver = self.driver
         if driver.caller is None:
+            # The first call: a plain trainer in place of the driver's own.
             assert self.unwrapped is not None
             driver.model = self.unwrapped.float()
             driver.optimizer = driver.make_optimizer(driver.model)
@@ -376,7 +449,10 @@ class Rank:
                 result = driver.caller.outputs()
         return self._snapshot(whole=True) | self._called(result)
 
+    # Actions of the worker's own, each a method with the name of the action.
+
     def _build_model(self) -> dict[str, Any]:
+        """Make the model, and read it before anything wraps it."""
         self.unwrapped = self._placed(self.driver.build_model())
         infos = self._attach(self.unwrapped)
         # An adapter is written by PEFT. Checks read what rank 0 says, and to find the names takes a
@@ -390,6 +466,7 @@ class Rank:
         return infos
 
     def _reload(self) -> dict[str, Any]:
+        """Load what an earlier run exported, as users do, and read that model."""
         from pytest_distcompat.probe.files import readable
 
         # Close the files only after the model is read: it may load its weights lazily.
@@ -398,16 +475,17 @@ class Rank:
             return self._attach(self.unwrapped)
 
     def _placed(self, model: Module) -> Module:
-        """Return the model on this rank's device, where batches are.
+        """Return the model, moved to this rank's device unless a trainer is built around it.
 
-        A model that a trainer is built around stays where it is.
+        Without a trainer the model itself is run, on batches that are on the device. A trainer
+        moves the model itself.
         """
         if "build" not in self.run.actions:
             move_to_device(model, self.driver.world.device)
         return model
 
     def _attach(self, model: Module) -> dict[str, Any]:
-        """Read a model that no trainer has yet, and observe it from here on."""
+        """Read a model that no trainer has yet, and observe it from then on."""
         from pytest_distcompat.probe.live import read_unwrapped
         from pytest_distcompat.probe.snapshot import read_products
 
@@ -439,6 +517,7 @@ class Rank:
         if not self.driver.world.writes_first:
             return {}
         exported = read_files(self.run_paths.export, "export/")
+        # On several machines with disks of their own each first rank has files of the same names.
         prefix = f"of rank {rank}: " if rank else ""
         saved = read_files(self.run_paths.save_to, prefix)
         infos = {"files": self._with_own_names(saved + exported)}
@@ -447,13 +526,11 @@ class Rank:
         return infos
 
     def _with_own_names(self, files: Iterable[FileInfo]) -> tuple[FileInfo, ...]:
-        """Return files with the names that the model's tensors have.
-
-        The driver says them.
-        """
+        """Return files with the unwrapped model's names, which the driver says, for their keys."""
         return tuple(file.renamed(self.driver.saved_name) for file in files)
 
     def _export(self) -> dict[str, Any]:
+        """Have the driver export the weights; nothing for a driver that cannot."""
         if not self.driver.can("export"):
             return {}
         # Read the model before the export, which may round the live model.
@@ -463,11 +540,13 @@ class Rank:
         return infos
 
     def _exported(self) -> dict[str, Any]:
+        """Read the live model again: an export must not change it."""
         if not self.driver.can("export"):
             return {}
         return self._snapshot(whole=True)
 
     def _evaluate(self) -> dict[str, Any]:
+        """Compute outputs of the trained or the reloaded model on one fixed batch."""
         from pytest_distcompat.probe.snapshot import sample
 
         if not self.driver.can("evaluate"):
@@ -477,6 +556,10 @@ class Rank:
             return {"outputs": sample(self.driver.evaluate(model))}
 
     def _reference(self) -> dict[str, Any]:
+        """Take a step of the same training in one process, in float32 and without wrappers.
+
+        Checks compare the losses of the run on several ranks with its losses.
+        """
         from pytest_distcompat.probe.optimizer import read_optimizer
 
         driver = self.driver
@@ -501,9 +584,10 @@ class Rank:
         return infos | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
 
     def _rounded(self) -> dict[str, Any]:
-        """Run the reference under autocast.
+        """Take a step of the reference under autocast, which shows how far rounding alone moves it.
 
-        Return nothing where it cannot run so, which is no failure.
+        Return nothing where it cannot run so, which is no failure: a model may have an operator
+        that autocast does not know.
         """
         import torch
 
@@ -515,6 +599,7 @@ class Rank:
         return {}
 
     def _damage(self) -> dict[str, Any]:
+        """Corrupt the checkpoint, on rank 0; its files entry says which file, and how."""
         from pytest_distcompat.corrupt import corrupt
 
         if self.driver.world.rank:
@@ -527,9 +612,11 @@ class Rank:
         return self.driver.loaders_in(self.driver.cell)
 
     def _rows(self) -> dict[str, Any]:
+        """Read two epochs of each loader, from their beginning."""
         return self._loaded(self._loaders, [(0, 0)], self.run_paths.save_to)
 
     def _resumed_rows(self) -> dict[str, Any]:
+        """Read the loaders that can resume, from where an earlier run left them."""
         resumed: list[str] = []
         for name, loader in self._loaders.items():
             if loader.resumes:
@@ -537,11 +624,12 @@ class Rank:
         return self._loaded(resumed, RESUME_AT, self.run_paths.load_from)
 
     def _moved_rows(self) -> dict[str, Any]:
+        """Read the loaders that can resume with another number of ranks: with twice as many."""
         moved: list[str] = []
         for name, loader in self._loaders.items():
             if loader.moves:
                 moved.append(name)
-        # Twice as many ranks are as far after half the batches.
+        # Twice as many ranks have read as many rows after half as many batches.
         starts: list[EpochAndBatch] = []
         for epoch, batch in RESUME_AT:
             if batch:
@@ -551,7 +639,13 @@ class Rank:
     def _loaded(
         self, names: Iterable[str], starts: Sequence[EpochAndBatch], directory: Path
     ) -> dict[str, Any]:
-        """Return the rows that loaders give from each of these epochs and batches on."""
+        """Return the rows that loaders give from each of these epochs and batches on.
+
+        Args:
+            names: The names of the loaders.
+            starts: The epochs and batches, ``[(1, 0), (1, 2)]``.
+            directory: Where a loader saves its place, or what it resumes from.
+        """
         rows = []
         for name in names:
             for epoch, batch in starts:
@@ -573,6 +667,7 @@ class Rank:
         return RowsInfo(name, epoch, batch, loader, epochs)
 
     def _metrics(self) -> dict[str, Any]:
+        """Run the trainer's evaluation; nothing for a driver that has none."""
         if not self.driver.can("metrics") or not self.driver.evaluates_in(self.driver.cell):
             return {}
         metrics: dict[str, float] = {}
@@ -581,6 +676,7 @@ class Rank:
         return {"metrics": metrics}
 
     def _snapshot(self, *, whole: bool) -> dict[str, Any]:
+        """Return what the probe reads of the live trainer; with ``whole`` the tensors too."""
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         driver = self.driver

@@ -1,4 +1,13 @@
-"""World: a rank's place in the process group and its device, from torchrun's environment."""
+"""World: a rank's place in the process group and its device, from torchrun's environment.
+
+On each rank ``worker`` (for a suite) and ``plugin.on_ranks`` (for a marked test) make a ``World``
+before anything else runs: the driver or the test gets it as ``world``. Rank 1 of 2 on two GPUs is
+``World(rank=1, size=2, local_rank=1, device="cuda:1")``.
+
+Usually each rank has a GPU of its own. With fewer GPUs than ranks several ranks share one: then
+each may use a part of its memory, and the backend is gloo where NCCL refuses such ranks. Ranks of
+other runs may share a GPU too, if the user allows it (``--distcompat-ranks-per-gpu``).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +28,10 @@ class World:
     """Place of one rank in its group and on this machine.
 
     Attributes:
+        rank: The number of the rank, from 0: torchrun's ``RANK``.
+        size: The number of ranks: ``WORLD_SIZE``.
+        local_rank: The number of the rank on its machine or, if ranks share GPUs, of its GPU.
+        device: ``cpu``, or the rank's GPU: ``cuda:1``.
         shared: Whether there are fewer GPUs than ranks.
         nccl: Whether NCCL takes the ranks that share a GPU.
         ranks_each: The largest number of ranks on one GPU, those of other runs included.
@@ -51,11 +64,14 @@ class World:
         # depends on no neighbour.
         of_all_runs = int(os.environ.get(RANKS_PER_GPU, "1"))
         if "CUDA_VISIBLE_DEVICES" not in os.environ or visible >= local_size:
+            # Each rank of this run has a GPU of its own.
             return cls(rank, size, local_rank, f"cuda:{local_rank}", ranks_each=of_all_runs)
+        # Ranks go round: with 2 GPUs ranks 0 and 2 share the first.
         local_rank %= visible
         os.environ["LOCAL_RANK"] = str(local_rank)
         nccl = os.environ.get(SHARES_GPUS) == "1"
-        ranks_each = max(of_all_runs, -(-local_size // visible))
+        of_this_run = -(-local_size // visible)
+        ranks_each = max(of_all_runs, of_this_run)
         return cls(rank, size, local_rank, f"cuda:{local_rank}", True, nccl, ranks_each)
 
     @property
@@ -74,9 +90,9 @@ class World:
             torch.cuda.set_per_process_memory_fraction(1 / self.ranks_each, self.local_rank)
 
     def divide_memory_once_used(self, torch: Any) -> None:
-        """Divide the memory as soon as this process opens CUDA.
+        """Divide the memory as soon as this process opens CUDA, for a marked test.
 
-        Some ranks never open it, and some fork before they do.
+        Some tests never open it, and some fork before they do. ``torch`` is the module.
         """
         if self.divides_memory:
             _divide_once_used(self, torch)

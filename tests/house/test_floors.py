@@ -37,7 +37,29 @@ NEED_TORCH = {
     "ext.upstream.drivers._samplers",
 } | {
     f"probe.{m}"
-    for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
+    for m in (
+        "tensors",
+        "layouts",
+        "meshes",
+        "deepspeed_shards",
+        "live",
+        "optimizer",
+        "wrapped_optimizers",
+        "flat_masters",
+        "states",
+        "gradients",
+        "dropouts",
+        "inputs",
+        "operators",
+        "checkpoint_parts",
+        "dcp",
+        "pickles",
+        "observe",
+        "files",
+        "snapshot",
+        "extra",
+        "weights",
+    )
 }
 
 

@@ -142,7 +142,7 @@ def grouped(payload: Mapping[str, Any], log: RankLog) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from pytest_distcompat.probe.observe import group_ranks
+    from pytest_distcompat.probe.operators import group_ranks
 
     class Groups(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,7 +265,7 @@ def autotp(payload: Mapping[str, Any], log: RankLog) -> None:
 
     from pytest_distcompat.ext.upstream.drivers._deepspeed_checkpoints import whole_weights
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-    from pytest_distcompat.probe.layouts import autotp_cut
+    from pytest_distcompat.probe.deepspeed_shards import autotp_cut
 
     without_shared_memory()
     deepspeed.init_distributed(dist_backend="gloo")
@@ -296,7 +296,8 @@ def experts(payload: Mapping[str, Any], log: RankLog) -> None:
     from torch import distributed
 
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-    from pytest_distcompat.probe.layouts import named_parameters, wrapper_layouts
+    from pytest_distcompat.probe.deepspeed_shards import named_parameters
+    from pytest_distcompat.probe.layouts import wrapper_layouts
     from pytest_distcompat.probe.tensors import digest
 
     without_shared_memory()
@@ -344,7 +345,7 @@ def secondary(payload: Mapping[str, Any], log: RankLog) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-    from pytest_distcompat.probe.layouts import secondary_ranks
+    from pytest_distcompat.probe.deepspeed_shards import secondary_ranks
 
     without_shared_memory()
     deepspeed.init_distributed(dist_backend="gloo")
@@ -366,7 +367,7 @@ def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
     from torch import distributed
 
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-    from pytest_distcompat.probe.optimizer import master_copies, torch_optimizer
+    from pytest_distcompat.probe.wrapped_optimizers import master_copies, torch_optimizer
 
     without_shared_memory()
     model = torch.nn.Linear(4, 3)

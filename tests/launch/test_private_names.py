@@ -24,7 +24,7 @@ from pytest_distcompat.ext.reuse.process_state import _at_exit
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.warm import WarmLauncher
-from pytest_distcompat.probe.live import _not_saved
+from pytest_distcompat.probe.parts import _not_saved
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Run
@@ -133,10 +133,10 @@ def test_the_group_of_an_operator(run: Run) -> None:
     expected = {"c10d::allreduce_": [0, 1], "_c10d_functional::all_gather_into_tensor": [0, 1]}
     assert {name: ranks_by_name.get(name) for name in expected} == expected, (
         "OpOverload._schema.arguments or distributed_c10d._resolve_process_group is not what it was: see "
-        f"probe/observe.py:group_ranks\n{ending.text()}"
+        f"probe/operators.py:group_ranks\n{ending.text()}"
     )
     assert ranks_by_name["_c10d_functional::wait_tensor"] == [], (
-        "an operator that waits has a group: see probe/observe.py:group_ranks"
+        "an operator that waits has a group: see probe/operators.py:group_ranks"
     )
 
 
@@ -183,7 +183,7 @@ def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
     elements = {"weight": 0, "bias": 0}
     for event in events(with_deepspeed, "parameter"):
         assert event["kept"] in {"tensor_fragment", "NoneType"}, (
-            f"DeepSpeed no longer has parameter._hp_mapping: see probe/optimizer.py:_partitioned\n{event}"
+            f"DeepSpeed no longer has parameter._hp_mapping: see probe/flat_masters.py:partitioned_numel\n{event}"
         )
         assert event["group"] == [0, 1], (
             f"parameter._dp_group is another: see probe/layouts.py:partition_layout\n{event}"
@@ -191,7 +191,7 @@ def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
         elements[event["name"]] += event["held"] or 0
     assert elements == {"weight": 12, "bias": 3}, (
         "the ranks' parameter._hp_mapping.lp_fragment_address.numel do not add up to the parameters: see "
-        f"probe/optimizer.py:_partitioned\n{with_deepspeed.text()}"
+        f"probe/flat_masters.py:partitioned_numel\n{with_deepspeed.text()}"
     )
     assert not with_deepspeed.failed, with_deepspeed.text()
 
@@ -202,7 +202,7 @@ def test_the_flat_partitions_of_zero3() -> None:
     stage3 = importlib.import_module("deepspeed.runtime.zero.stage3")
     optimizer = inspect.getsource(stage3.DeepSpeedZeroOptimizer_Stage3)
     for name in ("_z3_optimizer", "self.grad_position", "def get_param_id", "self.fp32_partitioned_groups_flat"):
-        assert name in optimizer, f"DeepSpeed's stage 3 has no {name}: see probe/optimizer.py:_in_zero3_partition"
+        assert name in optimizer, f"DeepSpeed's stage 3 has no {name}: see probe/flat_masters.py:_in_zero3_partition"
 
 
 @needs_deepspeed
@@ -220,7 +220,7 @@ def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, t
         ending = warm.run(Request("bodies:autotp", {}, 2, str(tmp_path)))
     first, second = sorted(events(ending, "cut"), key=lambda event: str(event["cuts"]))
     assert (first["cuts"], second["cuts"]) == ([[[8, 4], 0, 0, 4], None], [[[8, 4], 0, 4, 4], None]), (
-        f"DeepSpeed's parameters say otherwise how they were cut: see probe/layouts.py:autotp_cut\n{ending.text()}"
+        f"DeepSpeed's parameters say otherwise how they were cut: see probe/deepspeed_shards.py:autotp_cut\n{ending.text()}"
     )
     assert "TensorParallel_Layer" in first["bases"], "the layers have another name: see probe/observe.py"
     assert {"0.weight": [8, 4], "0.bias": [8], "1.running_mean": [4]}.items() <= first["shapes"].items(), (
@@ -244,7 +244,7 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
             for part in ("weight", "bias")
         }
         assert event["same"] == dict.fromkeys(names, True), (
-            "experts are numbered otherwise: see probe/layouts.py:moe_experts"
+            "experts are numbered otherwise: see probe/deepspeed_shards.py:moe_experts"
         )
         assert event["layouts"] == [["dp_replicate=Replicate, ep=Stage", [rank // 2 * 2, rank // 2 * 2 + 1]]]
         assert event["others"] == ["dp_replicate=Replicate"]
@@ -261,7 +261,7 @@ def test_the_secondary_partition_of_deepspeed(warm: WarmLauncher, tmp_path: Path
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         ending = warm.run(Request("bodies:secondary", {}, 4, str(tmp_path)))
     assert [event["ranks"] for event in events(ending, "secondary")] == [[2, [2], 0]] * 4, (
-        "DeepSpeed's parameters have no ds_secondary_tensor, or at other times: see probe/layouts.py:secondary_ranks\n"
+        "DeepSpeed's parameters have no ds_secondary_tensor, or at other times: see probe/deepspeed_shards.py:secondary_ranks\n"
         f"{ending.text()}"
     )
 
@@ -276,7 +276,7 @@ def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tm
         ("weight", "torch.float32"),
         ("bias", "torch.float32"),
     ] * 2, (
-        "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/optimizer.py:master_copies\n"
+        "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/wrapped_optimizers.py:master_copies\n"
         f"{ending.text()}"
     )
 

@@ -22,7 +22,7 @@ from pytest_distcompat.ext.simulation.sent import sent_bytes
 from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.judge import judge
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.probe.layouts import alike_ranks
+from pytest_distcompat.probe.meshes import alike_ranks
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.scenario import Run, Scenario
 from pytest_distcompat.status import Status

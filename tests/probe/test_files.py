@@ -17,7 +17,8 @@ from pytest_distcompat.corrupt import corrupt
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.events import Start
 from pytest_distcompat.ext.scripts import reading
-from pytest_distcompat.probe.files import MODEL, PICKLED, module_directories, read_files, read_saved
+from pytest_distcompat.probe.checkpoint_parts import MODEL
+from pytest_distcompat.probe.files import PICKLED, module_directories, read_files, read_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

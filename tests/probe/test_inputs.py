@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from pytest_distcompat.probe.observe import Observer, tensors_fed
+from pytest_distcompat.probe.inputs import tensors_fed
+from pytest_distcompat.probe.observe import Observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,9 +20,11 @@ else:
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from pytest_distcompat.probe.layouts import Cut, layout_of
+from pytest_distcompat.probe.deepspeed_shards import Cut
+from pytest_distcompat.probe.gradients import read_gradients
+from pytest_distcompat.probe.layouts import layout_of
 from pytest_distcompat.probe.live import read_model
-from pytest_distcompat.probe.optimizer import read_gradients, read_optimizer
+from pytest_distcompat.probe.optimizer import read_optimizer
 from pytest_distcompat.probe.tensors import digest, local_of
 from pytest_distcompat.trace import MeshDim, StateInfo
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from pytest_distcompat.digests import combine
+from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.live import read_model, read_unwrapped
 from pytest_distcompat.probe.observe import Observer
-from pytest_distcompat.probe.optimizer import read_gradients, read_optimizer, read_scheduler
+from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
 from pytest_distcompat.probe.snapshot import read_snapshot_fields, sample
 from pytest_distcompat.probe.tensors import digest, stored_dtype, stored_parts
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pytest_distcompat.probe.live import read_parts, read_unwrapped
+from pytest_distcompat.probe.live import read_unwrapped
+from pytest_distcompat.probe.parts import read_parts
 
 
 def test_the_buffers_of_what_lies_above_the_blocks() -> None:

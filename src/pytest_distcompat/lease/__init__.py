@@ -1,9 +1,14 @@
 """Leases of GPUs, or of CPU slots, to one process group at a time.
 
-It knows neither ranks nor pytest. ``inventory`` lists the devices, ``places`` names those of a GPU
-that runs share, ``tickets`` is the queue, ``pool`` leases devices, ``watch`` reports what a request
-waits for, ``directory`` has the locks, ``timeline`` records leases, and ``packing`` orders
-requests.
+Several xdist workers, and several pytest sessions of one user on one machine, start process groups
+at the same time. Before each one ``leased.LeasedLauncher`` asks a ``Pool`` for as many devices as
+the group has ranks, and gives them back when the ranks have ended. All pools of a user agree
+through files in one directory. A CPU slot stands for a part of a core where there are no GPUs.
+
+This package knows neither what ranks do nor pytest. ``inventory`` lists the devices, ``tickets`` is
+the queue of requests, ``pool`` leases devices, ``watch`` reports what a request waits for,
+``directory`` has the locks, ``timeline`` records leases, and ``packing`` orders tests so that the
+devices are busy. ``pytest_distcompat.places`` names the places of a GPU that runs share.
 """
 
 from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here

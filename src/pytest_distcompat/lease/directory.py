@@ -1,4 +1,14 @@
-"""Directory of locks and records, which a cleaner may remove even while locks are held."""
+"""Directory of locks and records, which a cleaner may remove even while locks are held.
+
+All pytest processes of one user on a machine agree on devices through one directory below the
+temporary one. ``pool`` has a lock and a record in it for each device that is leased, ``tickets``
+those of each request that waits. A *cleaner* is what empties temporary directories, as
+systemd-tmpfiles does: it may remove a locked file, or the whole directory, at any time. So each
+function here creates again what is missing, and a lock checks that its file is still in place.
+
+A device's name is like ``GPU-8932f937-...`` or ``cpu-0.1``; that of a place, a part of a GPU that
+runs share, like ``GPU-8932f937-....place-2-of-4``.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +37,18 @@ QUEUE = "queue"
 
 
 class TakenError(Exception):
-    """Another process or thread has the lock."""
+    """Another process or thread has the lock or the claim that was asked for."""
 
 
 @dataclass(frozen=True)
 class FileLock:
     """Lock on a file of the directory, until ``close`` or the end of the process.
 
-    It excludes threads of one process too.
+    It excludes threads of one process too: each lock opens the file anew.
     """
 
     path: Path
+    #: The file descriptor. Its ``flock`` is the lock.
     file: int
 
     def in_place(self) -> bool:
@@ -85,14 +96,14 @@ class LeaseDirectory:
                 return
 
     def _in_directory(self, call: Callable[[], int]) -> int:
-        """Return what a call returns, once the directory is there."""
+        """Return what a call returns; make the directory and call again while it is missing."""
         while True:
             with contextlib.suppress(FileNotFoundError):
                 return call()
             self.make()
 
     def write(self, name: str, text: str) -> None:
-        """Write a record for processes that wait.
+        """Write a record, ``cpu-0.1.json``, for processes that wait.
 
         On a full disk none is written; the lock holds anyway.
         """
@@ -103,7 +114,7 @@ class LeaseDirectory:
                 raise
 
     def tickets(self) -> Iterator[str]:
-        """Yield the records of the queue; those that are removed meanwhile are left out."""
+        """Yield the texts of the records in the queue; those removed meanwhile are left out."""
         with contextlib.suppress(FileNotFoundError):
             for path in (self.path / QUEUE).iterdir():
                 if path.suffix == ".json":
@@ -111,9 +122,17 @@ class LeaseDirectory:
                         yield path.read_text(encoding="utf-8")
 
     def lock(self, name: str, *, shared: bool = False) -> FileLock:
-        """Lock a file without waiting; a shared lock excludes only the others.
+        """Lock a file without waiting.
 
-        Raises TakenError.
+        Several processes may have a shared lock at the same time. It excludes a lock that is not
+        shared, and such a lock excludes all others.
+
+        Args:
+            name: The name of the file, which is created: ``cpu-0.1.lock``.
+            shared: Whether the lock is shared.
+
+        Raises:
+            TakenError: If a lock of another process or thread excludes this one.
         """
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         path = self.path / name
@@ -134,12 +153,14 @@ class LeaseDirectory:
     def claim(self, name: str) -> socket.SocketType:
         """Bind the abstract socket address of a device, until the socket is closed.
 
+        An abstract address is a name in the kernel without a file: see unix(7). Nobody connects to
+        it. That one socket only can have it makes it a lock.
+
         Raises:
             TakenError: If another process or thread has bound it.
-
-        See unix(7). ``SocketType`` is the class behind ``socket.socket``, which plugins replace to
-        forbid connections.
         """
+        # ``SocketType`` is the class behind ``socket.socket``, which plugins replace to forbid
+        # connections.
         claimed = socket.SocketType(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claimed.bind(self._claimed(name))
@@ -151,7 +172,11 @@ class LeaseDirectory:
         return claimed
 
     def claimed(self, device: str) -> list[str]:
-        """Return the names of a device and its places that processes claim, if the kernel tells."""
+        """Return the names of a device and its places that processes claim.
+
+        ``["GPU-a.place-1-of-4"]``; empty if there are none, or if the kernel does not list them.
+        """
+        # The kernel lists an abstract address with ``@`` for its first byte, which is 0.
         prefix = self._claimed(device).replace("\0", "@")
         names = []
         with contextlib.suppress(OSError):
@@ -172,6 +197,11 @@ class LeaseDirectory:
         return 0
 
     def _claimed(self, name: str) -> str:
+        """Return the abstract address of a device or place.
+
+        It is a digest of the directory and the device, with the place behind it, so that the
+        addresses of all places of a device begin with that of the device.
+        """
         # An address has 107 bytes at most; a path may have more.
         device = device_of(name)
         path = os.fsencode(f"{self._address}/{device}")
@@ -181,12 +211,13 @@ class LeaseDirectory:
 
 
 def own_directory(path: Path) -> Path:
-    """Make that directory for this user alone, and take a wrong mode from it.
+    """Make that directory for this user alone, and return its path.
 
-    Raises UsageProblem if it belongs to another user.
+    In a shared temporary directory another user could otherwise place a link at the path, or have
+    the locks. A directory of this user that is open to others is closed to them first.
 
-    In a shared temporary directory another user could otherwise place a link at the path, or hold
-    the locks.
+    Raises:
+        UsageProblem: If the path, or something in the directory, belongs to another user.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)

@@ -1,6 +1,11 @@
-"""Inventory of the devices to lease.
+"""Inventory of the devices to lease: the GPUs that this process may use, or slots of the CPU.
 
-They are the GPUs that this process may use or, without any, slots of the CPU.
+A pytest session makes one ``Inventory`` from its options when it needs devices for the first time,
+and hands it to its ``Pool``. The pool leases devices out of ``ids`` to each process group, so that
+no two groups share one, unless the user lets them.
+
+Names are ``GPU-8932f937-...`` (NVML's UUID) and ``cpu-3.1``, the second slot of core 3. A slot is
+the right to run a rank on the CPU; no rank is pinned to its core.
 """
 
 from __future__ import annotations
@@ -27,10 +32,11 @@ class Inventory:
 
     Attributes:
         kind: ``gpu`` or ``cpu``.
-        ids: The same for every process of the machine, so that several pytest sessions agree on
-            them.
+        ids: The names of the devices. They are the same for every process of the machine, so that
+            several pytest sessions agree on them.
         ranks_each: How many ranks may share a GPU if there are fewer GPUs than ranks.
-        runs_share: Whether ranks of several runs may share a GPU. If not, a run takes whole GPUs.
+        runs_share: Whether ranks of several runs may share a GPU. If not, a run takes whole GPUs. A
+            run is one process group from start to end.
     """
 
     kind: Literal["gpu", "cpu"]
@@ -52,20 +58,21 @@ class Inventory:
 
     @property
     def places(self) -> int:
-        """The number of runs of one rank that may use a device at the same time."""
+        """Into how many places a device is divided: so many runs of one rank may use it at once."""
         return self.ranks_each if self.runs_share else 1
 
     def needed(self, ranks: int) -> int:
         """Return how many devices to lease for so many ranks.
 
         Ranks can share cores, so more ranks than CPU slots take all slots. Up to ``ranks_each``
-        ranks can share a GPU.
+        ranks can share a GPU: 4 ranks take 4 of 8 GPUs, and both of 2 GPUs if ``ranks_each`` is 2.
 
         Raises:
             UsageProblem: If there are too few GPUs, or ``ranks`` is below 1.
         """
         if ranks < 1:
             raise UsageProblem(f"a lease is of at least 1, not {ranks}")
+        # Rounded up.
         least = -(-ranks // self.ranks_each)
         if self.kind == "gpu" and least > len(self.ids):
             known = ", ".join(self.ids)
@@ -78,12 +85,14 @@ class Inventory:
         """Return the variables that make only these devices visible.
 
         There are none for CPU slots, to which nothing is pinned. GPUs are named by number, because
-        some libraries take ``int`` of each entry (deepspeed/accelerator/cuda_accelerator.py).
+        some libraries take ``int`` of each entry (deepspeed/accelerator/cuda_accelerator.py):
+        ``CUDA_VISIBLE_DEVICES=0,3``.
         """
         if self.kind != "gpu":
             return {}
         numbers = gpu_numbers(ids)
         if numbers is None:
+            # A MIG instance, a part of a GPU, has a UUID and no number.
             return dict.fromkeys(VISIBLE, ",".join(ids))
         listed = ",".join(map(str, numbers))
         return {**dict.fromkeys(VISIBLE, listed), **NVML_ORDER}
@@ -98,8 +107,14 @@ def gpus(
 ) -> Inventory:
     """Return the first ``most`` GPUs that are visible to this process, or all of them.
 
-    ``wanted`` are entries of CUDA_VISIBLE_DEVICES to go by instead of its own. Raises UsageProblem
-    if there are none.
+    Args:
+        most: The number of GPUs; None for all.
+        ranks_each: See ``Inventory``.
+        wanted: Entries of CUDA_VISIBLE_DEVICES to use in place of those in the environment.
+        runs_share: See ``Inventory``.
+
+    Raises:
+        UsageProblem: If there are none.
     """
     visible = visible_ids(",".join(wanted) or None)
     ids = tuple(visible[:most])

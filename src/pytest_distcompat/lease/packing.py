@@ -1,8 +1,12 @@
 """Order of tests that keeps the devices busy.
 
-Workers take tests in the order of a list, and a request waits for those before it. So large groups
-go first, and of each size the longest: large groups start while many devices are free, and small,
-short ones fill the gaps at the end. A test that takes most of the session goes before them all.
+Under xdist one process, the controller, hands out tests to the workers. Before it begins,
+``plugin.packing`` calls ``pack`` with the number of ranks of each test and its duration in an
+earlier session, if that is known. The controller hands the tests out in the returned order.
+
+A request for devices waits for those before it. So large process groups go first, and of each size
+the longest: large groups start while many devices are free, and small, short ones fill the gaps at
+the end. A test that takes most of the session goes before them all.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ class Demand:
     """Devices and time that a test needs.
 
     Attributes:
-        seconds: How long, None if unknown.
-        items: How many pytest items one worker runs in a row for it: the checks of a suite's cell
-            are one demand.
+        id: The name by which the caller knows the test.
+        world_size: The number of its ranks, each of which needs a device.
+        seconds: How long it takes, None if unknown.
+        items: How many pytest items one worker runs in a row for it. All checks of one cell of a
+            suite are one demand, because they share its runs.
     """
 
     id: str
@@ -40,7 +46,7 @@ class Demand:
 def pack(demands: Iterable[Demand], devices: int, workers: int) -> list[Demand]:
     """Return the demands in the order in which workers should take them.
 
-    Each has its expected duration.
+    Each has its expected duration. ``devices`` and ``workers`` are how many there are of each.
     """
     known = expect(list(demands))
     # A test that takes most of the session must not begin last, however few devices it needs.
@@ -57,7 +63,8 @@ def pack(demands: Iterable[Demand], devices: int, workers: int) -> list[Demand]:
 def expect(demands: Sequence[Demand]) -> list[Demand]:
     """Return the demands with durations.
 
-    Unknown ones get the median of their world size, of all, or ``UNKNOWN`` seconds.
+    For each item of a demand without one, the median of an item with the same world size is
+    assumed; if there is none, that of all items; if there is none either, ``UNKNOWN`` seconds.
     """
     seconds_by_size: dict[int, list[float]] = {}
     all_seconds: list[float] = []
@@ -76,9 +83,10 @@ def expect(demands: Sequence[Demand]) -> list[Demand]:
 
 
 def ideal(demands: Iterable[Demand], devices: int, workers: int) -> float:
-    """Return a lower bound of the makespan in seconds.
+    """Return a lower bound of the session's duration (its makespan) in seconds.
 
-    It is the most of: all devices always busy, all workers always busy, the longest test alone.
+    It is the largest of three: the time if all devices were always busy, the time if all workers
+    were always busy, and the time of the longest test.
     """
     device_seconds: float = 0
     durations = []
@@ -86,4 +94,6 @@ def ideal(demands: Iterable[Demand], devices: int, workers: int) -> float:
         seconds = demand.expected()
         device_seconds += min(demand.world_size, devices) * seconds
         durations.append(seconds)
-    return max([device_seconds / devices, sum(durations) / workers, *durations])
+    if_devices_were_busy = device_seconds / devices
+    if_workers_were_busy = sum(durations) / workers
+    return max([if_devices_were_busy, if_workers_were_busy, *durations])

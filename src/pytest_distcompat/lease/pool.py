@@ -1,15 +1,26 @@
 """Pool of devices and places, leased to one process group at a time.
 
-All processes of one user on a machine share it. A device is a GPU, a MIG instance, or a CPU slot:
-the right to run some ranks on the CPU. One is leased while a process holds the lock on the device's
-file and the claim on its name, so the operating system ends the lease of a process that dies,
-however it dies. The claim holds even if a cleaner removes the file. Beside each lock is a record of
-the holder, for messages, and of the memory in use before the lease. A record without a lock belongs
-to a holder that died.
+Before a process group starts, ``leased.LeasedLauncher`` (in each pytest process, and in each xdist
+worker) enters ``Pool.lease(2, who="test_a.py::test_b")`` for its 2 ranks. It waits there until two
+devices are free, starts the ranks with ``Lease.environment``, ``{"CUDA_VISIBLE_DEVICES": "0,3",
+...}``, and leaves the block when the ranks have ended.
 
-Where runs share a GPU, a run of one rank leases one of its places (``places``): it shares the lock
-on the GPU's file, and has a lock and a claim of its own on the place. So it excludes a lease of the
-whole GPU, and of a GPU divided otherwise.
+All processes of one user on a machine share the devices; there is no server. A device is a GPU, a
+MIG instance (a part of a GPU with a UUID of its own), or a CPU slot: the right to run a rank on the
+CPU. It is leased while a process has two things: the lock on the device's file, and the claim on
+its name, an abstract socket address (``directory``). The operating system ends both for a process
+that dies, however it dies. The claim holds even if a cleaner removes the file.
+
+Each device has two files in the directory of the pool, named after it: ``cpu-0.1.lock``, which is
+locked, and ``cpu-0.1.json``, the record of the holder. The record is for messages, and for the
+memory in use before the lease. A record without a lock belongs to a holder that died.
+
+Where runs share a GPU, a run leases a place for each rank, ``GPU-a.place-2-of-4`` (``places``): it
+shares the lock on the GPU's file, and has a lock and a claim of its own on the place. So it
+excludes a lease of the whole GPU, and of a GPU divided otherwise.
+
+Memory that stays in use after a lease is a *leak*: a process of the ranks has survived. The next
+holder is told who left it.
 """
 
 from __future__ import annotations
@@ -57,7 +68,8 @@ _POLL, _POLL_MEMORY = 0.02, 0.05
 #: out.
 Memory = Callable[[Sequence[str]], Mapping[str, int]]
 
-#: Of devices that are locked: the names that are held, its own or those of its places.
+#: Device -> the names that are locked for it: its own, ``{"GPU-a": ("GPU-a",)}``, or those of its
+#: places, ``{"GPU-a": ("GPU-a.place-1-of-4", "GPU-a.place-2-of-4")}``.
 NamesByDevice = dict[str, tuple[str, ...]]
 
 
@@ -73,11 +85,11 @@ class Lease:
     """Devices that are leased.
 
     Attributes:
-        ids: The devices; fewer than requested if the request went on without CPU slots that a
-            suspended process holds.
-        environment: Variables that make only these devices visible.
-        places: How many runs of one rank may use each of these devices: a rank may use that part of
-            its memory.
+        ids: The devices; fewer than requested if ranks share devices, or if the request went on
+            without CPU slots that a suspended process has.
+        environment: Variables that make only these devices visible; empty for CPU slots.
+        places: Into how many places each device is divided, 1 if runs share none: with 4 a rank may
+            use a quarter of the memory.
         leak: Memory that a dead holder left before this lease and, after the end of the lease,
             memory that it left itself.
         own_leak: The second of these alone.
@@ -113,14 +125,16 @@ class _Grant:
     measure: Memory
 
 
-#: What this thread holds, in its attribute ``ranks_by_lock``.
+#: The devices that this thread has leased, in its attribute ``ranks_by_lock``.
 _this_thread = threading.local()
 
 
 def _ranks_by_lock() -> Mapping[Path, int]:
-    """Return how many ranks may use each device that this thread holds.
+    """Return the devices that this thread has leased.
 
-    Keys are the paths of the devices' locks. Those of all pools are among them.
+    Keys are the paths of the devices' locks, values how many ranks may use each device.
+    They are of all pools of this process. A test that was lent GPUs and starts a script finds them
+    here (``Pool.lease``).
     """
     ranks_by_lock: Mapping[Path, int] = getattr(_this_thread, "ranks_by_lock", {})
     return ranks_by_lock
@@ -146,14 +160,14 @@ class Pool:
     Args:
         directory: The directory of the locks; None for the default one.
         inventory: The devices.
-        memory: Measures the memory of the devices; by default NVML does: all that is in use, or
-            this process's own where runs share GPUs.
+        memory: Measures the memory of the devices. By default NVML (NVIDIA's library for reading
+            GPUs) does: all that is in use, or this process's own where runs share GPUs.
         free_timeout: How long memory may take to become free after a lease, in seconds.
         timeline: The directory for the record of leases (``lease.timeline``), None for no record.
-        worker: The name of this process in that record.
-        session: Names the session that this process belongs to; by default the directory of the
-            record does.
-        notify: Shows the user what a request waits for.
+        worker: The name of this process in that record: ``gw0``, an xdist worker.
+        session: Any text that names the pytest session of this process, the same for all its xdist
+            workers; by default the directory of the record.
+        notify: Shows the user one line about what a request waits for.
 
     Raises:
         UsageProblem: If the directory is not this user's own.
@@ -175,10 +189,12 @@ class Pool:
         self._used_memory = self.memory or devices.used_memory
         self._own_memory = self.memory or devices.own_memory
         self._run = self.session or str(self.timeline or "")
+        #: Reports what the waiting request waits for; None while none waits.
         self._watch: Watch | None = None
         #: Holders that a request has given up on, so that the next one need not wait for them
         #: again.
         self._given_up: set[Blocker] = set()
+        #: The sessions, or processes, of which the user has seen a line.
         self._notified: set[str] = set()
 
     @contextlib.contextmanager
@@ -192,7 +208,7 @@ class Pool:
 
         Args:
             ranks: The number of ranks.
-            who: Names the request in messages to others who wait.
+            who: Names the request in messages to others who wait: a test's id.
             timeout: How long to wait for the devices, in seconds.
             whole: Whether to lease whole GPUs where other runs could share them.
 
@@ -202,18 +218,16 @@ class Pool:
             LeaseTimeout: After ``timeout``.
         """
         count = self.inventory.needed(ranks)
+        # Whether other runs may be on the same devices.
         shares = self.inventory.places > 1 and not whole
-        #: The number of places on each device; 0 for whole devices.
+        # The number of places on each device; 0 for whole devices.
         places = 0
         if shares:
             # Rounded up.
             places = -(-ranks // count)
-        mine: list[str] = []
-        for device in self.inventory.ids:
-            if self._path(device, "lock") in _ranks_by_lock():
-                mine.append(device)
+        mine = self._of_this_thread()
         if mine:
-            yield self._lend_again(tuple(mine), count, places, who)
+            yield self._lend_again(mine, count, places, who)
             return
         requested_at = clock.now()
         with contextlib.ExitStack() as locks:
@@ -221,11 +235,12 @@ class Pool:
             names_by_device, waited_for = self._take(count, places, who, deadline, locks)
             ids = tuple(names_by_device)
             names = tuple(itertools.chain(*names_by_device.values()))
+            # Before this lease writes its own records, since those of dead holders are read.
             leaks_of_dead = self._await_dead_holders(names)
             granted_at = clock.now()
             since = clock.wall()
-            # On a device that runs share, all memory in use is also that of neighbours: only this
-            # process's own can be told.
+            # On a device that runs share, the memory in use is also that of neighbours: only this
+            # process's own can be told apart. CPU slots have no memory of their own.
             measure = self._own_memory if shares else self._used_memory
             before = measure(ids) if self.inventory.kind == "gpu" else {}
             self._write_records(names, who, since, {} if shares else before)
@@ -243,10 +258,19 @@ class Pool:
                 if os.getpid() == owner:
                     self._end(lease, grant)
 
+    def _of_this_thread(self) -> tuple[str, ...]:
+        """Return the devices of the inventory that this thread has leased already."""
+        mine: list[str] = []
+        for device in self.inventory.ids:
+            if self._path(device, "lock") in _ranks_by_lock():
+                mine.append(device)
+        return tuple(mine)
+
     def _await_dead_holders(self, names: Sequence[str]) -> tuple[Leak, ...]:
         """Wait until memory is free that dead holders of these devices used.
 
-        They are the last holders, if they died. Return what they leak.
+        They are the last holders, if they died before the end of their lease. Return what stays in
+        use after ``free_timeout`` as their leaks.
         """
         before = {}
         who = {}
@@ -261,9 +285,10 @@ class Pool:
     def _write_records(
         self, names: Sequence[str], who: str, since: float, before: Mapping[str, int]
     ) -> None:
-        """Write for others who holds these devices.
+        """Write who has leased these devices, for others who wait, and for the next holder.
 
-        ``before`` is how much of their memory was in use before.
+        ``since`` is in seconds since the epoch; ``before`` has how many bytes of each device were
+        in use before the lease, and lacks the devices of which that is not known.
         """
         for name in names:
             holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
@@ -295,9 +320,16 @@ class Pool:
             append(self.timeline, span)
 
     def _lend_again(self, mine: tuple[str, ...], count: int, places: int, who: str) -> Lease:
-        """Return a lease of devices that this thread holds.
+        """Return a lease of devices that this thread has already: nothing is locked or awaited.
 
-        Raises UsageProblem if it holds too few.
+        Args:
+            mine: These devices.
+            count: How many the new request needs.
+            places: How many ranks are to share each; 0 if none.
+            who: Names the new request.
+
+        Raises:
+            UsageProblem: If this thread has too few.
         """
         if self.inventory.kind == "gpu" and count > len(mine):
             raise UsageProblem(
@@ -329,6 +361,7 @@ class Pool:
 
     def _holders(self, device: str) -> list[Holder]:
         """Return the holder of a device, or those of its places; none if it is free."""
+        # A device is free if it can be locked; the lock is given back at once.
         with contextlib.ExitStack() as locks:
             if self._lock_whole(device, locks):
                 return []
@@ -405,6 +438,7 @@ class Pool:
                     watch()
                     clock.sleep(_POLL)
         except GivenUpError:
+            # The request goes on with the CPU slots that it has, perhaps none.
             count = len(taken)
         finally:
             self._watch = None
@@ -441,7 +475,7 @@ class Pool:
     def _lock_whole(self, device: str, locks: contextlib.ExitStack) -> tuple[str, ...]:
         """Lock a device until ``locks`` is closed.
 
-        Return its name, or nothing if it was not free.
+        Return its name alone in a tuple, or an empty one if the device was not free.
         """
         with contextlib.ExitStack() as own:
             if not self._lock(device, own):
@@ -450,11 +484,15 @@ class Pool:
             # it. CPU slots have no places.
             if self.inventory.kind == "gpu" and self._has_claimed_places(device):
                 return ()
+            # Success: the lock outlives this block. On any other way out ``own`` releases it.
             locks.push(own.pop_all())
         return (device,)
 
     def _has_claimed_places(self, device: str) -> bool:
-        """Tell whether a process has claimed anything of a device but the whole."""
+        """Tell whether a process has claimed a place of a device.
+
+        This process has just claimed the whole device, if the kernel has such claims at all.
+        """
         return self._directory.claimed(device) not in ([], [device])
 
     def _lock_places(self, device: str, count: int, locks: contextlib.ExitStack) -> tuple[str, ...]:
@@ -483,9 +521,9 @@ class Pool:
         return tuple(names)
 
     def _is_excluded(self, device: str, places: Sequence[str]) -> bool:
-        """Tell whether others exclude these places of the device.
+        """Tell whether another process has what excludes these places of the device.
 
-        It is held as a whole then, or divided into another number of places.
+        That is the whole device, or a place of a division into another number of places.
         """
         for name in self._names(device):
             if name in places or may_be_held_beside(name, places[0]):
@@ -507,11 +545,12 @@ class Pool:
         return True
 
     def _names(self, device: str) -> list[str]:
-        """Return the names of a device and of its places that may be held.
+        """Return the names of a device and of its places that may be leased.
 
-        They are all that are claimed or have a file.
+        They are all that are claimed or have a file, the shortest first: the device itself.
         """
         if self.inventory.kind == "cpu":
+            # A slot has no places.
             return [device]
         files = self._directory.path.glob(self._path(device, "place-*.lock").name)
         names = set(self._directory.claimed(device))
@@ -520,16 +559,22 @@ class Pool:
         return sorted(names, key=lambda name: (len(name), name))
 
     def _is_held(self, name: str) -> bool:
-        """Tell whether a process holds a device or place."""
+        """Tell whether a process has leased a device or place: then it cannot be locked."""
         with contextlib.ExitStack() as lock:
             return not self._lock(name, lock)
 
     def _await_free(
         self, before: Mapping[str, int], who: Mapping[str, str], measure: Memory
     ) -> tuple[Leak, ...]:
-        """Wait until these devices use no more memory than ``before``.
+        """Wait until these devices use no more memory than before a lease.
 
-        Return what stays in use as leaks of its holders.
+        Args:
+            before: Device -> bytes in use before it.
+            who: Device -> who had it.
+            measure: Measures the bytes in use now.
+
+        Returns:
+            What stays in use after ``free_timeout``, but for ``TOLERANCE``; empty if nothing does.
         """
         deadline = clock.now() + self.free_timeout
         while True:
@@ -571,6 +616,7 @@ class Pool:
         return None
 
     def _path(self, name: str, kind: str) -> Path:
+        """Return the file of a device or place; ``kind`` is ``lock`` or ``json``."""
         # Older names of MIG devices contain slashes.
         quoted = quote(name, safe="")
         return self._directory.path / f"{quoted}.{kind}"

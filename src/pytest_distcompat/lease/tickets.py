@@ -1,5 +1,10 @@
 """Queue of requests for devices: each ticket is a file that its owner keeps locked while it waits.
 
+``pool.Pool`` stands in the queue with ``Queue.ticket`` while it waits for devices, and asks
+``overtaken`` many times a second whether another request is to be served first. The queue is a
+directory that all processes of a user share: ``queue/N.json`` says what request N wants, and
+``queue/N.lock`` is locked while its process waits.
+
 First come, first served. No ticket overtakes an earlier one that may take one of the same devices,
 so a large request is served after those before it, however many small ones follow. Tickets of
 inventories without a common device do not affect each other. A small request that would fit beside
@@ -27,17 +32,22 @@ from pytest_distcompat.lease.directory import QUEUE, FileLock, LeaseDirectory, T
 class Ticket:
     """Request for ``count`` of the devices ``ids``, by ``who``."""
 
+    #: Its place in the queue: smaller numbers come first.
     number: int
+    #: The devices of which any will do: ``("GPU-a", "GPU-b")``.
     ids: tuple[str, ...]
+    #: How many of them it needs.
     count: int
+    #: Names the request in messages: a test's id.
     who: str
+    #: The process that waits; 0 if unknown.
     pid: int = 0
 
 
 def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """Return the tickets to be served before ``mine``, the next one first.
+    """Return the tickets to be served before ``mine``, the one just before it first.
 
-    They are those that may take one of its devices.
+    They are the earlier ones that may take one of its devices.
     """
     wanted = set(mine.ids)
     before = []
@@ -57,12 +67,14 @@ class Queue:
         self._directory = directory
         #: The locks of this process's own tickets, by their numbers.
         self._own: dict[int, FileLock] = {}
-        #: The ticket that was last found ahead of each of them.
+        #: Number of an own ticket -> the ticket just before it, when last looked; None for none.
         self._ahead: dict[int, Ticket | None] = {}
 
     @contextlib.contextmanager
     def ticket(self, ids: tuple[str, ...], count: int, who: str) -> Iterator[Ticket]:
         """Have a request stand in the queue in the block. The arguments are as in ``Ticket``."""
+        # Callbacks run in reverse order at the end of the block: the files are removed, then the
+        # lock is released.
         with contextlib.ExitStack() as own:
             # All processes of a machine share this clock, so numbers grow. The process number keeps
             # two apart that come in the same nanosecond.
@@ -126,7 +138,10 @@ class Queue:
             self._write(mine)
 
     def _ended(self, other: Ticket) -> bool:
-        """Tell whether the ticket's owner was served, gave up or died: then its lock is free."""
+        """Tell whether the ticket's owner was served, gave up or died: then its lock is free.
+
+        The files of such a ticket are removed.
+        """
         with contextlib.suppress(TakenError), contextlib.closing(self._lock(other)):
             self._remove(other)
             return True

@@ -1,4 +1,10 @@
-"""Timeline of leases: one line of JSON for each lease, from all processes in one file."""
+"""Timeline of leases: one line of JSON for each lease, from all processes in one file.
+
+A lease is the time in which a process group has devices. ``pool.Pool`` appends a ``Span`` to the
+file when a lease ends. At the end of the session the report reads the file: ``entries`` for a bar
+of each device in the HTML page, ``gaps`` for why a device was free. The file's name is
+``leases.jsonl``; it is in a directory of the session that all xdist workers share.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +44,13 @@ class Span:
     Attributes:
         ids: The names of the devices or, if several runs share devices, of their places
             (``places``).
-        who: The name of the lease.
-        pid: The process that held it.
+        who: The name of the lease: the id of a test.
+        pid: The process that had it.
         asked: When it was requested.
         got: When it began.
         released: When it ended.
         leak: The memory that it leaked.
-        worker: The name of the xdist worker that held it; empty without xdist.
+        worker: The name of the xdist worker that had it, ``gw0``; empty without xdist.
         waited_for: The names of the leases and requests that it waited for. A short wait does not
             look for them.
     """
@@ -65,10 +71,10 @@ class Span:
         return self.released - self.got
 
     def on_node(self, node: str, ahead: float, worker: str) -> Span:
-        """Return the lease of another node's machine as one of this machine.
+        """Return the lease of another machine as one of this machine, for one report of all.
 
         Args:
-            node: The name of the node, which the names of the devices get.
+            node: The name of that machine. Devices get it before their names: ``n2 GPU-a``.
             ahead: By how many seconds the node's clock is ahead of this machine's.
             worker: The name of the xdist worker.
         """
@@ -98,7 +104,7 @@ def append(directory: Path, span: Span) -> None:
 def read_timeline(directory: Path) -> list[Span]:
     """Return all leases that have ended, in the order in which they began.
 
-    Incomplete lines are ignored.
+    Incomplete lines, of processes that died while they wrote, are ignored.
     """
     path = directory / FILE
     if not path.exists():
@@ -113,9 +119,10 @@ def read_timeline(directory: Path) -> list[Span]:
 def entries(directory: Path, since: float) -> list[dict[str, Any]]:
     """Return the timeline for a report, in the order in which leases began.
 
-    There is an entry for each device, or place of a device, of each lease. ``begin`` and ``end``
-    are in seconds after ``since``, which is of CLOCK_MONOTONIC; ``part`` is the fraction of the
-    device; ``leak`` is in bytes.
+    There is an entry for each device, or place of a device, of each lease: ``{"device": "GPU-a",
+    "part": 1.0, "who": "test_a.py::test_b", "worker": "gw0", "begin": 1.5, "end": 4.2, "leak":
+    0}``. ``begin`` and ``end`` are in seconds after ``since``, which is of CLOCK_MONOTONIC;
+    ``part`` is the fraction of the device; ``leak`` is in bytes.
     """
     rows = []
     for span in read_timeline(directory):
@@ -136,7 +143,8 @@ def entries(directory: Path, since: float) -> list[dict[str, Any]]:
 def _leaked(span: Span, name: str) -> int:
     """Return the bytes that a lease leaked on a device.
 
-    If it has several places, they count for the first.
+    A leak is of a device, not of a place. If the lease had several places of the device, the bytes
+    count for the first of them, and 0 for the others.
     """
     device = device_of(name)
     places = [place for place in span.ids if device_of(place) == device]
@@ -164,7 +172,7 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
 
     Returns:
         For each gap a dict of ``device``, ``begin``, ``end`` and ``why``; times are in seconds
-        after ``since``.
+        after ``since``. ``why`` is a phrase such as ``nothing left to run``.
     """
     if not spans:
         return []
@@ -212,7 +220,7 @@ def _free_intervals(device: str, spans: Sequence[Span], since: float, until: flo
 
 
 class _Reasons:
-    """Tells why devices were free at any time of a session."""
+    """Tells why devices were free at any time of a session, from when requests were made."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.first_request = min(span.asked for span in spans)

@@ -1,6 +1,13 @@
-"""Watch on a waiting request: it reports what the request waits for.
+"""Watch on a request that waits for devices: it reports what the request waits for.
 
-It gives up on CPU slots that will not be free soon.
+``pool.Pool`` makes a ``Watch`` for each request and calls it in its loop, many times a second,
+until the request has its devices. Once a second the watch looks who has them. After some seconds it
+shows the user one line, ``waits for 2 of 4 CPU slots of pid 71 (test_a.py::test_b)``. The whole
+text is for the message of a run that waits too long (``Pool.waits``).
+
+A request for CPU slots does not wait for ever: slots only limit how many ranks share the cores. If
+a suspended process has them, or another session has had them for a minute (in a debugger, say), the
+watch raises ``GivenUpError``, and the request goes on without them. A request for GPUs waits.
 """
 
 from __future__ import annotations
@@ -35,11 +42,11 @@ LONG_LEASE_S = 60.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Holder of a device.
+    """Process that has leased a device; it is also the record beside the device's lock.
 
     Attributes:
-        id: The device.
-        who: Names the lease in messages.
+        id: The device or place.
+        who: Names the lease in messages: the id of a test.
         pid: The process that holds it, 0 if unknown.
         since: When the lease began, in seconds since the epoch.
         before: The device's memory in use before the lease, in bytes, if known.
@@ -68,6 +75,9 @@ class Watch:
     """Periodic check of what the request ``who`` for ``count`` devices waits for.
 
     Attributes:
+        inventory: The devices of which it needs some.
+        count: How many.
+        who: Names the request: the id of a test.
         blockers: Returns the holders and tickets that the request waits for.
         given_up: Blockers that earlier requests of this process have given up on, so that the next
             one does not wait for them again.
@@ -87,12 +97,16 @@ class Watch:
     notify: Callable[[str], None] | None
 
     def __post_init__(self) -> None:
-        #: Who held the devices or was to be served before, whenever it looked.
+        #: Who had the devices or was to be served before, whenever it looked, as an ordered set of
+        #: names.
         self.waited_for: dict[str, None] = {}
         #: What the request waits for, in words; empty before it first looked.
         self.text = ""
         self._began = clock.now()
-        self._next_check = self._began + (0.0 if self.given_up else NOTIFY_AFTER_S)
+        # A short wait is not worth a look. A process that has given up on holders before looks at
+        # once, so as not to wait for the same ones again.
+        delay = 0.0 if self.given_up else NOTIFY_AFTER_S
+        self._next_check = self._began + delay
 
     def __call__(self) -> None:
         """Check the blockers if it is time to, and notify the user. Raises GivenUpError."""
@@ -112,9 +126,9 @@ class Watch:
             self._notify_in_time(blockers, stuck, waited)
 
     def _cannot_be_served(self, stuck: set[Blocker]) -> bool:
-        """Tell whether the request cannot be served even when others return their devices.
+        """Tell whether the request cannot be served even when all others return their devices.
 
-        All holders but the stuck ones are taken to return them.
+        ``stuck`` are the blockers that are expected to keep theirs.
         """
         stuck_devices = [blocker for blocker in stuck if isinstance(blocker, Holder)]
         if len(stuck_devices) < len(stuck):
@@ -126,7 +140,8 @@ class Watch:
     def _give_up_in_time(self, stuck: set[Blocker], waited: float) -> None:
         """Raise GivenUpError if the request has waited long enough for these blockers.
 
-        Notify the user of it once.
+        The user sees one line about it. For blockers that an earlier request gave up on there is no
+        further wait and no further line.
         """
         known = stuck <= self.given_up
         if not known and waited < GIVE_UP_AFTER_S:
@@ -139,7 +154,8 @@ class Watch:
     def _notify_in_time(self, blockers: list[Blocker], stuck: set[Blocker], waited: float) -> None:
         """Notify the user of blockers that are new.
 
-        That is done later if all are workers of the same session.
+        That is done later if all are workers of the same session: they often wait for each other,
+        and not for long.
         """
         assert self.notify is not None
         of_others: list[Blocker] = []
@@ -167,15 +183,21 @@ class Watch:
         return seconds >= LONG_LEASE_S and not self._of_this_run(blocker)
 
     def _of_other_run(self, blocker: Blocker) -> bool:
+        """Tell whether a blocker has a device, and belongs to another pytest session."""
         return isinstance(blocker, Holder) and not self._of_this_run(blocker)
 
     def _of_this_run(self, holder: Holder) -> bool:
+        """Tell whether a holder belongs to the same pytest session as the request."""
         if holder.pid == os.getpid():
             return True
         return holder.run != "" and holder.run == self.run
 
     def _text(self, blockers: list[Blocker], waited: float) -> str:
-        """Return what the request has waited for, with all its blockers."""
+        """Return what the request has waited for, with all its blockers.
+
+        Devices of one lease are listed together: "test_b (pid 71) has had cpu-0.0, cpu-0.1 for
+        3 s".
+        """
         ids_by_lease: dict[tuple[str, int, float], list[str]] = {}
         tickets = []
         for blocker in blockers:
@@ -201,7 +223,8 @@ class Watch:
     def _notice(self, verb: str, blockers: list[Blocker]) -> str:
         """Return one line about what the request waits for.
 
-        ``text`` and the error at the end of the wait have the rest.
+        It names one blocker, a stuck one if there is any, and counts the others. ``text`` and the
+        error at the end of the wait have the rest.
         """
         first = blockers[0]
         for blocker in blockers:
@@ -228,14 +251,19 @@ def _session(blocker: Blocker) -> str:
 
 
 def _shortened(name: str, most: int) -> str:
-    """Return the name with at most so many characters: of a test its end says the most."""
+    """Return the name with at most so many characters: of a test its end says the most.
+
+    ``tests/test_a.py::test_b`` becomes ``...test_a.py::test_b`` in 20 characters.
+    """
     most = max(most, _NAME_LEAST)
     if len(name) <= most:
         return name
-    return f"...{name[3 - most :]}"
+    ending = name[3 - most :]
+    return f"...{ending}"
 
 
 def _process(pid: int) -> str:
+    """Return the words for a process in messages: ``pid 71, suspended``."""
     suffix = ", suspended" if _suspended(pid) else ""
     return f"pid {pid or 'unknown'}{suffix}"
 

@@ -1,4 +1,11 @@
-"""Blocks of a model, and their names in the unwrapped model whatever wraps them now."""
+"""Blocks of a model, and their names in the unwrapped model whatever wraps them now.
+
+A block is one of the equal modules of which a model is made, such as the ``LlamaDecoderLayer``
+modules ``model.layers.0`` and ``model.layers.1``. FSDP wraps blocks one by one, and activation
+checkpointing and torch.compile may too. Each wrapper inserts a segment into names:
+``_fsdp_wrapped_module.layers.0``. ``live`` calls this module for the names that a block has without
+them. ``observe`` and drivers use its small questions about single modules.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ if TYPE_CHECKING:
 def is_a(module: Module, *names: str) -> bool:
     """Tell whether the module's class, or a base of it, has one of these names.
 
-    The library of the class need not be installed.
+    Unlike ``isinstance`` it needs no import: the library of the class need not be installed.
     """
     return any(base.__name__ in names for base in type(module).__mro__)
 
@@ -39,9 +46,10 @@ def unwrapped(module: Module) -> Module:
 
 
 def declared_blocks(model: Module) -> tuple[str, ...]:
-    """Return the sorted class names of the blocks that the model declares.
+    """Return the sorted class names of the blocks that the model declares: ``("BertLayer",)``.
 
-    If it declares none, they are those that its submodules declare.
+    If it declares none, they are those that its submodules declare: a user's model may have a model
+    of transformers inside.
     """
     # ``_no_split_modules`` of transformers and diffusers is private, but accelerate and
     # transformers wrap by it (https://huggingface.co/docs/accelerate/usage_guides/fsdp).
@@ -81,7 +89,10 @@ def join(prefix: str, name: str) -> str:
 
 
 def multiplies(module: Module) -> bool:
-    """Tell whether the module only multiplies by a matrix: a Linear or a convolution."""
+    """Tell whether the module only multiplies by a matrix: a Linear or a convolution.
+
+    A subclass that has modules inside, as those of PEFT have, computes more than that.
+    """
     from torch import nn
 
     kinds = (

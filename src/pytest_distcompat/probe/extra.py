@@ -1,4 +1,15 @@
-"""Reader of state beside model and optimizer, which a driver names in ``extra_state``."""
+"""Reader of state beside model and optimizer, which a driver names in ``extra_state``.
+
+A trainer may depend on more than model, optimizer and scheduler: an average of the weights, a
+curriculum, a generator of random numbers. A driver (the class that presents a trainer to this
+package) declares it as ``extra_state = {"trainer.ema": ExtraState()}``. ``worker`` then calls
+``read_extra_state`` on each rank after an action, and ``ext.scripts`` for variables of a script.
+The check ``extra_state`` compares the values between ranks, and before and after a checkpoint.
+
+The state is taken apart into single values. An average of one layer becomes
+``{"state_dict.weight": "32:1f...", "state_dict.decay": "0.99"}``: digests of tensors, and texts of
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +86,8 @@ def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
         is_exact = not isinstance(value, float)
         yield _Value(place, repr(value), is_exact)
     elif isinstance(value, torch.Tensor):
+        # Shards of different parts of a tensor have different places, so that they are not compared
+        # with each other.
         region = layout_of(value).region
         if region:
             place = f"{place} {region}"
@@ -87,10 +100,15 @@ def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
 
 
 def _parts(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a value that has several, each with its key."""
+    """Return the parts of a value that has several, each with its key.
+
+    Raises:
+        TypeError: If there is no known way to take the value apart.
+    """
     if isinstance(value, torch.nn.Module):
         # Not its state dict, which wrappers gather in a collective.
         return [*value.named_parameters(), *value.named_buffers()]
+    # ``random.Random`` has ``getstate``, ``torch.Generator`` has ``get_state``.
     for method in ("state_dict", "getstate", "get_state"):
         if callable(getattr(value, method, None)):
             return [(method, getattr(value, method)())]

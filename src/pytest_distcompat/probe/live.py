@@ -1,18 +1,22 @@
-"""Reader of models, in three states.
+"""Reader of models on a rank: unwrapped, then live.
 
-- ``read_unwrapped`` reads a model that nothing wraps yet. Checks expect its names, shapes, dtypes
-  and values of the trained model later.
-- ``read_parts`` reads the same of a model whose blocks a script has wrapped already, as it does
-  when it calls ``fully_shard`` for each block before the root. It puts together what was read of
-  each block before that, and what is still unwrapped.
+- ``read_unwrapped`` reads a model that nothing wraps yet, as a driver's ``build_model`` returns it.
+  ``worker`` calls it before the trainer is built. Checks expect its names, shapes, dtypes and
+  values of the trained model later.
 - ``read_model`` reads the live model, as the trainer has wrapped it and as this rank stores it.
+  ``snapshot`` calls it after each action (``build``, ``step``, ...).
+
+A *block* is one of the equal modules of which a model is made, such as ``layers.0``: FSDP wraps
+them one by one. A *live name* is a name in the wrapped model: ``module.layers.0.weight``. Of each
+parameter are recorded, among others, a *digest* (a hash of the values that this rank has) and a
+*layout* (which part of the whole tensor these are). No values are recorded.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +25,19 @@ import torch
 from pytest_distcompat.probe.blocks import (
     declared_blocks,
     is_a,
-    join,
     multiplies,
     named_blocks,
-    unwrapped,
 )
-from pytest_distcompat.probe.layouts import autotp_cut, layout_of, named_parameters, wrapper_layouts
-from pytest_distcompat.probe.optimizer import entries, master_copies
+from pytest_distcompat.probe.deepspeed_shards import autotp_cut, named_parameters
+from pytest_distcompat.probe.layouts import layout_of, wrapper_layouts
 from pytest_distcompat.probe.tensors import (
     digest,
     digest_rounded,
-    dtype_name,
     local_of,
     stored_dtype,
     zero3_shard,
 )
+from pytest_distcompat.probe.wrapped_optimizers import entries, master_copies
 from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -69,11 +71,12 @@ def read_unwrapped(
 
     Args:
         model: The model.
-        blocks: Class names of the modules to wrap one by one; empty for those that the model
-            declares.
+        blocks: Class names of the modules to wrap one by one, ``("LlamaDecoderLayer",)``; empty for
+            those that the model declares.
         ignored_modules: Names of the modules to leave out of the sharding.
-        obeyed: The options of a cell that the driver supports.
-        compute: The name of a dtype. Digests are also taken of the values rounded to it.
+        obeyed: The options of a cell that the driver supports, such as ``compile``.
+        compute: The name of the dtype that the precision computes in, ``bfloat16``. Digests are
+            also taken of the values rounded to it; empty for none.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -145,7 +148,10 @@ def tied_names(model: Module) -> list[tuple[str, ...]]:
 
 
 def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False) -> ParameterInfo:
-    """Return what is known of a parameter or buffer of the unwrapped model."""
+    """Return the record of a parameter or buffer, with the layout that the tensor itself has.
+
+    ``live_parameter_info`` is for parameters whose layout only their wrapper knows.
+    """
     return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
@@ -179,6 +185,7 @@ def read_model(
     if pp_group is not None:
         pp_ranks = tuple(distributed.get_process_group_ranks(pp_group))
         index = pp_ranks.index(distributed.get_rank())
+        # No tensor says that it is in one stage of a pipeline only, so that is added here.
         stage = MeshDim("pp", len(pp_ranks), index, STAGE)
         parameters = [_with_outermost_dim(info, stage) for info in parameters]
     world_size = 1
@@ -223,6 +230,7 @@ def _live_parameters(model: Module, optimizer: Any, zero_stage: int | None) -> l
     masters = master_copies(optimizer)
     entries_by_id: Counter[int] = Counter()
     for entry in entries(optimizer):
+        # An entry may be the float32 copy of a parameter: then it counts for the parameter.
         parameter = masters.get(id(entry), entry)
         entries_by_id[id(parameter)] += 1
     infos: list[ParameterInfo] = []
@@ -263,7 +271,11 @@ def _is_checkpointed(module: Module) -> bool:
 
 
 def _is_run_by_deepspeed(module: Module) -> bool:
-    """Tell whether a partial call of ``deepspeed.checkpointing.checkpoint`` is the forward."""
+    """Tell whether the module's ``forward`` was replaced by DeepSpeed's checkpointing.
+
+    The replacement is an instance attribute, a ``functools.partial`` of
+    ``deepspeed.checkpointing.checkpoint``.
+    """
     function = getattr(vars(module).get("forward"), "func", None)
     library = "deepspeed.runtime.activation_checkpointing.checkpointing"
     return getattr(function, "__module__", "") == library
@@ -342,12 +354,14 @@ def live_parameter_info(
         parameter: The parameter.
         layouts: The layouts, by ``id``, of tensors whose layout only their wrapper knows (FSDP1,
             DDP, ZeRO): ``layouts.wrapper_layouts``.
-        held: How many entries of the optimizer's groups are this tensor; None if that is unknown.
+        held: How many entries of the optimizer's groups are this tensor, see
+            ``ParameterInfo.held``; None if that is unknown.
     """
     from torch.distributed.fsdp import FlatParameter
 
     shape = tuple(parameter.shape)
     kind = "Tensor"
+    # What this rank stores of it.
     local = parameter
     layout = layouts.get(id(parameter)) or layout_of(parameter)
     if hasattr(parameter, "ds_shape"):
@@ -379,158 +393,3 @@ def live_parameter_info(
         digest=digest(parameter if kind == "DTensor" else local),
         held=held,
     )
-
-
-def read_parts(
-    model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()
-) -> UnwrappedInfo:
-    """Return what ``read_unwrapped`` returned before a script wrapped some modules of the model.
-
-    Args:
-        model: The model, whose root is not wrapped yet.
-        known: By the ``id`` of each wrapped module, what was read of it just before it was wrapped.
-        blocks: Class names of the modules to wrap one by one; empty for those that the model
-            declares.
-    """
-    # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
-    if not _contains_known(model, known):
-        return _partitioned(model, read_unwrapped(model, blocks))
-    parameters: list[ParameterInfo] = []
-    buffers: list[ParameterInfo] = []
-    state_dict: list[str] = []
-    tied_in_parts: list[tuple[str, ...]] = []
-    linears = 0
-    products = 0
-    for name, module in _parts(model, "", known):
-        part = _with_prefix(name, _read_part(module, known))
-        parameters += part.parameters
-        buffers += part.buffers
-        state_dict += part.state_dict
-        tied_in_parts += part.tied
-        linears += part.linears
-        products += part.products or 0
-    tied_in_model = tied_names(model)
-    tied_across_parts: list[tuple[str, ...]] = []
-    for group in tied_in_model:
-        if group not in tied_in_parts:
-            tied_across_parts.append(group)
-    classes = blocks or declared_blocks(model)
-    return UnwrappedInfo(
-        tuple(_without_duplicates(parameters, tied_in_model)),
-        tuple(buffers),
-        tuple(state_dict),
-        (*tied_in_parts, *tied_across_parts),
-        blocks=named_blocks(model, classes),
-        block_classes=classes,
-        linears=linears,
-        products=products,
-    )
-
-
-def _with_prefix(prefix: str, info: UnwrappedInfo) -> UnwrappedInfo:
-    """Return what was read of a module, with ``prefix`` before each name."""
-
-    def renamed(infos: Iterable[ParameterInfo]) -> tuple[ParameterInfo, ...]:
-        with_prefix: list[ParameterInfo] = []
-        for tensor_info in infos:
-            name = join(prefix, tensor_info.name)
-            with_prefix.append(replace(tensor_info, name=name))
-        return tuple(with_prefix)
-
-    tied: list[tuple[str, ...]] = []
-    for group in info.tied:
-        names = [join(prefix, name) for name in group]
-        tied.append(tuple(names))
-    return replace(
-        info,
-        parameters=renamed(info.parameters),
-        buffers=renamed(info.buffers),
-        state_dict=tuple(join(prefix, key) for key in info.state_dict),
-        tied=tuple(tied),
-    )
-
-
-def _without_duplicates(
-    parameters: list[ParameterInfo], tied: list[tuple[str, ...]]
-) -> list[ParameterInfo]:
-    """Return the parameters, tied ones under their first name only, as ``named_parameters``."""
-    further_names: set[str] = set()
-    for group in tied:
-        further_names.update(group[1:])
-    return [info for info in parameters if info.name not in further_names]
-
-
-def _contains_known(module: Module, known: Mapping[int, UnwrappedInfo]) -> bool:
-    """Tell whether the module, or one inside it, was read before it was wrapped."""
-    return any(id(part) in known for part in module.modules())
-
-
-def _read_part(part: Module, known: Mapping[int, UnwrappedInfo]) -> UnwrappedInfo:
-    """Return what was or can be read of a part of a model, see ``_parts``."""
-    if id(part) in known:
-        return known[id(part)]
-    if _contains_known(part, known):
-        return _read_without_children(part)
-    return read_unwrapped(part)
-
-
-def _parts(
-    module: Module, name: str, known: Mapping[int, UnwrappedInfo]
-) -> Iterator[tuple[str, Module]]:
-    """Divide a model into parts; yield each with its name in the unwrapped model.
-
-    A part is one of these:
-    - a module that was read before it was wrapped, with all of its children;
-    - a module that contains none of those, with all of its children;
-    - a module that contains some of those: only its own parameters and buffers, for its children
-      are parts themselves.
-    """
-    module = unwrapped(module)
-    yield name, module
-    if id(module) not in known and _contains_known(module, known):
-        for child_name, child in module.named_children():
-            yield from _parts(child, join(name, child_name), known)
-
-
-def _read_without_children(module: Module) -> UnwrappedInfo:
-    """Return the parameters and buffers of the module itself, without those of its children."""
-    parameters: list[ParameterInfo] = []
-    for name, parameter in module.named_parameters(recurse=False):
-        parameters.append(parameter_info(name, parameter))
-    not_saved = _not_saved(module)
-    buffers: list[ParameterInfo] = []
-    for name, buffer in module.named_buffers(recurse=False):
-        buffers.append(parameter_info(name, buffer, persistent=name not in not_saved))
-    state_dict: list[str] = []
-    for info in (*parameters, *buffers):
-        if info.name not in not_saved:
-            state_dict.append(info.name)
-    return UnwrappedInfo(tuple(parameters), tuple(buffers), tuple(state_dict))
-
-
-def _not_saved(module: Module) -> Collection[str]:
-    """Return the names of the module's own buffers that its state dict leaves out."""
-    # ``state_dict()`` is no alternative, because wrapped children may gather theirs in a
-    # collective. The attribute is private; ``tests/launch/test_private_names.py`` fails when it
-    # changes.
-    return module._non_persistent_buffers_set  # noqa: SLF001 - see above
-
-
-def _partitioned(model: Module, unwrapped: UnwrappedInfo) -> UnwrappedInfo:
-    """Return ``unwrapped`` with the full shapes of what ``deepspeed.zero.Init`` has sharded.
-
-    They have no digest, because each rank has only a shard of their values.
-    """
-    live_parameters: dict[str, Any] = dict(model.named_parameters())
-    parameters: list[ParameterInfo] = []
-    for info in unwrapped.parameters:
-        live = live_parameters.get(info.name)
-        if live is not None and hasattr(live, "ds_shape"):
-            shape = tuple(live.ds_shape)
-            dtype = dtype_name(live.dtype)
-            numel = int(live.ds_numel)
-            partitioned = replace(info, shape=shape, local_numel=numel, dtype=dtype, digest="")
-            parameters.append(partitioned)
-        else:
-            parameters.append(info)
-    return replace(unwrapped, parameters=tuple(parameters))

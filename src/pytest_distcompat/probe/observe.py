@@ -1,14 +1,26 @@
 """Observer of the steps of a training, through torch's hooks and a dispatch mode.
 
+Some facts cannot be read from a model after a step: the dtypes of its matrix products, the
+collectives that were sent, the gradients that the optimizer got. The ``Observer`` records them
+while the trainer runs. ``worker`` makes one on each rank of a suite, ``ext.scripts`` one in each
+rank of a user's script. They ``attach`` it to the model before anything wraps that, and let the
+trainer run inside ``watching()``. An action is one unit of a rank's work: ``build``, ``step``,
+``save``. After each action of the trainer they put what ``infos`` returns into the snapshot, and
+call ``restart``.
+
+How it records:
+
 - Forward hooks on modules record the model's inputs, the dtypes in which layers compute, what
   dropouts drop, and which blocks are recomputed.
 - Hooks on gradients record which parameters autograd reaches, and the weight of each token in the
   loss.
 - Global hooks before and after each optimizer step record what the optimizer really steps on.
-- The dispatch mode sees every operator. It records collectives, casts to float8, and matrix
-  products of recomputed blocks.
+- The dispatch mode, torch's way to see every operator before it runs, records collectives, casts
+  to float8, and matrix products of recomputed blocks. It is slow, so it is on in single steps only.
 
-After each action of the trainer ``infos`` returns what was recorded, and ``restart`` clears it.
+A *block* is one of the equal modules of a model, ``layers.0``. It is *recomputed* if activation
+checkpointing runs its forward pass a second time, in the backward pass, in place of keeping its
+activations. Hooks leave at once while torch.compile traces them (``torch.compiler.is_compiling``).
 """
 
 from __future__ import annotations
@@ -16,8 +28,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,9 +49,13 @@ from torch.utils._python_dispatch import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import is_a, multiplies
-from pytest_distcompat.probe.layouts import secondary_ranks
-from pytest_distcompat.probe.optimizer import numbers_of, read_gradients
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
+from pytest_distcompat.probe.deepspeed_shards import secondary_ranks
+from pytest_distcompat.probe.dropouts import DROPOUTS, read_dropout
+from pytest_distcompat.probe.gradients import read_gradients
+from pytest_distcompat.probe.inputs import digest_of_inputs
+from pytest_distcompat.probe.operators import MULTIPLIES, group_ranks, is_float8, sent_tensors
+from pytest_distcompat.probe.states import numbers_of
+from pytest_distcompat.probe.tensors import dtype_name, local_of, stored_dtype, valueless
 from pytest_distcompat.probe.weights import logits_of, read_weights
 from pytest_distcompat.trace import (
     WITHOUT_GRADIENT,
@@ -66,16 +80,22 @@ class _CollectiveKind(NamedTuple):
 
 #: A function that torch calls.
 _Call = Callable[..., Any]
-#: Wraps such a function. The arguments are a description of the call, and the function.
+#: Wraps such a function so that its exceptions stay away from a user's script. The arguments are a
+#: description of the call, such as "a forward hook of a layer", and the function.
 Guarded = Callable[[str, _Call], _Call]
 #: The positional and the keyword arguments of an optimizer's step.
 _StepArguments = tuple[Any, Any]
-#: A trainer's model, or None; its optimizer; and whether to record the gradients of single tensors.
+#: The trainer's model, or None; its optimizer; and whether to record the gradients of single
+#: parameters in the next step.
 _Trainer = tuple["Module | None", Any, bool]
 
 
 class Hook:
-    """A hook on a user's module. In a copy or pickle of the module it has no effect."""
+    """A hook on a user's module. In a copy or pickle of the module it has no effect.
+
+    A trainer may copy the model (an average of the weights) or pickle it as a whole. The copy's
+    forward passes are not those of the training.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -89,6 +109,8 @@ class Hook:
 
         So the pickle can be read where this package is not installed.
         """
+        # It is unpickled by ``getattr(nullcontext(), "__exit__")``: a method that takes any
+        # arguments and returns None.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -109,6 +131,7 @@ class Observer:
         self._guarded = guarded
 
         # What was recorded since the last restart.
+        #: Each step of a torch optimizer.
         self.steps: list[StepInfo] = []
         #: The dtypes of the outputs of layers that multiply by a matrix.
         self.compute: set[str] = set()
@@ -118,12 +141,14 @@ class Observer:
         self.inputs: list[str] = []
         #: The names of modules that were in evaluation mode in a forward with gradients.
         self.evaluating: set[str] = set()
+        #: What each forward pass of a dropout dropped.
         self.dropouts: list[DropoutInfo] = []
+        #: The weight of each token in the loss, one record for each micro-batch.
         self.token_weights: list[TokenWeights] = []
         #: How many times a tensor was cast to float8.
         self.float8 = 0
         #: The number of operators in blocks, by kind: in the model's forward, and recomputed after
-        #: it.
+        #: it: ``{"products": 14, "products again": 14, "others": 90, "calls": 2}``.
         self.recomputed: Counter[str] = Counter()
         #: Trainable parameter of the model -> whether autograd computed a gradient for it.
         self._reached: Any = WeakIdKeyDictionary()
@@ -146,7 +171,7 @@ class Observer:
         #: The dtypes of this optimizer's state, read after its step and after steps inside it.
         self._state: set[str] = set()
 
-        #: Returns the trainer whose steps are recorded.
+        #: Returns the trainer whose steps are recorded. The owner of the observer sets it.
         self.trainer: Callable[[], _Trainer] = _no_trainer
         #: The modules of the model that have hooks.
         self._attached: Any = WeakIdKeyDictionary()
@@ -163,7 +188,10 @@ class Observer:
         self.record_operator = guarded("an operator", self._record_operator)
 
     def attach(self, model: Module) -> None:
-        """Register hooks on the model, its parameters and its layers, before anything wraps it."""
+        """Register hooks on the model, its parameters and its layers, before anything wraps it.
+
+        Wrappers keep the hooks: they call the same modules, under other names.
+        """
         self._attached.update(dict.fromkeys(model.modules()))
         self.attach_to_layers(model)
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
@@ -206,6 +234,8 @@ class Observer:
     def attach_to_blocks(self, model: Module, names: Iterable[str]) -> None:
         """Register hooks that tell a block's forward in the model's from a recomputed one."""
 
+        # A block that computes (``_depth`` > 0) while the model's own forward does not run
+        # (``_forward`` is False) is being recomputed, in the backward pass.
         def setting_forward(on: bool) -> Hook:
             return Hook(lambda *_: setattr(self, "_forward", on))
 
@@ -213,6 +243,7 @@ class Observer:
             return Hook(lambda *_: setattr(self, "_depth", self._depth + by))
 
         def count_call(*_: Any) -> None:
+            # True counts as 1, so only calls in the model's own forward count.
             self.recomputed["calls"] += self._forward
 
         model.register_forward_pre_hook(setting_forward(True))
@@ -241,6 +272,7 @@ class Observer:
         # A trainer may compile although the cell does not say so.
         if torch.compiler.is_compiling():
             return
+        # An evaluation between two steps runs without gradients: it is no training.
         if not self.active or not torch.is_grad_enabled():
             return
         # A wrapper may pass positional arguments on by keyword.
@@ -252,7 +284,11 @@ class Observer:
                 self.evaluating.add(name)
 
     def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
-        """Record the weights of tokens once the gradient of the model's logits is computed."""
+        """Record the weights of tokens once the gradient of the model's logits is computed.
+
+        It is a forward hook of the model. There the gradient does not exist yet, so the hook
+        registers another one on the logits, which autograd calls in the backward pass.
+        """
         if torch.compiler.is_compiling() or not self.active or not torch.is_grad_enabled():
             return
         _model, _optimizer, records_gradients = self.trainer()
@@ -327,7 +363,7 @@ class Observer:
             checkpoint.check_backward_validity = check_by_torch
 
     def record_operators(self, *, on: bool) -> None:
-        """Turn the recording of operators on or off.
+        """Turn the recording of operators on or off, between two actions of the trainer.
 
         While it is on, a tiny model's step takes four times as long.
         """
@@ -355,7 +391,11 @@ class Observer:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Disable dispatch modes inside the block, whose operators are the probe's own."""
+        """Disable dispatch modes inside the block, whose operators are the probe's own.
+
+        Otherwise the observer would record what the probe computes, such as digests, as part of the
+        training.
+        """
         # ``_disable_current_modes`` is private; ``tests/launch/test_private_names.py`` fails when
         # it changes.
         with _disable_current_modes():
@@ -363,6 +403,7 @@ class Observer:
 
     def restart(self) -> None:
         """Clear what was recorded, before the next action."""
+        # ``_reached`` keeps its parameters, which were registered once, and forgets the gradients.
         self.steps.clear()
         self._stepped.clear()
         self.compute.clear()
@@ -376,8 +417,12 @@ class Observer:
         self.recomputed.clear()
 
     def without_gradient(self) -> frozenset[int]:
-        """Return the ``id`` of each tensor without a gradient in all steps since the restart."""
+        """Return the ``id`` of each tensor without a gradient in all steps since the restart.
+
+        A tensor without a gradient has None for it, not zeros: autograd never came to it.
+        """
         if not self._stepped:
+            # No optimizer stepped, so nothing is known.
             return frozenset()
         without: set[int] = set()
         for tensor, had_gradient in self._stepped.items():
@@ -391,7 +436,7 @@ class Observer:
         return frozenset(without)
 
     def infos(self) -> dict[str, Any]:
-        """Return what was recorded, as fields of a Snapshot."""
+        """Return what was recorded, as fields of a ``Snapshot`` by name."""
         collectives: list[CollectiveInfo] = []
         for kind, sizes in sorted(self.collectives.items()):
             count = len(sizes)
@@ -415,6 +460,7 @@ class Observer:
         """Return a hook that records the dtype of a layer's output."""
 
         def hook(_module: Module, inputs: tuple[Any, ...], output: Any) -> None:
+            # A layer that is called with keyword arguments alone has no ``inputs``.
             if not self.active or not inputs:
                 return
             if isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
@@ -448,6 +494,7 @@ class Observer:
         # lets a second optimizer step on this rank's shard.
         if not self.active or self._stepping not in {0, id(optimizer)}:
             return None
+        # 0 again once this step has ended, see ``_post_step``.
         self._stepping = id(optimizer)
         self._state = set()
         self._record_gradients(optimizer)
@@ -488,8 +535,12 @@ class Observer:
             )
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record the dtypes of the optimizer's state; end the outermost step."""
+        """Record the dtypes of the optimizer's state; end the outermost step.
+
+        The state is complete only after the step: Adam makes its moments in the first one.
+        """
         if not self._stepping:
+            # The step began while nothing was recorded.
             return
         for values in optimizer.state.values():
             if isinstance(values, Mapping):
@@ -504,12 +555,12 @@ class Observer:
         if func.namespace in {"c10d", "_c10d_functional"}:
             self._record_collective(func, args)
         # The result of a view is in float8 if its input is. A cast has no such input.
-        if _is_float8(result) and not any(_is_float8(value) for value in args):
+        if is_float8(result) and not any(is_float8(value) for value in args):
             self.float8 += 1
         if self._depth:
             kind = "others"
             # An operator's name is not public.
-            if _MULTIPLIES.search(func._schema.name):  # noqa: SLF001 - see above
+            if MULTIPLIES.search(func._schema.name):  # noqa: SLF001 - see above
                 kind = "products"
             if not self._forward:
                 kind = f"{kind} again"
@@ -521,12 +572,13 @@ class Observer:
         qualified_name = func._schema.name  # noqa: SLF001 - see above
         name = qualified_name.split("::")[1].strip("_")
         ranks = group_ranks(func, args)
-        for tensor in _tensors(args):
+        for tensor in sent_tensors(args):
             kind = _CollectiveKind(name, dtype_name(tensor.dtype), ranks)
             self.collectives[kind].append(tensor.numel())
 
 
 def _no_trainer() -> _Trainer:
+    """Return that no trainer is known yet."""
     return None, None, False
 
 
@@ -548,50 +600,6 @@ def _dtypes_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
     return tuple(sorted({dtype_name(tensor.dtype) for tensor in tensors}))
 
 
-#: Modules that drop single activations, with the probability ``p``.
-DROPOUTS = (torch.nn.Dropout,)
-#: A dropout is recorded only if it has so many elements that two independent modules would drop the
-#: same ones with a probability of at most 2 ** -CHANCE.
-CHANCE = 30
-
-
-def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | None:
-    """Return what a dropout dropped; None if an independent one might drop the same by chance.
-
-    Args:
-        name: The name of the module.
-        p: The probability with which it drops an element.
-        given: Its input.
-        output: Its output.
-    """
-    if not 0 < p < 1 or valueless(given):
-        return None
-    given = local_of(given).detach()
-    output = local_of(output).detach()
-    # If an element of the input is zero, the output does not show whether it was dropped.
-    visible = given != 0
-    # The probability that two independent modules agree on one element.
-    agreement = p * p + (1 - p) ** 2
-    if int(visible.sum()) * -math.log2(agreement) < CHANCE:
-        return None
-    return DropoutInfo(name, digest(given), digest((output == 0) & visible))
-
-
-def digest_of_inputs(values: Any) -> str:
-    """Return the digests of all tensors in some values as one text, sorted."""
-    return " ".join(sorted(map(digest, tensors_fed(values))))
-
-
-#: The dtypes of the factors of float8 matrix products.
-FLOAT8 = frozenset(
-    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-)
-
-
-#: The names of operators that multiply matrices, attention included.
-_MULTIPLIES = re.compile(r"::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product_\w+)$")
-
-
 # torch leaves the base class untyped.
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that passes each operator of this thread to the observer.
@@ -602,7 +610,10 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, or torch.compile would silently run the model uncompiled under this mode."""
+        """Return True, or torch.compile would silently run the model uncompiled under this mode.
+
+        torch calls it.
+        """
         return True
 
     def __init__(self, observer: Observer) -> None:
@@ -615,54 +626,24 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _is_float8(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in FLOAT8
-
-
-def group_ranks(func: Any, args: Any) -> tuple[int, ...]:
-    """Return the ranks of a c10d operator's process group; empty without a group."""
-    # A functional collective may have the name of the group, which only a private function
-    # resolves. The schema of an operator is private too. ``tests/launch/test_private_names.py``
-    # fails when they change.
-    from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
-
-    group: Any = None
-    parameters = func._schema.arguments  # noqa: SLF001 - see above
-    for argument, value in zip(parameters, args, strict=False):
-        if argument.name in {"process_group", "group_name"}:
-            group = value
-            break
-    if isinstance(group, str):
-        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # noqa: SLF001
-        group = resolve(group)
-    elif group is not None and not isinstance(group, ProcessGroup):
-        group = ProcessGroup.unbox(group)
-    if group is None:
-        return ()
-    return tuple(get_process_group_ranks(group))
-
-
-def _tensors(args: Any) -> list[torch.Tensor]:
-    """Return the input tensors of a c10d operator: outputs come first in its arguments."""
-    for argument in reversed(args):
-        values = argument if isinstance(argument, (list, tuple)) else [argument]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if tensors:
-            return tensors
-    return []
-
-
 def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> _StepArguments | None:
     """Return the arguments of a step with a closure that calls ``then`` in the end.
 
-    Lightning's Trainer takes every step with a closure
-    (https://docs.pytorch.org/docs/stable/optim.html).
+    ``optimizer.step(closure)`` calls the closure, which computes loss and gradients. Lightning's
+    Trainer takes every step so (https://docs.pytorch.org/docs/stable/optim.html). Gradients can be
+    read only after the closure has run.
+
+    Args:
+        args: The positional arguments of ``step``; the first is the optimizer.
+        kwargs: Its keyword arguments.
+        then: Called once the closure has run.
 
     Returns:
         The positional and keyword arguments; None for a step without a closure.
     """
     closure = kwargs.get("closure")
     if not closure and len(args) > 1:
+        # Behind the optimizer itself.
         closure = args[1]
     if not callable(closure):
         return None
@@ -677,50 +658,3 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> _StepArgum
         return args, {**kwargs, "closure": wrapped}
     optimizer, _, *others = args
     return (optimizer, wrapped, *others), kwargs
-
-
-#: How deeply arguments are searched for tensors, in levels of containers.
-DEPTH = 6
-
-
-def tensors_fed(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors with at least one dimension in the arguments of a model.
-
-    They are searched in mappings, sequences and dataclasses; if these have none, in the attributes
-    of other objects too, such as the batches of torch_geometric.
-    """
-    values = list(arguments)
-    tensors = list(_tensors_in(values, attributes=False))
-    if tensors:
-        return tensors
-    return list(_tensors_in(values, attributes=True))
-
-
-def _tensors_in(values: Iterable[Any], *, attributes: bool) -> Iterator[torch.Tensor]:
-    """Yield the tensors with at least one dimension, level by level; visit each object once."""
-    visited: set[int] = set()
-    level = list(values)
-    for _ in range(DEPTH):
-        next_level: list[Any] = []
-        for value in level:
-            if id(value) in visited:
-                continue
-            visited.add(id(value))
-            if not isinstance(value, torch.Tensor):
-                next_level += _children(value, attributes=attributes)
-            elif value.dim():
-                yield value
-        level = next_level
-
-
-def _children(value: Any, *, attributes: bool) -> list[Any]:
-    """Return the values that a container, or with ``attributes`` any object, holds directly."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if attributes and not isinstance(value, (type, torch.nn.Module)):
-        return list(getattr(value, "__dict__", {}).values())
-    return []

@@ -1,4 +1,12 @@
-"""Read everything that a ``Snapshot`` records of a live trainer after an action."""
+"""Reader of a live trainer after an action, for the fields of a ``Snapshot``.
+
+An action is one unit of a rank's work, such as ``build``, ``step`` or ``load``. After each one
+``worker`` (for a driver of a suite) or ``ext.scripts`` (for a user's script) calls
+``read_snapshot_fields`` on each rank with what the trainer has: model, optimizer, scheduler,
+scaler. The result is a dictionary of fields of ``trace.Snapshot``, which the caller writes to the
+rank's log. Nothing here takes part in a collective or changes the trainer, but for
+``fit_first_scale``, which ``worker`` calls once before the first step.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_distcompat.probe.flat_masters import flat_masters
 from pytest_distcompat.probe.live import read_model, require_module
-from pytest_distcompat.probe.optimizer import flat_masters, links, read_optimizer, read_scheduler
+from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
 from pytest_distcompat.probe.tensors import digest, local_of, zero3_shard
+from pytest_distcompat.probe.wrapped_optimizers import links
 from pytest_distcompat.trace import TF32, CallInfo, Sums
 
 if TYPE_CHECKING:
@@ -47,6 +57,7 @@ def read_snapshot_fields(
         scaler: Its gradient scaler.
         trainer_world_size: The number of ranks that the trainer assumes; None if unknown.
         whole: Whether to read the tensors too; without it only numbers such as the learning rate.
+            Steps in the middle of a training are read in this way, to save time.
         without_gradient: The ``id`` of each tensor that had no gradient in the optimizer's steps.
         pp_group: The ranks of the pipeline, if the model is one stage of it.
 
@@ -112,7 +123,11 @@ def read_rng(device: str) -> str:
 
 
 def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
-    """Return the numbers of a ``torch.amp.GradScaler``, or of DeepSpeed's loss scaler."""
+    """Return the numbers of a ``torch.amp.GradScaler``, or of DeepSpeed's loss scaler.
+
+    DeepSpeed has no scaler of its own beside the optimizer: the optimizer scales the loss. The
+    result, such as ``{"scale": 1024.0}``, is empty without a scaler.
+    """
     if scaler is not None:
         numbers: dict[str, float] = {}
         for key, value in scaler.state_dict().items():
@@ -126,7 +141,7 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
 
 
 def _hysteresis(optimizer: Any) -> dict[str, float]:
-    """Return ``hysteresis``, the overflows left until the scale shrinks; empty without one."""
+    """Return ``{"hysteresis": N}``, the overflows left until the scale shrinks; empty without."""
     # DeepSpeed's ZeRO optimizers keep it in ``loss_scaler``, which is not documented;
     # ``tests/launch/test_private_names.py`` fails when it changes.
     loss_scaler = getattr(optimizer, "loss_scaler", None)
@@ -172,7 +187,7 @@ def peak_memory(device: str) -> int:
 
 
 def sample(output: torch.Tensor) -> tuple[float, ...]:
-    """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 digits.
+    """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 decimals.
 
     Raises:
         TypeError: If the output is no tensor.
@@ -187,9 +202,13 @@ def sample(output: torch.Tensor) -> tuple[float, ...]:
 
 
 def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
-    """Return what a call left behind.
+    """Return what a call of the live trainer left behind, to compare it with other processes.
 
-    ``returned`` is a module or a mapping of tensors; anything else is not compared.
+    Args:
+        model: The trainer's model.
+        returned: What the call returned: a module, whose parameters are compared, or a mapping of
+            names to tensors. Anything else, such as a loss, is not compared.
+        observes: Whether the call must change nothing.
     """
     if isinstance(returned, torch.nn.Module):
         returned = _optimized(returned)
@@ -230,7 +249,11 @@ def _sums_by_name(tensors: Mapping[str, Any]) -> dict[str, Sums]:
 
 
 def _optimized(model: Module) -> dict[str, torch.Tensor]:
-    """Return this rank's parts of what is optimized, a master if there is one, and the buffers."""
+    """Return this rank's parts of what is optimized, and the buffers, by live name.
+
+    What is optimized is the parameter's float32 master if it has one in a flat partition of ZeRO,
+    else the parameter itself.
+    """
     masters = {name: master for name, _, master in flat_masters(model)}
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -244,6 +267,7 @@ def _optimized(model: Module) -> dict[str, torch.Tensor]:
 
 
 def _sums(tensor: torch.Tensor) -> Sums:
+    """Return the sums of this rank's part of a tensor, in float64."""
     with torch.no_grad():
         values = local_of(tensor).double()
         total = float(values.sum())

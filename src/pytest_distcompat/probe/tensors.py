@@ -1,4 +1,15 @@
-"""Single tensors: dtype names, local shards and digests."""
+"""Single tensors: dtype names, local shards and digests.
+
+The rest of the probe calls this module for each tensor that it reads on a rank. A tensor may be a
+plain one, a DTensor (of which the rank stores a shard), a parameter of ZeRO-3 (whose shard is in
+its attribute ``ds_tensor``), a quantized one (which stores codes and scales), or a fake one without
+values.
+
+A digest is a text such as ``32:1f2e...``: a hash of the values at their positions in the full
+tensor. ``digests`` explains why digests of shards add up. It needs, for each 32-bit word, a power
+of a base, modulo a prime. Most of this module computes those sums fast: positions are taken in
+*runs* of consecutive elements, and in chunks of ``_CHUNK`` words whose powers are kept.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +30,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank stores of a tensor: of a DTensor its local shard."""
+    """Return what this rank stores of a tensor: of a DTensor its local shard.
+
+    The result is a view without gradient.
+    """
     to_local = getattr(tensor, "to_local", None)
     with torch.no_grad():
         local: torch.Tensor = to_local() if to_local is not None else tensor.detach()
@@ -29,6 +43,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that this rank stores of a tensor: codes, scales and the like."""
     local = local_of(tensor)
+    # A subclass of Tensor that wraps others, as torchao's quantized ones do, has this method of
+    # torch's. It returns the names of the attributes with the inner tensors.
     if not hasattr(local, "__tensor_flatten__"):
         return [local]
     parts: list[torch.Tensor] = []
@@ -56,7 +72,11 @@ def valueless(tensor: torch.Tensor) -> bool:
 
 
 def zero3_shard(parameter: Any) -> torch.Tensor:
-    """Return this rank's shard of a ZeRO-3 parameter without its padding, which is undefined."""
+    """Return this rank's shard of a ZeRO-3 parameter without its padding, which is undefined.
+
+    ZeRO-3 flattens a parameter and cuts it into equal shards: of 5 elements on 2 ranks each stores
+    3, and the last element of rank 1 is padding.
+    """
     from torch import distributed
 
     stored: torch.Tensor = parameter.ds_tensor
@@ -103,7 +123,7 @@ def _halves() -> torch.Tensor:
 
 
 def digest(value: Any, starts: torch.Tensor | None = None) -> str:
-    """Return a digest of the local values of a tensor. Digests of shards add up, see ``digests``.
+    """Return a digest of the local values of a tensor: ``32:1f2e...``, see ``digests``.
 
     It is a digest of the values, not of their storage. bfloat16 hashes like the float32 to which it
     is cast (FSDP1 upcasts at the first forward), and a number like a tensor that has it.
@@ -126,6 +146,7 @@ def digest(value: Any, starts: torch.Tensor | None = None) -> str:
     try:
         return _of_values(flat, starts)
     except NotImplementedError:
+        # A plain tensor must not fail; a quantized one may.
         if not hasattr(flat, "__tensor_flatten__"):
             raise
         # A quantized tensor may have no arithmetic. torchao's state has a method that returns its

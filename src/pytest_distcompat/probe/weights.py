@@ -1,4 +1,13 @@
-"""Reader of the weight of each token in a loss, from the gradient of the logits alone."""
+"""Reader of the weight of each token in a loss, from the gradient of the logits alone.
+
+``observe.Observer`` calls ``logits_of`` with what the model returned, registers a hook on the
+logits, and calls ``read_weights`` once autograd has computed their gradient. Checks then see
+whether each token weighs the same on all ranks and in all micro-batches. A trainer that takes the
+mean over each rank's tokens, and then over ranks, gives tokens of short rows more weight.
+
+Example: two rows with 2 and 3 trained tokens whose loss is the mean over all 5 tokens have the
+weights ``RowWeight(2, 0.2)`` and ``RowWeight(3, 0.2)``.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +26,10 @@ MOST_PROBABLE = 0.99
 
 
 def logits_of(output: Any) -> torch.Tensor | None:
-    """Return the logits in a model's output, of shape (rows, ..., classes), or None.
+    """Return the logits in a model's output, of shape (rows, ..., classes); None if there are none.
 
-    Those of a DTensor are not read, because a rank has only a shard of them.
+    The output is a tensor, or an object with ``logits`` as those of transformers. Logits that are a
+    DTensor are not read, because a rank has only a shard of them.
     """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or hasattr(logits, "placements"):
@@ -49,7 +59,7 @@ def read_weights(logits: torch.Tensor, gradient: torch.Tensor) -> TokenWeights:
         # All of shape (rows, tokens, classes).
         probabilities = logits.detach().float().softmax(-1).reshape(shape)
         gradients = gradient.detach().float().reshape(shape)
-        # Only the label's gradient is negative.
+        # Of the gradients of a token only the label's is negative, since a probability is below 1.
         labels = gradients.argmin(-1, keepdim=True)
         probabilities_of_labels = probabilities.gather(-1, labels)
         weights = gradients.gather(-1, labels) / (probabilities_of_labels - 1)

@@ -83,7 +83,7 @@ class TrackedObjects:
         call ``fully_shard`` for each block, and then for the model.
         """
         from pytest_distcompat.probe.blocks import unwrapped
-        from pytest_distcompat.probe.live import read_parts
+        from pytest_distcompat.probe.parts import read_parts
 
         model = unwrapped(model)
         known = self._unwrapped_by_id()
@@ -131,7 +131,7 @@ class TrackedObjects:
 
     def wrapper_of(self, optimizer: Any) -> Any:
         """Return what wraps a torch optimizer in the trainer, or else the optimizer itself."""
-        from pytest_distcompat.probe.optimizer import torch_optimizer
+        from pytest_distcompat.probe.wrapped_optimizers import torch_optimizer
 
         for wrapper in reversed(_alive(self.optimizers)):
             if torch_optimizer(wrapper) is optimizer:
@@ -153,7 +153,7 @@ class TrackedObjects:
             The optimizer, if it is the only one; else a list of all in the order they were made.
             Each is as the trainer wraps it.
         """
-        from pytest_distcompat.probe.optimizer import entries, torch_optimizer
+        from pytest_distcompat.probe.wrapped_optimizers import entries, torch_optimizer
 
         given = torch_optimizer(optimizer)
         model_parameters: set[int] = set()
@@ -202,7 +202,7 @@ class TrackedObjects:
 
     def _scheduler_of(self, optimizer: Any) -> Any:
         """Return the scheduler of an optimizer that was made last, None if there is none."""
-        from pytest_distcompat.probe.optimizer import torch_optimizer
+        from pytest_distcompat.probe.wrapped_optimizers import torch_optimizer
 
         stepping = torch_optimizer(optimizer)
         for scheduler in reversed(_alive(self.schedulers)):

@@ -44,7 +44,7 @@ from pytest_distcompat.launch.process import die_with_parent
 from pytest_distcompat.launch.rank import prepare, report_error
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.probe.layouts import alike_ranks
+from pytest_distcompat.probe.meshes import alike_ranks
 from pytest_distcompat.probe.observe import Observer
 from pytest_distcompat.probe.tensors import valueless
 from pytest_distcompat.run_paths import SuitePayload

@@ -1,0 +1,74 @@
+"""Values that an export of a trained model should have, by the dtype that it is written in.
+
+The check ``export`` loads what a trainer exported, without the trainer, and compares each tensor
+with what this module returns. A trainer in bfloat16 with float32 masters (the copies that the
+optimizer updates) may export either: the masters in float32, or the live parameters in bfloat16.
+Values are compared by digests: hashes of whole tensors as text, in whatever dtype they are stored.
+"""
+
+from __future__ import annotations
+
+from pytest_distcompat.cost import BYTES
+from pytest_distcompat.model_values.whole import Digests, values
+from pytest_distcompat.trace import RunTrace, UnwrappedInfo
+
+
+def adapter_name(name: str) -> str:
+    """Return the name under which PEFT saves an adapter's parameter: without the adapter's name.
+
+    ``lora_A.default.weight`` becomes ``lora_A.weight``. Other names stay as they are.
+    """
+    # Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names
+    # that they had before.
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+
+
+def exported_weights(train: RunTrace, reload: RunTrace) -> Digests:
+    """Return the digests that the export should hold, by unwrapped name.
+
+    They are those of the master weights, or of the live parameters in a lower dtype where the
+    export is in that dtype.
+
+    Args:
+        train: The run that trained and exported.
+        reload: The run that loaded the export.
+    """
+    # Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones
+    # in bfloat16.
+    exported = train.at("export")
+    trained = values(train, exported)
+    copies = trained.of("parameter")
+    masters = trained.of("master")
+    # Flat masters where there are some are what is optimized, else the live parameters.
+    weights = {**copies, **masters}
+    models = []
+    for snapshot in exported:
+        if snapshot.model:
+            models.append(snapshot.model)
+    if not masters or reload.unwrapped is None or not models:
+        # There is nothing to choose, or the export could not be loaded.
+        return weights
+    live_size = max(BYTES.get(info.dtype, 4) for info in models[0].parameters)
+    if live_size >= BYTES["float32"]:
+        return weights
+    size_by_name = _exported_sizes(train, reload.unwrapped)
+    for name in copies:
+        if size_by_name.get(name, 4) <= live_size:
+            weights[name] = copies[name]
+    return weights
+
+
+def _exported_sizes(train: RunTrace, reloaded: UnwrappedInfo) -> dict[str, int]:
+    """Return in how many bytes an element of each parameter is exported."""
+    # The dtype in the file, not the loaded one: PEFT widens what it loads.
+    dtype_in_file: dict[str, str] = {}
+    for snapshot in train.at("files", 1):
+        for file in snapshot.files:
+            dtype_in_file.update(file.dtypes)
+    sizes: dict[str, int] = {}
+    for info in reloaded.parameters:
+        dtype = (
+            dtype_in_file.get(info.name) or dtype_in_file.get(adapter_name(info.name)) or info.dtype
+        )
+        sizes[info.name] = BYTES.get(dtype, 4)
+    return sizes

@@ -1,0 +1,96 @@
+"""What a driver declares beside model and optimizer, and what its ranks then had of it.
+
+A driver is the trainer under test, as a class with a few methods. It may declare
+
+- data loaders (``Driver.loaders``): a ``Loader`` each. The rows that one gave a rank are a
+  ``RowsInfo``, which the check ``coverage`` reads.
+- further state of a training (``Driver.extra_state``), such as an average of the weights: an
+  ``ExtraState`` each. The values that a rank had are an ``ExtraStateInfo``, which the check
+  ``extra_state`` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Expectations of a loader of rows that do not divide by the ranks.
+
+    Attributes:
+        shuffled: Each epoch has another order.
+        filled: The last batches are filled with rows of the beginning, so that all ranks have
+            equally many.
+        dropped: Rows that fill no batch are left out.
+        resumes: It goes on in the middle of an epoch, in a fresh process group.
+        moves: It does so with another number of ranks too.
+        rows: The number of its rows, if not that of all loaders (``scenario.ROWS``): a data set may
+            have fewer than there are ranks.
+        reseeded: The name of the loader that it is with another seed, if there is such: its order
+            is another.
+    """
+
+    shuffled: bool = True
+    filled: bool = True
+    dropped: bool = False
+    resumes: bool = True
+    moves: bool = True
+    rows: int = 0
+    reseeded: str = ""
+
+
+@dataclass(frozen=True)
+class RowsInfo:
+    """The rows that one loader gave this rank, from some batch of some epoch on."""
+
+    #: The name of the loader.
+    loader: str
+    #: The epoch with which it began, from 0.
+    epoch: int
+    #: How many batches of that epoch were done before.
+    done: int
+    #: The driver's expectations.
+    expected: Loader
+    #: For each epoch its batches, each the numbers of its rows: ``(((3, 7), (0, 22)), ...)``.
+    epochs: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """Expectations of a state beside model and optimizer.
+
+    For example an average of the weights, the place in the data, or a curriculum.
+
+    Attributes:
+        changes: It changes within the first three steps.
+        alike: All ranks have the same. Shards of a DTensor are compared where ranks hold the same
+            part.
+        comes_back: A checkpoint brings it back.
+    """
+
+    changes: bool = True
+    alike: bool = True
+    comes_back: bool = True
+
+
+@dataclass(frozen=True)
+class ExtraStateInfo:
+    """Values of one extra state on one rank, by their place in it."""
+
+    #: The attribute of the driver: ``trainer.ema``.
+    name: str
+    #: The driver's expectations.
+    expected: ExtraState
+    #: Place in the state -> the text of a number, or the digest of a tensor:
+    #: ``{"shadow.inlet.weight": "32:1f...", "step": "3"}``.
+    exact: Mapping[str, str]
+    #: The same of numbers and tensors with fractions, which computing the same in another order may
+    #: change.
+    rounded: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """Return all values."""
+        return {**self.exact, **self.rounded}
