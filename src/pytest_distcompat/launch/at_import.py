@@ -209,14 +209,14 @@ class Watch:
         the module occurs in the text of another module of the user's, that one may import it, and
         the finding concerns every test.
         """
-        alone = set()
+        imported_nowhere_else = set()
         for file in files:
             real_file = os.path.realpath(file)
             if not self._is_named_elsewhere(real_file):
-                alone.add(real_file)
+                imported_nowhere_else.add(real_file)
         for sentence_by_file in self.findings.found.values():
             for file in list(sentence_by_file):
-                if file not in alone:
+                if file not in imported_nowhere_else:
                     sentence_by_file.setdefault(EVERY_TEST, sentence_by_file.pop(file))
 
     def is_own(self, file: str) -> bool:

@@ -75,8 +75,8 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
     die_with_parent()
     lead_session()
     number = int(os.environ["RANK"])
-    # It is opened now, because later this process may be unable to open a file. The watchdog
-    # empties it before it requests stacks again.
+    # The file is opened now, because at the time of a hang this process may be unable to open one.
+    # It is for appending: the watchdog empties the file before it requests stacks again.
     stacks = stack_file(request.directory, number).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     flight_recorder.install_handler(request.directory, number)

@@ -126,7 +126,7 @@ class Request:
         """Return the command line that performs this run alone, without pytest and fork servers.
 
         For example ``torchrun --standalone --nproc-per-node 2 -m pytest_distcompat.launch.rank
-        /tmp/run/request.json --by-hand``. Reports show it, so that a user can debug the run.
+        run/request.json --by-hand``. Reports show it, so that a user can debug the run.
 
         Args:
             meeting: The options of torchrun that say how the agents of several machines meet.

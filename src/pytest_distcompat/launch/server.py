@@ -4,7 +4,7 @@ pytest's process starts it (``launcher_process``), and so need not import torch 
 its main function. Messages are lines of JSON on a socket:
 
 - at first it sends its status: ``{"unfit": "", "not_shared": "", "findings": [], "leaves": true}``;
-- for each run it reads ``{"request": "/tmp/.../request.json", "start": "session"}``, and when the
+- for each run it reads ``{"request": ".../request.json", "start": "session"}``, and when the
   run is over it sends ``{"exit_codes": [0, 0], "first": null, "ended_at": [12.3, 12.3]}``.
 
 It starts fork servers, processes from which ranks are forked (``forking``). There are two sides,

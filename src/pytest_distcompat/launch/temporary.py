@@ -9,8 +9,8 @@ An owner keeps a file in its directory locked (flock). The operating system rele
 the owner dies, in whatever way, and no other process can have it by mistake: process numbers are
 used again, locks are not.
 
-The names are short, as ``/tmp/distcompat-k3x9_2ab``, because sockets are made below them, whose
-paths are limited to about a hundred bytes.
+The names are short, as ``distcompat-k3x9_2ab``, because sockets are made below them, whose paths
+are limited to about a hundred bytes.
 """
 
 from __future__ import annotations

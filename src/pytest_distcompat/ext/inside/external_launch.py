@@ -55,6 +55,8 @@ def enter(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: Under pytest-xdist, whose workers would each run other tests.
     """
+    # This process is a rank, and runs all tests that it collects. The stash is pytest's dict for
+    # plugins' data; other modules of this package look there.
     config.stash[ON_RANK] = config.stash[COLLECTS] = True
     session = session_of(config)
     # A pytest that a test starts must not take itself for a rank.
@@ -206,7 +208,10 @@ class Inside:
             self._lockstep.begin(place, self._deadline, self._limit)
 
     def _time_limit(self, item: pytest.Item) -> float:
-        """Return the time limit of a test in seconds."""
+        """Return the time limit of a test in seconds.
+
+        It is that of its mark, or of the session, or of pytest-timeout if that is shorter.
+        """
         mark = mark_of(item)
         limit = self._session.timeout
         if mark is not None and mark.timeout:

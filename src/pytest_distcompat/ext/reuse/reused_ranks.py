@@ -78,15 +78,15 @@ class ReusedRanks(Replies):
         # The ranks write there. They do not need the request's file, which is for running the
         # request again by hand.
         Path(request.directory).mkdir(parents=True, exist_ok=True)
-        for rank in self._buffers:
-            self._send_current(rank)
+        for rank_socket in self._buffers:
+            self._send_current(rank_socket)
         request.write()
 
-    def _send_current(self, rank: socket.socket) -> None:
+    def _send_current(self, rank_socket: socket.socket) -> None:
         """Send the current request to the rank that has this socket."""
         # If the rank died, the agent reports how.
         with contextlib.suppress(OSError):
-            rank.sendall(f"{self.current_request.line}\n".encode())
+            rank_socket.sendall(f"{self.current_request.line}\n".encode())
 
     @property
     def homeless(self) -> bool:
@@ -106,9 +106,10 @@ class ReusedRanks(Replies):
         ready, _, _ = select.select(self.sockets, [], [], 0)
         for ready_socket in ready:
             if ready_socket is self.run.listener:
-                rank, _ = self.run.listener.accept()
-                self._buffers[rank] = b""
-                self._send_current(rank)
+                # A rank has started. It gets the request that the others have already.
+                rank_socket, _ = self.run.listener.accept()
+                self._buffers[rank_socket] = b""
+                self._send_current(rank_socket)
             else:
                 self._read(ready_socket)
         return self.sockets
@@ -118,27 +119,29 @@ class ReusedRanks(Replies):
         """Tell whether all ranks have done the current request."""
         return len(self.replies) == self.run.start_request.world_size
 
-    def _read(self, rank: socket.socket) -> None:
+    def _read(self, rank_socket: socket.socket) -> None:
         """Read what a rank has sent: a line of JSON, once it has done the current request."""
         try:
-            received = rank.recv(65536)
+            received = rank_socket.recv(65536)
         except ConnectionError:
             received = b""
         if not received:
+            # The rank has closed its end.
             self.lost = True
-            self._buffers.pop(rank)
-            rank.close()
+            self._buffers.pop(rank_socket)
+            rank_socket.close()
             return
-        self._buffers[rank] += received
-        if b"\n" in self._buffers[rank]:
-            line, _, rest = self._buffers[rank].partition(b"\n")
-            self._buffers[rank] = rest
+        self._buffers[rank_socket] += received
+        if b"\n" in self._buffers[rank_socket]:
+            line, _, rest = self._buffers[rank_socket].partition(b"\n")
+            self._buffers[rank_socket] = rest
             reply = json.loads(line)
             self.replies[reply["rank"]] = reply["changed"]
 
     @property
     def end_reason(self) -> str:
         """The reason why these ranks must not do another request; empty if they may."""
+        # Changes on a single rank are reason enough: those of the lowest rank that has any.
         for _, changed in sorted(self.replies.items()):
             if changed:
                 names = ", ".join(changed)
@@ -164,6 +167,6 @@ class ReusedRanks(Replies):
     def dismiss(self) -> None:
         """End the ranks' request loops by closing their sockets."""
         self.run.listener.close()
-        for rank in self._buffers:
-            rank.close()
+        for rank_socket in self._buffers:
+            rank_socket.close()
         self._buffers.clear()

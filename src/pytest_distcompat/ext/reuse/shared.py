@@ -38,6 +38,7 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
     if mark is None:
         return None
     reuse = mark.added.get("reuse") or session.setting("reuse").value
+    # Ranks that are spread over several machines are not shared.
     if reuse == "never" or not spread_of(item, mark, session).on_one:
         return None
     module = ""
@@ -70,6 +71,7 @@ class SharedRanks:
         scope = scope_of(item, session)
         if scope is None or not session.launcher.can_open:
             return None
+        # Imported now: most sessions share no ranks.
         from pytest_distcompat.ext.reuse import rank_item
         from pytest_distcompat.ext.reuse.keeper import RankKeeper
         from pytest_distcompat.ext.reuse.reused_ranks import Reuse

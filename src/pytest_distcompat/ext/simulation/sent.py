@@ -1,10 +1,10 @@
 """Compute how many bytes a rank sends in a step, for the report of a simulation.
 
 With real ranks the clock says what communication costs; a simulation has no clock. The report of a
-suite gets a table for each cell (``fsdp2-bf16-w1024``): the entry point ``SENT`` adds it. Its input
-is the trace of the run, what the probe recorded on rank 0: the collectives of the first step. For
-example ``[{"collective": "all_gather", "mesh": "dp_shard", "ranks": 1024, "calls": 12, "bytes":
-48103424}]``. *Mesh* is torch's DeviceMesh, whose dimensions have names.
+suite gets a table for each cell (``fsdp2-bf16-w1024``): the entry point ``SENT`` adds it. The input
+is the trace of the run: what the probe recorded on rank 0, and so the collectives of its step.
+``sent_bytes`` returns, for example, ``[{"collective": "all_gather", "mesh": "dp_shard", "ranks":
+1024, "calls": 12, "bytes": 48103424}]``. *Mesh* is torch's DeviceMesh, whose dimensions have names.
 """
 
 from __future__ import annotations
