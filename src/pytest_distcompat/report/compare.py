@@ -220,7 +220,7 @@ def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdic
     elif earlier is None:
         comparison.new.append(change)
     elif not result.status.conclusive:
-        # The check was skipped, or ran on simulated ranks only: what ran before is missing.
+        # The check was skipped, or ran without real ranks: what ran before is missing.
         if earlier.status.conclusive:
             comparison.missing.append(change)
     elif earlier.red or _passes_at_last(earlier, result):

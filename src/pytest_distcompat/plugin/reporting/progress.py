@@ -207,7 +207,7 @@ class Progress:
         That is the runs, or what the next run waits for, or that the session starts.
 
         Args:
-            runs: The runs that are running, ``evidence.store.Running``.
+            runs: The runs that are running, ``evidence.progress.Running``.
         """
         if runs:
             named = [visible(str(run)) for run in runs[:NAMED]]
