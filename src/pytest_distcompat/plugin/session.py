@@ -126,7 +126,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def substitute(self) -> Substitute | None:
-        """What an extension has in the place of ranks, such as a simulation; None for ranks."""
+        """What an extension has in the place of ranks, by a command-line option; None for ranks."""
         chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
         return chosen
 

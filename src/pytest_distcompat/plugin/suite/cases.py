@@ -73,7 +73,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
 def _only_check(profile: str, session: DistcompatSession) -> Check | None:
     """Return the only check that an extension's profile runs; None if the profile runs all.
 
-    A session with a substitute for ranks, such as a simulation, runs all in any case.
+    A session with a substitute for ranks, as an extension may have, runs all in any case.
     """
     if session.substitute is not None:
         return None

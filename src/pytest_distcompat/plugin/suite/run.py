@@ -100,7 +100,7 @@ class BoundCase:
             "not_applicable": dict(self.case.not_applicable),
             "cost": self._cost,
         }
-        # Skipped, or run on simulated ranks only, which show less than real ones.
+        # Skipped, or run on a stand-in for ranks, which shows less than real ones.
         if not verdict.status.conclusive:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
