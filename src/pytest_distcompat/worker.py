@@ -217,6 +217,8 @@ class Rank:
             return self.run.actions[self.index]
         return ""
 
+    # Going through the actions.
+
     def perform(self) -> None:
         """Perform all actions of the run."""
         self._begin()
@@ -259,6 +261,8 @@ class Rank:
         else:
             infos = getattr(self, f"_{action}")()
         self._end(infos, clock.now() - self.began)
+
+    # The trainer's actions: handed over as one plan, reported one by one.
 
     def _train(self) -> None:
         """Hand the trainer its actions as one plan; read files in between.
@@ -605,6 +609,8 @@ class Rank:
         if self.driver.world.rank:
             return {}
         return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
+
+    # Rows of data loaders and metrics.
 
     @property
     def _loaders(self) -> Mapping[str, Loader]:
