@@ -585,11 +585,6 @@ def _trainer(
     return trainer
 
 
-def _step_of(checkpoint: Path) -> int:
-    """Return the step after which Trainer saved a checkpoint, from the name of its directory."""
-    return int(checkpoint.name.removeprefix("checkpoint-"))
-
-
 def trainer_rows(
     name: str, count: int, start: _Start, directory: Path, *, world: int, device: str
 ) -> _Batches:
