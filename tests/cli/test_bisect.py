@@ -84,9 +84,12 @@ def test_commits_of_a_repository_in_order(tmp_path: Path) -> None:
     # The clone is kept, and follows the branch.
     git(origin, "commit", "--quiet", "--allow-empty", "-m", "new")
     assert len(releases_of(f"madeup @ git+{url}@v1..main", tmp_path / "kept")) == 4
+    git(origin, "checkout", "--quiet", "-b", "side", commits[1])
+    git(origin, "commit", "--quiet", "--allow-empty", "-m", "beside main")
     for ends, message in {
         "v1..v2": "git knows no revision v2",
         f"main..{commits[0]}": "main is no ancestor of ",
+        "main..side": "main is no ancestor of side",
     }.items():
         with pytest.raises(UsageProblem, match=message):
             releases_of(f"madeup @ git+{url}@{ends}", tmp_path / "kept")

@@ -166,7 +166,9 @@ def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:
     end = _commit(last_revision, clone)
     listing = _git("rev-list", "--reverse", "--first-parent", f"{start}..{end}", clone=clone)
     commits = listing.split()
-    if not commits or commits[-1] != end:
+    # A commit of the first revision's history that the last one's lacks, if there is any.
+    only_of_first = _git("rev-list", "--max-count=1", f"{end}..{start}", clone=clone)
+    if not commits or only_of_first:
         raise UsageProblem(f"{url}: {first} is no ancestor of {last}")
     return [start, *commits]
 
