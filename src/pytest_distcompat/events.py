@@ -104,7 +104,10 @@ class Done(Event, name="done"):
 
 @dataclass(frozen=True)
 class Exit(Event, name="exit"):
-    """The last event of a script's rank that ends by ``sys.exit`` with a ``code`` other than 0."""
+    """A script's rank has called ``sys.exit`` with a ``code`` other than 0.
+
+    ``Done`` or ``Error`` may follow; a rank that is not the plugin's own has neither.
+    """
 
     code: int
 
@@ -200,4 +203,5 @@ def decode_event(data: Any) -> Event | None:
     return None
 
 
+# Now, because later a test may have broken what decoding needs.
 prepare(*Event.kinds.values())

@@ -161,7 +161,8 @@ class Pool:
         directory: The directory of the locks; None for the default one.
         inventory: The devices.
         memory: Measures the memory of the devices. By default NVML (NVIDIA's library for reading
-            GPUs) does: all that is in use, or this process's own where runs share GPUs.
+            GPUs) does: all that is in use, or, where runs share GPUs, what this process and its
+            children use.
         free_timeout: How long memory may take to become free after a lease, in seconds.
         timeline: The directory for the record of leases (``lease.timeline``), None for no record.
         worker: The name of this process in that record: ``gw0``, an xdist worker.

@@ -35,7 +35,7 @@ def write_report(path: Path, report: Report) -> None:
     """Write the report in the format of the file's suffix.
 
     Raises:
-        OSError: The file cannot be written. It then has its earlier content.
+        OSError: The file cannot be written.
     """
     if path.suffix == ".json":
         # The JSON of many verdicts is never in memory as a whole.

@@ -42,11 +42,14 @@ class ClusterPlacement(Placement):
         super().__init__()
         self._session = session
         setting = session.setting("nodes")
+        # ``machines`` of the base is the most nodes that any noted test needs.
         #: Over how many nodes tests are spread that do not say.
         self._default = int(setting.value)
         self.worker_nodes = int(session.setting("worker_nodes").value)
+        # The core deals out xdist's workers by it, and knows no nodes: 1 is this machine.
         self.machines_of_workers = max(1, self.worker_nodes)
         self.shares = False
+        # The core appends it to the reason why a test's ranks cannot be spread.
         self.hint = f" (--distcompat-nodes, {setting.origin}); nodes=1 in its mark runs them on one"
 
     @property
@@ -122,6 +125,7 @@ class NodesOfSession:
         return ScheduledPool(
             None,
             inventory,
+            # No further nodes: the runs of this pool are on this one.
             ask=lambda ranks, who: launcher.devices([], ranks, who),
             **session.pool_options,
         )

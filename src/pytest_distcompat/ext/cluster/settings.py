@@ -28,7 +28,7 @@ class Settings:
         spare: The nodes that have all runs in turn where ``node`` is lost.
         timeline: The directory where leases are recorded: which run had which devices, and when.
         worker: The xdist worker whose leases they are, such as ``gw0``; empty without xdist.
-        gpus: How many GPUs of each node runs may have.
+        gpus: How many GPUs of each node runs may have; 0 if they run on the CPU.
         ranks_each: How many ranks can share a GPU.
         runs_share: Whether runs can share a GPU.
         say: Shows the user what a run waits for.

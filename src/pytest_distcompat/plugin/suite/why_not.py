@@ -7,6 +7,11 @@ one pytest item. There are three functions, because the reason decides what pyte
 - ``why_not_supported``: the cell cannot run. The suite has one item for it, which is skipped.
 - ``why_not_checked``: the check has no verdict in the cell. The suite has no item for it.
 - ``why_not_run``: called before a case runs, and adds that this machine has too few GPUs.
+
+The session brings two reasons of its own. It may have a *substitute* for ranks: an extension that
+answers in their place without starting any; it says what it cannot
+answer. And several ranks may *share* one GPU, by torch's backend gloo where NCCL takes only one of
+them (``shared_gpu``): some cells cannot run that way, and in others some checks cannot judge.
 """
 
 from __future__ import annotations

@@ -49,10 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["AccelerateCalls", "AccelerateDriver"]
 
 
-# Pattern of calls -> why a walk does not make them. A call is spelled as ``step(clip='value')``.
-
-#: The cells with tensor parallelism that are tried: a precision, then names of further options, of
-#: which there are none.
+#: The cells with tensor parallelism (tp) that are tried: a precision, and no further option. They
+#: are declared as known failures (docs/upstream/accelerate_tp_fsdp2.py), so that a fix is noticed.
 TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
 
 
@@ -78,6 +76,8 @@ class AccelerateDriver(MakesAccelerator):
         "conflict",
         "ema",
     )
+    #: Of each object the name in settings, its import path, the strategies under which this driver
+    #: makes it, and how its fields are found where it has no plain fields.
     sources: ClassVar[tuple[Source, ...]] = (
         Source(
             "FullyShardedDataParallelPlugin",

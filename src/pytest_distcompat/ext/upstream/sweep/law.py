@@ -8,8 +8,10 @@ and the plain law for all others. A check makes a claim about a cell, such as ``
 are those of the reference, a run with one process. It returns findings if its claim does not hold.
 
 Under a setting that the libraries accept all claims hold. Or the libraries refuse the setting, by
-an error before the first step. Some settings change the training on purpose, and are meant to fail
-some checks; ``rules.json`` says so.
+an error before the first step. Some settings change the training on purpose; ``rules.json`` says
+so in one of two ways. ``without``: a check that the setting breaks in some way that nothing can
+judge is not run (``left_out``). ``changes``: a check must find something, as ``parity`` must where
+the setting adds noise to embeddings, or the setting had no effect (``findings``).
 
 Where two settings say different values of the same, as ``ds_config.gradient_clipping=0.5`` and
 ``TrainingArguments.max_grad_norm=1.0`` do, either may win. So there is a reference for each, and
@@ -38,7 +40,8 @@ from pytest_distcompat.trace import RunFailure, Trace
 #: The name of the reference that follows the other one of two settings which say different values
 #: of the same.
 OTHER_REFERENCE = "other_reference"
-#: Ids of the cells of the sweep that every session of a built-in suite has.
+#: Ids of the few cells of the sweep that a session of a built-in suite has in every profile (a
+#: profile says which cells a session has: ``smoke``, ``default``, ``sweep``, ...).
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 
@@ -130,7 +133,11 @@ class SweepLaw(Law):
         return lenient + _refused_setting(failure)
 
     def read_at_checkpoints(self, cell: Cell) -> tuple[str, ...]:
-        """Return option ``set`` if all settings are read when a checkpoint is written or loaded."""
+        """Return option ``set`` if all settings are read when a checkpoint is written or loaded.
+
+        Costly checks of checkpoints are run once for cells that differ only in options without a
+        bearing on checkpoints. An option that is returned has one, so such a cell has its own.
+        """
         if all(rules.concerns_checkpoints(setting) for setting in cell.set):
             return ("set",)
         return ()
@@ -138,12 +145,15 @@ class SweepLaw(Law):
     def left_out(self, cell: Cell, checks: Mapping[str, CheckLike], profile: str) -> dict[str, str]:
         """Return the checks that are not run for the settings of a cell, each with the reason.
 
-        They are those meant to fail, and those that no rule adds.
+        The sweep has thousands of cells, so each has few checks: ``SWEEP_CHECKS``, and those that
+        the rules of its settings add (key ``checks``), but for those that the rules leave out (key
+        ``without``). Cells with settings that a suite has of its own accord keep all checks.
 
         Args:
             cell: The cell.
             checks: Name -> check, for those that apply to the cell.
-            profile: The session's profile; only the sweep's own cells are affected.
+            profile: The session's profile: in ``sweep`` all cells are the sweep's, in others only
+                the sliced ones. ``default`` is run often, and leaves costly checks to ``sweep``.
         """
         is_sliced = cell.id in _SLICED
         if profile != "sweep" and not is_sliced:

@@ -90,7 +90,8 @@ def reduced_failures(
     Args:
         row: The settings.
         outcome: Tries settings, and returns how they fail.
-        known: Failing parts of earlier rows: each that the row has loses its last setting before.
+        known: Failing parts of earlier rows. Of each that is in this row too, the last setting is
+            taken out first, so that it is not found again.
     """
     for part in known:
         if set(part) <= set(row):
