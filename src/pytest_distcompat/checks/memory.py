@@ -137,6 +137,8 @@ def _wrong_sizes(
     ranks = [snapshot.rank for snapshot in snapshots]
     ranks_of_stage = cell.world_size // cell.pp
     built = _built_on(run, ranks)
+    # What tp replicates has state on each tp rank. So it counts as trained once for each of them,
+    # and below a copy of the model takes all tp ranks.
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
     padding = MAX_PADDING
     if not is_sharded:
@@ -221,7 +223,8 @@ def _kept_elements(snapshots: Sequence[Snapshot]) -> Counter[str]:
     """Return kind of state -> how many elements of it the ranks keep together."""
     kept: Counter[str] = Counter()
     for snapshot in snapshots:
-        # A snapshot is of one rank, or of all ranks that an extension ran one process in place of.
+        # A snapshot is of one rank; or of several, where an extension let one process stand for
+        # all of them.
         for (key, _), numel in state_elements(snapshot).items():
             kept[key] += numel * len(snapshot.ranks)
     return kept

@@ -45,7 +45,8 @@ class Holder:
     """Process that has leased a device; it is also the record beside the device's lock.
 
     Attributes:
-        id: The device or place.
+        id: The device (``GPU-8932f937-...`` or ``cpu-0.1``), or a place: the part of a GPU that one
+            of several runs has (``GPU-8932f937-....place-1-of-4``).
         who: Names the lease in messages: the id of a test.
         pid: The process that holds it, 0 if unknown.
         since: When the lease began, in seconds since the epoch.

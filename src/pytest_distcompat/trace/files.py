@@ -27,7 +27,8 @@ class FileInfo:
     #: behind it (``mp_rank_00_model_states.pt:module``), an exported file ``export/`` before it.
     path: str
     #: ``safetensors``, ``dcp`` (torch.distributed.checkpoint), ``torch`` (``torch.save``),
-    #: ``deepspeed`` or ``index``; empty in ``Snapshot.saved``.
+    #: ``deepspeed`` or ``index``. Empty in ``Snapshot.saved``, the files of a checkpoint with the
+    #: model alone (option ``save_only_model``), whose values are compared, not their format.
     format: str
     #: ``model``, ``optimizer``, ``scheduler`` or ``index``. Of a file that the action ``damage``
     #: corrupted: how, such as ``truncate``.

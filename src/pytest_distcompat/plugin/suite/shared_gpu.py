@@ -58,6 +58,7 @@ LIMITS = (
     Limit(lambda cell: cell.pp > 1, "send activations from stage to stage"),
     Limit(_exchanges_activations, "gather activations"),
     Limit(_saves_full_state_dict, "gather whole tensors for a full state dict"),
+    # The check ``observers`` looks at the trainer before and after a save and an export.
     Limit(_is_fsdp, "gather whole tensors for an export", checks=("export", "observers")),
 )
 
