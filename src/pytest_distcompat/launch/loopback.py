@@ -15,7 +15,9 @@ import socket
 #: each run seconds.
 HOST = "localhost"
 
-#: The base class of ``socket.socket``, which plugins replace to forbid connections.
+#: The base class of ``socket.socket``. pytest's process calls ``problem``, and plugins such as
+#: pytest-socket replace ``socket.socket`` there to forbid connections. ``listen`` is called in
+#: processes without plugins.
 _Socket = socket.SocketType
 _resolve = socket.getaddrinfo
 
@@ -51,6 +53,7 @@ def listen(host: str = HOST, port: int = 0) -> socket.socket:
     for family, address in _addresses(host):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # A port that was given may have been used a moment ago; the kernel chooses a fresh one.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
             listener.bind((address, port))
             listener.listen()

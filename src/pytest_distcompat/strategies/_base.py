@@ -59,7 +59,8 @@ class Dtypes:
 MAX_NORM = 1.0
 
 #: Options that only DeepSpeed's strategies have, as a cell's id spells them -> why torch's
-#: strategies have none. For ``Strategy.options``.
+#: strategies have none. For ``Strategy.options``. Under ``conflict`` the JSON asks for another
+#: precision than the trainer.
 DEEPSPEED_OPTIONS = dict.fromkeys(
     ("conflict", "grad_accum_dtype_fp32"), "only DeepSpeed's JSON has this option"
 )
@@ -75,8 +76,9 @@ OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpo
 class WrapSpec:
     """Which modules of a model a strategy wraps one by one, as its driver knows them.
 
-    A plan of tensor parallelism names no layer of a block that is already wrapped: layers are
-    sharded before blocks are wrapped, as https://github.com/pytorch/torchtitan orders it.
+    Strategies shard layers by ``tp_plan`` before they wrap blocks, in the order of
+    https://github.com/pytorch/torchtitan, so the names in the plan are those of the unwrapped
+    model.
 
     Attributes:
         blocks: Class names of the modules to wrap: ``("LlamaDecoderLayer",)``.
@@ -87,7 +89,8 @@ class WrapSpec:
         experts: Name of the module that expert parallelism shards; empty if there is none.
         find_unused: Whether a rank may leave out parameters that another uses, as DDP's
             ``find_unused_parameters`` allows.
-        prepare: Recomputes and compiles blocks; a strategy calls it where its library wants that.
+        prepare: Changes the blocks in place for activation checkpointing and torch.compile, as the
+            cell asks; a strategy calls it at the moment at which its library wants that.
     """
 
     blocks: tuple[str, ...] = ()
@@ -152,8 +155,8 @@ class Strategy:
         wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it:
             ``FSDP2``.
         kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it:
-        ``DTensor``. shards: Whether each rank stores only its shard of the live parameters: its
-        rows of each, or
+            ``DTensor``.
+        shards: Whether each rank stores only its shard of the live parameters: its rows of each, or
             its part of flat ones.
         bare_alone: Whether a library may leave out the wrapper on a single rank, since nothing is
             to be reduced.

@@ -67,7 +67,8 @@ def _directories_on_path(repository: Repository) -> set[Path]:
 def _installed(name: str) -> bool:
     """Tell whether a module of that name is installed, outside the directory of this command.
 
-    The first entry of ``sys.path`` is that directory, which pytest need not have.
+    The first entry of ``sys.path`` is the directory of the script ``distcompat``, or the working
+    directory under ``python -m``; pytest's process need not have it.
     """
     for finder in sys.meta_path:
         path = sys.path[1:] if finder is PathFinder else None
@@ -77,7 +78,7 @@ def _installed(name: str) -> bool:
 
 
 def loop_to_drive(repository: Repository, chosen: str) -> Class | None:
-    """Return the module with a training loop in plain torch, for which a driver is to be written.
+    """Return a class beside a training loop in plain torch, for which a driver is to be written.
 
     None if there is something better to drive: a driver, a Trainer, or a library such as
     accelerate.

@@ -190,6 +190,7 @@ def _dynamo(cell: Cell) -> dict[str, Any]:
     if mode is True:
         backend = "INDUCTOR"
     elif mode == "regional":
+        # As in the built-in drivers: without inductor, which takes seconds for each graph.
         backend = "AOT_EAGER"
     return {
         "dynamo_config": {

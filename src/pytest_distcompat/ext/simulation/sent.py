@@ -47,8 +47,10 @@ def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
     There is a row for each kind of collective, dimension of the mesh and size of the group, as in
     the module's docstring. There is none if the ranks were real, or took no step.
     """
+    # Tensors of a simulation have no values: those of real ranks have.
     if run.has_values or not run.trained:
         return []
+    # The snapshot of the step by the one process of a simulation, which is rank 0.
     snapshot = run.trained[0]
     dims = _largest_mesh(snapshot)
     calls = Counter[_Traffic]()
@@ -64,6 +66,7 @@ def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
         if collective in _KINDS:
             part_sent = _KINDS[collective](len(info.ranks))
         calls[traffic] += info.calls
+        # ``total`` is the number of elements of all these calls together.
         sent[traffic] += round(nbytes(info.total, info.dtype) * part_sent)
     rows: list[dict[str, Any]] = []
     for traffic in calls:

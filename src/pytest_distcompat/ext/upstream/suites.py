@@ -11,6 +11,11 @@ precisions and sets of options; ``extra`` adds single cells or further matrices.
 may fail in a way of its own, as each cell takes seconds; the profiles ``pairwise`` and ``full``
 test more.
 
+Option ``model`` names a tiny model: ``mlp`` is the quickest; ``twice`` runs one block two times;
+``odd`` has an empty parameter, one of a single number and buffers of many dtypes; half of the ranks
+leave out a layer of ``branch`` in each step. Without the option it is a Llama. Under ``conflict`` DeepSpeed's JSON asks for another
+precision than the trainer, which must win or be refused.
+
 ``SLICE`` has the cells with single settings of the libraries (``sweep/slice.py``) that every
 session tests, as ``zero2-fp32-w2-model_mlp-set_ds_config...``.
 """
@@ -31,7 +36,7 @@ class TestTorch(CompatSuite):
         ("fp32", "bf16_upcast"),
         extra=(
             Matrix(("fsdp2",), ("bf16_pure", "fp16_mixed", "fp8")),
-            # Each model under each strategy once, and once with each driver.
+            # Over all suites each model is once under each strategy, and once with each driver.
             Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "mlp"},)),
             Matrix(("fsdp2",), ("bf16_upcast",), options=({"model": "llama_tied"},)),
             Matrix(
@@ -93,7 +98,7 @@ class TestAccelerate(CompatSuite):
                     {"model": "mlp"},
                     {"float32_norms": True},
                     {"reduce_dtype": "fp32", "model": "mlp"},
-                    # The weights of rank 0 are in bfloat16, what all ranks make of them is not.
+                    # Rank 0 alone has the weights, in bfloat16; all get their shards in float32.
                     {"cpu_ram_efficient_loading": True},
                 ),
             ),
@@ -239,7 +244,7 @@ class TestDeepSpeed(CompatSuite):
                 options=(
                     {"frozen": True},
                     {"grad_accum": 2},
-                    # DeepSpeed refuses it.
+                    # DeepSpeed refuses it, and must say so: a known issue declares the refusal.
                     {"grad_accum_dtype": "fp32"},
                 ),
             ),

@@ -47,6 +47,7 @@ def take_over(item: pytest.Function) -> None:
 
     In this process no fixture of the test is set up, and its function is never called.
     """
+    # An extension may answer in the place of ranks, without starting any. It cannot run tests.
     substitute = item.config.stash[SESSION].substitute
     if substitute is not None:
         pytest.skip(substitute.needs_ranks)
@@ -197,6 +198,10 @@ def _verify(
     outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function
 ) -> Outcome:
     """Run the item again under cold torchrun.
+
+    Ranks are *warm* if they are forked from a process that has imported torch and collected the
+    tests before; *cold* ones are new interpreters, as under a user's own ``torchrun``. ``plain``
+    hides from the test a variable that this plugin sets on its ranks (``ItemPayload``).
 
     Args:
         outcome: The outcome of the first run, on warm ranks.

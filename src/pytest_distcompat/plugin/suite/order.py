@@ -53,10 +53,12 @@ def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.It
         unit = _shard_unit(item)
         items_of_unit.setdefault(unit, []).append(item)
         sizes[unit] = sizes.get(unit, 0) + _shard_size(item)
-    # By the baseline, not by the last report, because all machines must divide in the same way.
+    # By the durations in the baseline (``--distcompat-baseline``, a report that all machines are
+    # given), not by the last report of this machine: all must divide in the same way.
     plan = divide(sizes, session.setting("baseline").value, shard.count)
-    # Whether this machine could run any case of each shard: if it can run none of its own, that is
-    # a failure only if no other shard has one either.
+    # Whether this machine could run any case of each shard. At the end of the session
+    # ``reporting/results`` reads it: that nothing ran is a failure only if no other shard has a case
+    # that could run either.
     can_run = []
     for units in plan:
         items_of_shard = []
