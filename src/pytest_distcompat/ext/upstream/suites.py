@@ -13,8 +13,8 @@ test more.
 
 Option ``model`` names a tiny model: ``mlp`` is the quickest; ``twice`` runs one block two times;
 ``odd`` has an empty parameter, one of a single number and buffers of many dtypes; half of the ranks
-leave out a layer of ``branch`` in each step. Without the option it is a Llama. Under ``conflict`` DeepSpeed's JSON asks for another
-precision than the trainer, which must win or be refused.
+leave out a layer of ``branch`` in each step. Without the option it is a Llama. Under ``conflict``
+DeepSpeed's JSON asks for another precision than the trainer, which must win or be refused.
 
 ``SLICE`` has the cells with single settings of the libraries (``sweep/slice.py``) that every
 session tests, as ``zero2-fp32-w2-model_mlp-set_ds_config...``.

@@ -57,8 +57,8 @@ def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.It
     # given), not by the last report of this machine: all must divide in the same way.
     plan = divide(sizes, session.setting("baseline").value, shard.count)
     # Whether this machine could run any case of each shard. At the end of the session
-    # ``reporting/results`` reads it: that nothing ran is a failure only if no other shard has a case
-    # that could run either.
+    # ``reporting/results`` reads it: that nothing ran is a failure only if no other shard has a
+    # case that could run either.
     can_run = []
     for units in plan:
         items_of_shard = []
