@@ -128,7 +128,7 @@ def is_quantized(state: StateInfo) -> bool:
 
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
-    """Return the bytes of masters and optimizer state per trained parameter.
+    """Return the bytes of masters and optimizer state per trained element.
 
     They are those of all ranks after step ``nth``.
     """

@@ -3,6 +3,7 @@
 Ranks write what they recorded (``trace.Snapshot``) as lines of JSON, pytest's process reads them,
 and so do several other pairs of processes with files between them. ``encode`` and ``json.dumps``
 write a dataclass; ``json.loads`` and ``decode`` read it, with msgspec, which checks each type.
+Where a rank lacks msgspec, no type is checked.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def decode(kind: type[T], data: Any) -> T:
 
     Raises:
         ValueError: If a field is missing, or is of another type than the dataclass says.
+        TypeError: Without msgspec, if a field is missing.
     """
     if not _HAS_MSGSPEC:
         return typing.cast("T", _unchecked(kind, data))

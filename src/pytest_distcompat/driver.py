@@ -153,7 +153,8 @@ class HasReference(LiveTrainer):
     """
 
     #: What has an equal weight in the gradients of a step, over all ranks: ``token``, ``row``,
-    #: ``micro_batch`` or ``rank``. Empty where the driver does not say.
+    #: ``micro_batch``, ``joint_micro_batch`` (of all ranks together) or ``rank``. Empty where the
+    #: driver does not say.
     mean: ClassVar[str] = ""
     #: The norm to which the trainer clips gradients, for the derived reference; None if it does not
     #: clip.

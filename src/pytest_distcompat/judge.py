@@ -263,7 +263,8 @@ def premature_end(check: Check, trace: Trace) -> RunFailure | None:
         failure = run.end
         if failure is None:
             continue
-        # A run that must end in an exception, as of a damaged checkpoint, must not crash or hang.
+        # An exception of such a run, as of a damaged checkpoint, is for the check to judge. A crash
+        # or a hang is not.
         if run.name in check.raises and failure.kind != "raised":
             return failure
         # ``until`` has the run, the action and which one of that action: ("train", "step", 2) are

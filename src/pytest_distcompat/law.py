@@ -9,8 +9,8 @@ each field of a library's configuration in a cell of its own, ``...-set_AdamW.ep
 settings contradict each other, either may win. So it has a law of its own, which covers cells with
 settings. An entry point in the group ``pytest_distcompat.laws`` names an instance of ``Law``.
 
-``law_of`` returns the law of a cell. Its methods are called, in this order, by drivers and profiles
-(which cells and checks run), by checks (which runs), and by the judge (findings, expectations).
+``law_of`` returns the law of a cell. Its methods are called by drivers and profiles (which cells
+and checks run), by checks (which runs), and by the judge (expectations, findings).
 """
 
 from __future__ import annotations

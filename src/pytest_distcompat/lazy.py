@@ -1,7 +1,7 @@
 """Lazy public names: a package imports the module of a name when the name is first used.
 
-``pytest_distcompat`` and ``drivers`` use it: every pytest session imports this package to find its
-plugin, while few sessions need torch-related modules behind names such as ``Driver``.
+``pytest_distcompat``, ``drivers`` and ``ext.scripts`` use it: every pytest session imports this
+package to find its plugin, while few need the modules behind names such as ``Driver``.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ BESIDE_AXES: tuple[tuple[str, OptionValue], ...] = (
 )
 
 #: Options that concern how a model is made, saved and sharded. The others concern training. A cell
-#: of ``pairwise`` has one option of each kind.
+#: of ``pairwise`` has at most one option of each kind beside those that its options need.
 MODEL_OPTIONS = (
     "model",
     "state_dict",

@@ -165,8 +165,8 @@ class Check:
             that does not apply has no test item; the report shows the reason.
         limit: The name of a limit without which the check does not apply. The user sets it by
             ``--distcompat-<limit>``. Empty if there is none.
-        raises: The names of runs that must end in an exception. If one of them crashes or hangs
-            instead, that is the verdict, whatever ``until`` says.
+        raises: The names of runs that may end in an exception, which the claim itself judges. If
+            one of them crashes or hangs instead, that is the verdict, whatever ``until`` says.
         costly: Whether the check needs several runs that no other check reads.
         depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
             strategy; None for all. Of several cells that do not differ in them, the default profile

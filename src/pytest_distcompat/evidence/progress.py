@@ -5,7 +5,7 @@ directory, the store. Each run has a directory there, with ``request.json`` (wha
 do), a log of each rank, and at its end ``run.json`` (``runner.DONE``).
 
 A thread of ``plugin.reporting.progress`` calls ``running`` every moment, and shows the result:
-``fsdp2-fp32-w2 train: step 7/27, 3 s of 300 s``.
+``fsdp2-fp32-w2 train: step 7/28, 3 s of 300 s``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Running:
     timeout: float
 
     def __str__(self) -> str:
-        """Return a line for the user: ``fsdp2-fp32-w2 train: step 7/27, 3 s of 300 s``."""
+        """Return a line for the user: ``fsdp2-fp32-w2 train: step 7/28, 3 s of 300 s``."""
         progress = "starts"
         if self.number:
             progress = f"{self.action} {self.number}/{self.actions}"

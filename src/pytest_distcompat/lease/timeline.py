@@ -49,7 +49,7 @@ class Span:
         asked: When it was requested.
         got: When it began.
         released: When it ended.
-        leak: The memory that it leaked.
+        leak: The memory that it leaked, and what a dead holder before it left in use.
         worker: The name of the xdist worker that had it, ``gw0``; empty without xdist.
         waited_for: The names of the leases and requests that it waited for. A short wait does not
             look for them.

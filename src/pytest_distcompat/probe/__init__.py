@@ -5,7 +5,8 @@ code would prove nothing. It takes part in no collective and changes nothing, so
 any action (``build``, ``step``, ``save``, ...) on any rank. ``worker`` calls it for a suite,
 ``ext.scripts`` for a user's script. What it reads goes into ``trace.Snapshot``.
 
-- ``snapshot`` reads a live trainer, by ``live`` (the model), ``optimizer`` and ``extra``;
+- ``snapshot`` reads a live trainer, by ``live`` (the model) and ``optimizer``;
+- ``extra`` reads further state that a driver names;
 - ``observe`` records what happens inside a step, by hooks of torch;
 - ``files`` reads checkpoints and exports;
 - ``tensors`` computes digests, and ``layouts`` says which part of a tensor a rank holds.

@@ -4,7 +4,7 @@ A block is one of the equal modules of which a model is made, such as the ``Llam
 modules ``model.layers.0`` and ``model.layers.1``. FSDP wraps blocks one by one, and activation
 checkpointing and torch.compile may too. Each wrapper inserts a segment into names:
 ``_fsdp_wrapped_module.layers.0``. ``live`` calls this module for the names that a block has without
-them. ``observe`` and drivers use its small questions about single modules.
+them. ``observe`` and ``ext.scripts`` use its small questions about single modules.
 """
 
 from __future__ import annotations

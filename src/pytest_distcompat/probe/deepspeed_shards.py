@@ -1,8 +1,8 @@
 """Shards of DeepSpeed that are plain tensors: of AutoTP, of ZeRO++ and of experts (MoE).
 
 DeepSpeed marks such tensors by attributes instead of a DTensor's mesh and placements. Each function
-that reads such an attribute is tested in ``tests/launch/test_private_names.py``. ``layouts``,
-``live`` and ``optimizer`` call this module after each action of a run. For a model without
+that reads such an attribute is tested in ``tests/launch/test_private_names.py``. Other modules of
+the probe call this one for each model, ``layouts`` and ``live`` among them. For a model without
 DeepSpeed its functions return None, 0 or nothing.
 
 - AutoTP is DeepSpeed's tensor parallelism: it replaces a layer by one that has a piece of the

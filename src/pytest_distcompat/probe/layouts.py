@@ -1,8 +1,8 @@
 """Layouts: which shard of each full tensor this rank holds, whatever distributes the tensor.
 
 A ``Layout`` has the dimensions of the device mesh (a grid of ranks) with the tensor's placement
-along each, and the ranks whose shards together are one full tensor. ``live`` and ``optimizer`` call
-this module for each parameter, gradient and state that they read after an action. Layouts come
+along each, and the ranks whose shards together are one full tensor. ``live``, ``optimizer`` and
+``gradients`` call this module for each parameter, state and gradient that they read. Layouts come
 from three places:
 
 - a DTensor (FSDP2, tensor parallelism) has a mesh of its own: ``meshes``;

@@ -20,7 +20,8 @@ How it records:
 
 A *block* is one of the equal modules of a model, ``layers.0``. It is *recomputed* if activation
 checkpointing runs its forward pass a second time, in the backward pass, in place of keeping its
-activations. Hooks leave at once while torch.compile traces them (``torch.compiler.is_compiling``).
+activations. Hooks that read values leave at once while torch.compile traces them
+(``torch.compiler.is_compiling``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A trainer's optimizer is a torch optimizer in any number of wrappers (``AcceleratedOptimizer`` of
 accelerate, the ZeRO optimizers of DeepSpeed), or several of those in a list. ``optimizer``,
-``gradients`` and ``live`` look through the wrappers with this module; so does ``ext.scripts`` for
-optimizers that it finds in a user's script.
+``gradients``, ``live`` and ``snapshot`` look through the wrappers with this module; so does
+``ext.scripts`` for optimizers that it finds in a user's script.
 
 The torch optimizer updates one of:
 

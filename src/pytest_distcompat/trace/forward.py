@@ -1,8 +1,8 @@
 """Records of a step's forward and backward pass: collectives, dropouts, weights of tokens.
 
-``probe.observe.Observer`` records them by hooks on the model's modules and tensors while a trainer
-runs a step. Examples: two ranks must drop different activations, and each token that the loss
-counts must weigh the same on all ranks.
+``probe.observe.Observer`` records them while a trainer runs a step: collectives by a dispatch mode,
+the rest by hooks on the model's modules and tensors. Examples: two ranks must drop different
+activations, and each token that the loss counts must weigh the same on all ranks.
 """
 
 from __future__ import annotations

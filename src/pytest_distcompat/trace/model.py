@@ -74,8 +74,8 @@ class UnwrappedInfo:
     evaluating: tuple[str, ...] = ()
     #: The names of the parameters whose elements lie in another order in memory than in the tensor.
     noncontiguous: tuple[str, ...] = ()
-    #: What the gradients are means over, as the driver says: ``token``, ``row``, ``micro_batch`` or
-    #: ``rank``; empty if it does not say.
+    #: What the gradients are means over, as the driver says: ``token``, ``row``, ``micro_batch``,
+    #: ``joint_micro_batch`` or ``rank``; empty if it does not say.
     mean: str = ""
 
 
@@ -102,7 +102,7 @@ class ModelInfo:
     units: tuple[str, ...] = ()
     #: The live names of the modules whose activations are recomputed.
     checkpointed: tuple[str, ...] = ()
-    #: The live names of the modules that torch.compile wraps.
+    #: The live names of the modules that torch.compile wraps, or that were compiled in place.
     compiled: tuple[str, ...] = ()
     #: The number of layers that compute in 8 bits.
     float8: int = 0

@@ -2,7 +2,7 @@
 
 On a terminal it is below pytest's last line and is renewed twice a second::
 
-      12 of 42 checks, 31 s, about 60 s left; fsdp2-fp32-w2 train: step 7/27, 3 s of 300 s
+      12 of 42 checks, 31 s, about 60 s left; fsdp2-fp32-w2 train: step 7/28, 3 s of 300 s
 
 Elsewhere, as in CI, a line is logged each minute, and only about runs that take long. A *run* is
 one process group from start to end, which trains in a *cell*, a configuration such as
