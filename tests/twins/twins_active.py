@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from pytest_distcompat.ext.upstream.drivers import accelerate as accelerate_driver
+from pytest_distcompat.ext.upstream.drivers import _accelerator
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
 
@@ -50,7 +50,7 @@ class CpuFlag(Accelerate):
     """accelerate with a plugin and ``cpu=True``: plain DDP, without a word."""
 
     def build(self, model: Module) -> None:
-        with mock.patch.object(accelerate_driver, "on_cpu", return_value={"cpu": True}):
+        with mock.patch.object(_accelerator, "on_cpu", return_value={"cpu": True}):
             super().build(model)
 
 
@@ -70,7 +70,7 @@ class NoCpuFlag(Accelerate):
     """accelerate with an FSDP plugin and nothing else: no wrapper, no gradient sync, each rank on its own."""
 
     def build(self, model: Module) -> None:
-        with mock.patch.object(accelerate_driver, "on_cpu", return_value={}):
+        with mock.patch.object(_accelerator, "on_cpu", return_value={}):
             super().build(model)
 
     def save(self, directory: Path) -> None:

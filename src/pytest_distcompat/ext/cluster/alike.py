@@ -3,7 +3,7 @@
 A *node* is one of several machines that run a test together. ``membership`` calls ``difference``
 once all nodes have joined. It compares the facts that each node's agent has sent (``facts``), and
 tries whether pytest's process sees what the nodes write. The answer is a text for the user, such as
-``n2 has torch 2.9, n1 has torch 2.8``, or empty.
+``n2 has torch 2.9, n1 has 2.8``, or empty.
 """
 
 from __future__ import annotations

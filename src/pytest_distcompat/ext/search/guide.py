@@ -4,7 +4,7 @@ It decides which candidate is tried next, what is kept of it, and how a failure 
 
 A *candidate* is a cell of a driver (``torch fsdp2-fp32-w2-model_mlp``), perhaps with calls of the
 live trainer. A candidate that reaches branches of the installed libraries that none has reached
-before is *kept*. Every second candidate is drawn from all that are possible. The others are
+before is *kept*. About half of the candidates are drawn from all that are possible. The others are
 *neighbours* of kept ones, which differ in an option, a setting or a call.
 
 ``command`` calls ``Search.run`` with a function that runs and judges a candidate

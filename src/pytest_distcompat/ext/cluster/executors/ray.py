@@ -2,7 +2,8 @@
 
 An *executor* is how the session's *agents* are started, one on each machine: processes that start
 the ranks of a test there. pytest's process makes a ``Ray`` with ``--distcompat-executor ray``. Its
-callers are ``membership`` (``start``, ``restart``) and ``launcher`` (``devices``, for each run).
+callers are ``session_nodes`` (``names``), ``membership`` (``start``, ``start_one``) and
+``launcher`` (``devices``, for each run).
 
 pytest's process does not import ray, which takes seconds. ``Ray`` starts the module
 ``_ray_cluster`` in another process, which connects to the cluster, and talks to it by lines of JSON
