@@ -10,9 +10,9 @@ Code that depends on the order of a set of strings then works on forks and fails
 So ranks come from the two sides in turn, and the next run begins with the other side: the run that
 loads a checkpoint differs from the one that saved it.
 
-With 4 or 8 ranks the sides do not strictly take turns. Such ranks may form a mesh of 2 x 2 or
-2 x 4, and ranks 0 and 2, neighbours along one of its dimensions, would be alike. So two ranks whose
-numbers differ in one binary digit come from different sides.
+With 4, 8 or 12 ranks, and so on, the sides do not strictly take turns. Such ranks may form a mesh
+of 2 x 2 or 2 x 4, and ranks 0 and 2, neighbours along one of its dimensions, would be alike. So two
+ranks whose numbers differ in one binary digit come from different sides.
 
 Each side has a server that has imported libraries. Where tests are collected beforehand, it has
 another server, forked from the first, that has imported the user's modules too. Then the four
@@ -217,8 +217,8 @@ class ForkServers:
 def _step(rank: int, world_size: int) -> int:
     """Return by how many sides a rank is after rank 0: an even number means the same side.
 
-    With 4 or 8 ranks it is the number of ones among the binary digits (see the module's docstring):
-    0, 1, 1, 2 for ranks 0 to 3. Otherwise the sides take turns.
+    If 4 divides the number of ranks, it is the number of ones among the binary digits (see the
+    module's docstring): 0, 1, 1, 2 for ranks 0 to 3. Otherwise the sides take turns.
     """
     if world_size % 4 == 0:
         return rank.bit_count()

@@ -1,10 +1,11 @@
 """Protocols of launchers, and of runs whose ranks perform several requests one after the other.
 
 A launcher starts the ranks of a run (one process group from start to end) and returns how they
-ended. Implementations are ``warm.WarmLauncher`` (the default), ``torchrun.TorchrunLauncher``, the
-one of ``ext/cluster`` for several machines, and ``leased.LeasedLauncher``, which leases devices and
-calls another one. ``runner`` and ``plugin/marked/run`` call ``run(request)``; ``ext/reuse`` calls
-``open``, for ranks that tests share.
+ended. Implementations are ``warm.WarmLauncher`` (the default), ``torchrun.TorchrunLauncher``, those
+of ``ext/cluster`` for several machines and of ``ext/simulation`` for simulated ranks, and
+``leased.LeasedLauncher``, which leases devices and calls another one. ``runner`` and
+``plugin/marked/run`` call ``run(request)``; ``ext/reuse`` calls ``open``, for ranks that tests
+share.
 """
 
 from __future__ import annotations

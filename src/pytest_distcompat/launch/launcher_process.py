@@ -85,7 +85,7 @@ class LauncherProcess:
                 start_new_session=True,
             )
         #: The first message of the process; None until it is ready. The keys: ``unfit`` and
-        #: ``not_shared`` (see the properties of these names; both are empty if all is well),
+        #: ``not_shared`` (see the members of these names; both are empty if all is well),
         #: ``findings`` (those of each session server) and ``leaves`` (whether a session was
         #: collected, which must be ended).
         self.status: dict[str, Any] | None = None

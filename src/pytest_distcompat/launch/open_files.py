@@ -1,8 +1,9 @@
 """What this process has open: files, and memory that it shares with its forks.
 
-``at_import.Watch`` compares both before and after a module of the user's is imported, in a process
-from which ranks are forked. An open file would have one offset for all ranks, and what a rank
-writes to shared memory the other ranks would read.
+``at_import.Watch`` compares both, in a process from which ranks are forked: the open files before
+and after each module of the user's, the shared memory before and after the whole collection. An
+open file would have one offset for all ranks, and what a rank writes to shared memory the other
+ranks would read.
 """
 
 from __future__ import annotations

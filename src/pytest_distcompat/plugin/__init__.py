@@ -15,9 +15,9 @@ The same hooks run in xdist's controller, in its workers, and on ranks, where py
 again (``on_ranks/``). ``ON_RANK in config.stash`` tells that this process is a rank. The stash is
 pytest's dictionary for the data of plugins.
 
-A session without distributed tests must not pay for the plugin. It imports this file, ``options``
-and what these two import at their top, nothing else. So the other modules are imported in
-functions.
+A session without distributed tests must not pay for the plugin. Of the core it imports this file,
+``hookspecs``, ``options``, ``fixtures`` and what these import at their top, nothing else. So the
+other modules are imported in functions.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Under ``torchrun -m pytest`` each rank runs all tests. At the end of each phase (setup, call,
 teardown) every rank sends a ``PhaseReport`` to rank 0 (``lockstep``). There ``agree`` makes one
-``Outcome`` of them: for example ``Outcome("failed", "rank 1 raised ValueError: ...")``, although
+``Outcome`` of them: for example ``Outcome("failed", "rank 1 failed: ValueError: ...")``, although
 the phase passed on rank 0. It reuses the code that does the same for ranks which this package
 starts: it makes the events that such ranks would have logged, and gives them to ``conclude``. Then
 each rank changes its own pytest report by ``impose``.

@@ -68,7 +68,7 @@ class Agreement:
     """What rank 0 has decided about a phase.
 
     Attributes:
-        outcome: The outcome on all ranks: ``Outcome("failed", "rank 1 raised ValueError: ...")``.
+        outcome: The outcome on all ranks: ``Outcome("failed", "rank 1 failed: ValueError: ...")``.
         over: Whether the session cannot go on, because a rank has ended or hangs, or because the
             ranks run different tests.
         cut: Whether the connections of any rank were closed.

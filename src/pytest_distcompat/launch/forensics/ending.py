@@ -2,7 +2,7 @@
 
 A run is one process group from start to end. ``conclude`` makes an ``Ending`` of each run, from
 what the ranks logged and how their processes ended. The launchers return it, and three readers
-judge by it: ``runner`` (a suite's run), ``plugin/marked/outcome`` (a marked test) and
+judge by it: ``runner`` (a suite's run), ``plugin/marked/merge`` (a marked test) and
 ``ext/scripts/result`` (a script).
 
 For example, rank 1 of 2 raises a ValueError, and rank 0 then loses its connection to rank 1:
@@ -56,7 +56,7 @@ class RankEnd:
     - ``done``: the rank did its work.
     - ``raised``: it logged an exception.
     - ``excused``: it logged an exception that its test allows, a skip or an expected failure. Only
-      ``plugin/marked/outcome`` sets this status.
+      ``plugin/marked/merge`` sets this status.
     - ``killed``, ``exited``: its process ended, by a signal or by an exit code, before the rank
       could log anything. A rank whose node was lost counts as killed.
     - ``stuck``: it was still running at the time limit, and was killed.

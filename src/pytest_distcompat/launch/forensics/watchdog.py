@@ -110,9 +110,10 @@ class Watchdog:
         return self.acted_at < math.inf
 
     def check(self) -> None:
-        """Kill the ranks if the run must end, for one of the four reasons that the module names.
+        """Kill the ranks if the run must end.
 
-        Most calls only look at the clock: the logs are read every ``CHECK_INTERVAL_S`` seconds.
+        The module's docstring names four reasons. A fifth is that ``stopped`` was set. Most calls
+        only look at the clock: the logs are read every ``CHECK_INTERVAL_S`` seconds.
         """
         now = clock.now()
         if now - self._called_at > clock.GAP_S:
