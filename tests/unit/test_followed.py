@@ -147,7 +147,28 @@ def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json()
     optimizer = engine.make_optimizer(torch.nn.Linear(4, 4))
     assert type(optimizer) is torch.optim.SGD
     assert optimizer.defaults["momentum"] == 0.9
-    assert isinstance(engine.make_scheduler(optimizer), schedules.OneCycle)
+    by_deepspeed = torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), momentum=0.9)
+    expected = schedules.OneCycle(by_deepspeed, cycle_min_lr=0.001, cycle_max_lr=0.003)
+    scheduler = engine.make_scheduler(optimizer)
+    rates = []
+    for _ in range(3):
+        scheduler.step()
+        expected.step()
+        rates.append((optimizer.param_groups[0]["lr"], by_deepspeed.param_groups[0]["lr"]))
+    assert [followed for followed, _ in rates] == [rate for _, rate in rates]
+    assert len({rate for _, rate in rates}) == 3
+
+
+def test_the_reference_of_deepspeed_has_the_schedule_for_all_param_groups() -> None:
+    """DeepSpeed's own WarmupCosineLR forgets all groups but the first."""
+    pytest.importorskip("deepspeed")
+    schedule = "ds_config.scheduler.type=OneCycle"
+    sgd = "ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.5"
+    engine = driver("deepspeed", f"{sgd}+{schedule}+{ONE_CYCLE}", param_groups=True)
+    optimizer = engine.make_optimizer(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
+    assert len(optimizer.param_groups) > 1
+    engine.make_scheduler(optimizer).step()
+    assert len({group["lr"] for group in optimizer.param_groups}) == 1
 
 
 def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and_the_last_layer() -> None:
