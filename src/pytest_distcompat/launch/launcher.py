@@ -2,7 +2,7 @@
 
 A launcher starts the ranks of a run (one process group from start to end) and returns how they
 ended. Implementations are ``warm.WarmLauncher`` (the default), ``torchrun.TorchrunLauncher``, those
-of ``ext/cluster`` for several machines and of ``ext/simulation`` for simulated ranks, and
+of extensions, for several machines or for what stands in for ranks, and
 ``leased.LeasedLauncher``, which leases devices and calls another one. ``runner`` and
 ``plugin/marked/run`` call ``run(request)``; ``ext/reuse`` calls ``open``, for ranks that tests
 share.

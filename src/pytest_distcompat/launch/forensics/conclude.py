@@ -1,9 +1,9 @@
 """Conclude how a run ended, from the logs of its ranks and the ends of their processes.
 
 ``conclude`` is called once for each run, when its ranks are gone: by the watchdog on one machine,
-by ``ext/cluster/run`` with the reports of several machines, and by ``ext/simulation/launcher`` for
-simulated ranks. ``ext/inside/agreement`` calls it for a test phase that failed or was skipped on
-some rank.
+by ``ext/cluster/run`` with the reports of several machines, and by extensions with what stood in
+for ranks. ``ext/inside/agreement`` calls it for a test phase that failed or was skipped on some
+rank.
 
 It gets two dicts: by rank the events of its log (``events.Start``, ``Action``, ``Done``, ``Error``,
 ...), and by rank a ``RankProcess``. It returns an ``Ending``. For example, a rank with the last
