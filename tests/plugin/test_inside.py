@@ -280,6 +280,7 @@ def test_a_rank_that_leaves_says_why(body: str, expected: str, torchrun: Torchru
     assert run.code == 1
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_on_after_sigterm_ends_the_session(torchrun: Torchrun) -> None:
     """The session went on for one phase, which failed as the one of a rank that had ended without a report."""
     source = "import os, signal, time\nRANK = os.environ['RANK']\ndef test_it():\n"
