@@ -48,7 +48,7 @@ def test_a_metric_is_no_number() -> None:
 def test_metrics_that_a_rank_lacks_are_said_once() -> None:
     alone = {"mean": 11.0, "rows": 23.0, "sum": 253.0}
     assert findings(alone, {"mean": 11.0}, alone=alone) == [
-        "rank 1: metrics() returns no 'rows' and 1 others, as one process does"
+        "rank 1: metrics() lacks 'rows' and 1 others, which one process returns"
     ]
 
 

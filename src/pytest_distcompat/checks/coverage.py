@@ -306,7 +306,7 @@ def _not_each_once(
     # A run that resumed after the last batch is given none. Only the batches before it then say
     # how many rows a step has.
     rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
-    unequal = [*_unequal_batches(batches_by_rank, loader)]
+    unequal = list(_unequal_batches(batches_by_rank, loader))
     if not unequal:
         # The rows of the batches that some ranks lack are given to none.
         yield from _missing_rows(times_given, loader, rows_of_step)
@@ -481,7 +481,7 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
         missing = sorted(reference.metrics.keys() - snapshot.metrics.keys())
         if missing:
             names = and_others(missing)
-            yield f"rank {snapshot.rank}: metrics() returns no {names}, as one process does"
+            yield f"rank {snapshot.rank}: metrics() lacks {names}, which one process returns"
         for name, metric in sorted(snapshot.metrics.items()):
             expected = reference.metrics.get(name)
             if expected is None:
