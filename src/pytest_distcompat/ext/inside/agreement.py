@@ -103,11 +103,8 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
         events[rank] = [Start(pid, rank=rank)]
     processes = dict.fromkeys(pids, RankProcess())
     for rank, report in reports.items():
-        if report.phase is None and report.terminated:
-            # The rank ends now, as SIGTERM would have ended it at once without our handler.
-            processes[rank] = RankProcess(code=-signal.SIGTERM, stack=report.stack)
-        elif report.phase is None:
-            processes[rank] = RankProcess(ended_by_us=True, stack=report.stack)
+        if report.phase is None:
+            processes[rank] = _unfinished_process(report)
         else:
             events[rank] += _events(report, report.phase, all_skip=all_skip)
     timed_out = any(report.stuck for report in reports.values())
@@ -118,6 +115,14 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
     if outcome.kind == "xfailed" and any_passed_setup:
         return dataclasses.replace(outcome, kind=POSTPONED)
     return outcome
+
+
+def _unfinished_process(report: PhaseReport) -> RankProcess:
+    """Return how the process of a rank ends that has not finished the phase."""
+    if report.terminated:
+        # As SIGTERM would have ended it at once, had this plugin no handler for it.
+        return RankProcess(code=-signal.SIGTERM, stack=report.stack)
+    return RankProcess(ended_by_us=True, stack=report.stack)
 
 
 def _all_skipped(phases: Iterable[Phase]) -> bool:
