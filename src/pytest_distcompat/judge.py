@@ -111,10 +111,12 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
         findings = law.findings(check, cell, trace)
     declared = _declared_failures(covering, findings)
     if broken_off is not None and not _occurred(declared, findings):
-        of_others = law.expectations(_of_other_checks(check, cell, expectations), failure)
-        same = [other for other in of_others if _declares_error(other, broken_off, trace)]
-        if same:
-            return _known_as(check, cell, same, findings)
+        same_error = []
+        for expectation in _of_other_checks(check, cell, expectations):
+            if _declares_error(expectation, broken_off, trace):
+                same_error.append(expectation)
+        if same_error:
+            return _known_as(check, cell, same_error, findings)
     if declared:
         return _known(check, cell, declared, findings, complete=broken_off is None)
     return _undeclared(check, cell, trace, findings)
