@@ -395,11 +395,11 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
             yield from _texts(changes)
             return
     expected_steps = train.at("step", SAVED + 2)
-    for expected, found in pairs(expected_steps, after):
-        if expected.loss is None or found.loss is None:
+    for expected, actual in pairs(expected_steps, after):
+        if expected.loss is None or actual.loss is None:
             continue
-        if not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
-            yield str(_LossAfterEvaluation(found.rank, expected.loss, found.loss))
+        if not math.isclose(expected.loss, actual.loss, rel_tol=tolerance):
+            yield str(_LossAfterEvaluation(actual.rank, expected.loss, actual.loss))
     yield from _texts(_later_rate_changes(2, expected_steps, after))
 
 
