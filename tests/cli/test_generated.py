@@ -43,7 +43,13 @@ def test_every_check_is_brought_by_some_method() -> None:
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize(("driver", "rows"), [(WithoutSave, 1), (WithoutLoad, 2)], ids=["without save", "without load"])
+@pytest.mark.parametrize(
+    ("driver", "rows"),
+    [
+        pytest.param(WithoutSave, 1, id="without save", marks=pytest.mark.nightly),
+        pytest.param(WithoutLoad, 2, id="without load"),
+    ],
+)
 def test_checks_pass_from_the_row_on_that_brings_them(driver: type[Driver], rows: int) -> None:
     possible = [name for row in range(rows) for name in names_brought(row)]
     later = [name for row in range(rows, 3) for name in names_brought(row)]

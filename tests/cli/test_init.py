@@ -193,6 +193,7 @@ def test_a_subclass_of_trainer_gets_a_driver(tmp_path: Path, write: Write) -> No
     assert "test[ddp-fp32-w2:names]" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("package", "module"), [(True, "tests.my_driver"), (False, "my_driver")])
 def test_an_existing_driver_is_used(tmp_path: Path, package: bool, module: str) -> None:
     (tmp_path / "tests").mkdir()

@@ -109,6 +109,7 @@ def test_a_url_is_fetched_every_time(wheel: Wheel, tmp_path: Path) -> None:
     assert target.parent == tmp_path / "kept"
 
 
+@pytest.mark.nightly
 def test_an_incomplete_installation_is_repeated(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0", "madeup_words")
     kept = tmp_path / "kept"

@@ -69,6 +69,7 @@ def test_a_relative_directory(tmp_path: Path, package: Path, monkeypatch: pytest
     assert read_change("madeup@../site..../site", tmp_path).text == f"madeup@{package}..{package}"
 
 
+@pytest.mark.nightly
 def test_releases_and_wheels(tmp_path: Path, wheel: Wheel, package: Path) -> None:
     """The release that is installed need not be installed again."""
     wheel("madeup", "1.0")
@@ -184,6 +185,7 @@ def test_only_the_cells_of_the_file_run_in_its_order(pytester: pytest.Pytester) 
         assert {"fsdp2-fp32-w2:active", "ddp-fp32-w2:active", "ddp-fp32-w2:resume"} <= set(nodeids)
 
 
+@pytest.mark.nightly
 def test_cells_that_only_the_new_release_can_run_do(pytester: pytest.Pytester) -> None:
     """The map of the old one knows nothing of them."""
     nodeids = collected(pytester, "accelerate/ddp-fp32-w2: load\n* accelerate/*\n")

@@ -158,7 +158,7 @@ def test_a_hash_seed_that_the_user_set_is_that_of_all(
     assert first["address"] != second["address"]
 
 
-@pytest.mark.parametrize("thresholds", [(), (9000, 9, 9)])
+@pytest.mark.parametrize("thresholds", [(9000, 9, 9), pytest.param((), marks=pytest.mark.nightly)])
 def test_ranks_collect_garbage_as_the_libraries_have_set_it(
     run: Run, launch: Launch, tmp_path: Path, thresholds: tuple[int, ...]
 ) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.spawn
 
 @pytest.mark.parametrize(
     ("driver", "cell_id"),
-    [pytest.param(*cell, marks=[] if number < 2 else pytest.mark.nightly) for number, cell in enumerate(CELLS)],
+    [pytest.param(*cell, marks=[] if number < 1 else pytest.mark.nightly) for number, cell in enumerate(CELLS)],
 )
 def test_it_starts_as_the_given_one(driver: str, cell_id: str, tmp_path: Path) -> None:
     verdict = start(driver, Cell.parse(cell_id), tmp_path)

@@ -85,6 +85,7 @@ def test_an_unresolvable_loopback_name_is_reported(monkeypatch: pytest.MonkeyPat
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not network_of_its_own(), reason="this user may make no network of its own (unshare --net)")
 @pytest.mark.parametrize("launcher", ["warm", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_without_a_loopback_name_a_test_fails_at_once_with_the_reason(launcher: str, tmp_path: Path) -> None:

@@ -79,7 +79,13 @@ def test_second(): assert len(waiting()) == 1
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("shared", [True, False], ids=["with its peer", "with other runs"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(True, id="with its peer"),
+        pytest.param(False, id="with other runs", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_marked_test_divides_memory_without_our_process_group(shared: bool, pytester: pytest.Pytester) -> None:
     """Its trainer makes the group; a rank could take the whole GPU then."""
     pytester.makeconftest(CONFTEST.format(shared=shared))

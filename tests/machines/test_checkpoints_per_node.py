@@ -59,6 +59,7 @@ def check_chosen(run: Run) -> None:
     assert re.match(expected, first_line(run, broken)), first_line(run, broken)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_saves_on_each_node_and_one_that_does_not(session: Session) -> None:
     check_chosen(session(*CHOSEN))
 
