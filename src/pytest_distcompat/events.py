@@ -52,7 +52,10 @@ class Event:
             cls.kinds[name] = cls
 
     def own_fields(self) -> Mapping[str, Any]:
-        """Return the fields as plain data, without those that all events have."""
+        """Return the fields that only this kind has: ``{"action": "step", "index": 2}``.
+
+        ``RankLog.write`` puts them on the line, beside those that all events have.
+        """
         return {name: value for name, value in vars(self).items() if name not in _COMMON}
 
 
@@ -104,9 +107,9 @@ class Done(Event, name="done"):
 
 @dataclass(frozen=True)
 class Exit(Event, name="exit"):
-    """A script's rank has called ``sys.exit`` with a ``code`` other than 0.
+    """A rank of a user's script has called ``sys.exit`` with a ``code`` other than 0.
 
-    ``Done`` or ``Error`` may follow; a rank that is not the plugin's own has neither.
+    The rank writes it in place of ``Done`` or ``Error``, as its last event.
     """
 
     code: int
@@ -124,7 +127,8 @@ class Raised(Event):
     text: str
     #: Whether it only says that another rank is gone: then that rank is the cause.
     lost: bool = False
-    #: Whether the rank's connections were cut to make it finish.
+    #: Whether the plugin closed connections between ranks, so that a collective that waited for a
+    #: peer failed (``ext/inside``): the exception may be due to that.
     cut: bool = False
 
 
@@ -144,7 +148,7 @@ class Excused(Raised, name="excused"):
 
 @dataclass(frozen=True)
 class Resumed(Event, name="resumed"):
-    """A rank that was excused goes on with the others."""
+    """A rank that was excused goes on with the others: the ``Excused`` before it counts no more."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class Calls:
     #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The
     #: reference has none of them: with such an argument a call does what it does without.
     passes_on: ClassVar[Mapping[str, str]] = {}
-    #: The calls that the trainer does itself, as actions of its plan.
+    #: The names of calls that the trainer itself does as an action of its plan, such as ``step``: a
+    #: walk has it do them so, and does not call the method here.
     own: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk
     #: without this plugin.
@@ -176,7 +177,8 @@ class Calls:
     def add_group(self) -> None:
         """Unfreeze the layer that was frozen from the beginning.
 
-        The optimizer gets it as a group of its own.
+        The optimizer gets it as a group of its own. The models that walks train have layers of the
+        names ``frozen``, ``inlet`` and ``blocks.1``.
         """
         added = list(self.part("frozen"))
         for parameter in added:
@@ -213,9 +215,10 @@ class Calls:
 
     @training
     def resume(self) -> None:
-        """Save, and go on in a new process group; the walk does that. What is not saved is lost.
+        """Save, and go on in a new process group. What is not saved is lost.
 
-        In the reference nothing is loaded: only gradients and the mode of the model are lost.
+        On several ranks this method is not called: the walk ends a run and begins the next. In the
+        reference nothing is saved or loaded; it only loses gradients and the mode of the model.
         """
         self.zero_grad()
         self.model.train()

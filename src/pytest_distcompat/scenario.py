@@ -42,6 +42,8 @@ class Run:
       read loaders that resume, the latter at another world size. ``metrics`` runs an evaluation.
     - ``reference`` is a step of the same training in one process, in float32 and without wrappers;
       ``rounded`` is the same step under autocast.
+    - ``call step(clip='no')`` calls a method that the driver offers beside these (``calls``);
+      ``reference step(clip='no')`` makes the same call in one process.
     """
 
     #: The name of the run in the trace: ``train``.
@@ -82,8 +84,8 @@ class Run:
     #: Whether it loads the first of several checkpoints that were saved in one directory. By
     #: default it loads the last.
     loads_first: bool = False
-    #: Whether each snapshot also has the data (``CallInfo``) by which an extension compares calls
-    #: of the live trainer with the same calls in one process.
+    #: Whether each snapshot also has ``trace.CallInfo``, such as digests of the gradients. The
+    #: extension ``walk`` compares it after each action ``call ...`` and ``reference ...``.
     records_calls: bool = False
 
     @property
@@ -114,6 +116,7 @@ class Run:
         if world_size == 1:
             # One rank is on one machine.
             return run_cell
+        # Other runs are spread over as many machines as the check's cell is.
         return run_cell.spread_as(cell)
 
     def _followed(self, settings: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -178,6 +181,7 @@ TRAIN_RUN = Run(
         *("step",) * SAVED,
         "save",
         *("step",) * 2,
+        # Lists the checkpoint alone; the last ``files`` lists the export too.
         "files",
         *("step",) * (STEPS - 5),
         "export",
@@ -190,7 +194,7 @@ TRAIN_RUN = Run(
 #: A new process group loads the checkpoint of TRAIN_RUN and repeats the two steps after it.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
-#: The action that evaluates between two steps, by the driver's call ``evaluate``.
+#: The action ``call evaluate()``, which evaluates between two steps.
 EVALUATE = f"{CALL}evaluate()"
 #: RESUME_RUN, which then evaluates and takes a further step.
 EVALUATED_RUN = dataclasses.replace(RESUME_RUN, actions=(*RESUME_RUN.actions, EVALUATE, "step"))
@@ -406,7 +410,8 @@ def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
 
     Args:
         cell: The cell.
-        loaders: What the driver says of each loader, such as whether it resumes.
+        loaders: What the driver says of each loader: whether it ``resumes``, and whether it
+            ``moves``, that is, resumes at another world size.
     """
     runs = [ROWS_RUN]
     if any(loader.resumes for loader in loaders):

@@ -95,6 +95,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         _init_gloo(world)
     # Settings of the cell for the environment: ``set_env.NAME=VALUE`` in its id.
     os.environ.update(cell.settings("env"))
+    # An extension may record something on each rank, such as the executed lines, for the cell whose
+    # check needs this run.
     recorded_rank = RecordedRank(
         suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank
     )
@@ -179,6 +181,7 @@ class Rank:
         self.number = run.first_step
         #: The model that nothing wraps, from ``build_model`` until the trainer gets it.
         self.unwrapped: Module | None = None
+        # The observer records the steps of the trainer, by hooks: gradients, collectives, inputs.
         observer.trainer = self._trainer
 
     def _trainer(self) -> tuple[Module | None, Any, bool]:
@@ -290,6 +293,7 @@ class Rank:
             load_from,
             loads_first=self.run.loads_first,
         )
+        # What performs the calls of a walk (``call step()``), on this rank's batches.
         if self.driver.live_calls is not None:
             rank = self.driver.world.rank
             self.driver.caller = self.driver.live_calls(
@@ -339,6 +343,7 @@ class Rank:
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         if action == "build":
             self._observe_built()
+        # ``aside``: what the probe computes is not recorded as the trainer's.
         with self.observer.aside():
             infos = self._snapshot(whole=self._needs_all_values(action))
             if self.run.records_calls:
@@ -440,7 +445,8 @@ class Rank:
         """
         driver = self.driver
         if driver.caller is None:
-            # The first call: a plain trainer in place of the driver's own.
+            # The first call: a plain trainer in place of the driver's own, on the batches of all
+            # ranks (``run_paths.ranks`` of them) that the compared run has.
             assert self.unwrapped is not None
             driver.model = self.unwrapped.float()
             driver.optimizer = driver.make_optimizer(driver.model)
@@ -459,8 +465,9 @@ class Rank:
         """Make the model, and read it before anything wraps it."""
         self.unwrapped = self._placed(self.driver.build_model())
         infos = self._attach(self.unwrapped)
-        # An adapter is written by PEFT. Checks read what rank 0 says, and to find the names takes a
-        # save of the model.
+        # The keys that the model's library writes to files, if it renames tensors. An adapter is
+        # written by PEFT. Checks read what rank 0 says, and to find the names takes a save of the
+        # model.
         if not self.driver.world.rank and not self.driver.cell.option("lora"):
             written_names = tuple(self.driver.written_names(self.unwrapped))
             if written_names:

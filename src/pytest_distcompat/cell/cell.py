@@ -69,6 +69,8 @@ class Cell:
         options: list[tuple[str, OptionValue]] = []
         for name, option in OPTIONS.items():
             if name in given and given[name] != option.default:
+                # ``listed`` makes 1 of True where the option lists numbers, and the other way
+                # round: the two are equal, but ids spell them differently.
                 options.append((name, option.listed(given[name])))
         # The dataclass is frozen.
         object.__setattr__(self, "options", tuple(options))
@@ -117,7 +119,8 @@ class Cell:
     @classmethod
     def parse(cls, cell_id: str) -> Cell:
         """Return the cell that has this id. Raises UsageProblem for a text that is no cell id."""
-        # STRATEGY-PRECISION-wRANKS[-nMACHINES][-OPTION]...
+        # STRATEGY-PRECISION-wRANKS[-nMACHINES][-OPTION]... An option is a token such as
+        # ``compile`` or ``tp_2``.
         strategy, _, rest = cell_id.partition("-")
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
@@ -183,7 +186,7 @@ class Cell:
     def own_disks(self) -> bool:
         """Tell whether each machine has a directory of its own for checkpoints.
 
-        See ``World.own_disks``.
+        Option ``checkpoints=node`` says so: a disk that no other machine sees.
         """
         return self.option("checkpoints") == "node"
 
@@ -307,7 +310,11 @@ class Cell:
         return arguments
 
     def facets(self) -> dict[str, OptionValue | int]:
-        """Return every facet with its value, including options at their default."""
+        """Return every facet with its value, including options at their default.
+
+        Facets are what an expectation may name to say which cells it is about: ``{"strategy":
+        "fsdp2", "precision": "fp32", "world_size": 2, "nodes": 1, "compile": False, ...}``.
+        """
         values: dict[str, OptionValue | int] = {}
         for name in FACETS:
             if name in OPTIONS:
@@ -319,7 +326,8 @@ class Cell:
     def own_facets(self) -> dict[str, OptionValue | int]:
         """Return the facets in which the cell differs from the defaults.
 
-        Strategy, precision and world size are always among them.
+        Strategy, precision and world size are always among them; the number of machines is if it is
+        more than 1: ``{"strategy": "fsdp2", "precision": "fp32", "world_size": 2, "tp": 2}``.
         """
         values: dict[str, OptionValue | int] = {
             "strategy": self.strategy,

@@ -52,6 +52,7 @@ _Rates = list[float | None]
 
 
 def _rates(snapshot: Snapshot) -> _Rates:
+    """Return the learning rate of each param group of a rank: ``[0.001, 0.001]``."""
     return [group.get("lr") for group in snapshot.param_groups]
 
 

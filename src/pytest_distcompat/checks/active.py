@@ -83,6 +83,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         # A stage without any parameter is a finding of ``wrong_pipeline`` already.
         if stage_model is run.unwrapped or _have_parameters(stage_snapshots):
             yield from wrongly_stored_parameters(cell, run, stage_snapshots, stage_model)
+    # The snapshots after the third step.
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     # If all ranks hold parts of one copy of the model, there is no peer to reduce gradients with.
@@ -170,7 +171,9 @@ def _other_kinds(cell: Cell, run: RunTrace, model: ModelInfo) -> Iterator[str]:
     ``use_orig_params``: one tensor of many parameters) and ``ZeRO-3``.
     """
     strategy = STRATEGIES.get(cell.strategy)
+    # Only FSDP1 makes flat parameters; under another strategy its wrapper is a finding already.
     kinds = {strategy.kind, "FlatParameter"}
+    # On one rank a strategy may leave parameters of another kind, as it shards nothing.
     if cell.world_size == 1 and strategy.kind_alone:
         kinds.add(strategy.kind_alone)
     is_ignored = ignored_predicate(cell, run)
@@ -208,6 +211,7 @@ def _reductions(
             if info.name in without_gradient:
                 trainable -= math.prod(info.shape)
     for snapshot in trained:
+        # Tensor parallelism splits the elements among ``tp`` ranks.
         yield from with_rank(snapshot, _reduced(cell, snapshot, trainable // cell.tp))
 
 

@@ -42,7 +42,8 @@ from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
 #: A frame of a traceback: a line ``File "..."``, and the lines below it that are indented further.
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
-#: How rank 0 corrupted a file -> what the file is now. ``FileInfo.holds`` of the file has the way.
+#: How rank 0 corrupted a file -> what the file is now. After the action ``damage`` the record of
+#: the corrupted file (``FileInfo``) has the key of this dict in ``holds``.
 _CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}
 #: The actions in which a checkpoint may be read; a later error is not about its files.
 _LOADING = frozenset({"load", "build"})
@@ -150,8 +151,10 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     when = f"after the load from {NAMED_RUN.directory!r}"
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
+    # FSDP1's flat parameters have no names by which they could be compared with those before.
     if not flat_parameters(saved):
         yield from differences(values(named, saved), values(reopened, loaded), when)
+    # The numbers of schedulers and param groups.
     yield from settings(saved, loaded, when)
     yield from _blocked(trace.run("blocked"))
 
@@ -163,7 +166,8 @@ def _blocked(run: RunTrace) -> Iterator[str]:
     if end is None and not run.at("step"):
         built = "the trainer was built without an error"
         yield f"{problem}: {built}, although it knows then where to save"
-    # Some rank has saved, so that a later error came too late.
+    # A rank has a snapshot after ``save`` only if its save raised nothing. An error in a later
+    # action comes too late.
     elif end is None or (run.at("save") and end.action != "save"):
         yield f"{problem}: nothing was raised in the save, and training {_later(end)}"
     elif BLOCKED_RUN.directory not in without_frames(end.text):

@@ -51,6 +51,7 @@ from pytest_distcompat.wording import named_ranks
 
 
 def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply to the cell; None if it does."""
     if "model" in driver.options and not model_of(cell).random:
         return f"the model {model_of(cell).name} draws no random numbers"
     if cell.option("save_only_model"):
@@ -85,6 +86,7 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
     drawing_ranks = _ranks_that_draw(cell, steps)
     idle_ranks = set(range(cell.world_size)) - drawing_ranks
+    # None if the driver has a model of its own, of which nothing is known.
     model = known_model(cell)
     if model is not None and model.random and idle_ranks:
         ranks = named_ranks(sorted(idle_ranks), cell.world_size)

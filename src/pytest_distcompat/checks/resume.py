@@ -16,7 +16,9 @@ loads that checkpoint and repeats the two steps after it; for ``midway`` it then
 one more step. Tensors are compared by digests, which are hashes of the values that a rank holds.
 
 ``_changes`` compares two snapshots of one rank. This file has the four checks, and compares the
-steps of two runs.
+steps of two runs. ``pairs(before, after)`` yields the two snapshots of each rank; ``every_rank``
+yields a finding about ranks that lack a snapshot. A buffer of a module is *persistent* if its
+state dict has it.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
@@ -101,6 +103,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
     yield from _first_infinite_losses(train)
+    # A rank that takes three steps during the load, in place of loading, would have equal state.
     yield from trained_again(loaded, _before_save(train))
     # The save itself must change nothing, or what was saved is not what was trained.
     for before, after in pairs(trained, saved):
@@ -110,7 +113,8 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     allowed_buffers = _buffers_of_ranks(saved)
     for before, after in pairs(saved, loaded):
         yield from _texts(optimized_changes(before, after))
-    # Such a checkpoint has no optimizer or scheduler, so that training cannot go on as before.
+    # A checkpoint of the model alone has no optimizer or scheduler, so that training cannot go on
+    # as before.
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
             yield from _texts(model_changes(before, after, "load", allowed_buffers))
@@ -195,7 +199,9 @@ def _later_steps(
             for before, after in pairs(expected, steps):
                 yield from other_mode(before, after, when, "in the run that never stopped")
         for text in _texts(_loss_changes(nth, expected, steps, tolerance)):
-            yield f"{text}{tied_apart(cell, train)}"
+            # If tied parameters are sharded as two, that is a likely reason, and the hint says so.
+            hint = tied_apart(cell, train)
+            yield f"{text}{hint}"
         if compares_groups:
             changes = list(_later_group_changes(nth, expected, steps))
             yield from _texts(changes)
@@ -404,6 +410,7 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _ends_with_last_step(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check ``best`` does not apply to the cell; None if it does."""
     if not driver.loads_best(cell):
         return "training ends with the weights of its last step: loads_best() of the driver"
     if not driver.can("export"):

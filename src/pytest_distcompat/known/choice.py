@@ -18,7 +18,7 @@ from pytest_distcompat.known.issue import EVERY, KnownIssue
 
 
 def concerned(driver: type[Driver]) -> tuple[str, ...]:
-    """Return the names by which the key ``drivers`` of an issue may mean a driver.
+    """Return the names by which an issue may mean a driver in ``KnownIssue.drivers``.
 
     They are the driver's libraries and ``driver:NAME``: ``("torch", "accelerate",
     "driver:accelerate")``.
@@ -31,7 +31,8 @@ def concerning(
 ) -> tuple[KnownIssue, ...]:
     """Return the issues that the installed packages have and that concern a driver.
 
-    Issues that name neither a check nor a test come last, because others are more specific.
+    Issues that are not strict and name neither a check nor a test come last, because others are
+    more specific.
 
     Args:
         issues: All known issues.
@@ -48,7 +49,10 @@ def concerning(
 
 
 def _is_unspecific(issue: KnownIssue) -> bool:
-    """Tell whether an issue names neither a check nor a test."""
+    """Tell whether an issue may or may not show in any check and test: it names neither.
+
+    A strict issue is specific anyway: each test that it covers must fail.
+    """
     return not issue.strict and not issue.test and issue.check == (EVERY,)
 
 
@@ -57,7 +61,8 @@ def applying(
 ) -> tuple[Expectation, ...]:
     """Return the expectations of the issues that concern a driver and name no ``test``.
 
-    The arguments are those of ``concerning``.
+    An expectation says that a check fails in some cells: ``fails("resume", strategy="fsdp1",
+    match="state is empty")``. The arguments are those of ``concerning``.
     """
     expectations: list[Expectation] = []
     for issue in concerning(issues, libraries, device):

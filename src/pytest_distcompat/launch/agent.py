@@ -2,9 +2,10 @@
 
 torchrun consists of an agent (``LocalElasticAgent``), which starts the ranks and waits for them,
 and of a store, a TCP server by which the ranks of a process group find each other. ``run`` uses
-both as torchrun does. ``server`` calls it in the launcher process, on the main thread, since the
-agent sets signal handlers. A request comes in; a dict goes out, as ``{"exit_codes": [0, -9],
-"first": 1, "ended_at": [12.3, 11.9]}``.
+both as torchrun does. ``server`` calls it in the launcher process, a child of pytest's process that
+has imported torch, on the main thread, since the agent sets signal handlers. A request comes in,
+which says how many ranks to start (``request.here`` are the numbers of those on this machine). A
+dict goes out, as ``{"exit_codes": [0, -9], "first": 1, "ended_at": [12.3, 11.9]}``.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def run(
             # end what comes next.
             signal.signal(signal.SIGTERM, do_nothing)
     except SignalException:
-        # The parent knows that no rank is left. An agent whose ranks all ended by os._exit(0) would
-        # wait for ever.
+        # pytest's process sent SIGTERM because no rank is left. An agent whose ranks all ended by
+        # os._exit(0) would wait for their results for ever.
         pass
     except Exception:
         # torch reads the file with a rank's exception, which may be cut (a full disk). Exit codes
@@ -174,11 +175,13 @@ def run(
     finally:
         tempfile.tempdir = None
         if rendezvous is not None:
-            # Where agents meet: ends its thread, which tells the others that this one is there.
+            # The rendezvous of several machines has a thread that tells the other agents that this
+            # one is alive. It ends now.
             rendezvous.shutdown()
     if rendezvous is None or agent is None:
         # A signal ended the run before it had an agent.
         return {"exit_codes": [], "first": None, "ended_at": []}
+    # DeepSpeed's CPU collectives leave files in /dev/shm, named by the port and the rank.
     sweep_shared_memory(request.here, rendezvous.port)
     codes = _exit_codes(agent)
     ended_at = [agent.ended_at.get(rank) for rank in range(len(codes))]
@@ -188,8 +191,9 @@ def run(
 def _rendezvous(request: Request, listens: Callable[[int], None]) -> Any:
     """Return the rendezvous by which the agent meets those of other machines.
 
-    A run on one machine has a ``OneAgent``. For a run over several the request's ``place`` names
-    the function that makes it (``module:function``).
+    A run on one machine has a ``OneAgent``. In a run over several machines ``request.place`` says
+    which part of it this machine has: ``{"number": 0, "rendezvous": "module:function", ...}``, with
+    the function that makes the rendezvous.
     """
     if not request.place:
         return OneAgent()
@@ -203,6 +207,10 @@ def _agent(
     start_method: str,
     rendezvous: Any,
 ) -> WaitingAgent:
+    """Return the agent that will start the request's ranks of this machine.
+
+    ``run`` explains the arguments. Ranks write what they print to files below ``logs``.
+    """
     spec = WorkerSpec(
         role="default",
         local_world_size=len(request.here),

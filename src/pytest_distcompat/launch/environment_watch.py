@@ -4,7 +4,8 @@
 ``RANK = os.environ.get("RANK")`` at its top must not be imported before ranks are forked.
 ``watch_environment`` replaces the methods of ``os.environ``. Its callbacks get the name of the
 variable (``"RANK"``) and a frame, from which ``environment_use`` and ``is_discarded`` tell who used
-the variable and how.
+the variable and how. ``os.environ.setdefault("RANK", "0")`` as a statement is no reading: it only
+makes sure that there is a value, and keeps none.
 """
 
 from __future__ import annotations
@@ -37,19 +38,22 @@ def watch_environment(environ: Any, read: OnVariable, written: OnVariable) -> No
     ordinary = type(environ)
 
     def watched(name: str, report: OnVariable) -> Callable[..., Any]:
+        """Return a method that calls ``report``, then the ordinary method of that name."""
         method = getattr(ordinary, name)
 
         @functools.wraps(method)
         def call(environ: Any, *arguments: Any) -> Any:
-            # The other methods are of the whole environment.
-            of_one_variable = name.endswith(("item__", "contains__"))
-            variable = os.fsdecode(arguments[0]) if of_one_variable else ""
+            # ``__getitem__``, ``__setitem__``, ``__delitem__`` and ``__contains__`` begin with the
+            # name of a variable. The other methods are of the whole environment.
+            variable = ""
+            if name.endswith(("item__", "contains__")):
+                variable = os.fsdecode(arguments[0])
             report(variable, caller())
             result = method(environ, *arguments)
             if name == "__reduce_ex__":
-                # ``copy.copy(os.environ)`` calls this method. The result begins with a function and
-                # its arguments, of which the first is the class of the copy. A copy outlives the
-                # watch, so it gets the ordinary class.
+                # ``copy.copy(os.environ)`` calls this method, and makes the copy from its result:
+                # a function and its arguments, of which the first is the class of the copy. A copy
+                # outlives the watch, so it gets the ordinary class.
                 make, (_, *state), *more = result
                 return make, (ordinary, *state), *more
             return result
@@ -112,5 +116,5 @@ def is_discarded(frame: FrameType | None) -> bool:
 
 
 def caller() -> FrameType | None:
-    """Return the frame that called the caller of this function."""
+    """Return the frame that called the caller of this function; here the user of ``os.environ``."""
     return sys._getframe(2)  # noqa: SLF001 - documented, in spite of its name

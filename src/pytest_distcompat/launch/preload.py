@@ -75,10 +75,13 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
         Why this process is ``unfit`` to be forked; empty if it is fit.
     """
     extend_import_path(warmth["path"])
+    # To find out about GPUs and NCCL would start threads or open CUDA here. So pytest's process has
+    # found it out, and the functions that would ask get its answers.
     if warmth["device"] != "cpu":
-        nccl.tell(
-            nccl.Library(Path(known["path"]), tuple(known["version"])) for known in warmth["nccl"]
-        )
+        libraries = []
+        for known in warmth["nccl"]:
+            libraries.append(nccl.Library(Path(known["path"]), tuple(known["version"])))
+        nccl.tell(libraries)
         answer_without_cuda(GpuFacts(**warmth["gpus"]))
         postpone_nvml()
     import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
@@ -132,6 +135,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
             traceback.print_exc(file=log)
     # Ranks get it after the fork: a conftest may have set ``spawn``, say.
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
+    # If the user's modules have seeded a generator, ranks go on from that seed, as under torchrun.
     randomness.remember_seeds(before)
     settle(warmth["device"])
     findings = watch.findings

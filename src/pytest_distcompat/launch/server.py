@@ -3,7 +3,10 @@
 pytest's process starts it (``launcher_process``), and so need not import torch itself. ``main`` is
 its main function. Messages are lines of JSON on a socket:
 
-- at first it sends its status: ``{"unfit": "", "not_shared": "", "findings": [], "leaves": true}``;
+- at first it sends its status: ``{"unfit": "", "not_shared": "", "findings": [], "leaves": true}``.
+  ``unfit`` says why no rank may be forked from these servers, ``not_shared`` why none may be forked
+  from those that have collected the tests; ``findings`` has what the user's modules did at import
+  that ranks must do themselves, and ``leaves`` whether exit functions are called at the end;
 - for each run it reads ``{"request": ".../request.json", "start": "session"}``, and when the
   run is over it sends ``{"exit_codes": [0, 0], "first": null, "ended_at": [12.3, 12.3]}``.
 
@@ -102,6 +105,7 @@ def _perform(line: str, servers: ForkServers, channel: socket.socket) -> dict[st
 
         if message["start"] == "spawn":
             return agent.run(request, rank.main, "spawn", listens)
+        # The next ranks are forked from servers of this kind, in turn from the two sides.
         servers.choose(message["start"], request.turn, len(request.here))
         return agent.run(request, rank.forked, "forkserver", listens)
     except Exception:
@@ -183,6 +187,7 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
     # As in a new interpreter: an imported module may read it.
     sys.argv[1:] = []
     status = preload.import_libraries(warmth_fields, dump_at)
+    # To a rank a library looks as if it was not imported yet, until the rank imports it.
     unimported.hide()
     if SESSION in ends:
         read, write = os.pipe()

@@ -61,6 +61,7 @@ def recorded(name: str) -> Iterator[None]:
     Args:
         name: The module that the block imports.
     """
+    # ``hide`` fills in the names.
     _given_with[name] = ()
     kinds = (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader)
     with contextlib.ExitStack() as undo:
@@ -115,6 +116,7 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
                 # module itself. Else it returns the package, and the name stays unknown.
                 name = module.__name__ if fromlist else ""
             names.add(name)
+            # What is taken from a package may be a module of it. ``hide`` drops all other names.
             for item in fromlist or ():
                 names.add(f"{name}.{item}")
         return module
@@ -157,6 +159,7 @@ def hide() -> None:
         # (``from os import path, sep``) only those of recorded modules are kept.
         names.add(name.rpartition(".")[0])
         names.intersection_update(_imported)
+    # The modules that stay in any case, and then all that they have imported.
     roots = []
     for name in sys.modules:
         if name not in _imported or _stays(name):

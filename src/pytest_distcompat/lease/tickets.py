@@ -6,8 +6,8 @@ directory that all processes of a user share: ``queue/N.json`` says what request
 ``queue/N.lock`` is locked while its process waits.
 
 First come, first served. No ticket overtakes an earlier one that may take one of the same devices,
-so a large request is served after those before it, however many small ones follow. Tickets of
-inventories without a common device do not affect each other. A small request that would fit beside
+so a large request is served after those before it, however many small ones follow. Two tickets
+that no common device would do for do not affect each other. A small request that would fit beside
 a waiting large one waits too; ``packing.py`` makes that rare, because it starts with the large
 ones.
 
@@ -127,6 +127,7 @@ class Queue:
     def _restore(self, mine: Ticket) -> None:
         """Restore the ticket if it was removed, so that a later request cannot overtake it."""
         lock = self._own[mine.number]
+        # Unless the path still names the file that this process has locked.
         if not lock.in_place():
             # Another process that found the ticket unlocked is about to remove it: try again at the
             # next call.

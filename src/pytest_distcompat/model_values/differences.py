@@ -5,10 +5,12 @@ save and after a load. A *finding* is a sentence for the report; no finding mean
 Example: ``exp_avg 'lm_head.weight': other values after the load``. Tensors that differ in the same
 way are in one finding.
 
-What ranks hold is given as ``Values``: kind -> name in the unwrapped model (before anything wrapped
-it) -> digests. A *kind* is ``parameter``, ``buffer``, ``master`` (the float32 copy of a parameter
-that the optimizer updates), or a key of the optimizer's state such as ``exp_avg``. A *digest* is a
-hash of a whole tensor as text; a tensor has several if its replicas differ from rank to rank.
+What ranks hold is given as ``Values``, whose ``digests`` are kind -> name in the unwrapped model
+(before anything wrapped it) -> digests. A *kind* is ``parameter``, ``buffer``, ``master`` (the
+float32 copy of a parameter that the optimizer updates), or a key of the optimizer's state such as
+``exp_avg``. A *digest* is a hash of a whole tensor as text; a tensor has several if its replicas
+differ from rank to rank. ``Values.of("exp_avg")`` is ``{"lm_head.weight": ("32:1f2e",), ...}``.
+``Values.wrong`` has findings about tensors whose parts on the ranks are no whole tensor together.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
         before = saved.of(kind)
         after = loaded.of(kind)
         if kind in saved.not_elementwise:
-            # Such a state may be one number for each shard. Then ranks have different numbers, and
-            # which rank gets which one back is not defined.
+            # The state has no element for each element of its parameter. It may be one number for
+            # each shard; then ranks have different numbers, and which rank gets which one back is
+            # not defined.
             unlike_names = _unlike_from_rank_to_rank(before)
             before = _without(before, unlike_names)
             after = _without(after, unlike_names)
@@ -113,7 +116,11 @@ def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = Tru
 
 
 def same_dtype(before: str, after: str) -> bool:
-    """Tell whether the dtypes are the same. A saved Python number may come back as a tensor."""
+    """Tell whether the dtypes are the same.
+
+    ``int`` and ``float`` are the types of Python numbers, which equal any dtype: a number that was
+    saved may come back as a tensor.
+    """
     return before == after or "int" in {before, after} or "float" in {before, after}
 
 

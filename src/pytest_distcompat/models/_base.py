@@ -44,7 +44,8 @@ class Stages:
     ``parallel/pipeline_parallel.py`` says what a stage is.
 
     Attributes:
-        parts: Names of modules in the order of the forward; those of one part stay together.
+        parts: Names of modules in the order of the forward; those of one part stay together, and
+            each stage gets equally many parts: ``(("embed", "blocks.0"), ("blocks.1", "head"))``.
         forward: ``forward(model, received, first=, last=)`` returns what a stage sends to the next
             one: hidden states of shape (rows, tokens, hidden size), or logits from the last stage.
         loss: ``loss(logits, labels)`` returns the loss of the last stage's logits.
@@ -64,7 +65,7 @@ class TinyModel:
 
     Attributes:
         name: The value of option ``model``.
-        blocks: Class names of the modules that FSDP wraps one by one.
+        blocks: Class names of the modules that FSDP wraps one by one: ``("LlamaDecoderLayer",)``.
         make: Returns a float32 model on the CPU, from the current random state.
         batch: ``batch(step, rank)`` returns the same batch for the same numbers in every process.
         loss: ``loss(model, batch)`` returns the mean over what ``count(batch)`` counts.
@@ -91,19 +92,21 @@ class TinyModel:
             one.
         driver: Name of the only driver that can train it, empty if all can.
         stages: How pipeline parallelism cuts it; None if it cannot.
-        random: Whether its forward draws random numbers; the reference in one process cannot draw
-            those of several ranks.
+        random: Whether its forward draws random numbers. The reference, which is the same training
+            in one process, cannot draw those of several ranks.
         only_float32: Whether it is numerically unstable: rounding decides what it computes.
         one_batch: Whether its forward computes over the rows of all ranks, so that the reference
             takes them as one batch.
         unused: Whether its forward may use a parameter on one rank and not on another.
         without_loss: Whether no loss comes with its outputs, which then learn fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
-        find_blocks: Returns ``blocks`` where they are known only of the model itself.
-        written_names: Returns the names that its library writes in place of the model's own, if
-            any.
+        find_blocks: Returns ``blocks`` where they are known only once the model's class is
+            imported.
+        written_names: Returns the keys that its library's ``save_pretrained`` writes, where they
+            are not the names of the state dict.
         unsupported_reason: Why the model cannot be made here; empty if it can.
-        preload: Modules that the fork server imports for it.
+        preload: Modules that it needs, such as ``transformers``. Ranks are forked from a process
+            that has imported them.
         order: Where the model stands in lists.
     """
 

@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and check the options before any test runs."""
     from pytest_distcompat.plugin import fixtures
 
+    # Extensions may add arguments to the mark, such as ``reuse``.
     added = ""
     for argument in added_arguments(config):
         added += f", {argument.signature}"
@@ -89,13 +90,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # nothing: it learns of distributed tests from the reports of its workers.
     if given or _is_controller(config):
         session = session_of(config)
-        # On a rank no issue is applied. The report of one rank is not the outcome: that is decided
-        # by the reports of all ranks, in pytest's process.
+        # ``session.own`` are the known issues of the user's files. On a rank no issue is applied.
+        # The report of one rank is not the outcome: that is decided by the reports of all ranks, in
+        # pytest's process.
         config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
             # Reading these properties checks the options behind them.
             _ = session.world_size, session.verified
-            # Any other process does this in ``pytest_runtestloop``, when it knows its tests.
+            # ``elsewhere``: some test runs on other machines. Any other process does this in
+            # ``pytest_runtestloop``, when it knows its tests.
             if session.placement.elsewhere and _is_controller(config):
                 _end_by_sigterm(config)
 
@@ -276,6 +279,7 @@ def pytest_collection_modifyitems(
         declare.check_items(marked)
     if (marked or of_suites) and ON_RANK not in config.stash:
         _prepare_for_ranks(config, items, collected)
+        # Ranks are forked from a process that has collected the tests, if they run pytest items.
         session_of(config).collects = bool(marked)
 
 
@@ -307,7 +311,9 @@ def _prepare_for_ranks(
         order.put_in_order(items, session_of(config))
     from pytest_distcompat.plugin import packing, rank_coverage
 
+    # Warns if coverage.py measures this process alone and not the ranks.
     rank_coverage.warn(session_of(config))
+    # Notes over how many machines each test is spread.
     packing.note_spread(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected

@@ -51,9 +51,10 @@ def read_dcp(directory: Path, name: str) -> Iterator[FileInfo]:
 
 
 def dcp_values(directory: Path) -> Iterator[Part]:
-    """Yield the parts of a checkpoint with the values of the model.
+    """Yield the parts of a checkpoint with the values of the model, which are read.
 
-    Of optimizer and scheduler the values are descriptions of the stored entries.
+    A part is ``("model", {"layers.0.weight": tensor, ...})``. Those of optimizer and scheduler have
+    their full keys, and what the metadata says of each entry in place of its value.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -67,6 +68,7 @@ def dcp_values(directory: Path) -> Iterator[Part]:
     for key, entry in stored.items():
         part, _ = parts[key]
         if part == "model" and isinstance(entry, TensorStorageMetadata):
+            # ``load`` below fills it.
             tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
         elif part in entries:
             entries[part][key] = entry

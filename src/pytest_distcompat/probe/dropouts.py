@@ -34,6 +34,8 @@ def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | 
     # With p of 0 or 1 all dropouts drop the same. A fake tensor has no values.
     if not 0 < p < 1 or valueless(given):
         return None
+    # ``local_of`` returns this rank's part of a DTensor, ``digest`` a short text that is equal for
+    # equal values.
     given = local_of(given).detach()
     output = local_of(output).detach()
     # If an element of the input is zero, the output does not show whether it was dropped.

@@ -238,24 +238,28 @@ class _Sharding:
         cuts: list[_MeshCut] = []
         stride = math.prod(self.place.sizes)
         for size, placement in zip(self.place.sizes, self.placements, strict=True):
-            # The distance of neighbours in this dimension in the flattened mesh.
+            # The distance of neighbours in this dimension in the flattened mesh: 2 and then 1 in a
+            # (2, 2) mesh.
             stride //= size
             if placement.dim is None or size == 1:
                 continue
             if rank in ranks:
-                strides = ranks.index(rank) // stride
+                index = ranks.index(rank) // stride % size
             else:
-                # In its mesh neighbours are as far apart as rank 0 and its neighbour.
-                strides = rank // ranks[stride]
-            cuts.append((placement.dim, placement.split_factor, size, strides % size))
+                # ``ranks[0]`` is 0, so ``ranks[stride]`` is the distance of two neighbours as a
+                # difference of ranks. It is the same in the mesh that has the rank.
+                distance = ranks[stride]
+                index = rank // distance % size
+            cuts.append((placement.dim, placement.split_factor, size, index))
         return tuple(len(indices) for indices in held_indices(self.shape, cuts))
 
 
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     """Return all ranks, grouped by the shapes of their shards; the last rank forms a group alone.
 
-    An extension runs one process for each group in place of all its ranks. For 1000 ranks whose
-    shards have one shape it runs two: one for ranks 0 to 998, one for rank 999.
+    An extension (``ext/simulation``) runs one process for each group in place of all its ranks. For
+    1000 ranks whose shards have one shape it runs two: one for ranks 0 to 998, one for rank 999. So
+    a rank other than 0 is run in any case.
 
     Args:
         tensors: The tensors of rank 0, on which this is called.

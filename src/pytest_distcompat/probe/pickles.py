@@ -32,7 +32,11 @@ from pytest_distcompat.trace import FileInfo
 
 
 def pickled_values(data: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield the parts of a file of ``torch.save``: one state dict, or several by name."""
+    """Yield the parts of a file of ``torch.save``: one state dict, or several by name.
+
+    A part is ``("model", {"lm_head.weight": tensor, ...})``, and so for ``optimizer`` and
+    ``scheduler``, by whichever of its usual names (``PARTS``) the file has it.
+    """
     if "param_groups" in data and "state" in data:
         yield "optimizer", data
     elif "last_epoch" in data:
@@ -69,8 +73,10 @@ def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
         if shapes:
             form = "deepspeed" if part == "module" else "torch"
             keys = tuple(shapes)
+            # Path, format, what it has, keys, shapes.
             yield FileInfo(f"{name}:{part}", form, "model", keys, shapes)
     state = _optimizer_state(data)
+    # torch numbers an optimizer's parameters; FSDP's functions write their names.
     parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
     if parameters:
         yield FileInfo(name, "torch", "optimizer", tuple(parameters))

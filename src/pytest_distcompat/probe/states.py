@@ -60,12 +60,14 @@ def state_info(
         layout: That of the owner, which says what part of it this rank has; the entry has it too,
             unless it is a step count or a DTensor.
         starts: Where its runs of consecutive elements start in the flattened full tensor
-            (``layouts.starts_of``); None if a digest is to find out itself.
+            (``layouts.starts_of``); None if ``digest`` is to find out itself.
     """
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
     if key == "step":
+        # One number, which is no part of anything.
         layout = WHOLE
+    # A quantized tensor is stored as several: its codes, and scales for them.
     return StateInfo(
         owner,
         key,

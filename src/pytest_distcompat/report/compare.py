@@ -11,7 +11,8 @@ terminal and JSON for the report, as::
     newly broken: fsdp2-fp32-w2:names (my_driver): ok -> FAIL: 3 parameters have other names
 
 A *driver* is the trainer that a suite tests. *Red* are the statuses that make a session fail. A
-*known* failure is one that is declared, and not red.
+*known* failure is one that is declared, and not red. A status is *conclusive* if real ranks ran:
+``skipped`` is not. ``Verdict.why`` is one line, the first of the message or the reason of a skip.
 """
 
 from __future__ import annotations
@@ -195,6 +196,7 @@ def compare(before: Report, after: Report) -> Comparison:
     counts_after = counts(after)
     for name in COUNTED:
         comparison.counts[name] = (counts_before[name], counts_after[name])
+    # The index of a later verdict -> the earlier verdict on the same check in the same cell.
     earlier = earlier_verdicts(before, after)
     for index, result in enumerate(after.results):
         _add_verdict(comparison, earlier.get(index), result)
@@ -293,7 +295,8 @@ def _change(result: Verdict, before: str, after: str, why: str) -> Change:
 def _settings(report: Report) -> dict[str, str]:
     """Return the values of the settings that select cells, as ``{"profile": "default"}``.
 
-    A report of another release may lack some.
+    A report has each setting as ``{"value": "default", ...}``. One of another release of this
+    package may lack some.
     """
     settings = report.session.get("settings", {})
     values = {}

@@ -22,7 +22,8 @@ from pytest_distcompat.report.result import Row, keep_worst
 from pytest_distcompat.report.text import shortened
 from pytest_distcompat.status import Verdict
 
-#: What a session knows about itself, as ``Report.session``.
+#: What a session knows about itself, as ``Report.session``: ``{"device": "cpu", "world_size": 2,
+#: "versions": {"torch": "2.13.0", ...}, "shard": {"number": 2, "plan": [...]}, ...}``.
 _Session = dict[str, Any]
 
 

@@ -5,8 +5,10 @@ cells have the option ``set``, a *setting*: a field of an object of a library an
 ``TrainingArguments.optim=sgd``, or several joined by ``+``. A suite may have hundreds of them, each
 under several strategies, and a *verdict* (passed, failed, refused, ...) on each check. In the
 suite's matrix each would be a row with all *checks*, so the formats of a report also show them in a
-table of their own: ``text.settings_text`` in the terminal, ``markdown`` and ``html``. It uses
-``result.Table`` with other rows and columns than a matrix.
+table of their own: ``text.settings_text`` in the terminal, ``markdown`` and ``html``. They call
+``settings_tables``, and ``failing`` for what is wrong in such a table. The table is a
+``result.Table``, whose ``cells`` and ``checks`` have settings and strategies here. A verdict is
+*red* if it makes the session fail.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ def _setting_names(option: str) -> str:
 def _badness(verdict: Verdict) -> tuple[int, bool]:
     """Return what verdicts are compared by: it is larger for a worse one.
 
-    A refusal is worse than a success of equal weight, so that its message is not lost.
+    ``weight`` orders the statuses; a failure weighs most. A verdict of a status other than passed
+    is worse than a success of equal weight, so that its message is not lost.
     """
     return verdict.status.weight, verdict.status is not Status.PASSED

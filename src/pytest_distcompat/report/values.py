@@ -264,6 +264,7 @@ def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
 def _tolerance(row: Row, pair: _NumberPair) -> float:
     """Return by how much a number of a later step may differ: by what parity allows, if known."""
     tolerance_name = _TOLERANCES.get(pair.name, "")
+    # ``Row.steps`` has a list for each name, with a number for each step.
     allowed = row.steps.get(tolerance_name, [])
     if pair.place > len(allowed):
         return LATER

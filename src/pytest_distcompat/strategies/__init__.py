@@ -5,6 +5,11 @@ what must hold under it, for the checks, and has a *backend config* for each lib
 from precision and cell to how that library spells the strategy (an FSDP plugin of accelerate,
 DeepSpeed's JSON), for the drivers. Each module of this package defines some; other packages add
 theirs by the entry point group ``pytest_distcompat.strategies``.
+
+Such a module uses ``Dtypes`` (the dtype of each kind of tensor under a strategy and a precision),
+``WrapSpec`` (which modules of the model are wrapped one by one) and ``MAX_NORM`` (the norm that
+gradients are clipped to). ``OPTION_WRAPPERS`` has what options put into names of parameters, as
+``compile`` does ``_orig_mod``.
 """
 
 from pytest_distcompat.registry import Registry

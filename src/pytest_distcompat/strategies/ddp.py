@@ -52,6 +52,7 @@ def _torch(
     """
     from torch.nn.parallel import DistributedDataParallel
 
+    # Activation checkpointing and torch.compile of single blocks, as the cell asks.
     wrap.prepare(model)
     model.to(device)
     settings: dict[str, Any] = {"device_ids": None}
@@ -62,7 +63,8 @@ def _torch(
         # have quantized the same.
         settings["init_sync"] = False
     if cell.pp > 1:
-        # Of a pipeline the ranks with the same stage: only these hold replicas.
+        # Of a pipeline the ranks with the same stage: only these hold replicas. ``mesh`` returns
+        # the mesh of this rank's stage.
         settings["process_group"] = _fsdp.mesh(cell, device).get_group()
     if wrap.find_unused:
         settings["find_unused_parameters"] = True
@@ -95,6 +97,7 @@ DDP = Strategy(
     # accelerate, and with it Trainer, wraps no DDP on one GPU (``Accelerator.multi_device``); on
     # one CPU rank it does.
     bare_alone=True,
+    # Names of parameters begin ``module.``.
     leading=("module",),
     torch=_torch,
     accelerate=_accelerate,

@@ -5,7 +5,8 @@ makes a ``StepInfo`` when torch's hooks announce a step; ``probe.gradients`` rea
 
 A master is the float32 copy of a parameter in lower precision, which the optimizer updates in place
 of the parameter. ZeRO (DeepSpeed) joins the masters of many parameters into flat partitions, of
-which each rank has one part.
+which each rank has one part. *Live* are the parameters of the wrapped model that is trained; their
+names may have the wrapper's segments: ``module.lm_head.weight`` under DDP.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ class OptimizerInfo:
     chain: tuple[str, ...]
     #: The number of tensors in its ``param_groups``.
     entries: int
-    #: How many of these are no live parameter of the model. An optimizer that was made before the
-    #: model was wrapped may have nothing but these.
+    #: How many of these are no parameter of the model that is trained. An optimizer that was made
+    #: before the model was wrapped may have nothing but the parameters of before.
     foreign: int = 0
+    #: The state of each parameter or flat partition.
     states: tuple[StateInfo, ...] = ()
     #: Live name of a parameter -> how many of its elements this rank's flat partition has (ZeRO).
     partitioned: Mapping[str, int] = field(default_factory=dict)
-    #: These parts of the masters, and of their moments.
+    #: The masters in that partition and their moments (``exp_avg``, ...), by parameter: of each the
+    #: elements that this rank has. ``states`` has the partition as one tensor.
     masters: tuple[StateInfo, ...] = ()
     #: The dtype in which ZeRO adds up gradients; empty without DeepSpeed.
     accumulates: str = ""

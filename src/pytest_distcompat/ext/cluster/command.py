@@ -62,6 +62,7 @@ def add(commands: Any) -> None:
         metavar="SECONDS",
         help="how long to wait for the session (60)",
     )
+    # For agents that pytest's process starts itself: they end when their parent process does.
     join.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     join.set_defaults(call=_join)
     sbatch = commands.add_parser(
@@ -98,6 +99,7 @@ def _join(options: argparse.Namespace) -> int:
     if not port:
         raise UsageProblem(f"{options.session!r} is not right: expected HOST:PORT")
     from_stdin = options.token_file == "-"  # noqa: S105 - a file's name
+    # An OSError in the block becomes a message with the option's name.
     with named_in_errors(f"--token-file {options.token_file}"):
         try:
             if from_stdin:

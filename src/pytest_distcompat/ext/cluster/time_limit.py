@@ -73,6 +73,7 @@ class TimeLimit:
         # all nodes count as suspended too.
         suspended: list[Node] = []
         for node in running:
+            # ``beat_at`` is when the last beat of the node arrived.
             if now - min(self._looked_at, node.beat_at) > clock.GAP_S:
                 suspended.append(node)
         if suspended and not self._suspended:

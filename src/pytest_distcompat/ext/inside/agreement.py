@@ -98,6 +98,8 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
     if finished and not any(report.problem for report in reports.values()):
         return _outcome_of_passed(reports, phases)
     all_skip = finished and _all_skipped(phases.values())
+    # What ``conclude`` reads: by rank the events of its log, and how its process ended. A rank that
+    # made no report has only the event ``Start``, and no known exit code: "ended without a report".
     events: dict[int, list[Event]] = {}
     for rank, pid in pids.items():
         events[rank] = [Start(pid, rank=rank)]
@@ -126,6 +128,7 @@ def _unfinished_process(report: PhaseReport) -> RankProcess:
 
 
 def _all_skipped(phases: Iterable[Phase]) -> bool:
+    """Tell whether the test was skipped in each of these phases, those of all ranks."""
     return all(phase.outcome == "skipped" for phase in phases)
 
 
@@ -149,6 +152,7 @@ def _outcome_of_passed(reports: Mapping[int, PhaseReport], phases: Mapping[int, 
     properties_by_rank = {rank: phase.properties for rank, phase in phases.items()}
     properties = of_all_ranks(properties_by_rank)
     for phase in phases.values():
+        # Such a test fails although it passed: pytest reports no exception then, but a text.
         if phase.text.startswith(STRICT_XPASS):
             return Outcome("failed", phase.text, properties=properties)
     return Outcome(SAME, "", properties=properties)
@@ -165,6 +169,8 @@ def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Ev
     """
     common: dict[str, Any] = {"rank": report.rank, "time": report.time}
     yield dataclasses.replace(phase, **common)
+    # None for a phase that passed; else a kind and a message, as ``("failed", "failed in setup:
+    # RuntimeError: no GPU")``.
     if phase.ending is None or all_skip:
         yield Done(**common)
         return
@@ -182,6 +188,7 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
         outcome: The outcome of the phase on all ranks.
         command: The command that repeats the test, for the message.
     """
+    # ``record_property`` may have been called on another rank alone.
     own_names = {name for name, _ in report.user_properties}
     for name, value in outcome.properties:
         if name not in own_names:

@@ -24,17 +24,17 @@ class PlaceReach:
 
     Attributes:
         place: The place.
-        function: The name of the function; empty outside all functions.
-        contexts: Who executes any of its old statements.
-        ways: Who executes the same of its old statements and branches: a replaced block with a
-            condition has a way for each outcome.
+        function: The qualified name of the function, such as ``Accelerator.prepare``; empty outside
+            of functions, and for a place that defines a new one.
+        contexts: The cells that execute any of its old statements, each with the action in which it
+            does.
+        ways: For each old statement and each branch from an old line, who executes that one; each
+            such group of contexts once. A replaced ``if`` has a way for each outcome. ``selection``
+            chooses cells so that each way is executed.
     """
 
     place: ChangedPlace
-    #: The qualified name, such as ``Accelerator.prepare``; empty outside of functions, and for a
-    #: place that defines a new one.
     function: str
-    #: The cells that execute it, each with the action in which it does.
     contexts: tuple[Context, ...]
     ways: tuple[tuple[Context, ...], ...]
 
@@ -94,11 +94,14 @@ def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
     """
     file = file_reach.file
     function_name = ""
-    # The lines of each statement, as bits.
+    # Each statement once, as the bit of its first line; or all lines of a body, as bits.
     statements: dict[int, None] = {}
-    # The one before may be in another branch than the new lines, and so may the one after.
+    # ``removed`` are the numbers of the old lines that are gone or replaced. Where there are none,
+    # new lines come after the old line ``after``. The statement before them may be in another
+    # branch than they, and so may the one after.
     for line in place.removed or (place.after, place.after + 1):
-        # A place outside all functions runs on import.
+        # A place outside all functions runs on import. ``line + 1``: new lines may come first in a
+        # body, after the line of the ``def``.
         function = file.function_at(line) or file.function_at(line + 1)
         if function is None:
             continue
@@ -116,6 +119,7 @@ def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
         ways[file_reach.contexts_of_lines(statement)] = None
     for contexts in _contexts_of_branches(file_reach, place):
         ways[contexts] = None
+    # What no cell executes is no way.
     ways.pop((), None)
     return PlaceReach(place, function_name, file_reach.contexts_of_lines(bits), tuple(ways))
 

@@ -45,18 +45,24 @@ def _tools() -> dict[str, str]:
 
 
 def _add_rank(reach_map: ReachMap, path: Path, analysed: dict[FileId, AnalysedFile]) -> None:
-    """Add what a rank executed, from the file that its tracer wrote."""
+    """Add what a rank executed, from the file that its tracer wrote.
+
+    The file has the arcs, pairs of line numbers, by action and by the number of a file in
+    ``files``. A rank that went from line 12 to 13 and from 13 to 15 in the action ``build``::
+
+        {"driver": "accelerate", "cell": "fsdp2-fp32-w2", "files": [["accelerate", "state.py"]],
+         "actions": {"build": {"0": [12, 13, 13, 15]}}}
+    """
     written = json.loads(path.read_text(encoding="utf-8"))
     file_ids = [FileId(library, name) for library, name in written["files"]]
     for action, lines_by_file in written["actions"].items():
         context = Context(written["driver"], written["cell"], action)
         for number, lines in lines_by_file.items():
             file_id = file_ids[int(number)]
-            # A directory that is left out is traced too; another node may have another release,
-            # with other files.
+            # ``installed_files`` leaves out some directories, which the tracer traces too. And a
+            # rank of another machine may have another release, with other files.
             if file_id not in analysed:
                 continue
-            # The file has from, to, from, to, and so on.
             starts = lines[::2]
             ends = lines[1::2]
             arcs = zip(starts, ends, strict=True)

@@ -97,7 +97,7 @@ def actions_before(change: ValueChange) -> frozenset[str] | None:
     ``change.first`` says when that is: ``build``, or ``step 2``, say.
     """
     if change.extent is Extent.FORMAT:
-        # The files differ, which are written at the end.
+        # Only the saved files differ, and they are written after all steps.
         return None
     words = change.first.split()
     if words[0] == "build":
@@ -127,6 +127,7 @@ def _profiles(
     """
     if file_id not in reach_map.files:
         return {}
+    # The lines and branches that count, each as the bits of one integer.
     executed = Executed()
     for context, executed_by_context in reach_map.executed.get(file_id, {}).items():
         if _is_before(context, place, actions):
@@ -185,7 +186,8 @@ def _difference(before: _Profile | None, after: _Profile | None) -> str:
         return "is not executed any more"
     if is_executed and not was_executed:
         return "is newly executed"
-    if not was_executed or before is None or after is None:
+    if before is None or after is None or not was_executed:
+        # Neither release's cell executes it.
         return ""
     if before.source != after.source:
         return "has other statements"
@@ -208,7 +210,8 @@ def difference_lines(
         changes: The cells.
         earlier: The map of the earlier release, if there is one.
         later: The map of the later release, or of the only one.
-        places: What a release changes, with who executes it.
+        places: The places of the source that the new release changes. ``contexts`` of each are the
+            cells that execute it, each with the action in which it does.
     """
     #: The lines about differences -> the cells that have just these.
     changes_by_lines: dict[tuple[str, ...], list[ValueChange]] = {}
@@ -219,6 +222,7 @@ def difference_lines(
                 lines.append(f"  {difference}")
         changes_by_lines.setdefault(tuple(lines), []).append(change)
     for shared_lines, alike in changes_by_lines.items():
+        # ``fitted`` cuts a line to the width of a terminal.
         for change in alike:
             cell = f"{change.cell} ({change.driver})"
             yield fitted(f"{cell}: {change.extent.value}: {change.what}")

@@ -160,6 +160,8 @@ def _state_of_python() -> dict[str, Any]:
         "functions of warnings": (warnings.showwarning, warnings.formatwarning),
         "the default time limit of sockets": socket.getdefaulttimeout(),
         "how text is encoded that does not fit": list(map(codecs.lookup_error, _ERROR_HANDLERS)),
+        # ``Registered`` and ``_Loggers`` are equal to what was before although there are new
+        # entries since, as of a library that was imported.
         "how objects are pickled": Registered(copyreg.dispatch_table),
         "the locale": locale.setlocale(locale.LC_ALL),
         "the time zone": (time.tzname, time.timezone),
@@ -190,7 +192,11 @@ def _state_of_python() -> dict[str, Any]:
 
 
 def _state_of_libraries() -> dict[str, Any]:
-    """Return the settings and singletons of the libraries that are loaded (``library_state``)."""
+    """Return the settings and singletons of the libraries that are loaded (``library_state``).
+
+    ``SETTINGS`` and ``SINGLETONS`` have by name the module that must be imported and a function of
+    it: ``{"torch's global flags": ("torch", _torch_flags), ...}``.
+    """
     state: dict[str, Any] = {}
     for name, (module_name, read) in SETTINGS.items():
         # A library may be loaded but hidden until a test imports it (``unimported``). Its settings
@@ -214,8 +220,9 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
         now: The state after a test.
         before: The state before it; it is changed.
     """
-    # The first settings of such a library are unknown, so its settings count as unchanged. But its
-    # singletons did not exist: a reader that returns something other than False or 0 is a change.
+    # What is expected of each part. ``before`` says it of the parts that it has. Of a library that
+    # was imported meanwhile the first settings are unknown, so they count as unchanged: as in
+    # ``now``. But its singletons did not exist, so False is expected, which also equals 0.
     expected = {**now, **dict.fromkeys(SINGLETONS, False), **before}
     for name, value in now.items():
         before.setdefault(name, value)

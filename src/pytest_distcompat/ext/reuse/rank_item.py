@@ -3,6 +3,10 @@
 ``shared`` names ``run`` as the target of the request for a test that shares ranks. On each rank
 ``request_loop`` calls it with the request's payload. It runs the item by pytest's own hook
 (``pytest_runtest_protocol``), so fixtures of a wider scope stay set up for the next item.
+
+``request_loop`` keeps a ``ReusedRank`` while the process lives. After each item it compares the
+state of the process (environment, signal handlers, ...) with a baseline from before; pytest's
+process ends the ranks if a test has changed it.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     is_collected = preload.collected is not None
     session = rank_session.collected_session(item_payload, log)
     if not is_collected:
-        # This rank has just collected the tests itself. The imports are no change by a test.
+        # This rank has just collected the tests itself. What their imports changed in the process
+        # must not count as a change by this test.
         reused.reset_baseline()
     item = rank_session.find_item(session, item_payload.nodeid)
     next_item = rank_session.items_of(session).get(payload["next"] or "")
@@ -59,13 +64,15 @@ def _reset_between_items(reused: ReusedRank, item: pytest.Item) -> None:
     away.
     """
     state = item.session._setupstate  # noqa: SLF001 - see the docstring
-    # After the earlier item pytest kept the fixtures of the item announced as next. If the parent
-    # then skipped that one, they are still set up.
+    # After the earlier item pytest kept the fixtures of the item announced as next. If pytest's
+    # process then skipped that one, they are still set up.
     state.teardown_exact(item)
     if not reused.at_end:
-        # When these ranks end, whatever is still set up is torn down too.
+        # When these ranks end, whatever is still set up is torn down too. ``at_end`` is called in
+        # reverse order: first the fixtures, then the plugins.
         unconfigure = item.config._ensure_unconfigure  # noqa: SLF001 - see the docstring
         reused.at_end += [unconfigure, lambda: state.teardown_exact(None)]
     if "process_group" not in getattr(item, "fixturenames", ()):
-        # The test may initialize its own process group.
+        # Without the fixture the test may initialize its own process group, which fails while
+        # there is the one that tests share.
         reused.without_group()

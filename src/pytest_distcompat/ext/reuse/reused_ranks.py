@@ -47,8 +47,11 @@ class Reuse:
 class ReusedRanks(Replies):
     """The ranks of an open run, which do one request after the other and reply to each.
 
+    ``OpenRun.wait`` calls ``receive`` until all replies are ``complete``.
+
     Args:
-        run: The open run.
+        run: The open run: ranks that stay after a request. ``start_request`` is the request that
+            started them, ``listener`` the socket to which they connect.
         reuse: Which requests these ranks do.
         first: The first request, which is not sent yet.
     """
@@ -70,6 +73,8 @@ class ReusedRanks(Replies):
 
     def send(self, request: Request) -> None:
         """Send a request to all ranks; those that are still starting get it once they connect."""
+        # The ranks' output goes to the files of the run that they were started with. What is in
+        # them now (``log_sizes``) belongs to earlier requests.
         directory = Path(self.run.start_request.directory)
         self.files = Files(directory, log_sizes(directory, request.world_size))
         self.uses += 1
@@ -92,7 +97,8 @@ class ReusedRanks(Replies):
     def homeless(self) -> bool:
         """Tell whether the directory to which the ranks write is gone.
 
-        A cleaner of temporary files, or a test, may have removed it.
+        A cleaner of temporary files, or a test, may have removed it. ``keeper`` then ends the
+        ranks.
         """
         return not Path(self.run.start_request.directory).is_dir()
 

@@ -71,7 +71,8 @@ class SharedRanks:
         scope = scope_of(item, session)
         if scope is None or not session.launcher.can_open:
             return None
-        # Imported now: most sessions share no ranks.
+        # ``RankKeeper`` keeps the ranks of one scope between tests, and ends them for another
+        # scope. Imported now: most sessions share no ranks.
         from pytest_distcompat.ext.reuse import rank_item
         from pytest_distcompat.ext.reuse.keeper import RankKeeper
         from pytest_distcompat.ext.reuse.reused_ranks import Reuse
@@ -93,8 +94,8 @@ class SharedRanks:
         limit = session.setting("reuse_limit").value
         ending = self._keeper.run(request, Reuse(scope, limit, next_item is None))
         if session.verifies(session.nodeid_of(item)):
-            # The test runs a second time, on new ranks of torchrun. They need the devices that
-            # these ranks hold.
+            # ``--distcompat-verify``: the test runs a second time, on new ranks of torchrun. They
+            # need the devices that these ranks hold.
             self._keeper.retire()
         return ending
 

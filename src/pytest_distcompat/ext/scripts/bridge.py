@@ -72,6 +72,8 @@ def _patch_accelerate(state: ModuleType) -> None:
         plugin = _requested_plugin()
         busy.append(True)
         try:
+            # Arguments for accelerate: ``{"cpu": True}`` for DDP, ``{"kwargs_handlers": [...]}``
+            # for DeepSpeed; empty for FSDP, whose shared state ``on_cpu`` makes itself.
             settings = on_cpu(plugin)
         finally:
             busy.clear()

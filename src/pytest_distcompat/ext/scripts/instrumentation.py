@@ -12,6 +12,10 @@ A *wrapper* (``wrappers.Wrapper``) is a generator function with the arguments (r
 arguments, keyword arguments). What is before its ``yield`` runs before the original call, what is
 after it runs after the call, and the ``yield`` returns the result. Functions such as
 ``wrappers.saves(...)`` make wrappers.
+
+A wrapper calls methods of the recorder by ``recorder.call_unobserved(method)``: what the probe
+itself computes is not recorded. ``recorder.tracked`` has the script's models, optimizers and
+schedulers; ``recorder.states`` has other objects with a state dict that a load must bring back.
 """
 
 from __future__ import annotations
@@ -105,8 +109,9 @@ def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
 def _process_groups(torch: ModuleType) -> None:
     """Claim the rank when the process joins a group: wrap ``init_process_group``.
 
-    In a process that ``mp.spawn`` or mpirun started nothing else tells its rank: it has no RANK in
-    the environment.
+    To claim a rank is to make this process the rank of that number, for the probe and its log. In a
+    process that ``mp.spawn`` or mpirun started nothing else tells its rank: it has no RANK in the
+    environment.
     """
     if not torch.distributed.is_available():
         return
@@ -207,7 +212,8 @@ def _trainer_model(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     """Wrap ``model.save_pretrained(save_directory)``: record the trained model and the files."""
-    # Inside another wrapped call, as ``Trainer.save_model``, the model is recorded by that one.
+    # ``depth`` is how many wrapped calls are running. Inside another one, as
+    # ``Trainer.save_model``, the model is recorded by that one.
     if not recorder.depth:
         recorder.call_unobserved(recorder.record_final_model)
     path = _second("save_directory")

@@ -16,7 +16,9 @@ runs after the call. If the call raises an exception, the generator is closed at
             ...  # report the result
 
 Only the outermost call counts: when ``Accelerator.prepare`` calls ``fully_shard``, the second call
-is not the script's. Functions such as ``saves(...)`` make wrappers for kinds of calls.
+is not the script's. What a wrapper itself does to the script's objects must not be recorded as the
+script's doing, so it calls the recorder by ``call_unobserved``. Functions such as ``saves(...)``
+make wrappers for kinds of calls.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def _recorder_of(pid: int) -> Recorder | None:
     recorder for its own.
     """
     del pid
-    # A process without RANK that reaches a wrapper runs alone, so it becomes rank 0.
+    # A process without RANK that reaches a wrapper runs alone, so it becomes rank 0. ``claim``
+    # returns None where another process is that rank.
     rank = current_rank() or claim(0)
     config = probe_config()
     if rank is None or not config.steps:
@@ -87,6 +90,8 @@ def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
     # Such as ``Accelerator.save_state``, for reports.
     qualified_name = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 
+    # ``guard.attempt`` calls a function of the probe. If that raises, the failure is logged, the
+    # script goes on, and later attempts do nothing but those with ``always=True``.
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         steps = guard.attempt(qualified_name, _begin, wrapper, args, kwargs)
@@ -115,11 +120,13 @@ def _begin(wrapper: Wrapper, args: Arguments, kwargs: Keywords) -> Steps | None:
 
 def _finish(steps: Steps | None, result: Any) -> None:
     """Run the code after the ``yield``; once the probe has failed, only its ``finally`` clauses."""
-    if steps is not None and not guard.failed():
+    if steps is None:
+        return
+    if not guard.failed():
+        # A generator that ends raises StopIteration.
         with contextlib.suppress(StopIteration):
             steps.send(result)
-    if steps is not None:
-        steps.close()
+    steps.close()
 
 
 def models(values: Iterable[Any]) -> Iterator[Any]:
@@ -156,6 +163,7 @@ def wraps(
                 for model in unwrapped:
                     recorder.call_unobserved(recorder.tracked.read_unwrapped, model)
             if compiles and unwrapped:
+                # torch.compile would trace the hooks as a part of the model.
                 recorder.remove_hooks()
             result = yield
         if outermost:
@@ -165,7 +173,8 @@ def wraps(
     return wrapper
 
 
-#: Wraps the ``__init__(self, module)`` of a class that wraps a module.
+#: Wraps the ``__init__(self, module)`` of a class that wraps a module, such as DDP. What the call
+#: has made is ``self``, its first argument.
 constructs = wraps(lambda _result, args: args[:1], first=1)
 
 

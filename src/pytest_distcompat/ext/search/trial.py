@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 #: The seconds after which a run counts as hung. The models are tiny.
 _TIMEOUT = 60
-#: Checks that need further runs. Only a candidate that has reached new branches gets them.
+#: Checks that need further runs than ``train`` and its reference. Only a candidate that has reached
+#: new branches gets them.
 _DEEP_CHECKS = ("resume", "export")
 #: An exception with a message, as in the last line of a traceback: ``ValueError: no such ...``.
 _EXCEPTION = re.compile(r"(?P<kind>[\w.]+): \S")
@@ -102,7 +103,8 @@ class Trials:
         """Run a candidate and judge it.
 
         A runner keeps its runs for later checks; ``started`` maps the directory of each to its
-        name. Those that this candidate added are read, and then removed.
+        name, such as ``train``. In those that this candidate added each rank has written which
+        lines it executed. They are read, and then removed.
         """
         began = clock.now()
         runner = self._runner(candidate.driver)
@@ -122,6 +124,7 @@ class Trials:
         return Outcome(branches, judgement.problem, judgement.refused, clock.now() - began)
 
     def _runner(self, driver: str) -> Runner:
+        """Return the runner of all candidates of a driver; the first call starts it."""
         if driver not in self._runners:
             # The fork servers import what the cells of these two models need.
             cells = [Cell.of("ddp", "fp32", model=model) for model in ("mlp", "llama")]
@@ -182,7 +185,9 @@ def _applying(names: Iterable[str], candidate: Candidate, driver: type[Driver]) 
     for name in names:
         if name in meant:
             continue
-        if not not_applicable(CHECKS.get(name), candidate.cell, driver, {}):
+        # A trial has no limits of measured numbers, so checks of these do not apply.
+        limits: dict[str, float] = {}
+        if not not_applicable(CHECKS.get(name), candidate.cell, driver, limits):
             applying_checks.append(name)
     return applying_checks
 

@@ -61,6 +61,7 @@ def changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
         old = getattr(before, name)
         new = getattr(after, name)
         if old != new:
+            # ``first_difference`` returns a text such as ``: 3; expected 2``.
             yield f"the {name} changed{first_difference(old, new)}"
     parameters = _by_name(before.parameters)
     yield from differing("parameters changed", parameters, _by_name(after.parameters))
@@ -177,7 +178,8 @@ def _parameter_differences(names: Names, snapshot: Snapshot, reference: Snapshot
             expected_trainable[name] = None
             continue
         expected_trainable[name] = expected.trainable
-        # ZeRO's optimizers hold flat copies instead (None).
+        # ``held`` is how often the parameter is in the optimizer. ZeRO's optimizers hold flat
+        # copies instead of parameters: then it is None.
         if info.held is not None:
             entries[name] = info.held
             expected_entries[name] = expected.held

@@ -11,7 +11,9 @@ event ``Action("step")`` and the exit code -9 becomes ``RankEnd(status="killed",
 by SIGKILL during 'step'")``.
 
 Two words: the *agent* is the part of torchrun that starts ranks and waits for them, and an
-*excused* rank has left its test as the test allows, by a skip or an expected failure.
+*excused* rank has left its test as the test allows, by a skip or an expected failure. At the end
+``root_cause.fold`` separates causes from consequences: an end that another rank's end explains, as
+a lost connection, gets another status.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ def conclude(
         for number, end in enumerate(ends):
             if end.status == "stuck":
                 ends[number] = replace(end, status="stopped", message=_LEFT_WAITING)
+    # By rank, the time before which no other rank can have lost its connection to it.
     gone_since_by_rank: dict[int, float] = {}
     for rank, logged in events.items():
         # A rank that we killed cannot have kept its connections longer than that.
@@ -246,6 +249,7 @@ def _rank_end(rank: int, evidence: _Evidence) -> RankEnd:
     # The rank wrote the stack at the time limit, or when another rank gave up waiting for it.
     end = replace(end, stack=process.stack)
     if evidence.hung:
+        # Where it hung and for which collective it waited; None without a stack.
         wait_state = read_wait_state(process.record, process.stack)
         message = f"was still running at the time limit{evidence.when}"
         return replace(end, status="stuck", wait_state=wait_state, message=message)

@@ -88,8 +88,9 @@ class Watchdog:
         #: In a run over several machines, why pytest's machine ends the run; empty before. Another
         #: object sets it.
         self.stopped = ""
-        #: What ``conclude`` knew of the ranks on this machine besides their logs. Machines send it
-        #: to pytest's, which concludes once more, for all ranks.
+        #: What ``conclude`` knew of the ranks on this machine besides their logs: how each rank's
+        #: process ended, and its further arguments (``timed_out`` and so on). Machines send it to
+        #: pytest's, which concludes once more, for all ranks.
         self.processes: dict[int, RankProcess] = {}
         self.known: dict[str, Any] = {}
         #: Whether it killed ranks at the time limit.
@@ -116,6 +117,7 @@ class Watchdog:
         only look at the clock: the logs are read every ``CHECK_INTERVAL_S`` seconds.
         """
         now = clock.now()
+        # A gap between two calls that is so long: this process was stopped meanwhile.
         if now - self._called_at > clock.GAP_S:
             self._gaps += now - self._called_at
         self._called_at = now
@@ -172,6 +174,8 @@ class Watchdog:
             if rank in excused or has_ended(events[rank]):
                 continue
             running[rank] = pid
+        # It calls ``_wait_in_torch`` only once all main threads have slept for a while, because to
+        # read a stack wakes a rank up.
         return self._stall_detector.check(running.values(), lambda: self._wait_in_torch(running))
 
     def conclude(
@@ -299,6 +303,7 @@ class Watchdog:
         # stack.
         elsewhere = {rank: pids[rank] for rank, stack in stacks.items() if not in_torch(stack)}
         for rank, pid in elsewhere.items():
+            # Such a rank waits in the kernel, and not for a Python lock or thread.
             if not may_wait_for_work(pid, stacks[rank]):
                 return False
         self._take_records(elsewhere)

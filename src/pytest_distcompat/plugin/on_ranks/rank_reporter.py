@@ -79,7 +79,8 @@ class RankReporter:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Note in the report what kind of exception it is, and start the debugger if one is wanted.
 
-        The report itself has only the exception's text.
+        The report itself has only the exception's text. ``mark_exception`` sets attributes that
+        ``Phases.of`` reads, such as whether the exception only says that another rank is gone.
         """
         report = yield
         mark_exception(report, call, item.config.rootpath)
@@ -95,11 +96,15 @@ class RankReporter:
         """
         phase = self.phases.of(report)
         self.log.write(phase)
+        # None after a phase that passed. Else what the error is called, and its message:
+        # ``("failed", "failed in setup: RuntimeError: no GPU")``, or ``("skip", ...)`` and
+        # ``("xfail", ...)``.
         if phase.ending is None:
             return
         kind, message = phase.ending
         if phase.outcome == "failed" or not self._wait_for_others(kind, message, phase):
             self.log.write(Error(kind, message, phase.text, lost=phase.lost))
+            # Ends this process, without leaving the process group.
             self._rank.leave_failed(self.directory, self.world_size)
 
     def _wait_for_others(self, kind: str, message: str, phase: Phase) -> bool:

@@ -143,8 +143,9 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     sys.argv[:] = payload["argv"]
     from pytest_distcompat.launch import at_import
 
-    # The watch that finds what the user's modules read while they are imported. It is None on a
-    # rank that collects by itself: as under torchrun, it may read what it wants.
+    # The watch that finds what the user's modules read while they are imported, such as the
+    # variable RANK, which forked ranks would then share. It is None on a rank that collects by
+    # itself: as under torchrun, it may read what it wants.
     watch = at_import.active
     config = _make_config(payload, _read_options(payload, by_hand=by_hand), watch)
     # A conftest may read options from the arguments.
@@ -156,6 +157,7 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
     no_terminal(config)
+    # A test may start another pytest, which must not take itself for a rank.
     launched.hide_from_children()
     # Only now, and not by ``-p no:NAME``: their options and ini keys are registered, so that a
     # user's ini file with these is no error. Their markers are in the payload.
@@ -166,7 +168,9 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
         config.addinivalue_line("markers", line)
     session = _collected(config)
     if watch is not None:
-        # What a test module read concerns its own tests only; all else concerns every test.
+        # The watch has noted what the user's modules read while they were imported, such as the
+        # variable RANK. Tests that it concerns are not run on ranks forked from this process. What
+        # a test module read concerns its own tests only; all else concerns every test.
         watch.only_in({str(item.path) for item in session.items})
     return session
 
@@ -224,7 +228,10 @@ def _collected(config: pytest.Config) -> pytest.Session:
 
 
 class CollectionErrors:
-    """Plugin that remembers what a rank could not collect, which no terminal shows."""
+    """pytest plugin that remembers what could not be collected, for ``find_item``'s error.
+
+    No terminal of this process shows it.
+    """
 
     def __init__(self) -> None:
         #: Node id of a module or class to pytest's text for the error, a traceback mostly.
@@ -322,6 +329,7 @@ def reporting(
     directory = Path(payload.directory)
     config = item.config
     world = config.stash[WORLD] = World.from_environment(payload.device)
+    # Several ranks may share a GPU; then each may use only its part of the memory.
     if world.divides_memory:
         import torch
 

@@ -14,7 +14,9 @@ xdist's controller. From then on pytest calls its hooks:
 4. In pytest's terminal summary it prints the matrix of verdicts.
 
 *Red* are the verdicts that make a session fail. The *store* is a directory that all processes of
-the session share.
+the session share: ``session.shared(FILE)`` returns what any of them has written to a file there. A
+*shard* is the part of the tests that one of several machines runs (``--distcompat-shard 2/3``). Its
+*plan* is the division: a list of the cells and modules of each shard.
 """
 
 from __future__ import annotations
@@ -288,10 +290,12 @@ class Results:
         if not self._running or not self._needs_report(session.config):
             return
         self.report = self._report(exitstatus)
+        # Of failures with one cause pytest then shows one.
         fold_failures(session.config, self.report.results)
         self._compare(session)
         self._require_a_verdict(session)
         self._write_files(session, self.report)
+        # As telemetry, if the environment asks for that; a line says where to.
         sent = send(self.report)
         if sent:
             self._written.append(sent)

@@ -56,9 +56,10 @@ class TinyTraining(Driver):
         max_norm: The norm to which gradients are clipped.
     """
 
-    #: What counts alike in the loss of a step: each micro-batch. Trainer's driver has ``token``.
+    #: What has an equal weight in the loss of a step. Each micro-batch has, however many tokens it
+    #: has; in the driver of transformers.Trainer each ``token`` has.
     mean: ClassVar[str] = "micro_batch"
-    #: The values of option ``optimizer`` that compile their step themselves.
+    #: The values of option ``optimizer`` whose optimizers call ``torch.compile`` for their step.
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
     #: Whether AdamW is fused (one operation updates all parameters), which needs parameters of one
     #: kind and state of one dtype.
@@ -159,6 +160,7 @@ class TinyTraining(Driver):
 
         It is the given one or, with option ``loaded``, a model that the trainer makes as its users
         do, for example by ``from_pretrained``. That model gets the values of the given one.
+        Drivers call this while they build.
 
         Args:
             given: The model that ``build_model`` returned.
@@ -166,10 +168,10 @@ class TinyTraining(Driver):
         """
         if self.cell.option("loaded") == "given":
             return given
+        # The model whose values are written to files, which the trainer's library then reads.
         base = given
         if self.cell.option("lora") or _loaded.changes_values(self.cell):
-            # Files are written of the model without an adapter, before a reading has changed its
-            # values.
+            # Without an adapter, and with the values from before ``build_model`` read such files.
             base, _ = self._base_model()
         made = _loaded.make(
             self.cell,
@@ -181,6 +183,7 @@ class TinyTraining(Driver):
         )
         self._freeze(made)
         if self.cell.option("lora"):
+            # The adapter of the given model is written and read in the same way.
             return _loaded.with_adapter(made, given, self.run_directory)
         return made
 
@@ -239,7 +242,8 @@ class TinyTraining(Driver):
     def make_with_settings(self, optimizer_class: Any, groups: Any, **arguments: Any) -> Any:
         """Return an optimizer of that class, with the driver's and the cell's arguments.
 
-        The cell's come last: the setting ``SGD.momentum=0.5`` overrides the driver's 0.9.
+        The cell's come last: a cell with the setting ``SGD.momentum=0.5`` overrides the driver's
+        0.9.
 
         Args:
             optimizer_class: Such as ``torch.optim.SGD``.
@@ -371,10 +375,12 @@ class TinyTraining(Driver):
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
         """Return the rows of an epoch: micro-batch by micro-batch, rank by rank, as samplers go.
 
-        It is for trainers that load the data themselves. Under DeepSpeed's Ulysses (``cp``) each of
-        the ranks of a sequence loads a micro-batch of its own. Ulysses trains all these ranks on
-        one of these micro-batches after the other, so that they follow one another here. It needs
-        positions too.
+        It is for trainers that load the data themselves, as transformers.Trainer.
+
+        With option ``cp`` such a trainer uses DeepSpeed's Ulysses, in which ``cp`` ranks share each
+        sequence. Each of them loads a micro-batch of its own; then all of them train together on
+        these micro-batches, one after the other. So the next ``cp`` micro-batches of one data
+        parallel rank follow one another here. Ulysses also needs the positions of the tokens.
 
         Args:
             ranks: The number of data parallel ranks.

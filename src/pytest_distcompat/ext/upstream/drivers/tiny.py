@@ -105,11 +105,13 @@ class TinyDriver(TinyReference):
         yield _tiny_reasons.dtypes_reason(cell, tiny)
         if cell.tp > 1:
             yield tensor_parallel.unsupported_reason(cell, cls.plan_of(tiny))
+        # Only the model for 8-bit optimizer state says how large its largest matrix is.
         if tiny.largest and cell.option("optimizer") != "adam8bit":
             yield (
                 f"the model {tiny.name} is for optimizer=adam8bit, "
                 "which others have too small layers for"
             )
+        # A model may be for one driver alone.
         if tiny.driver not in {"", cls.name}:
             yield f"the model {tiny.name} is for the {tiny.driver} driver"
         experts = cls.experts_of(tiny)
@@ -130,6 +132,7 @@ class TinyDriver(TinyReference):
         """Return why the cell cannot run with an optimizer other than AdamW; None if it can."""
         name = cell.option("optimizer")
         precision = PRECISIONS.get(cell.precision)
+        # ``scaled`` is float16, in which the loss is multiplied so that gradients do not vanish.
         several_groups = bool(cell.option("param_groups"))
         flat_parameters = not cell.option("use_orig_params")
         if precision.scaled or several_groups or flat_parameters:
@@ -137,7 +140,8 @@ class TinyDriver(TinyReference):
                 "other optimizers are for one group of unscaled parameters, "
                 "which keep their own tensors"
             )
-        # Whether the optimizer gets pieces of flattened parameters in place of whole matrices.
+        # Whether the optimizer gets pieces of flattened parameters in place of whole matrices:
+        # FSDP1's, or DeepSpeed's flat master weights.
         flat = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).flat_masters
         if name == "adam8bit":
             loaded = precision.load if cls.name == "torch" else precision.master
@@ -212,7 +216,10 @@ class TinyDriver(TinyReference):
         torch.manual_seed(1 + rank)
 
     def save_random(self, directory: Path) -> None:
-        """Save this rank's random states: the CPU's and, on a GPU, CUDA's, which dropout uses."""
+        """Save this rank's random states: the CPU's and, on a GPU, CUDA's, which dropout uses.
+
+        It is for drivers whose trainer does not save them itself.
+        """
         import torch
 
         states = {"cpu": torch.get_rng_state()}

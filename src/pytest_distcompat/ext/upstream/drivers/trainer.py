@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerCalls", "TrainerDriver"]
 
-#: The models by which Trainer predicts: they have one output, and compute it of each row alone,
-#: with the same numbers on all ranks.
+#: The names of models with which ``evaluate`` calls ``Trainer.predict``: they have one output, and
+#: compute it of each row alone, with the same numbers on all ranks.
 PREDICTED = frozenset({"llama", "llama_tied", "llama_dropout", "mlp", "dropout", "twice", "odd"})
 
 
@@ -255,14 +255,15 @@ class TrainerDriver(TrainerArguments):
             if checkpoint is None:
                 raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
             if self.in_parts:
-                # Trainer cannot resume such a model: training begins anew, from the weights that
-                # were saved.
+                # Trainer cannot resume a model in parts: training begins anew, from the weights
+                # that were saved.
                 plan = dataclasses.replace(plan, first_step=0)
                 self._create_trainer(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
         self.trainer.add_callback(make_callback(self, plan, report))
         resumption = self._resumption(checkpoint)
-        # The callback raises it where the plan ends with a load.
+        # The callback raises it where the plan ends with a load: nothing else stops Trainer before
+        # its first step.
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(**resumption)
 
@@ -424,7 +425,10 @@ class TrainerDriver(TrainerArguments):
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that Trainer trains on, for the check ``coverage``."""
+        """Yield (epoch, numbers of the rows) of each batch, for the check ``coverage``.
+
+        The arguments are those of ``driver.HasLoaders.rows``.
+        """
         if self._on_mesh(self.cell):
             return _mesh_rows.rows_on_mesh(self, loader, count, start, directory)
         return _rows.trainer_rows(
@@ -440,6 +444,7 @@ class TrainerDriver(TrainerArguments):
         """
         if not cls._on_mesh(cell):
             return cls.loaders
+        # On a mesh the model itself records the tokens that it gets, by which rows are told apart.
         reads_tokens = "transformers" in model_of(cell).preload
         # All ranks read the same rows.
         alone = cell.tp * cell.cp * cell.ep == cell.world_size
@@ -456,7 +461,8 @@ class TrainerDriver(TrainerArguments):
     def evaluates_in(cls, cell: Cell) -> bool:
         """Tell whether ``metrics`` can evaluate in the cell: not on a mesh.
 
-        Trainer makes a mesh around the model that it trains, and ``metrics`` has another model.
+        Trainer makes a mesh around the model that it trains, and ``metrics`` evaluates a model of
+        its own.
         """
         return not cls._on_mesh(cell)
 

@@ -45,7 +45,7 @@ OTHER_REFERENCE = "other_reference"
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 
-#: Checks whose tolerances are those of a precision.
+#: Checks that compare numbers within tolerances; the precision of the cell says which tolerances.
 _OF_NUMBERS = frozenset({"parity", "clipping", "gradients", "export"})
 
 
@@ -77,6 +77,7 @@ class SweepLaw(Law):
         The first reference ignores the second setting, and so follows the first; the other one the
         other way round.
         """
+        # Such as ``("ds_config.gradient_clipping=0.5", "TrainingArguments.max_grad_norm=1.0")``.
         settings = rules.contradiction(cell.set)
         if not settings:
             return scenario
@@ -99,6 +100,7 @@ class SweepLaw(Law):
         """
         cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
+        # The setting that is meant to change what the check looks at; empty if there is none.
         changing = rules.changes(cell.set, check.name)
         if changing:
             return [] if findings else [_no_effect(changing)]
@@ -187,6 +189,7 @@ def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
     wanted = set(SWEEP_CHECKS)
     reason_by_failing_check: dict[str, str] = {}
     for setting in cell.set:
+        # A rule is a dict of ``rules.json``: ``{"fields": [...], "checks": ["resume"], ...}``.
         rule = rules.rule_of(setting.partition("=")[0])
         wanted.update(rule.get("checks", ()))
         for check in rules.meant_to_fail(setting):
@@ -203,7 +206,10 @@ def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
 def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:
     """Return the objects of libraries that may have a setting.
 
-    They are those that name it, else those whose kind is ``subclasses``, which may have any.
+    They are those that name it, as the source ``TrainingArguments`` does
+    ``TrainingArguments.optim=sgd``. If none does, they are those whose kind is ``subclasses``: such
+    a source stands for all subclasses of a class, as of accelerate's ``KwargsHandler``, whose names
+    are not known without the library.
     """
     by_name = []
     of_subclasses = []
@@ -276,8 +282,10 @@ def _refused_setting(end: RunFailure | None) -> list[Expectation]:
     """Return what allows a run to end before its first step, with an error about a setting.
 
     Empty if no run failed, or one failed later. Errors of Python itself in a library's code
-    (``AttributeError``) speak of nothing that a user has set, and are no refusals.
+    (``AttributeError``, the pattern ``ACCIDENTS``) speak of nothing that a user has set, and are no
+    refusals.
     """
+    # ``BUILDS`` are the actions before the first step.
     if end is None or end.action not in BUILDS:
         return []
     return [may_refuse(match=rf"raised (?!{ACCIDENTS})[\w.]+: \S")]

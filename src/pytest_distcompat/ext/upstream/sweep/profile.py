@@ -24,7 +24,9 @@ def _cells(selection: Selection) -> Iterator[Cell]:
         selection: The suite's driver, strategies and number of ranks.
     """
     driver = selection.driver
+    # The directory in which the processes of a session share what was read from the libraries.
     shared = None if selection.shared is None else selection.shared()
+    # ``setting.cells`` has the texts of its cells' option ``set``: ``AdamW.amsgrad=true``.
     for setting in rules.settings_of(rules.sources_of(driver), shared):
         for strategy, text in itertools.product(setting.strategies, setting.cells):
             if strategy not in selection.strategies:
