@@ -7,7 +7,8 @@ stored elements with what the strategy should keep (``state_elements``).
 
 A *master* is the tensor that the optimizer updates: a float32 copy of a parameter in lower
 precision, or the parameter itself where there is no copy. ZeRO joins the masters of many parameters
-into flat ones.
+into flat ones. ``ParameterInfo.held`` is how often the optimizer's param groups have a live
+parameter, 0 if it is not optimized; None where they have flat copies instead.
 """
 
 from __future__ import annotations
@@ -185,6 +186,7 @@ def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
             "gradients": _gradient_bytes(snapshot),
             "optimizer": _optimizer_bytes(snapshot),
         }
+        # One rank, or all those for which a stand-in for ranks took one snapshot.
         for rank in snapshot.ranks:
             sizes_by_rank[rank] = sizes
     listed: dict[str, list[int]] = {}

@@ -17,6 +17,9 @@ It returns a ``Verdict``. For the example of ``fails("resume", strategy="fsdp2",
 - it yields something without ``exp_avg``: failed;
 - a rank crashes before the check's last snapshot: crashed, whatever is declared.
 
+An expectation that is not ``strict`` (``may_fail(...)``) need not occur. It *matches* a text that
+contains its ``match``, and *explains* a finding that it matches or that contains its ``also``.
+
 ``declaration`` goes the other way: it returns the declaration that would cover a failure, which the
 failure's text offers to paste.
 """
@@ -94,7 +97,7 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
         verdict = _judge(check, cell, trace, current)
         return _with_ended_excuse(verdict, ended)
     broken_off = premature_end(check, trace)
-    # Crashed or hung: no declaration covers that.
+    # ``kind`` is ``raised``, or ``crashed`` or ``hung``: no declaration covers those two.
     if broken_off is not None and broken_off.kind != "raised":
         return Verdict(check.name, cell.id, Status.from_name(broken_off.kind), broken_off.text)
     # A run may also have failed after what this check needs. A declared refusal is about that too.
@@ -126,6 +129,7 @@ def _undeclared(check: Check, cell: Cell, trace: Trace, findings: list[str]) -> 
     """Return the verdict where nothing is declared."""
     if findings:
         return Verdict(check.name, cell.id, Status.FAILED, message(findings))
+    # What reports say beside the claim that holds; usually empty.
     return Verdict(check.name, cell.id, Status.PASSED, reason=check.remark(cell, trace))
 
 
@@ -265,8 +269,8 @@ def premature_end(check: Check, trace: Trace) -> RunFailure | None:
         failure = run.end
         if failure is None:
             continue
-        # An exception of such a run, as of a damaged checkpoint, is for the check to judge. A crash
-        # or a hang is not.
+        # ``raises`` has the names of runs that may end in an exception, as one that loads a damaged
+        # checkpoint: it is for the check to judge. A crash or a hang is not.
         if run.name in check.raises and failure.kind != "raised":
             return failure
         # ``until`` has the run, the action and which one of that action: ("train", "step", 2) are

@@ -8,7 +8,8 @@ such as ``launch.warm``. Callers see a launcher that may wait.
 
 There are two ways to use a launcher. ``run`` starts ranks for one request and waits for their end.
 ``open`` starts ranks that stay, and get one request after the other: an *open run*. Its devices are
-leased until it is concluded.
+leased until it is concluded. For each request its caller makes a ``Watchdog``, which ends ranks
+that hang, and calls ``wait``; then ``ending`` if the ranks go on, or ``conclude`` if they are gone.
 """
 
 from __future__ import annotations
@@ -105,6 +106,10 @@ class LeasedLauncher(Launcher):
         """Start ranks that get requests, when there are devices for them.
 
         They hold these devices until they are gone.
+
+        Args:
+            request: The first request. The ranks start with its environment.
+            target: The function that each rank calls (``module:function``) to get requests.
         """
         environment = self._take(request)
         try:
@@ -156,7 +161,9 @@ class LeasedRun(OpenRun):
         self._launcher = launcher
         self._run = run
         self._environment = environment
+        #: The request with which the ranks were started.
         self.start_request = run.start_request
+        #: The socket to which the ranks connect for further requests.
         self.listener = run.listener
 
     @property
@@ -169,7 +176,10 @@ class LeasedRun(OpenRun):
         return self._run.adapted(with_variables(request, self._environment))
 
     def wait(self, watch: Watchdog, replies: Replies | None = None) -> Mapping[str, Any] | None:
-        """Wait until all ranks have ended, or all replies have come."""
+        """Wait until all ranks have ended, or all replies have come.
+
+        Return what torchrun's agent says after the ranks have ended, else None.
+        """
         return self._run.wait(watch, replies)
 
     def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:
@@ -177,7 +187,10 @@ class LeasedRun(OpenRun):
         return self._run.ending(watch, notice=notice)
 
     def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
-        """Return how the watched request ended, with the memory that its ranks leaked."""
+        """Return how the watched request ended, with the memory that its ranks leaked.
+
+        ``answer`` is what ``wait`` returned.
+        """
         ending = self._run.conclude(watch, answer)
         return dataclasses.replace(ending, leaks=self._launcher.give_back())
 

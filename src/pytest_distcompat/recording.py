@@ -53,7 +53,7 @@ class RecordedRank:
 
 @contextlib.contextmanager
 def recording(names: Sequence[str], rank: RecordedRank) -> Iterator[list[Recorder]]:
-    """Have recorders record in the block; yield them.
+    """Have recorders record in the block; yield them, so that ``worker`` can call ``switch``.
 
     Args:
         names: Functions that take a ``RecordedRank`` and return a ``Recorder``, each as

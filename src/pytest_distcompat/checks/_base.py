@@ -60,7 +60,8 @@ FINDINGS_SHOWN = 12
 _OF_RANK = re.compile(r"(?P<before>|[^:]*: )rank (?P<rank>\d+)(?P<after>: .*)", re.DOTALL)
 
 # Facets of cells (strategy, precision, world size, options) that decide about the outcome of
-# checks, for ``Check.depends_on``.
+# checks, for ``Check.depends_on``. ``MESH`` has the options that arrange ranks in a grid: ``tp``,
+# ``pp``, ``dp_replicate`` and so on.
 
 #: Options that change what a checkpoint holds, or how.
 CHECKPOINT_OPTIONS = frozenset(

@@ -181,6 +181,7 @@ def state_changes(
 def _optimizer_states(snapshot: Snapshot) -> Tensors:
     """Return the tensors of a rank's optimizer state, by names such as ``exp_avg of lm_head``."""
     states: dict[str, Value] = {}
+    # Without the states of parameters of which the rank holds no element.
     for state in held_states(snapshot):
         name = f"{state.key} of {state.owner}"
         states[name] = Value(state.digest, state.dtype)
@@ -227,6 +228,7 @@ def _tensor_changes(before: Tensors, after: Tensors) -> dict[str, Collection[str
         value_after = after[name]
         if value.digest != value_after.digest:
             other_values.append(name)
+        # A saved Python number may come back as a tensor, whose dtype is another one.
         if not same_dtype(value.dtype, value_after.dtype):
             other_dtypes.append(name)
     names_by_change: dict[str, Collection[str]] = {
@@ -245,6 +247,7 @@ def optimized_changes(before: Snapshot, after: Snapshot) -> Iterator[Finding]:
     """
     optimizer = before.optimizer
     optimizer_after = after.optimizer
+    # ``foreign`` is how many tensors in the optimizer are no parameters of the live model.
     if optimizer and optimizer_after and optimizer_after.foreign > optimizer.foreign:
         yield _StaleOptimizer(after.rank, stale(optimizer_after, " after the load"))
     trainable = {info.name: info.trainable for info in before.parameters}
@@ -270,5 +273,6 @@ def group_changes(before: Snapshot, after: Snapshot, action: str) -> Iterator[Fi
     count_after = len(groups_after)
     if count != count_after:
         yield _GroupCountChange(after.rank, count, count_after, action)
+    # Each number that differs: learning rate, weight decay, betas.
     for number in unlike(groups, groups_after):
         yield _GroupNumberChange(after.rank, number, action)

@@ -29,7 +29,8 @@ def options_beside_checkpoints(cell: Cell) -> list[str]:
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why a claim about which files are found is tested in another cell; None if it is not.
 
-    Precisions and most options do not matter for it.
+    The check ``damage`` makes it: a load must notice that a file is missing or cut. Precisions and
+    most options do not matter for it.
     """
     others = []
     for name in options_beside_checkpoints(cell):
@@ -44,6 +45,7 @@ def saved_as_elsewhere(cell: Cell) -> str | None:
     """Return why a claim about saved tensors is tested in another cell; None if it is not."""
     # Each such cell would need runs at other world sizes, which are the most expensive ones.
     for name in options_beside_checkpoints(cell):
+        # These options change what a checkpoint holds, or how: ``lora``, ``state_dict``, ...
         if name not in CHECKPOINT_OPTIONS:
             changes = f"{name} changes how the model is trained, not what is saved"
             return f"{changes}, and what is saved is tested without it"

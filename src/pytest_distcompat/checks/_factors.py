@@ -17,7 +17,7 @@ from pytest_distcompat.trace import RunTrace
 def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
     """Return name -> factor, without factors of 1: ``{"the number of ranks": 2}``."""
     # A pipeline splits a batch into more micro-batches than accumulation asks for, and a trainer
-    # may accumulate unasked.
+    # may accumulate unasked. ``inputs`` has an entry for each forward pass.
     micro_batches = int(cell.option("grad_accum"))
     for snapshot in run.at("step"):
         micro_batches = max(micro_batches, len(snapshot.inputs))

@@ -194,6 +194,7 @@ def _shard_group(model: _StoredModel, ranks: Ranks, built: Snapshots) -> Iterato
             holders.append(_Holder(snapshot, group_ranks))
     copies = model.copies(holders)
     # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
+    # Half way to a copy on each rank it is no padding any more.
     most = max(1.01, (1 + len(ranks)) / 2)
     if not 0.99 <= copies < most:
         yield f"{copies:.2f} copies of the parameters; expected 1, each rank its shard"
@@ -242,7 +243,9 @@ def _stored_elements(info: ParameterInfo, cell: Cell, rank: int) -> float:
     once in the sum. An expert of DeepSpeed's expert parallelism is on this rank in place of the
     experts of other ranks, so it contributes for these too.
     """
+    # Over how many ranks experts are spread; 1 for other parameters.
     elements = info.local_numel * expert_parts(info)
+    # How many ranks of this rank's tensor-parallel group store the same; 1 for what is sharded.
     return elements / tp_copies(info, cell, rank)
 
 

@@ -12,7 +12,8 @@ stored parameters (``storage``), matrix products (``compute``), gradients in col
 them that the optimizer keeps.
 
 Dtypes are torch's names without the prefix: ``float32``. The *unwrapped* model is the one before
-anything wraps it; a *live* name is that of the wrapped model.
+anything wraps it; a *live* name is that of the wrapped model, such as ``module.lm_head.weight``,
+and ``strategy.canonical`` returns the unwrapped one for it, ``lm_head.weight``.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
@@ -63,8 +64,10 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     run = trace.run()
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
     trained = run.trained
+    # A finding for ranks without a snapshot.
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshot in trained:
+        # ``with_rank`` puts "rank 0: " before each text.
         yield from with_rank(snapshot, _tensors_of_model(row, cell, run, snapshot))
     for snapshot in trained:
         yield from with_rank(snapshot, _tensors_of_optimizer(row, cell, snapshot))
@@ -260,6 +263,7 @@ def _reduced(
         if info.numel >= smallest:
             dtypes.add(_real(info.dtype))
     wrong = dtypes - {expected}
+    # It is not requested if the cell has the default, and the driver does not support the option.
     if not requested(cell, unwrapped, "reduce_dtype"):
         # The trainer was not told the dtype, so a wider one is allowed: torch's autocast around
         # FSDP2 reduces in float32.
@@ -272,8 +276,8 @@ def _reduced(
 def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a text if ZeRO adds up the gradients of micro-batches in a wrong dtype.
 
-    ``accumulates`` is empty for other strategies: they add up in ``parameter.grad``, which the
-    optimizer sees.
+    ``optimizer.accumulates`` is the dtype of ZeRO's own buffer for them. It is empty for other
+    strategies: they add up in ``parameter.grad``, which the optimizer sees.
     """
     if snapshot.optimizer is None:
         return

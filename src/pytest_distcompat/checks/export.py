@@ -231,6 +231,8 @@ def _unknown_keys(expected: _ExpectedKeys, file: FileInfo) -> Iterator[str]:
     hint = ""
     if closest in expected.names and closest != first:
         hint = f"; expected {closest!r}"
+    # Groups of keys that differ from names in the same part, as in an extra ``_orig_mod.``. A part
+    # that a library may have put in comes with advice (``way_out``).
     groups = renamed(unknown, expected.names | expected.written)
     cause = "".join(f"{group}: " for group in groups)
     way_out = ""
@@ -277,6 +279,7 @@ def same_values(
         # FSDP1's FlatParameter joins many parameters, which have no names of their own then. The
         # outputs are compared all the same.
         return
+    # The digests that the files should have, of masters or of the live parameters.
     parameters = exported_weights(train, reload)
     buffers = values(train, exported).of("buffer")
     loaded_parameters = {info.name: (info.digest,) for info in loaded.parameters}

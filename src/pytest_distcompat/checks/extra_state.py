@@ -8,8 +8,10 @@ state changes in training, is alike on all ranks, comes back after a load.
 matrix such as ``ddp-fp32-w2-ema``, and a trace with two runs (a run is one process group from start
 to end): ``train`` takes three steps, saves, and goes on; ``resume`` loads that checkpoint and
 repeats the next two steps. For each rank and action the trace has a snapshot with the values of
-each state: place in the state (``shadow.inlet.weight``) -> text of a number, or digest of a tensor.
-The check yields findings, such as ``rank 1: ema.decay is another after the load than was saved``.
+each state, an ``ExtraStateInfo``: place in the state (``shadow.inlet.weight``) -> text of a number,
+or digest of a tensor. Those of numbers and tensors with fractions are ``rounded``, all others are
+``exact``; ``expected`` is the driver's ``ExtraState``. The check yields findings, such as ``rank 1:
+ema.decay is another after the load than was saved``.
 
 The comparisons are public, because ``ext.scripts.roundtrip`` makes them for scripts.
 
@@ -79,6 +81,7 @@ def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
         snapshots_after[f"step {nth + 1}"] = train.at("step", nth)
     yield from unlike_on_ranks(snapshots_after)
     yield from unchanged(train.at("build"), train.at("step", SAVED - 1), "three steps")
+    # Snapshots of one rank before and after an action.
     for before, after in pairs(train.at("step", SAVED - 1), saved):
         for difference in other_states(before, after):
             yield f"rank {after.rank}: {difference} is another after the save than before"

@@ -11,8 +11,9 @@ it. The check yields findings, such as ``rank 0: live parameter 'net.lm_head.wei
 'net.lm_head.weight', which is no name of the unwrapped model``; none if all is right.
 
 This file compares what is in memory: the values that ranks start from, live parameters and buffers,
-and optimizer state. ``_saved_names`` compares the saved files. ``_expected_names`` knows which
-names are right.
+and optimizer state. ``_saved_names`` compares the saved files. ``ExpectedNames`` knows which names
+are right: ``unwrapped_name`` returns the unwrapped name for a live one, ``first_name`` the first of
+several names of one tied tensor; ``parameters``, ``trainable`` and ``updated`` are sets of names.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
@@ -92,6 +93,7 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
     initial_dtypes: dict[str, str] = {}
     if run.unwrapped:
         initial_dtypes = {info.name: info.dtype for info in run.unwrapped.parameters}
+    # Digests of whole tensors, combined from what all ranks hold.
     built = values(run, run.at("build"))
     built_digests = built.of("parameter")
     built_dtypes = built.dtypes["parameter"]
@@ -209,6 +211,7 @@ def _without_live_counterpart(expected: ExpectedNames, run: RunTrace) -> Iterato
     built = {snapshot.rank: snapshot for snapshot in run.at("build")}
     expected_buffers = expected.first_names_of(expected.unwrapped.buffers)
     expert_groups = [_ranks_with_its_experts(snapshot) for snapshot in trained.values()]
+    # The ranks that hold one copy of the model, with those of the other stages of their pipelines.
     for ranks in across_stages(run, expert_groups):
         parameters: list[ParameterInfo] = []
         for snapshot in _of_ranks(trained, ranks):
@@ -216,6 +219,7 @@ def _without_live_counterpart(expected: ExpectedNames, run: RunTrace) -> Iterato
         buffers: list[ParameterInfo] = []
         for snapshot in _of_ranks(built, ranks):
             buffers += snapshot.buffers
+        # 0, so that the words are never "all ranks".
         where = named_ranks(ranks, 0)
         problem = "of the unwrapped model has no live counterpart"
         if len(ranks) > 1:
@@ -246,6 +250,7 @@ def _ranks_with_its_experts(snapshot: Snapshot) -> tuple[int, ...]:
     """
     ranks = {snapshot.rank}
     for info in snapshot.parameters:
+        # Over how many ranks expert parallelism spreads the experts; 1 for other parameters.
         if expert_parts(info) > 1:
             ranks.update(info.layout.holders)
     return tuple(sorted(ranks))

@@ -65,6 +65,7 @@ def _why_not_portable(cell: Cell, driver: type[Driver]) -> str | None:
         reason = _why_weights_cannot_move(cell, driver)
         if reason:
             return reason
+    # Cells that save what a simpler cell saves too are not tested once more.
     return saved_as_elsewhere(cell) or _why_target_cannot_go_on(cell, driver)
 
 
@@ -91,6 +92,7 @@ def _why_target_cannot_go_on(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the other strategy cannot run the cell; None if it can."""
     target = driver.portable[cell.strategy]
     port_run = _port_runs(cell, driver).runs[-1]
+    # The cell in which ``port`` runs: the other strategy, without options that it may lack.
     target_cell = port_run.cell(cell)
     reason = STRATEGIES.get(target).unsupported_reason(target_cell)
     if not reason and driver.unsupported_reason(target_cell, "cpu"):
@@ -139,8 +141,10 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     when = f"after the load under {Cell.parse(port.cell).strategy}"
     saved = train.at("save")
     loaded = port.at("load")
+    # Findings for ranks without a snapshot.
     yield from every_rank(saved, train.world_size, "save")
     yield from every_rank(loaded, port.world_size, "the load")
+    # ``train`` saves after ``SAVED`` steps. A load that took as many trained again instead.
     steps_before_save: list[Snapshot] = []
     for nth in range(SAVED):
         steps_before_save += train.at("step", nth)
@@ -148,10 +152,12 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     if flat_parameters(saved):
         yield from _other_flat_step_counts(train, port, when)
     else:
+        # Digests of whole parameters and of their optimizer state, by unwrapped name.
         saved_values = values(train, saved)
         loaded_values = values(port, loaded)
         yield from differences(saved_values, loaded_values, when)
         yield from step_counts(train, port, when)
+    # Numbers of the scheduler and of param groups, such as the learning rate.
     yield from settings(saved, loaded, when)
     yield from _other_losses(cell, train, port, when)
 
@@ -182,8 +188,10 @@ def _other_weights(train: RunTrace, port: RunTrace) -> Iterator[str]:
     built = port.at("build")
     when = "after the export and build"
     yield from every_rank(built, port.world_size, "build")
+    # The digests that the exported file should have, by unwrapped name.
     exported = exported_weights(train, port)
     loaded = values(port, built)
+    # Tensors whose parts on the ranks do not add up to the whole.
     for text in loaded.wrong:
         yield f"{text} {when}"
     yield from compare("parameter", exported, loaded.of("parameter"), when)

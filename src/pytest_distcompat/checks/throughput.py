@@ -41,6 +41,7 @@ def _baseline(cell: Cell, driver: type[Driver]) -> str:
     It is the cell's own if the driver supports none of the baselines.
     """
     for name in BASELINES:
+        # On as many machines as the cell.
         baseline_cell = Cell(name, cell.precision, cell.world_size).spread_as(cell)
         if not driver.unsupported_reason(baseline_cell):
             return baseline_cell.strategy
@@ -48,8 +49,9 @@ def _baseline(cell: Cell, driver: type[Driver]) -> str:
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
+    """Return the runs ``train`` and ``baseline``."""
     # It is the run ``train`` of the baseline's own cell (``same_as``). So it is not run twice if
-    # the matrix has that cell.
+    # the matrix has that cell. Of the cell's options it keeps ``only`` these.
     baseline = dataclasses.replace(
         TRAIN_RUN, strategy=_baseline(cell, driver), only=("model", "grad_accum")
     )

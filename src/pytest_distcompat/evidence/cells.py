@@ -12,7 +12,7 @@ A parameter is a row of the table ``names``, for example:
     {"unwrapped": "lm_head.weight", "live": "module.lm_head.weight", "dtype": "float32", ...}
 
 The *unwrapped* model is the one before anything wraps it. *Live* names are those of the wrapped
-model.
+model; ``strategy.canonical`` returns the unwrapped name for a live one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def add_training(row: Row, *runs: RunTrace) -> None:
 
     Args:
         row: The row of the cell that was trained.
-        runs: The run ``train``, and any of the runs ``resume``, ``reference`` and ``rounded``.
+        runs: The run ``train``, and any of the runs ``resume`` (which goes on from its checkpoint),
+            ``reference`` (one process in float32) and ``rounded`` (the same under autocast).
     """
     cell = Cell.parse(row.cell)
     trace = Trace.of("", runs)
@@ -64,6 +65,7 @@ def add_training(row: Row, *runs: RunTrace) -> None:
     row.memory = _peak_memory(run)
     row.tensor_bytes = tensor_bytes(run)
     row.values = values_of(cell, run)
+    # Extensions fill in further fields.
     for added in ADDED_EVIDENCE.by_name.values():
         added.add(row, run)
 
@@ -78,6 +80,7 @@ def _all_curves(cell: Cell, trace: Trace) -> _Curves:
     if "reference" in trace.runs:
         reference = _curves(trace.run("reference"), "reference")
         _add_compared(curves, reference, "reference")
+        # One for each step, relative to the reference's number.
         loss_tolerances, norm_tolerances = tolerances(cell, trace)
         curves["loss_tolerance"] = [_rounded(tolerance) for tolerance in loss_tolerances]
         curves["grad_norm_tolerance"] = [_rounded(tolerance) for tolerance in norm_tolerances]
@@ -182,7 +185,8 @@ def _name_row(
         "kind": "",
         "placement": "",
         "local": 0,
-        # How many entries of the optimizer are this tensor; None under ZeRO.
+        # How often the optimizer's param groups have this tensor; None under ZeRO, whose optimizer
+        # has flat copies.
         "held": None,
     }
     if unwrapped:

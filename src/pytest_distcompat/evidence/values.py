@@ -50,6 +50,7 @@ def values_of(cell: Cell, run: RunTrace) -> dict[str, Any]:
         return {}
     if not run.has_values or run.unwrapped is None:
         return {}
+    # ``held_values`` maps names of the wrapped model to unwrapped ones by the cell of the run.
     run = dataclasses.replace(run, cell=cell.id)
     groups = {
         "digests": dict(_digests(run)),

@@ -214,6 +214,7 @@ class Watch:
             real_file = os.path.realpath(file)
             if not self._is_named_elsewhere(real_file):
                 imported_nowhere_else.add(real_file)
+        # ``found`` is by variable, then by the file of the module that the finding concerns.
         for sentence_by_file in self.findings.found.values():
             for file in list(sentence_by_file):
                 if file not in imported_nowhere_else:
@@ -329,11 +330,16 @@ class Watch:
             return
         finding = self._read_by(function, frame)
         if finding:
+            # A call that sets how many threads torch uses matters only where ranks have another
+            # value of OMP_NUM_THREADS.
             variable = VARIABLE_BY_FINDING.get(finding, "")
             self._add_if_own(finding, frame, variable, everywhere=bool(variable))
 
     def _read_by(self, function: Any, frame: FrameType) -> str:
-        """Return the finding about a C function that is called; empty if there is none."""
+        """Return the finding about a C function that is called, as ``reads the clock``.
+
+        It is empty if there is none.
+        """
         # The object of a bound method; for a plain function of a module, that module.
         instance = getattr(function, "__self__", None)
         if isinstance(instance, _random.Random):
@@ -388,7 +394,13 @@ class Watch:
         return ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
-        """Add that the user's own code read a variable, or a library read which rank it is on."""
+        """Add that the user's own code read a variable, or a library read which rank it is on.
+
+        Args:
+            name: The variable; empty if all of them were read.
+            frame: The innermost frame, in ``os`` or in the watch itself.
+        """
+        # Whether it was by ``setdefault``, and the frame of the code that used ``os.environ``.
         by_default, frame = environment_use(frame)
         if by_default and is_discarded(frame):
             # ``os.environ.setdefault("RANK", "0")`` as a statement reads the variable too, but only

@@ -33,6 +33,7 @@ def of_ranks(now: Mapping[str, str], device: str, local_world_size: int) -> dict
         device: ``cuda`` or ``cpu``.
         local_world_size: The number of ranks on this machine.
     """
+    # For ranks on the CPU it hides GPUs from torch and DeepSpeed.
     environment = on_device(now, device)
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -75,8 +76,10 @@ def adapted(request: Request, base: Mapping[str, str], device: str) -> Request:
         base: The environment that the warm ranks have.
         device: ``cuda`` or ``cpu``.
     """
+    # With this process's command line, ``sys.path`` and working directory.
     request = request.from_here()
-    needed = {**of_ranks(os.environ, device, len(request.here)), **request.set}
+    ranks_on_this_machine = len(request.here)
+    needed = {**of_ranks(os.environ, device, ranks_on_this_machine), **request.set}
     to_set = {}
     to_unset = []
     for name in sorted({*needed, *base}):

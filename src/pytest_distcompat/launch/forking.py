@@ -232,10 +232,12 @@ def serve(
 
     Args:
         ends: This server's ends.
-        status: What ``preload`` returned, for the launcher process.
+        status: What ``preload`` returned about its imports, for the launcher process.
         at_end: Called when no process is left that could ask for a rank.
     """
     code = 1
+    # Libraries are hidden from ranks until they import them, but for those that the collected tests
+    # have imported.
     unimported.keep_visible()
     try:
         with os.fdopen(ends.ready, "w", encoding="utf-8") as file:

@@ -410,6 +410,7 @@ class Pool:
             for device in self.inventory.ids:
                 if device not in taken:
                     yield from self._holders(device)
+            # The requests that came before, and may take one of these devices.
             yield from ahead(ticket, self._queue.waiting())
 
         watch = Watch(
@@ -424,6 +425,7 @@ class Pool:
         )
         self._watch = watch
         try:
+            # A ticket is the place of the request in the queue of all processes.
             with self._queue.ticket(self.inventory.ids, count, who) as ticket:
                 while True:
                     if self._queue.overtaken(ticket):
@@ -527,6 +529,7 @@ class Pool:
         That is the whole device, or a place of a division into another number of places.
         """
         for name in self._names(device):
+            # Places of a division into equally many places exclude nobody.
             if name in places or may_be_held_beside(name, places[0]):
                 continue
             if self._is_held(name):

@@ -97,7 +97,9 @@ class Pipeline:
     """This rank's stages, and the schedules that run micro-batches through them.
 
     Attributes:
-        stages: How the model is cut into stages.
+        stages: How the model is cut into stages: ``parts`` has names of layers in the order of the
+            forward, those of one part stay together; ``forward``, ``loss`` and ``shapes`` are
+            functions for a stage of it.
         group: The process group of the ranks with the stages of one copy of the model.
         index: This rank's number in the group, and the number of its first stage.
         first: Whether this rank has the first stage.

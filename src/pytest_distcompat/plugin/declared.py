@@ -18,6 +18,8 @@ Issues are applied in the process where an item runs, as in an xdist worker. The
 
 In the process with the terminal the hooks of ``Declared`` count what reports say, and print the
 issues that can be removed.
+
+``session.own`` has the user's issues; those that this package ships are not among them.
 """
 
 from __future__ import annotations
@@ -89,7 +91,12 @@ def apply_known_issues(
 
 
 def take_xfail_from_hard(report: pytest.TestReport, error: BaseException) -> None:
-    """Undo the xfail of a test that ended by more than an exception: a crash, a hang, a leak."""
+    """Undo the xfail of a test that ended by more than an exception: a crash, a hang, a leak.
+
+    Args:
+        report: pytest's report of the test, which is changed in place.
+        error: The exception that the test raised.
+    """
     if hasattr(report, "wasxfail") and is_hard(error):
         unexcused(report)
 
@@ -212,6 +219,7 @@ class Declared:
         ended: list[_EndedIssue] = []
         nodeid = strip_group(item.config, item.nodeid)
         for issue in self._of_this_machine:
+            # None if the issue is about other tests or cells, or about a suite's checks.
             expectation = issue.expectation_for(nodeid, cell)
             if expectation is None:
                 continue
@@ -272,6 +280,7 @@ class Declared:
         for issue in self._session.own:
             if issue in self._in_force:
                 continue
+            # Such as ``accelerate>=1.7`` with an older release, or ``cuda`` on the CPU.
             reasons = list(issue.missing_requirements(self._session.device))
             if issue.ended:
                 reasons.append(f"ended on {issue.until}")

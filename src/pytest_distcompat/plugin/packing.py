@@ -100,6 +100,7 @@ def write_demands(
         demand_of_item[item.nodeid] = name
         world_sizes[name] = world_size
     ordered = _is_reordered(distributed, collected)
+    # All workers write the same.
     session.share(FILE, asdict(Demands(demand_of_item, world_sizes, ordered)))
 
 
@@ -167,12 +168,20 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
     seconds = _cached_seconds(session.config)
     to_pack = []
     for name, unit in units.items():
-        seconds_known = seconds.get(name)
-        to_pack.append(Demand(name, demands.world_sizes[name], seconds_known, len(unit)))
-    # If several runs can share a GPU, each of its places counts as a device.
+        demand = Demand(
+            id=name,
+            world_size=demands.world_sizes[name],
+            seconds=seconds.get(name),
+            items=len(unit),
+        )
+        to_pack.append(demand)
+    # If several runs can share a GPU, each of its places counts as a device. Each xdist worker
+    # may have a machine of its own.
     machines = session.placement.machines_of_workers
     devices = len(session.inventory.ids) * session.inventory.places * machines
-    return [units[demand.id] for demand in pack(to_pack, devices, workers)]
+    # Long demands come first, then those of many ranks.
+    packed = pack(to_pack, devices, workers)
+    return [units[demand.id] for demand in packed]
 
 
 def _cached_seconds(config: pytest.Config) -> dict[str, float]:

@@ -76,6 +76,7 @@ def is_partial(config: pytest.Config) -> bool:
     """
     if is_narrowed(config):
         return True
+    # The names of this plugin's options that select cells: ``strategies``, ``profile``, ...
     for name in SELECTING:
         if config.getoption(f"distcompat_{name}", None) is not None:
             return True

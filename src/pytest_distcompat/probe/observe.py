@@ -86,8 +86,8 @@ _Call = Callable[..., Any]
 Guarded = Callable[[str, _Call], _Call]
 #: The positional and the keyword arguments of an optimizer's step.
 _StepArguments = tuple[Any, Any]
-#: The trainer's model, or None; its optimizer; and whether to record the gradients of single
-#: parameters in the next step.
+#: The trainer's model, or None; its optimizer, as wrapped as it is; and whether to record the
+#: gradients of single parameters in the next step, which is done in the first steps only.
 _Trainer = tuple["Module | None", Any, bool]
 
 
@@ -522,6 +522,8 @@ class Observer:
                 gradients.append(local_of(tensor.grad))
         with self.aside():
             model, trainers_optimizer, single = self.trainer()
+            # This rank's share of the sum of the squares of all gradients, the ranks (``holders``)
+            # whose shares add up to it, and the gradients of single parameters.
             read = read_gradients(model, trainers_optimizer, group_by_tensor, single=single)
             self._step = StepInfo(
                 optimizer=type(optimizer).__name__,
@@ -531,6 +533,7 @@ class Observer:
                 square=read.square,
                 gradients=read.gradients,
                 holders=read.holders,
+                # Over how many ranks ZeRO++ shards a second copy of all weights; 0 for none.
                 secondary=secondary_ranks(model),
                 param_groups=tuple(numbers_of(group) for group in optimizer.param_groups),
             )

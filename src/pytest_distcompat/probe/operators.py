@@ -18,7 +18,7 @@ FLOAT8 = frozenset(
 )
 
 
-#: The names of operators that multiply matrices, attention included.
+#: The ends of the names of operators that multiply matrices, attention included.
 MULTIPLIES = re.compile(r"::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product_\w+)$")
 
 

@@ -11,7 +11,8 @@ Example: of ``AdamW`` under FSDP2 on 2 ranks ``read_optimizer`` returns, for eac
 Words: a *live* parameter is one of the model as the trainer has wrapped it. A *master* is the
 float32 copy of a parameter in lower precision; the optimizer updates it in place of the parameter.
 ZeRO (DeepSpeed) joins masters into flat *partitions*, one for each rank. A *layout* says which part
-of a tensor this rank has; a *digest* is a hash of that part.
+of a tensor this rank has; a *digest* is a hash of that part. A digest depends on the position of
+each element in the whole tensor, so ``starts_of`` says where the pieces of the part begin there.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ def read_optimizer(
     Raises:
         TypeError: If one of the optimizers has no ``param_groups``.
     """
+    # For each optimizer: its wrappers, the outermost first, and at the end the one of torch.
     chains = [chain(wrapped) for wrapped in several(optimizer)]
     stepping: list[Any] = []
     groups: list[dict[str, float]] = []
     for wrappers in chains:
         torch_optim = wrappers[-1]
         _require_param_groups(torch_optim)
+        # torch's ZeroRedundancyOptimizer has a second optimizer inside that steps.
         stepping.append(delegate(torch_optim))
         for group in torch_optim.param_groups:
             groups.append(numbers_of(group))
@@ -81,10 +84,14 @@ def read_optimizer(
         return OptimizerInfo(type_names, 0, param_groups=tuple(groups))
     # From the ``id`` of each tensor that is a live parameter, or a copy of one, to its name.
     owners = owner_names(model, optimizer)
+    # All tensors of the param groups.
     optimized = entries(optimizer)
+    # Live name -> how many of its elements are in this rank's partition; empty without ZeRO.
     partitioned = partitioned_numel(model)
+    # The layouts of plain tensors that FSDP1, DDP or ZeRO distributes, by ``id``.
     layouts = wrapper_layouts(model)
     partition = partition_layout(model, layouts)
+    # How many of those tensors are no parameters of the model.
     foreign = 0
     if not partitioned:
         # DeepSpeed's flat partitions are no parameters of the model either, so there an entry's
@@ -166,6 +173,7 @@ def _states(
         partition: The ``partition_layout`` of the model.
     """
     live = {id(parameter) for parameter in model.parameters()}
+    # From the ``id`` of each master copy to its parameter; empty but for DeepSpeed without ZeRO.
     low_precision = master_copies(optimizer)
     number = 0
     for torch_optim in stepping:
@@ -197,6 +205,7 @@ def _states_of_parameter(
         parameter: The live parameter.
     """
     for key, value in state.items():
+        # Flags, such as ``amsgrad``, are left out.
         if not is_number(value):
             continue
         starts: torch.Tensor | None = None

@@ -47,6 +47,8 @@ def read_parts(
     buffers: list[ParameterInfo] = []
     state_dict: list[str] = []
     tied_in_parts: list[tuple[str, ...]] = []
+    # How many layers can be converted to 8 bits, and how many modules multiply by a matrix; the
+    # latter is None of a part where they were not counted.
     linears = 0
     products = 0
     for name, module in _parts(model, "", known):
@@ -64,6 +66,7 @@ def read_parts(
     for group in tied_in_model:
         if group not in tied_in_parts:
             tied_across_parts.append(group)
+    # Blocks are the modules to wrap one by one. Models of transformers declare their classes.
     classes = blocks or declared_blocks(model)
     return UnwrappedInfo(
         tuple(_without_duplicates(parameters, tied_in_model)),
@@ -135,6 +138,7 @@ def _parts(
     - a module that contains some of those: only its own parameters and buffers, for its children
       are parts themselves.
     """
+    # The module inside DDP, FSDP, torch.compile or activation checkpointing, if any wraps it.
     module = unwrapped(module)
     yield name, module
     if id(module) not in known and _contains_known(module, known):

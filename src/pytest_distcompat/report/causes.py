@@ -8,7 +8,8 @@ are one *cause*. All formats of a report call ``causes`` and list these instead 
 
 A *run* is one process group from start to end. If it ends early, by a crash for example, its
 message becomes that of each check that needs it, and ``Verdict.ended_run`` has its name. Otherwise
-the message of a red verdict is a *finding* of the check itself.
+the message of a red verdict is a *finding* of the check itself. ``Verdict.place`` is the suite's
+node id, as ``test_a.py::TestA``.
 """
 
 from __future__ import annotations

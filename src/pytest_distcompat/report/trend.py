@@ -10,6 +10,11 @@ makes of the ``Trend``. A line of it::
 A report has a *verdict* (passed, failed, ...) for each *check* in each *cell*, such as the check
 ``names`` in ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks), for each *driver*, the trainer that
 was tested. It may also have a digest of the values that a training in the cell computed.
+
+A ``History`` (``history``) has the verdicts on one check in one cell. Its fields ``before``,
+``since``, ``until`` are numbers of nights, from 0: the last with a verdict before it was red, the
+first red one, the first that was not red after it. ``changed`` and ``mended`` are the versions that
+differ when it turned red and when it turned back: ``{"torch": ("2.12.0", "2.13.0")}``.
 """
 
 from __future__ import annotations
@@ -227,6 +232,7 @@ def trend(reports: Iterable[Report]) -> Trend:
     sessions = [_reduced(report) for report in reports]
     sessions.sort(key=lambda session: session.night.began)
     nights = [session.night for session in sessions]
+    # For each night the first one with the same versions: ``[0, 0, 2, 0]``.
     first_equal = first_nights_with_equal_versions(nights)
     histories = []
     for verdicts in _verdicts_by_check(sessions).values():

@@ -29,7 +29,8 @@ def difference(nodes: Sequence[Node], settings: Settings, warmth: Warmth, *, acc
     Args:
         nodes: The nodes, in their order.
         settings: The nodes of the session.
-        warmth: What their launcher processes import.
+        warmth: What their launcher processes import; ``own`` has the user's files outside of the
+            repository.
         accounts: Whether a scheduler counts their devices.
     """
     first = nodes[0].name
@@ -38,7 +39,8 @@ def difference(nodes: Sequence[Node], settings: Settings, warmth: Warmth, *, acc
         first = f"pytest on {socket.gethostname()}"
         # The number of GPUs does not count where a scheduler counts them: it is 0 for ``cpu``.
         device = "cpu" if accounts else settings.device
-        # Clocks of nodes are measured against the one here, which is 0 s ahead of itself.
+        # ``wall`` is by how many seconds a node's clock is ahead of the one here: 0 for this
+        # machine.
         first_facts = {**facts(settings.root, warmth.own, device), "wall": 0.0}
     texts: list[str] = []
     for node in nodes:

@@ -86,6 +86,7 @@ class Node:
                     return
                 else:
                     self.messages.put(message)
+        # ``NotProvedError``: a message that the agent did not sign with the session's token.
         except (OSError, NotProvedError) as error:
             self._lose_by(error)
 
@@ -116,8 +117,8 @@ class Node:
     def problem(self) -> str:
         """Wait for the answer to a message that was sent between runs, and return its problem.
 
-        It is empty if nothing is wrong. If the node is gone and has not answered, that is the
-        problem.
+        The answer has a key ``problem``: what went wrong, empty for nothing. If the node is gone
+        and has not answered, that is the problem.
         """
         while not self.lost or not self.messages.empty():
             with contextlib.suppress(queue.Empty):

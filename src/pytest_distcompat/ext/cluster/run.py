@@ -8,12 +8,17 @@ calls ``run()``, which
 1. sends the first node its part; that node opens a store at a free port, on which all nodes meet;
 2. sends the other nodes their parts, with address and port of the store;
 3. writes what ranks log to the run's directory on this machine, and forwards to the other nodes
-   what their ranks and watchdogs must know, such as a failure;
+   what their ranks, and the watchdog that each agent runs beside them, must know: a failure, say;
 4. stops the other parts if one has failed or is lost, or if the time limit is over;
 5. returns an ``Ending``: how each rank ended, as if all had been on one machine.
 
 Machines have monotonic clocks of their own. Times that a node sends are changed to this machine's
 clock by ``node.ahead``, which was measured when the node joined.
+
+When a node has ended its part, it sends a ``Part`` (``parts``), a dict: ``processes`` (how each
+rank's process ended), ``known`` (what its watchdog knows, as ``launch_error``), ``output`` of the
+ranks, and perhaps ``spans``, ``devices``, ``leaks``, ``recorded``. For a node that is gone this
+module makes a part with ``lost``, the reason.
 """
 
 from __future__ import annotations
@@ -88,7 +93,7 @@ class NodesRun:
                 self._set[name] = value
         self._unset = [name for name in self.environment if name not in os.environ]
         if not self.settings.node:
-            # A node that leases devices says for which test.
+            # Only a node that leases devices reads it: its leases name the test that has them.
             self._set.pop("PYTEST_CURRENT_TEST", None)
 
     def run(self) -> Ending:
@@ -100,7 +105,8 @@ class NodesRun:
             # the first line of a rank's log.
             self._limit.begin()
         run_id = uuid.uuid4().hex
-        # Port 0: the first node takes a free one, and says which in a message ``listens``.
+        # The first node's own address, as this process sees it. Port 0: the node takes a free one,
+        # and says which in a message ``listens``.
         self._send(0, run_id, (self.nodes[0].channel.peer, 0))
         all_started = len(self.nodes) == 1
         while len(self._parts) < len(self.nodes):
@@ -125,7 +131,10 @@ class NodesRun:
         return self._conclude(began)
 
     def _start_others(self, run_id: str, store: Sequence[Any]) -> None:
-        """Start the parts of all nodes but the first, which has opened the store."""
+        """Start the parts of all nodes but the first, which has opened the store.
+
+        ``store`` is its address and port, as the message ``listens`` has them.
+        """
         host, port = store
         for number in range(1, len(self.nodes)):
             self._send(number, run_id, (host, port))
@@ -154,7 +163,7 @@ class NodesRun:
     def _send(self, number: int, run_id: str, store: tuple[str, int]) -> None:
         """Start the part of the ``number``-th node; the nodes meet on ``store``, host and port."""
         node = self.nodes[number]
-        # Empty where one node has the whole run, as for a run on this machine.
+        # Which part of the run the node has. Empty where one node has the whole run.
         place = {}
         if not self.settings.node:
             place = dataclasses.asdict(Place(number, node.channel.peer, store, run_id))
@@ -172,7 +181,7 @@ class NodesRun:
     def _receive(self) -> list[dict[str, Any]]:
         """Return the messages of all nodes that have arrived.
 
-        Their logs are written and forwarded by then.
+        ``_take_in`` has done by then what each asks for.
         """
         messages = []
         for node in self.nodes:
@@ -227,6 +236,7 @@ class NodesRun:
         """
         now = clock.now()
         running = [node for node in self.nodes if node.name not in self._parts]
+        # A scheduler may stop a job for a while; the limit waits, and the user is told.
         self._limit.note_suspended(running, now)
         if self._stopped_at is not None:
             if now > self._stopped_at + AFTER_LIMIT_S:
@@ -268,6 +278,7 @@ class NodesRun:
         ending = conclude(
             events,
             processes,
+            # ``timed_out``, ``first`` (the rank that failed first) and the like, of all nodes.
             **known_of_run(self.nodes, self._parts, self.request.timeout),
             launch_error="\n".join(errors),
             seconds=clock.now() - began,

@@ -70,7 +70,8 @@ def enter(config: pytest.Config) -> None:
     session.world_size = world.size
     config.stash[WORLD] = world
     if world.rank:
-        # Options of the terminal and of report files, which are for rank 0 only.
+        # Options of the terminal and of report files, which are for rank 0 only: each with the
+        # value that silences it.
         for name, value in SILENCING_OPTIONS.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
@@ -146,6 +147,7 @@ class Inside:
         }
         limit = float(self._session.setting("warm_timeout").value)
         try:
+            # How the collected tests differ between ranks, as text; empty if they do not.
             problem = differences(self._lockstep.exchange(collection, limit))
         except Gone as gone:
             problem = str(gone)
@@ -216,6 +218,7 @@ class Inside:
         limit = self._session.timeout
         if mark is not None and mark.timeout:
             limit = mark.timeout
+        # The plugin has put pytest-timeout's limit of the item into its stash.
         return min(limit, item.stash.get(TIME_LIMIT, math.inf))
 
     def _unsupported_reason(self, item: pytest.Item) -> str:
@@ -262,8 +265,12 @@ class Inside:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         outcome = agreement.outcome
         self._cut = self._cut or agreement.cut
+        # A setup in which some ranks raised an expected exception (a skip, an xfail), and others
+        # did not. These go on to the call and may still fail; a rank with the exception raises it
+        # there.
         if outcome.kind == POSTPONED and call.excinfo is not None:
             self._postponed = call.excinfo.value
+        # The report now shows the outcome of all ranks.
         impose(report, outcome, self._command(item))
         if agreement.over and self._pytest is not None:
             self._over = True

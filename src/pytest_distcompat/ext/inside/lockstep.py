@@ -15,6 +15,9 @@ A thread on each rank watches the phase meanwhile, because the main thread may h
 that another rank never joins. If the other has left the phase with a failure, or by a skip, the
 thread cuts the rank's connections, so that the collective raises. At the time limit it reports
 the rank as stuck, with its Python stack, and ends the process.
+
+torchrun sends SIGTERM to all ranks once one has failed, and kills them 30 s later. ``Termination``
+catches the signal; its ``since`` says how many seconds ago it came, 0 if it has not.
 """
 
 from __future__ import annotations
@@ -153,7 +156,7 @@ class Lockstep:
         self._host = socket.gethostname()
         self._port = int(os.environ["MASTER_PORT"])
         self._store_client = StoreClient(rank, size)
-        #: The connections of the line above, which must not be cut.
+        #: The file descriptors of the store client's connections, which must not be cut.
         self._own_connections = connections.of_store(self._port)
         #: Guards the step: the main thread and the watcher's change it.
         self._lock = threading.Lock()
@@ -264,6 +267,7 @@ class Lockstep:
         """
         step = self._step
         assert step is not None
+        # Notice a signal that has just come.
         self.termination.wait(0)
         terminated = self.termination.since > 0
         report = PhaseReport(
@@ -305,6 +309,7 @@ class Lockstep:
             if step.reported:
                 return False
             step.reported = True
+            # What kept the rank from passing, such as ``failed`` or ``stuck``; empty if it passed.
             if report.problem:
                 self._store_client.put(step.key("problem"), report.problem)
             complete = dataclasses.replace(report, cut=step.cut)
@@ -442,11 +447,13 @@ class Lockstep:
                     self._overrun(None)
                 continue
             terminated = self.termination.since > TERMINATION_DELAY_S
-            # The problem of a rank that has ended this phase: its outcome, if that is not "passed".
+            # The problem of a rank that has ended this phase, as ``failed``, ``skipped`` or
+            # ``stuck``; None if no rank has one.
             problem = self._store_client.get(step.key("problem"))
             if problem in EXCUSED and self._all_wait(step):
                 self._cut_connections(step)
             elif problem is not None and problem not in {STUCK, *EXCUSED}:
+                # This rank may be about to fail by itself: its own failure says more.
                 self._cut_connections(step, GRACE)
             # The limits of all ranks end at about the same time. If another rank has reported that
             # it is stuck, this one is stuck too, and reports its stack.

@@ -18,7 +18,11 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_rank() -> bool:
-    """Tell whether a launcher started this process as one of several ranks."""
+    """Tell whether a launcher started this process as one of several ranks.
+
+    A process that a rank starts inherits the launcher's variables; ``HIDDEN``, a variable of this
+    plugin, says that it is no rank.
+    """
     is_launched = all(name in os.environ for name in _VARIABLES)
     return is_launched and HIDDEN not in os.environ
 
@@ -37,7 +41,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_configure(config: pytest.Config) -> None:
-    """Make this pytest run its tests in lockstep with the other ranks."""
+    """Make this pytest run its tests in lockstep with the other ranks.
+
+    The plugin's own ranks, which get their tests from pytest's process, have ``ON_RANK`` in the
+    stash of their configuration. They are left alone.
+    """
     if is_rank() and ON_RANK not in config.stash:
         from pytest_distcompat.ext.inside import external_launch
 

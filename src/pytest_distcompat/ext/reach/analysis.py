@@ -4,6 +4,8 @@
 coverage.py says statically which lines have several ways out (branches). In a *rank*, a process
 that trains, coverage also records *arcs* while it runs: pairs (number of a line, number of the line
 that was executed next). ``executed`` turns the arcs of a rank into lines and branches of the file.
+
+A set of numbers is kept as bits of an integer: lines 1 and 3 are ``0b1010`` (``bits_of``).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class AnalysedFile:
         source = self._reporter.source()
         #: The lines of the source; the first one has the index 1.
         self._lines = ["", *source.splitlines()]
+        #: The functions, and by line the condition of each statement that chooses a branch.
         self._scopes = Scopes(ast.parse(source), file_id)
         #: All arcs that are possible by the source.
         self._arcs = sorted(self._reporter.arcs())
@@ -111,6 +114,7 @@ class AnalysedFile:
                 target=target,
                 text=self._text(line),
                 target_text=target_text,
+                # How likely users run into it; no process of that name is meant.
                 rank=scope.rank(condition),
             )
             branches.append(branch)

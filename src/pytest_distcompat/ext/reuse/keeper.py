@@ -4,6 +4,10 @@
 shares ranks with others. A ``Request`` (what the ranks do) and a ``Reuse`` (which requests share
 ranks) come in, an ``Ending`` (how the ranks did it) goes out. If all went well and a later test
 needs the ranks, they stay and wait: then ``scope`` is not empty.
+
+The ranks are those of an *open run* of the launcher. For each request a ``Watchdog`` kills ranks
+that hang (``acted``), ``wait`` returns when all ranks have replied or ended, and ``ending`` (the
+ranks go on) or ``conclude`` (they are gone) returns the ``Ending``.
 """
 
 from __future__ import annotations
@@ -72,6 +76,7 @@ class RankKeeper:
         if ranks is None:
             ranks = self._ranks = ReusedRanks(self._launcher.open(request, SERVE), reuse, request)
             self._started_for = current_item() or request.directory
+        # With the changes of environment since these ranks were started.
         request = ranks.run.adapted(request)
         ranks.send(request)
         watch = Watchdog(request, ranks.files)
@@ -81,6 +86,7 @@ class RankKeeper:
         if answer is not None or watch.acted:
             self.drop()
             return ranks.run.conclude(watch, answer)
+        # ``end_reason`` says what the request left changed on a rank, as ``the environment``.
         if not (reuse.last or ranks.end_reason):
             ending = ranks.run.ending(watch, notice=died)
             # A child that a rank forked may have logged a failure although the rank went on.
@@ -126,6 +132,7 @@ class RankKeeper:
         ranks = self._ranks
         if ranks is None:
             return ""
+        # Notice a socket that a rank has closed since.
         ranks.receive()
         if not ranks.lost:
             return ""
@@ -142,7 +149,8 @@ class RankKeeper:
             if problem:
                 self._notice(f"ranks that were kept did not leave well: {problem}")
         elif ranks.homeless:
-            # Their logs are gone with the directory, so they cannot say how they ended.
+            # The directory to which they write is gone, and their logs with it: they cannot say how
+            # they ended.
             self.retire()
 
     def _dismiss(self, ranks: ReusedRanks, watch: Watchdog) -> Ending:

@@ -118,7 +118,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_process_group(world: World) -> ProcessGroup | None:
     """Return, on a rank that is shared, the one group of all tests that it runs."""
-    # The launcher has imported it on such a rank.
+    # A shared rank gets its tests by this module, whose ``reused`` is then set. Elsewhere it is not
+    # imported for this question.
     loop = sys.modules.get("pytest_distcompat.ext.reuse.request_loop")
     if loop is None or loop.reused is None:
         return None

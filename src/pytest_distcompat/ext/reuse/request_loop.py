@@ -54,7 +54,8 @@ class ReusedRank:
         self._group_checks = 0
         #: Whether the last check found the group in order.
         self.sound = True
-        #: Functions to call when this process ends, the last one first.
+        #: Functions to call when this process ends, the last one first: ``rank_item`` adds the
+        #: teardown of pytest's session, for example.
         self.at_end: list[Callable[[], None]] = []
         self._sizes = sizes()
         #: The environment, directory and import path of the last request.
@@ -64,7 +65,8 @@ class ReusedRank:
     def reset_baseline(self) -> None:
         """Record the current state as the one to compare with later.
 
-        No test has caused the changes so far, but the import of libraries, say.
+        ``rank_item`` calls it when this rank has collected the tests: no test has caused the
+        changes so far, but the import of libraries, say.
         """
         self._baseline = state_now()
         #: ``sys.path`` as it is between two requests.
@@ -104,7 +106,7 @@ class ReusedRank:
     def without_group(self) -> None:
         """Destroy the process group before a request that may make its own.
 
-        All ranks call it together.
+        All ranks call it together, by ``rank_item``, before a test without the shared group.
         """
         if self.group is None:
             return
@@ -240,12 +242,14 @@ def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Req
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(socket_path)
         for line in channel.makefile("r", encoding="utf-8"):
+            # ``pristine_builtins`` decodes and encodes JSON even if a test has replaced functions.
             requests[:] = [Request(**pristine_builtins.decode(line))]
             changed = _perform(reused, requests[-1])
             channel.sendall(
                 f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode()
             )
-            # For the next request: now no process waits for this one.
+            # Random generators as those of a fresh process, for the next request. It is done now
+            # because no process waits for this one.
             randomness.renew()
     for call in reversed(reused.at_end):
         call()
@@ -258,6 +262,8 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
     if reused.group is None:
         reused.store.clear()
     with _restored_afterwards(reused, request):
+        # Set the environment, working directory and import path of the request; then call its
+        # target, which runs the test and logs how it ended.
         rank.prepare(request)
         reused.begin(request)
         rank.perform(request)

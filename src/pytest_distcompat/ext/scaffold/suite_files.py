@@ -85,6 +85,7 @@ def _driver_text(repository: Repository, chosen: str) -> str:
 
     One is written for a loop in plain torch, with TODOs in it, and for a subclass of Trainer.
     """
+    # A training loop in plain torch, if there is nothing better to drive.
     loop = loop_to_drive(repository, chosen)
     if loop is not None:
         return filled("loop.txt", module=loop.module)
@@ -98,6 +99,7 @@ def _suite(repository: Repository, chosen: str) -> _Suite:
     """Return the driver and the axes of the suite to write."""
     loop = loop_to_drive(repository, chosen)
     if loop is not None:
+        # ``loop.name`` is the strategy that the loop trains under, as ``ddp``.
         return _Suite(f"{_driver_module(repository)}:LoopDriver", (loop.name,), ("fp32",))
     library = _library(repository, chosen)
     strategies = STRATEGIES.get(library)
@@ -112,6 +114,7 @@ def _suite(repository: Repository, chosen: str) -> _Suite:
     elif repository.trainer is not None:
         driver = f"{_driver_module(repository)}:Driver"
     else:
+        # The built-in driver for that library: ``trainer`` for transformers.
         driver = DRIVERS[library]
     return _Suite(driver, strategies)
 
@@ -188,6 +191,7 @@ def pytest_settings(repository: Repository, chosen: str) -> Iterator[PytestSetti
     """Yield the settings that pytest's configuration should have."""
     settings = repository.settings
     yield PytestSetting(KEY, settings.line(KEY, VALUE))
+    # From which the driver or its trainer is imported, such as ``src``; empty if none is missing.
     directory = missing_directory(repository, chosen)
     if directory and not repository.pythonpath:
         entry = relative(repository.root / directory, settings.file.parent)

@@ -16,7 +16,10 @@ from pytest_distcompat.events import Event
 
 @dataclass(frozen=True)
 class Stopped(Event, name="stopped"):
-    """The rank has written the checkpoint after which all ranks exit as if preempted."""
+    """The rank has written the checkpoint after which all ranks exit as if preempted.
+
+    A script is stopped so, and launched again, to see whether it resumes.
+    """
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ProbeFailed(Event, name="probe failed"):
 
 @dataclass(frozen=True)
 class Bridged(Event, name="bridge"):
-    """The CPU bridge has changed a library, so that it runs a strategy without a GPU."""
+    """The CPU bridge (``bridge``) has changed a library: it runs a strategy without a GPU now."""
 
     #: Such as ``TrainingArguments use the CPU``.
     what: str
@@ -55,7 +58,10 @@ class Bridged(Event, name="bridge"):
 
 @dataclass(frozen=True)
 class UnseenModel(Event, name="unseen model"):
-    """An optimizer stepped on a model that nothing wraps, so the probe cannot see the model."""
+    """An optimizer stepped on a model that nothing wraps, so the probe cannot see the model.
+
+    The probe knows the models that DDP, FSDP, DeepSpeed and the like have wrapped.
+    """
 
     #: The name of its type, such as ``AdamW``.
     optimizer: str

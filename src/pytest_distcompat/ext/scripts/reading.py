@@ -131,6 +131,8 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         # ``1_Pooling``. The path is that of the last one: the model is the directory above.
         directory = directory.parent
         path = directory
+    # ``PREFIX`` (``export/``) is put before their paths, as before those of files that a driver
+    # exports.
     files = _files_of_model(read_files(directory, PREFIX), path, checkpoints)
     # ``from_pretrained`` of transformers needs this file.
     has_configuration = (directory / "config.json").exists()
@@ -149,6 +151,7 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         names = ", ".join(_names_of_files(directory)) or "none"
         answer["problem"] = f"holds no weights (files: {names})"
         return answer
+    # A class of sentence-transformers, which makes a model of several modules.
     composite_class = _composite_class(directory)
     if composite_class is not None:
         # The library renames keys when it saves and when it loads: its names are those of the model

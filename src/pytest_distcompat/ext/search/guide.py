@@ -8,9 +8,11 @@ before is *kept*. About half of the candidates are drawn from all that are possi
 *neighbours* of kept ones, which differ in an option, a setting or a call.
 
 ``command`` calls ``Search.run`` with a function that runs and judges a candidate
-(``trial.Trials.run``), and prints each ``Step`` that it yields. A candidate that breaks the law
-(see ``trial``) is reduced to the parts that it needs to fail: of ``fsdp2-fp32-w2-model_mlp-lora``
-perhaps only ``fsdp2-fp32-w2-lora`` remains.
+(``trial.Trials.run``), and prints each ``Step`` that it yields. The *law* is that all checks pass,
+that calls do what they do in one process, or that the libraries refuse the candidate by an
+exception. A candidate that breaks it is reduced to the parts that it needs to fail: of
+``fsdp2-fp32-w2-model_mlp-lora`` perhaps only ``fsdp2-fp32-w2-lora`` remains. The result, with the
+text of the failure (``problem``), is a *finding*.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Search:
     """A search: it draws, tries and keeps candidates.
 
     Args:
-        spaces: The candidates of each driver.
+        spaces: The candidates of each driver. A space draws them (``fresh``, ``neighbour``) and
+            tells whether one can be run (``sound``).
         state: What was tried before. Each trial is added to it.
         known: The branches that are not new, such as those that cells of a map reach. What trials
             reach is added.
@@ -194,6 +197,7 @@ class Search:
         A failure of a new cause is a new finding, whose candidate is reduced. Another failure of a
         known cause is only counted.
         """
+        # The text without what differs between failures of one cause.
         cause = cause_of(outcome.problem)
         known_finding = self.state.finding(cause)
         if known_finding is not None:

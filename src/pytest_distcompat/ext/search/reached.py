@@ -183,6 +183,7 @@ def read_reached(path: Path) -> Reached:
                 "write a new one"
             )
     reached = Reached()
+    # A context is who executed something: a driver, a cell and an action, such as ``save``.
     for file_id, by_context in reach_map.executed.items():
         for executed in by_context.values():
             reached.branches.add(Branches({file_id: executed.branches}))

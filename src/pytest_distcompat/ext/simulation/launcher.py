@@ -34,8 +34,10 @@ class SimulatingLauncher(Launcher):
 
     def run(self, request: Request) -> Ending:
         """Run the process to its end or to the time limit; never raises for what the ranks do."""
+        # With ``sys.argv``, ``sys.path`` and the working directory of pytest's process.
         request = request.from_here()
         began = clock.now()
+        # ``python -u -m MODULE FILE``; the file is the request as JSON.
         command = [
             *unbuffered(),
             "-m",
@@ -56,8 +58,9 @@ class SimulatingLauncher(Launcher):
             )
         processes = {}
         for rank, rank_events in events.items():
+            # The process acted as this rank to its end, whatever it did as a later one.
             if of_kind(Done, rank_events):
-                processes[rank] = RankProcess(0)
+                processes[rank] = RankProcess(code=0)
             else:
                 processes[rank] = RankProcess(
                     code, ended_by_us=timed_out, ended_at=clock.now(), output=text

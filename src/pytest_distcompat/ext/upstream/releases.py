@@ -8,7 +8,9 @@ The command line calls ``add(commands)`` to add the subcommand, and ``_releases`
 - ``--bisect accelerate==1.8.0..1.13.0 -- tests``: find the release that turned the tests red, or
   green (``bisect.py``).
 - ``--changed accelerate@1.12.0..1.13.0 --reach FILE -- tests``: run with the new release only the
-  cells, configurations under test, that execute what it changes (``changed.py``, ``selected.py``).
+  cells, configurations under test, that execute a *place*, some lines, that it changes. The file is
+  a map, recorded with the old release, of what each cell executes (``changed.py``,
+  ``selected.py``).
 
 Each release is installed into a directory of its own (``side_by_side.py``); the environment of the
 installed packages stays as it is. A ``Run`` is a pytest session with one release, in a process of
@@ -192,9 +194,10 @@ def _changed(options: argparse.Namespace, directory: Path, arguments: Sequence[s
         print("no cell executes what changes: nothing is run")
         return 0
     print(f"{change.name}: the cells are in {selection}\n", flush=True)
+    # A pytest plugin that deselects all but the cells in the file, and its option.
     selecting = ["-p", SELECTING_PLUGIN, f"{SELECTION}={selection}"]
     if options.limit:
-        # The cells stand in the file in the order of their use, so that the first ones count.
+        # The cells run in the order of the file, in which the most useful ones come first.
         selecting.append(f"--distcompat-budget={options.limit}")
     variables = environment(change.target)
     run = run_with(change.name, variables, directory, [*arguments, *selecting])
@@ -222,10 +225,11 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
         try:
             target = install(release, directory)
         except UsageProblem as error:  # one release of many that has no wheel for this Python
-            return Run(release, None, str(error))
+            return Run(release, report=None, problem=str(error))
         return run_with(release, environment(target), directory, arguments)
 
     runs = []
+    # The first release, the last one, and then those between that are needed.
     for outcome in bisect(ordered, run, lambda run: run.red):
         runs.append(outcome)
         colour = _COLOURS[outcome.red]

@@ -105,7 +105,8 @@ class _RecordedCall:
 def _recorded_calls(reference: RunTrace) -> list[_RecordedCall]:
     """Return the calls that the reference made, in order.
 
-    If the reference failed, the last calls of the walk may be missing.
+    If the reference failed, the last calls of the walk may be missing. A call is an action of the
+    reference: ``reference step(clip='no')``.
     """
     actions = {snapshot.index: snapshot.action for snapshot in reference.snapshots}
     calls: list[_RecordedCall] = []
@@ -149,6 +150,7 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
         yield f"{run.end.kind}: {message}"
         return
     assert run.unwrapped is not None
+    # Maps a name in the wrapped model, ``module.layer.weight``, to that in the unwrapped one.
     names = Names(run, run.unwrapped)
     # A trainer that loads may wrap the model only then, so a later run is compared with the build
     # of the first.
@@ -156,6 +158,7 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
     built = _by_rank(first_run.at("build"))
     before = _by_rank(run.at_index(recorded.index - 1))
     expected = reference_snapshots[0]
+    # First what must be equal bit by bit on each rank (``exact``) or is one number on each.
     # Most findings are those of all ranks: each is said once.
     ranks_by_finding: dict[str, list[int]] = defaultdict(list)
     for snapshot in snapshots:
@@ -170,6 +173,7 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
     for text, ranks in ranks_by_finding.items():
         where = named_ranks(ranks, run.world_size)
         yield f"{where}: {text}"
+    # Then what all ranks together give, and rounding may change (``inexact``).
     yield from inexact_loss(cell, call, snapshots, expected)
     yield from inexact_live_values(cell, names, snapshots, expected)
     yield from inexact_returned_values(cell, names, snapshots, expected)

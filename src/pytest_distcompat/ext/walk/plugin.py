@@ -38,11 +38,13 @@ def pytest_distcompat_added_checks(
         The cell with its check; nothing for other suites, other profiles, and GPUs.
     """
     is_built_in = suite.__module__ == "pytest_distcompat.ext.upstream.suites"
-    # On GPUs it was not tried.
+    # On GPUs it was not tried. A substitute is what an extension has in the place of ranks.
     tried_here = session.device == "cpu" and session.substitute is None
     if not is_built_in or not tried_here or session.setting("profile").value != "default":
         return []
     from pytest_distcompat.cell import Cell
+
+    # The check ``walk`` with one walk, which has every read-only call.
     from pytest_distcompat.ext.walk.check import OBSERVERS_WALK
     from pytest_distcompat.profiles import AddedCheck
 

@@ -10,6 +10,9 @@ The outcome is never better than that of the worst rank, and ranks that disagree
 rank that failed first is the *cause*. A rank that only *lost its peer* (another rank is gone) or
 was *stopped* by the launcher because of another rank is a consequence. A rank that skipped, or
 failed as its xfail mark expects, while others go on is *excused*.
+
+A failure is *hard* if it is more than an exception: a crash, a hang, a leak. No xfail mark excuses
+a hard failure in pytest's process; the ranks have applied their marks to exceptions themselves.
 """
 
 from __future__ import annotations
@@ -165,7 +168,7 @@ def _expected_failure(ending: Ending) -> RankEnd | None:
 
 
 def _failed_at(phases: Sequence[Phase]) -> tuple[str, int, str] | None:
-    """Return the location of the first failed phase of a rank."""
+    """Return path, line and message of the first failed phase of a rank; None if none failed."""
     for phase in phases:
         if phase.outcome == "failed":
             return phase.location
@@ -173,7 +176,10 @@ def _failed_at(phases: Sequence[Phase]) -> tuple[str, int, str] | None:
 
 
 def _failed_by_assertion(ending: Ending, phases: _LoggedPhases) -> bool:
-    """Tell whether each rank that is a cause failed by assertions alone; False without a cause."""
+    """Tell whether each rank that is a cause failed by assertions alone; False without a cause.
+
+    ``pytest.fail`` counts as an assertion.
+    """
     causes = 0
     for end in ending.ranks:
         if end.status in NO_CAUSE or end.status == "excused":

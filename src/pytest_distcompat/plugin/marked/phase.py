@@ -109,4 +109,5 @@ def _encodable(value: Any) -> Any:
     return value
 
 
+# Have phases decoded by annotations that are read now: a test may break ``sys.modules``, say.
 prepare(Phase)

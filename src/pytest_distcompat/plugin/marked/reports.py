@@ -62,6 +62,7 @@ def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root:
 
     if call.excinfo is None:
         return
+    # torch.distributed raised it, with a message such as "Connection closed by peer".
     if lost_peer(call.excinfo.value):
         setattr(report, LOST, True)
     if isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception)):
@@ -122,6 +123,7 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
     for name, value in report.user_properties:
         properties.append((name, _serializable(value)))
     phase = dataclasses.replace(phase, sections=sections, properties=tuple(properties))
+    # The phase fails if one of its subtests failed, and gets their texts and output.
     phase = with_subtests(phase, subtests)
     return dataclasses.replace(phase, text=excerpt(phase.text, TEXT_CHARACTERS))
 
@@ -185,6 +187,7 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
         if not crash.message:
             return ""
         first_line = str(crash.message).splitlines()[0]
+        # ``explained`` adds the likely cause to the exception of a debugger that quit.
         return explained(first_line[:HEADLINE_CHARACTERS])
     last = ""
     for line in text.splitlines():

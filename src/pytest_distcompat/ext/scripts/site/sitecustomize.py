@@ -23,6 +23,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 #: The directory that has this package: ``src`` of a clone, or ``site-packages``.
 _LIBRARY = _HERE.parents[3]
+#: The variable by which ``launch`` names the run's directory, where the probe writes.
 _RUN = "DISTCOMPAT_RUN"
 
 
@@ -42,7 +43,10 @@ class _OurPackage(importlib.abc.MetaPathFinder):
 
 
 def _import_own_sitecustomize() -> None:
-    """Import the next ``sitecustomize`` on the path in place of this one."""
+    """Import the next ``sitecustomize`` on the path in place of this one.
+
+    Without another one this module stays in ``sys.modules``, since Python is importing it.
+    """
     others = []
     for entry in sys.path:
         if Path(entry).resolve() != _HERE:

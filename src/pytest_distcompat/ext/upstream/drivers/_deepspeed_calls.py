@@ -15,7 +15,8 @@ method that gets their further arguments (``**more``).
 ``DeepSpeedDriver.live_calls`` names the class ``DeepSpeedCalls``. Its attribute ``trainer`` is the
 driver after ``build``, whose ``model`` is the engine; in the script of a walk it is an object with
 the same attributes, since methods of this class are copied into the script
-(``ext/walk/script.py``).
+(``ext/walk/script.py``). Other attributes come from ``Calls``: ``position`` (the number of the next
+batch), ``ranks`` (this rank alone), ``directory`` (for checkpoints) and ``exports`` (for weights).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from pytest_distcompat.calls import observer
 from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD
 from pytest_distcompat.live_calls import Calls
 
-#: Pattern of calls -> why walks have none of them under ZeRO-1 and ZeRO-2.
+#: Pattern of calls -> why walks have none of them under ZeRO-1 and ZeRO-2. ``*`` stands for any
+#: text: ``gather*`` is each call that begins so.
 _WHOLE_PARAMETERS = {
     "gather*": "it keeps whole parameters",
     "accessors(of='grad')": "gradients are there before step() alone",
@@ -121,7 +123,10 @@ class DeepSpeedCalls(Calls):
         return loss
 
     def update(self, clip: str, zero: str) -> None:  # noqa: ARG002 - see ``refused``
-        """Step; the engine clips, steps the scheduler and zeroes gradients."""
+        """Do all of a call ``step()`` that follows its backward pass.
+
+        The engine itself clips, steps the scheduler and zeroes gradients.
+        """
         self.model.step()
         self.trainer.grad_norm = self.model.get_global_grad_norm()
 
@@ -135,6 +140,7 @@ class DeepSpeedCalls(Calls):
     def outputs(self, context: str = "no_grad") -> Any:
         """Return what the model computes in evaluation mode, by way of ``Calls.outputs``."""
         outputs = super().outputs(context)
+        # DeepSpeed's activation checkpointing keeps them for a backward pass, and none follows.
         self.trainer.forget_activations()
         return outputs
 
@@ -194,7 +200,7 @@ class DeepSpeedCalls(Calls):
 
     @observer
     def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
-        """Write the weights by ``save_16bit_model``, and return them."""
+        """Write the weights by ``save_16bit_model``; return them by name, on rank 0 alone."""
         self.model.save_16bit_model(
             str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more
         )

@@ -69,13 +69,17 @@ class DeepSpeedCheckpoints(TinyDriver):
 
     @classmethod
     def keeps_saves(cls, cell: Cell) -> bool:
-        """Tell whether each checkpoint has a tag of its own, after the number of the step."""
+        """Tell whether a second ``save`` into a directory leaves the first checkpoint there.
+
+        It does if each has a tag of its own, which DeepSpeed makes of the number of the step. Then
+        the check ``restarts`` saves twice and has ``load_first`` load the first one.
+        """
         return not cell.own_disks and "tag" not in cell.settings("save_checkpoint")
 
     def load_first(self, directory: Path) -> None:
         """Load the checkpoint of the lowest step by its tag, without random states.
 
-        Those are saved by the driver, and are of the last save.
+        ``save_random`` has written those beside the tags, and a second save overwrites them.
         """
         prefix = "global_step"
         steps = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
@@ -123,7 +127,7 @@ class DeepSpeedCheckpoints(TinyDriver):
             _options.write_whole(self.raw, state, directory)
 
     def _whole_state(self, shards: Path) -> dict[str, Any]:
-        """Return the whole weights by name, on rank 0 at least.
+        """Return the whole weights by name, on rank 0 at least; other ranks may return none.
 
         Args:
             shards: The directory for a checkpoint, where the weights are combined from one.
@@ -131,14 +135,14 @@ class DeepSpeedCheckpoints(TinyDriver):
         own_disks = self.world.own_disks
         if self.cell.tp > 1:
             return whole_weights(self.model)
-        # A model for this driver alone has DeepSpeed's layers of experts.
+        # A model that names the only driver for it: the one with DeepSpeed's layers of experts.
         if self.tiny.driver:
             return self._with_all_experts(shards)
         if own_disks and self.strategy.shards:
-            # The shards of a checkpoint are on all machines.
+            # ZeRO-3. The shards of a checkpoint are on all machines, so none can be combined.
             return whole_weights(self.model)
-        # Each rank has whole weights: at stage 0, and at stages 1 and 2, whose masters are in
-        # checkpoints on all machines.
+        # Each rank has whole weights: at stage 0, and with disks of their own at stages 1 and 2,
+        # whose float32 masters cannot be combined from checkpoints on several machines either.
         if own_disks or not self.strategy.zero_stage:
             weights: dict[str, Any] = self.model.module_state_dict()
             return weights

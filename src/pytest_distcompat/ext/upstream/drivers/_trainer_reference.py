@@ -7,7 +7,8 @@ inherits ``TrainerReference``.
 
 Trainer itself makes its optimizer and its schedule of TrainingArguments. So the reference makes
 equal ones here: param groups without weight decay for norms and biases, and the schedule
-``inverse_sqrt``. Settings of a cell, such as ``TrainingArguments.adam_beta1=0.5``, change both.
+``inverse_sqrt``. Settings of a cell, such as ``TrainingArguments.adam_beta1=0.5``, change both:
+``setting_or_default(0.9, KEY, ...)`` returns the value of the first key that the cell sets, or 0.9.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ TORCH_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 class TrainerReference(TinyDriver):
     """Driver whose reference trains as ``transformers.Trainer`` does."""
 
-    #: What counts alike in the loss of a step: each token of all ranks.
+    #: What counts alike in the loss of a step: each token of all ranks. The others would be
+    #: ``micro_batch`` and ``rank``.
     mean: ClassVar[str] = "token"
 
     def groups(self, model: Module) -> Any:
@@ -109,6 +111,7 @@ class TrainerReference(TinyDriver):
             return None
         from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
+        # One optimizer object made of the two that ``make(param_groups)`` returns.
         return Joined, {"make": self.muon_and_adamw}
 
     def make_optimizer(self, model: Module) -> Any:
@@ -126,6 +129,7 @@ class TrainerReference(TinyDriver):
                 Adafactor, self.groups(model), scale_parameter=False, relative_step=False
             )
         if name not in TORCH_OPTIMIZERS:
+            # AdamW, perhaps in 8 bits: all drivers make it of ``groups``.
             return super().make_optimizer(model)
         from torch import optim
 

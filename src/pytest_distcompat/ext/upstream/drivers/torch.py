@@ -12,8 +12,11 @@ options say: compiled, recomputed, in 8 bits, in stages of a pipeline. ``step`` 
 torch's tutorials: micro-batches, backward, clip, optimizer, scheduler.
 
 The base classes have the rest: ``TorchCheckpoints`` saves, loads and exports
-(``_torch_checkpoints.py``), ``TinyDriver`` has what all built-in drivers share (``tiny.py``). What
-the profile ``walk`` calls on the live trainer is in ``_torch_calls.py``.
+(``_torch_checkpoints.py``), ``TinyDriver`` has what all built-in drivers share (``tiny.py``):
+``tiny`` (the model to train, with its batches and its loss), ``accumulate`` (micro-batches a step),
+``batches(number)`` (those of a step, each with whether it is the last), ``wrap_spec`` (which
+modules a strategy wraps one by one). What the profile ``walk`` calls on the live trainer is in
+``_torch_calls.py``.
 """
 
 from __future__ import annotations
@@ -141,7 +144,10 @@ class TorchDriver(TorchCheckpoints):
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
-        """Yield for each condition why the cell cannot run, or None; the first reason counts."""
+        """Yield for each condition why the cell cannot run, or None; the first reason counts.
+
+        ``first_reason`` takes pairs (condition, reason), and returns the first reason that applies.
+        """
         hybrid_fsdp1 = cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1
         one_file = cell.option("state_dict") == "full"
         yield first_reason(
@@ -207,6 +213,7 @@ class TorchDriver(TorchCheckpoints):
         self.optimizer = self.make_optimizer(self.model)
         self.scheduler = self.make_scheduler(self.optimizer)
         self.scaler = self._scaler(device.type) if self.precision.scaled else None
+        # Another seed on each data-parallel rank, so that dropout differs.
         self.seed_rank()
 
     def _place_average(self, device: torch.device) -> None:
@@ -218,6 +225,8 @@ class TorchDriver(TorchCheckpoints):
     def _build_stages(self, model: Module, device: torch.device) -> None:
         """Keep this rank's stages of the model, wrap each and connect them to the others."""
         assert self.tiny.stages is not None
+        # Checkpoints have the optimizer's state by names of parameters alone: each stage has param
+        # groups of its own.
         self.flat = True
         self.pipeline = pipeline_parallel.Pipeline(self.tiny.stages, self.cell, device)
         self.pp_group = self.pipeline.group

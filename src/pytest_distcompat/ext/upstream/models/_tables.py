@@ -11,6 +11,9 @@ which imports torch and takes seconds. So the tables are read from the source of
 ``transformers/models/auto/modeling_auto.py``, which assigns pairs of model type and class names::
 
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict([("gpt2", "GPT2LMHeadModel"), ...])
+
+Of some architectures no tiny model can be made. ``BLANK`` (model type or class -> reason) and
+``BLANK_TASKS`` (task -> reason) list them.
 """
 
 from __future__ import annotations

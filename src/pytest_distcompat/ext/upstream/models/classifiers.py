@@ -6,7 +6,12 @@ registry ``models.MODELS`` collects. A ``TinyModel`` is a set of functions that 
 each rank: to make the model, its batches, its loss, and to load its exported file.
 
 Each model has something that libraries may get wrong: uneven shards, an empty parameter, a block
-that runs twice, experts. The module classes are in ``modules.py``, which imports torch; they are
+that runs twice, experts. So fields of its ``TinyModel`` say how it may be used: ``only_float32``
+(rounding decides what it computes), ``one_batch`` (it computes over the rows of all ranks),
+``unused`` (a rank may leave a parameter out), ``random``, and ``spread``, a factor on the loss
+tolerance of lower precisions. The numbers "measured" below are relative differences of losses.
+
+The module classes are in ``modules.py``, which imports torch; they are
 named by a text here, as pytest's process imports no torch. All map four rows of 7 numbers, the
 features, to logits of 5 classes.
 """
@@ -47,7 +52,9 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
         "reload": functools.partial(_reload, class_name, width),
         "blocks": ("Block",),
         "frozen_modules": ("inlet",),
+        # How many parameters make an FSDP unit where the wrap policy goes by size.
         "unit_size": 200,
+        # Products in 8 bits need sizes that 16 divides.
         "in_8_bits": False,
         "preload": ("pytest_distcompat.ext.upstream.models.modules", "safetensors.torch"),
         # 1.3e-3 measured in bf16_upcast (autocast over float32 masters under DDP), 2.7e-3 with

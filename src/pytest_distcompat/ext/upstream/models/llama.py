@@ -74,7 +74,7 @@ def _batch(step: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
     labels = tokens.clone()
-    # -100 marks tokens that are not trained on.
+    # -100 marks tokens that are not trained on: the first 0 to 13 of each row.
     labels[:, : prompt_length(step, rank)] = -100
     return {"input_ids": tokens, "labels": labels}
 
@@ -116,9 +116,10 @@ _PRELOAD = (
 )
 
 
-#: Name of a module -> how tensor parallelism splits it; ``parallel/tensor_parallel.py`` says what
-#: each style means. As transformers has it (``LlamaConfig.base_model_tp_plan``), with what sequence
-#: parallelism needs.
+#: Name of a module -> how tensor parallelism splits it. ``colwise`` and ``rowwise`` split a weight
+#: by output and by input, as transformers has it (``LlamaConfig.base_model_tp_plan``). The others
+#: are for sequence parallelism: at ``sequence`` the hidden states are split, a ``norm`` works on a
+#: part, and ``gather`` makes them whole again (``gather:KEYWORD``: that argument).
 _TP_PLAN = {
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
@@ -135,7 +136,7 @@ _TP_PLAN = {
     "model.layers.*.mlp": "gather",
 }
 #: The embeddings, a part of the plan where they are not tied: torch would make two parameters of
-#: one that is.
+#: one that is. ``_split`` splits the input first, and ``_gather`` makes the output whole.
 _EMBEDDINGS = {"model.embed_tokens": "rowwise_split", "lm_head": "colwise_gather"}
 
 
@@ -180,10 +181,15 @@ def _shapes(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch
 
 #: As torchtitan cuts it: embeddings go with the first layers, norm and head with the last.
 _STAGES = Stages(
-    (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head")),
-    _forward,
-    _loss_of,
-    _shapes,
+    parts=(
+        ("model.embed_tokens",),
+        ("model.layers.0",),
+        ("model.layers.1",),
+        ("model.norm", "lm_head"),
+    ),
+    forward=_forward,
+    loss=_loss_of,
+    shapes=_shapes,
 )
 
 
@@ -197,20 +203,23 @@ def _llama(name: str, order: int, *, tied: bool = False, dropout: float = 0.0) -
         dropout: Probability with which elements of each MLP's output are dropped.
     """
     return TinyModel(
-        name,
-        ("LlamaDecoderLayer",),
-        functools.partial(_make, tied=tied, dropout=dropout),
-        _batch,
-        _loss,
-        _count,
-        _outputs,
-        _reload,
+        name=name,
+        # The class of the modules that FSDP wraps one by one.
+        blocks=("LlamaDecoderLayer",),
+        make=functools.partial(_make, tied=tied, dropout=dropout),
+        batch=_batch,
+        loss=_loss,
+        count=_count,
+        outputs=_outputs,
+        reload=_reload,
         frozen_modules=("model.embed_tokens", "model.layers.0"),
         lora_targets=("q_proj", "v_proj"),
+        # How many parameters make an FSDP unit where the wrap policy goes by size.
         unit_size=5000,
         tp_plan=_TP_PLAN if tied else {**_TP_PLAN, **_EMBEDDINGS},
         # Tied ones are in the first stage and in the last.
         stages=None if tied else _STAGES,
+        # Whether the forward pass draws random numbers.
         random=dropout > 0,
         preload=_PRELOAD,
         order=order,

@@ -100,7 +100,7 @@ def _balance(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def _divisor(balance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return what logits are divided by, in a dtype: a scalar that depends on the auxiliary loss.
 
-    So a trainer that takes the loss from logits alone learns from the auxiliary loss too.
+    So the model learns from the auxiliary loss though trainers compute the loss from logits alone.
     """
     return (1 + 0.1 * balance).to(dtype)
 
@@ -119,7 +119,7 @@ class Twice(OneBlock):
     """Classifier that runs one block two times, and uses a weight by ``functional.linear``.
 
     Its parameters are views of one storage. It hands attributes that it lacks on to its block, and
-    uses one of them.
+    its forward uses one of them, ``gain``.
     """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
@@ -169,7 +169,10 @@ class Dropout(OneBlock):
 
 
 class BatchNorm(OneBlock):
-    """Classifier that normalizes over the rows of a batch; its buffers are for evaluation."""
+    """Classifier that normalizes over the rows of a batch.
+
+    The buffers with running statistics are used in evaluation only.
+    """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
@@ -309,15 +312,18 @@ class DeepSpeedMixture(nn.Module):
         settings = {"num_experts": 4, "min_capacity": 0, "drop_tokens": False, "use_rts": False}
         # A number for each expert beside the hidden ones: 1 for the expert that is chosen.
         expert_width = width + 4
+        # Expert parallelism (``parallel/expert_parallel.py``) makes the layer anew by it, with the
+        # experts of one rank.
         self.make_moe = functools.partial(MoE, expert_width, **settings)
         self.moe: Any = self.make_moe(nn.Linear(expert_width, expert_width))
         self.outlet = nn.Linear(expert_width, classes)
+        # DeepSpeed makes all experts copies of one layer.
         for expert in self.moe.deepspeed_moe.experts.deepspeed_experts:
             expert.reset_parameters()
         gate = self.moe.deepspeed_moe.gate.wg
         with torch.no_grad():
             gate.weight[:, width:] = 2 * torch.eye(4)
-            # Gradients are clipped in each step, however many ranks average them.
+            # So large that gradients are clipped in each step, however many ranks average them.
             self.outlet.weight.mul_(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ in cells (configurations under test) such as ``zero2-fp32-w2-set_ds_config.gradi
 ``settings_of(sources_of(driver))`` is what the profile ``sweep`` and ``distcompat settings`` call.
 It reads which fields there are in the installed release (``read``, in a process of its own) and
 applies the rules to each (``ruled``). A field becomes a ``Setting``: with values from its type,
-with values from a rule, or left out with a reason.
+with values from a rule, or left out with a reason. ``Field.places`` has the names of other settings
+that say the same: of an argument of accelerate, say, the keys of DeepSpeed's JSON that it changes.
 
 The law of cells with settings (``law.py``) asks what the rules say of a setting: which checks it is
 meant to fail (``meant_to_fail``), whether it concerns checkpoints, which precision's tolerances
@@ -53,9 +54,9 @@ _KEYS = {
     "precision",
     # The strategies under which it is tried.
     "strategies",
-    # Checks that concern it, beside those that the sweep runs of every setting.
+    # Checks that concern it, beside those that the sweep runs for every setting.
     "checks",
-    # Two values at which it is tried beside another setting that says the same.
+    # Two values at which it is tried beside another setting that says the same, to see which wins.
     "twice",
     # Further settings of such a cell, a text in front of the two.
     "beside",
@@ -63,7 +64,7 @@ _KEYS = {
     "older",
     # What asks for the same in place of an excluded setting: a facet of a cell, "cpu_offload=True".
     "axis",
-    # Other settings that say the same.
+    # The full names of other settings that say the same, beside those of ``Field.places``.
     "places",
     # The values at which the setting is meant to fail the checks in "without" and "changes"; all
     # without this key.
