@@ -62,6 +62,7 @@ def _chat_lines(report: Report) -> Iterator[str]:
         yield visible(versions)
     all_causes = causes(report.results)
     for cause in all_causes[:CHAT_CAUSES]:
+        # ``FAIL x 3``, or ``FAIL, CRASH x 3``: the statuses, and how many verdicts have the cause.
         counted = f"{cause.words} x {len(cause.results)}"
         cells = ", ".join(cause.cells)
         yield visible(f"- {counted}: {cut(cause.headline, 120)}")
@@ -70,6 +71,7 @@ def _chat_lines(report: Report) -> Iterator[str]:
             yield visible(f"  {cause.reproduce}")
     if len(all_causes) > CHAT_CAUSES:
         yield visible(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
+    # How the report differs from the earlier one that the user gave as baseline, line by line.
     baseline_lines = report.session.get("baseline", {}).get("text", ())
     for line in baseline_lines[:10]:
         if line:
@@ -95,6 +97,7 @@ def escape(text: str) -> str:
 
 
 def _versions(report: Report) -> str:
+    """Return the versions of the session's libraries: ``torch 2.13.0, accelerate 1.14.0``."""
     texts = []
     for name, version in report.session.get("versions", {}).items():
         texts.append(f"{name} {version}")
@@ -130,6 +133,7 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
     if all_causes:
         yield from ("", "## Failures by cause", "")
     for number, cause in enumerate(all_causes[:CAUSES], 1):
+        # ``follows`` returns ``, may follow from 2`` for a consequence of cause 2.
         counted = f"{len(cause.results)} verdicts{follows(cause)}"
         shown_headline = escape(cut(cause.headline, HEADLINE))
         yield f"{number}. **{cause.words}**, {counted}: {shown_headline}"
