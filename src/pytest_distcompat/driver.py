@@ -501,7 +501,8 @@ class Driver(
                 report(action, take_step(number))
                 number += 1
             elif action.startswith(CALL):
-                report(action, self.caller.perform(action.removeprefix(CALL)))
+                result = self.caller.perform(action.removeprefix(CALL))
+                report(action, result)
             elif action == "build":
                 self.build(model)
                 report(action)

@@ -93,7 +93,8 @@ def headline(report: Report) -> str:
 
 def escape(text: str) -> str:
     """Return a text on one line, escaped so that nothing in it is markup."""
-    return _SPECIAL.sub(r"\\\1", visible(" ".join(text.split())))
+    line = " ".join(text.split())
+    return _SPECIAL.sub(r"\\\1", visible(line))
 
 
 def _versions(report: Report) -> str:
@@ -141,9 +142,9 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
             names = escape(", ".join(checks))
             yield f"   - {escape(cell)}: {names}"
         if cause.reproduce:
-            command = visible(" ".join(cause.reproduce.split()))
+            command = " ".join(cause.reproduce.split())
             # The indent makes the block a part of the list's item.
-            yield from ("", "   ```console", f"   $ {command}", "   ```", "")
+            yield from ("", "   ```console", f"   $ {visible(command)}", "   ```", "")
     if len(all_causes) > CAUSES:
         yield f"\n{unshown(len(all_causes) - CAUSES)}"
 

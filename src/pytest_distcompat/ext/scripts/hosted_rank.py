@@ -196,7 +196,10 @@ class HostedRank:
         from pytest_distcompat.events import Done, Exit
 
         self._end_logged = True
-        self.log.write(Exit(code) if code else Done())
+        if code:
+            self.log.write(Exit(code))
+        else:
+            self.log.write(Done())
 
     def _ending_exception(self) -> BaseException | None:
         """Return the exception that ends the process now, as far as Python knows.

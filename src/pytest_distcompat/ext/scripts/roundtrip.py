@@ -202,7 +202,9 @@ class RoundTrip:
         seen: set[str] = set()
         for nth in range(self.total):
             snapshots = _step(self.through, nth)
-            names = {info.name for snapshot in snapshots for info in snapshot.extra}
+            names: set[str] = set()
+            for snapshot in snapshots:
+                names.update(info.name for info in snapshot.extra)
             if names:
                 steps[f"step {nth + 1}"] = snapshots
                 seen |= names
