@@ -6,8 +6,11 @@ or ``observer``. A *walk* makes calls in random order on several ranks and in on
 compares the two after each call (``ext.walk``).
 
 This module has calls as text: ``offered`` lists what a class declares, ``read_calls`` reads what a
-user types, ``Call.parse`` reads the actions of a run (``call step()``), and ``refused`` says what a
-driver does not have under a strategy.
+user types, ``Call.parse`` reads what ``str(call)`` wrote, and ``refused`` says what a driver does
+not have under a strategy.
+
+A *run* is one process group from start to end. It performs a list of *actions* by name, such as
+``build`` and ``save``; a call among them is ``call step()``.
 """
 
 from __future__ import annotations
@@ -112,19 +115,23 @@ def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
     An argument without a ``Literal`` type is a bool.
     """
     hints = typing.get_type_hints(method)
-    # Without ``self``. All other arguments have defaults.
-    parameters = method.__code__.co_varnames[1:]
-    defaults = dict(zip(parameters, method.__defaults__ or (), strict=False))
+    defaults: dict[str, Any] = {}
+    for parameter in inspect.signature(method).parameters.values():
+        # Arguments of a call have a default. ``self`` has none, nor has a ``**more`` by which a
+        # call passes arguments on to the library.
+        if parameter.default is not inspect.Parameter.empty:
+            defaults[parameter.name] = parameter.default
     choices: list[list[Any]] = []
-    for parameter, default in defaults.items():
-        values = typing.get_args(hints[parameter]) or (False, True)
+    for name_of_argument, default in defaults.items():
+        # ``get_args(Literal["norm", "no"])`` is ``("norm", "no")``; that of bool is empty.
+        values = typing.get_args(hints[name_of_argument]) or (False, True)
         others = [value for value in values if value != default]
         choices.append([default, *others])
     for chosen in itertools.product(*choices):
         arguments: list[tuple[str, str | bool]] = []
-        for (parameter, default), value in zip(defaults.items(), chosen, strict=True):
+        for (name_of_argument, default), value in zip(defaults.items(), chosen, strict=True):
             if value != default:
-                arguments.append((parameter, value))
+                arguments.append((name_of_argument, value))
         yield Call(name, tuple(arguments))
 
 
@@ -192,7 +199,8 @@ def refused(calls: Any, strategy: str) -> dict[Call, str]:
 def refusal_reason(call: Call, calls: Any, strategy: str) -> str:
     """Return why a driver does not have a call under a strategy; empty if it has it.
 
-    The reason is that of the first pattern in ``refused`` that matches.
+    ``calls`` is the driver's subclass of ``Calls``. The reason is that of the first pattern in its
+    ``refused`` that matches; patterns for all strategies (``*``) come first.
     """
     patterns: dict[str, str] = dict(calls.refused.get("*", {}))
     patterns |= calls.refused.get(strategy, {})

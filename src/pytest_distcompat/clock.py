@@ -52,6 +52,6 @@ def wait_until(holds: Callable[[], bool], seconds: float, every: float = 0.005) 
     It is called each ``every`` seconds, and at least once.
     """
     deadline = now() + seconds
-    while not (held := holds()) and now() < deadline:
+    while not (is_true := holds()) and now() < deadline:
         sleep(every)
-    return held
+    return is_true

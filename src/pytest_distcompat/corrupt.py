@@ -1,8 +1,9 @@
 """Corruption of a checkpoint, as by a full disk or a lost file.
 
-``worker`` calls ``corrupt`` on rank 0 for the action ``damage`` of a run. The run then loads the
-checkpoint. The check ``damage`` demands that the trainer raises an error that names the file,
-instead of training on with whatever it has read.
+``worker`` calls ``corrupt`` on rank 0 for the action ``damage`` of a run. After ``truncate`` and
+``remove`` the run loads the checkpoint: the check ``damage`` demands that the trainer raises an
+error that names the file, instead of training on with whatever it has read. After ``block`` the run
+builds a trainer that saves there: the check ``paths`` demands an error that names the directory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def corrupt(directory: Path, how: str) -> FileInfo:
             it.
 
     Returns:
-        The path that was corrupted, with ``how`` in its field ``holds``.
+        The path that was corrupted, with ``how`` in its field ``holds``. No file is read for it,
+        so its format and keys are empty.
 
     Raises:
         FileNotFoundError: If no file has weights or optimizer state.
@@ -34,7 +36,7 @@ def corrupt(directory: Path, how: str) -> FileInfo:
     if how == "block":
         directory.rmdir()
         directory.touch()
-        return FileInfo(directory.name, "", how, ())
+        return FileInfo(directory.name, format="", holds=how, keys=())
     candidates = (path for path in directory.rglob("*") if path.suffix in TENSOR_SUFFIXES)
     files = sorted(candidates, key=lambda path: (path.stat().st_size, path))
     if not files:
@@ -45,4 +47,4 @@ def corrupt(directory: Path, how: str) -> FileInfo:
     else:
         with largest.open("r+b") as file:
             file.truncate(largest.stat().st_size // 2)
-    return FileInfo(str(largest.relative_to(directory)), "", how, ())
+    return FileInfo(str(largest.relative_to(directory)), format="", holds=how, keys=())

@@ -431,6 +431,8 @@ class Driver(
 
         The device is ``cpu`` or ``cuda``. The reason is one sentence; reports show it.
         """
+        # The law of a cell is how checks judge it. An extension may bring another one for its own
+        # cells, which may not be run with every driver.
         for name, _ in cell.options:
             if name not in cls.options:
                 return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
@@ -499,7 +501,8 @@ class Driver(
                 report(action, take_step(number))
                 number += 1
             elif action.startswith(CALL):
-                report(action, self.caller.perform(action.removeprefix(CALL)))
+                result = self.caller.perform(action.removeprefix(CALL))
+                report(action, result)
             elif action == "build":
                 self.build(model)
                 report(action)

@@ -215,8 +215,9 @@ def local_runner(
     with contextlib.ExitStack() as stack:
         if store is None:
             store = stack.enter_context(temporary_directory())
+        inventory = gpus() if device == "cuda" else cpu_slots()
         # Other sessions of this user may use the same devices.
-        pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=_print_notice)
+        pool = Pool(None, inventory, notify=_print_notice)
         warmth = Warmth(preload_of(driver, cells), path=import_path())
         launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _print_notice)
         stack.callback(launcher.close)
@@ -275,5 +276,6 @@ def _cells(cells: str | Cell | Matrix | Iterable[str | Cell], device: str) -> li
         cells = [cells]
     distinct: dict[Cell, None] = {}
     for cell in cells:
-        distinct[cell if isinstance(cell, Cell) else Cell.parse(cell)] = None
+        parsed = cell if isinstance(cell, Cell) else Cell.parse(cell)
+        distinct[parsed] = None
     return list(distinct)

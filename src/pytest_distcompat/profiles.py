@@ -286,7 +286,9 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
         # Cells on different numbers of machines are never alike. The number of ranks is left out
         # here: a check that depends on it names it as a facet.
         machines = dataclasses.replace(cell.spread, world_size=0)
-        earlier = first.setdefault((cell.strategy, machines, cell.set, *values), cell)
+        # Nor are cells with different settings, such as ``AdamW.amsgrad=true``.
+        alike = (cell.strategy, machines, cell.set, *values)
+        earlier = first.setdefault(alike, cell)
         if earlier != cell:
             reason = (
                 f"the default profile runs it in {earlier}, "
@@ -314,6 +316,7 @@ def option_choices(driver: type[Driver], names: Iterable[str] = tuple(OPTIONS)) 
     choices: list[Choice] = [None]
     for name in names:
         if name in driver.options:
+            # The first value is the default.
             choices += [(name, value) for value in OPTIONS[name].values[1:]]
     return choices
 
@@ -334,7 +337,11 @@ def cell_of(
         world_size: The number of ranks, unless the mesh needs more.
         *choices: The options.
     """
-    chosen = dict(choice for choice in choices if choice is not None)
+    chosen: dict[str, OptionValue] = {}
+    for choice in choices:
+        if choice is not None:
+            name, value = choice
+            chosen[name] = value
     options = {**_needed_options(driver, chosen), **chosen}
     if options.get("sp"):
         options.setdefault("tp", 2)
@@ -342,8 +349,8 @@ def cell_of(
         options.setdefault("pp", 2)
     if options.get("ep"):
         # Expert parallelism needs a model with experts: ZeRO's are DeepSpeed's own.
-        is_zero = strategy.startswith("zero")
-        options.setdefault("model", "moe_deepspeed" if is_zero else "moe_fused")
+        model = "moe_deepspeed" if strategy.startswith("zero") else "moe_fused"
+        options.setdefault("model", model)
     world_size = max(world_size, _least_world_size(options))
     return Cell(strategy, precision, world_size, tuple(options.items()))
 
@@ -389,6 +396,7 @@ def _composed(selection: Selection) -> Iterator[Cell]:
     An option that cannot run by itself is left out: the cell with this option only has the reason.
     """
     driver = selection.driver
+    # The first value of each axis that is not the default: ``("tp", 2)``.
     axes = [(name, OPTIONS[name].values[1]) for name in AXES]
     choices: list[tuple[str, OptionValue]] = []
     for name, value in (*axes, *BESIDE_AXES):

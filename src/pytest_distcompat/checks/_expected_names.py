@@ -30,6 +30,8 @@ class ExpectedNames:
 
     Tied parameters count under their first name.
 
+    The argument ``unused`` has the live names of the parameters that three steps did not update.
+
     Attributes:
         cell: The cell, such as ``fsdp2-bf16_upcast-w2-lora``.
         unwrapped: The record of the unwrapped model.
@@ -92,12 +94,12 @@ class ExpectedNames:
             # torch's ``get_extra_state`` is an entry that is no tensor.
             if not name.endswith("_extra_state"):
                 own.add(self.first_name(name))
-        renamed = self.parameters - own
-        if not own or not renamed:
+        renamed_by_hook = self.parameters - own
+        if not own or not renamed_by_hook:
             return self.parameters
         buffers = self.first_names_of(self.unwrapped.buffers)
-        other_names = own - self.parameters - buffers
-        return self.parameters - renamed | other_names
+        names_by_hook = own - self.parameters - buffers
+        return self.parameters - renamed_by_hook | names_by_hook
 
     def first_name(self, name: str) -> str:
         """Return the name under which a tensor counts: the first of its names.

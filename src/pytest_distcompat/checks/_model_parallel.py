@@ -59,6 +59,7 @@ def wrong_model_parallelism(
     Layers are sharded along the mesh dimension ``tp``, experts are spread along ``ep``.
     """
     for model_dim in _MODEL_DIMS:
+        # At the default of 1 the cell asks for whole layers only if the driver knows the option.
         if not requested(cell, unwrapped, model_dim.name):
             continue
         expected = int(cell.option(model_dim.name))
@@ -175,6 +176,7 @@ def missing_sequence_parallelism(cell: Cell, snapshot: Snapshot) -> Iterator[str
     ops = {info.op for info in _collectives_of_floats(snapshot, set(peers))}
     if any(op.startswith("reduce_scatter") for op in ops):
         return
+    # With 0 they are listed even if they are all ranks: ``ranks 0, 1``.
     ranks = named_ranks(peers, 0)
     listed_ops = ", ".join(sorted(ops)) or "none"
     yield (
@@ -193,6 +195,7 @@ def missing_context_parallelism(cell: Cell, snapshot: Snapshot) -> Iterator[str]
     peers = set(cell.cp_peers(snapshot.rank))
     if cell.cp == 1 or _collectives_of_floats(snapshot, peers):
         return
+    # With 0 they are listed even if they are all ranks.
     ranks = named_ranks(sorted(peers), 0)
     yield (
         f"{ranks} exchanged nothing among themselves in a step; "

@@ -38,6 +38,7 @@ WHOLE_RUNS = (("train", "step", _LAST), ("reference", "reference", _LAST))
 
 def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why a cell of a driver has no reference to compare with; None if it has one."""
+    # A model that draws random numbers in its forward pass, such as those of dropout.
     if "model" in driver.options and model_of(cell).random:
         return "one process does not draw the random numbers of several ranks"
     if driver.can("reference"):
@@ -70,7 +71,9 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
 
     They are relative to the reference's number: ``([2e-5, 2e-5, ...], [2e-4, 2e-4, ...])``.
     """
+    # The cell's precision, or a lower one where its optimizer or GPU rounds more.
     precision = rounding_of(cell, trace.run())
+    # The built-in model that the cell names; None for the driver's own.
     model = known_model(cell)
     loss_tolerance = precision.loss_tolerance * _spread(model, precision, trace.run())
     norm_tolerance = precision.norm_tolerance
@@ -82,10 +85,12 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
 
 
 def _loss(snapshot: Snapshot) -> float | None:
+    """Return the loss, as a ``_NumberOf``."""
     return snapshot.loss
 
 
 def _grad_norm(snapshot: Snapshot) -> float | None:
+    """Return the gradient norm before clipping, as a ``_NumberOf``."""
     return snapshot.grad_norm
 
 
@@ -119,6 +124,7 @@ def allowed_deviations(table: float, trace: Trace, number: _NumberOf) -> list[fl
     deviations: list[float] = []
     for step in range(STEPS):
         deviation = 0.0
+        # A run of one process has one snapshot of a step, or none if it ended before.
         references = reference_run.at("reference", step)
         rounded = rounded_run.at("rounded", step)
         if len(references) == 1 and len(rounded) == 1:

@@ -149,6 +149,8 @@ def _keys_of_file(expected: ExpectedNames, file: FileInfo) -> Iterator[str]:
     """Yield texts about wrong keys of one file; keys that differ alike have one text together."""
     in_groups: set[str] = set()
     for group in expected.renamed_in(file):
+        # ``names`` maps each key of the group to the name that it stands for. As text a group is
+        # "9 keys have the extra prefix `_orig_mod.`"; ``way_out`` is advice, or empty.
         in_groups.update(group.names)
         first = min(group.names)
         name = group.names[first]

@@ -2,7 +2,8 @@
 
 The check ``gradients`` calls ``views`` with the snapshots of all ranks after a step: what each rank
 recorded of the gradients that its optimizer got. Under DDP each rank has whole gradients. Under
-FSDP and ZeRO a rank has a part of each, and the ranks of a shard group have the whole one together.
+FSDP and ZeRO a rank has a part of each, and the ranks of a shard group have the whole one together:
+``(0, 1)`` is the only shard group of FSDP on 2 ranks, ``(0,)`` and ``(1,)`` are those of DDP.
 
 The parts are not gathered. Each is recorded as its number of elements and its sum of squares; the
 sums of all parts give the norm. For a parameter of 6 elements on 2 ranks: parts of 3 elements with
@@ -52,6 +53,7 @@ def views(run: RunTrace, snapshots: Snapshots) -> Iterator[View]:
     groups_by_rank: dict[int, set[Ranks]] = defaultdict(set)
     for gradient in _whole_gradients(run, snapshots):
         for rank in gradient.ranks:
+            # A rank of the group that ended early has no snapshot.
             if rank in norms_by_rank:
                 norms_by_rank[rank][gradient.name] = gradient.norm
                 groups_by_rank[rank].add(gradient.ranks)
@@ -105,16 +107,20 @@ class _WholeGradient:
 
 def _whole_gradients(run: RunTrace, snapshots: Snapshots) -> Iterator[_WholeGradient]:
     """Yield the gradient of each parameter as each shard group has it."""
+    # The sizes of whole parameters come from the record of the unwrapped model. A run that ended
+    # before it was recorded has none.
     if run.unwrapped is None:
         return
     names = Names(run, run.unwrapped)
     # Unwrapped name -> rank -> the part that the rank holds.
     parts_by_name: dict[str, dict[int, GradientInfo]] = defaultdict(dict)
     for snapshot in snapshots:
+        # One step of each optimizer that the trainer has.
         for step in snapshot.steps:
             for info in step.gradients:
                 parts_by_name[names(info.name)][snapshot.rank] = info
     for name, part_of_rank in parts_by_name.items():
+        # Each rank recorded the ranks that hold one copy of the gradient together with it.
         holders_by_rank = {rank: info.layout.holders for rank, info in part_of_rank.items()}
         for group in shard_groups(holders_by_rank):
             parts: list[GradientInfo] = []

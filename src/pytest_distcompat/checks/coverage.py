@@ -197,10 +197,10 @@ def _same_with_another_seed(
     rows_by_rank: RowsByRank, full_run: Mapping[str, RowsByRank]
 ) -> Iterator[str]:
     """Yield a finding if a loader has the order of that which differs in the seed alone."""
-    base = next(iter(rows_by_rank.values()))[0].expected.reseeded
+    infos = _only_records(rows_by_rank)
+    base = infos[0].expected.reseeded
     if base not in full_run:
         return
-    infos = _only_records(rows_by_rank)
     base_infos = _only_records(full_run[base])
     if _epoch_of_each(infos, 0) == _epoch_of_each(base_infos, 0):
         yield f"its order is that of {base}; expected another one, as the seed is another"

@@ -38,6 +38,7 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
 def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why a cell does not have the check; None if it has."""
     if cell.option("compile"):
         return "a hook that sees what the model is fed would break the graph that compile is to see"
     if cell.option("save_only_model"):
@@ -64,8 +65,11 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train = trace.run("train")
     resume = trace.run("resume")
+    # ``SAVED`` is 3, the number of steps before the save.
     for nth in range(SAVED + 2):
         yield from _wrong_batches(cell, train, nth)
+    # ``every_rank`` yields a finding if a rank has no snapshot, ``pairs`` the two snapshots of each
+    # rank that has both.
     yield from every_rank(resume.at("load"), cell.world_size, "load")
     for before, after in pairs(train.at("save"), resume.at("load")):
         if before.rng != after.rng:

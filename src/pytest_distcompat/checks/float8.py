@@ -39,6 +39,7 @@ UNCONVERTED_LAYERS = 2
 
 
 def _no_float8(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why ``float8`` does not apply to a cell; None if it does."""
     if not PRECISIONS.get(cell.precision).float8:
         return f"{cell.precision} has no 8-bit layers"
     return None
@@ -110,6 +111,10 @@ def _not_computed(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _one_stage(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why ``stages`` does not apply to a cell; None if it does.
+
+    A stage is a run with 8 bits, with DeepSpeed, or with both.
+    """
     if (
         not PRECISIONS.get(cell.precision).float8
         or STRATEGIES.get(cell.strategy).zero_stage is None
@@ -144,6 +149,7 @@ def stages(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     for stage, checks in zip(STAGES.runs, CHECKS_OF_STAGES, strict=True):
         findings = _findings_of_stage(cell, trace, stage, checks)
+        # The last run, with both, is the cell's own training; another is named ``fp8_alone``, say.
         name = "both"
         if stage.name != "train":
             name = stage.name.replace("_", " ")

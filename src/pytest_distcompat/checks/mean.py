@@ -49,6 +49,7 @@ MEANS = {
 
 
 def _not_read(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why a cell does not have the check; None if it has."""
     if cell.option("compile"):
         return (
             "a hook that reads the gradient of what the model returns "
@@ -180,14 +181,18 @@ class _Step:
 
 
 def _steps(run: RunTrace) -> list[_Step]:
-    """Return the first steps of a run, up to the first whose weights are unknown."""
+    """Return the first steps of a run, up to the first whose weights are unknown.
+
+    They are ``SAVED`` at most, which is 3: the steps before the run saves.
+    """
     steps: list[_Step] = []
     means = frozenset(MEANS)
     for nth in range(SAVED):
         rows = _rows_of(run.at("step", nth))
         if rows is None:
             break
-        means = frozenset(name for name in means if _is_equal(rows, name))
+        fitting = [name for name in means if _is_equal(rows, name)]
+        means = frozenset(fitting)
         steps.append(_Step(rows, means))
     return steps
 

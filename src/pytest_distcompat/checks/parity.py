@@ -74,8 +74,10 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     loss_tolerances, norm_tolerances = tolerances(cell, trace)
     trained = trace.run("train")
     reference_run = trace.run("reference")
+    # ``after_step`` returns learning rate, weight decay and so on of each parameter.
     trained_numbers = NumbersOfParameters(trained)
     reference_numbers = NumbersOfParameters(reference_run)
+    # Numbers by which a wrong loss may be multiplied: ``{"the number of ranks": 2}``.
     factors = factors_of(cell, trained)
     losses_add_up = _parts_of_a_sum(cell, trace, loss_tolerances[0], norm_tolerances)
     # The largest numbers of the reference so far: the scale where its number is 0.

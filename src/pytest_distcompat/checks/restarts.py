@@ -73,7 +73,8 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 @check(
     scenario=_runs,
     until=(
-        ("train", "step", 9),
+        # ``third`` repeats the steps of ``train`` up to this one.
+        ("train", "step", SAVED + SECOND_SAVED + THIRD_STEPS - 1),
         ("second", "step", SECOND_STEPS - 1),
         ("third", "step", THIRD_STEPS - 1),
         ("first_save", "step", FIRST_SAVE_STEPS - 1),

@@ -276,8 +276,11 @@ def _steps(evidence: Row) -> Iterator[str]:
     for nth in range(len(evidence.steps["loss"])):
         row: list[object] = [nth + 1]
         for name in names:
-            value = evidence.steps[name][nth]
-            row.append("" if value is None else value)
+            value: object = evidence.steps[name][nth]
+            # A number that was not recorded is an empty place of the table.
+            if value is None:
+                value = ""
+            row.append(value)
         rows.append(row)
     yield from table(("step", *names), rows)
 

@@ -144,7 +144,7 @@ class KnownIssue:
         """Return the expectation for a marked test, None if the issue does not cover it.
 
         A marked test has no driver and no check, so an issue that names one of these does not cover
-        it. Nor does one of kind ``refuses``.
+        it. Nor does one of a kind other than ``fails``.
 
         Args:
             nodeid: pytest's node id of the test.

@@ -116,9 +116,17 @@ class Hosted:
         """Start the supervisor, which starts the command."""
         self._status = self.directory / "launcher.json"
         self._output = self.directory / "launcher.log"
-        self._watchdog = Watchdog(
-            Request("", {}, self.world_size, str(self.directory), self.timeout)
+        # What the watchdog needs to know of the run. It calls nothing on ranks, so there is no
+        # target.
+        watched = Request(
+            target="",
+            payload={},
+            world_size=self.world_size,
+            directory=str(self.directory),
+            timeout=self.timeout,
         )
+        self._watchdog = Watchdog(watched)
+        #: Rank -> its process number, of the ranks that have announced themselves.
         self._pids: dict[int, int] = {}
         #: When ranks were first seen gone: a rank that is killed cannot log its end.
         self._exited_at: dict[int, float] = {}
@@ -153,7 +161,8 @@ class Hosted:
             self._note_exits()
             status = self._launcher_status()
         # Ranks may end a moment after their launcher. Those that the watchdog has killed are gone.
-        await_end(self._processes(), REMAINDER_TIMEOUT_S if not watchdog.acted else 0.0)
+        remainder_seconds = 0.0 if watchdog.acted else REMAINDER_TIMEOUT_S
+        await_end(self._processes(), remainder_seconds)
         self._note_exits()
         # The ranks that still run although their launcher has ended: that is a failure.
         surviving = []

@@ -1,7 +1,9 @@
 """The launcher process (``server``) as pytest's process, its parent, sees it.
 
 The launcher process stands between pytest and the ranks: it has imported torch, it has fork servers
-(processes from which ranks are forked), and torchrun's agent starts the ranks in it.
+(processes from which ranks are forked), and torchrun's agent starts the ranks in it. There are two
+kinds of fork servers, those of *libraries* and those of the *session*, which have collected the
+user's tests too; and two of each kind, from different interpreters.
 ``warm.WarmLauncher`` keeps one ``LauncherProcess``, and replaces it when it is no longer
 ``intact``:
 
@@ -67,7 +69,8 @@ class LauncherProcess:
         #: Is removed with the process, and has a path short enough for a socket.
         self.directory = self._owned.path
         warmth_file = self.directory / "warmth.json"
-        warmth_file.write_text(json.dumps(_warmth_fields(warmth, device)), encoding="utf-8")
+        warmth_text = json.dumps(_warmth_fields(warmth, device))
+        warmth_file.write_text(warmth_text, encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         #: What has arrived and is no whole line yet.
         self._buffer = b""
@@ -149,12 +152,14 @@ class LauncherProcess:
         problem = str(self.status["not_shared"])
         if problem:
             return problem
-        # The variables that the ranks have with another value than the fork server.
+        # A finding is of no account where ranks have the same value of the variable that was read.
+        # These they have with another value than the fork server.
         differing = {*request.set, *request.unset}
 
         def differs(variable: str) -> bool:
             return variable in differing or OF_THE_AGENT.fullmatch(variable) is not None
 
+        # The test module whose tests the ranks run; None for tests of several modules.
         file = None if request.collected == ANY_MODULE else request.collected
         return self._findings.reason(file, differs)
 

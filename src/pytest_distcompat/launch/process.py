@@ -81,7 +81,7 @@ def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
     On the CPU no GPU is visible: ``CUDA_VISIBLE_DEVICES`` is empty, and ``DS_ACCELERATOR`` (the
     device that DeepSpeed takes) is ``cpu``. On a machine without a GPU neither is set: code that
     reads it would work on these ranks and fail under torchrun. pytest's own variable
-    ``PYTEST_CURRENT_TEST`` is left out.
+    ``PYTEST_CURRENT_TEST`` is left out. All launchers call this.
     """
     of_ranks = dict(environment)
     of_ranks.pop("PYTEST_CURRENT_TEST", None)
@@ -94,8 +94,9 @@ def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
 def user_environment(environment: Mapping[str, str], device: str) -> dict[str, str]:
     """Return a copy of the environment as the user's own torchrun would pass it on.
 
-    Only GPUs stay hidden from ranks on the CPU. ``DS_ACCELERATOR`` is the user's own or none:
-    DeepSpeed takes the CPU by itself where it sees no GPU.
+    The launcher ``torchrun`` calls it to run a test again without what this plugin adds. Only GPUs
+    stay hidden from ranks on the CPU. ``DS_ACCELERATOR`` is the user's own or none: DeepSpeed takes
+    the CPU by itself where it sees no GPU.
     """
     of_ranks = on_device(environment, device)
     if "DS_ACCELERATOR" not in environment:
@@ -116,6 +117,7 @@ def has_accelerator(devices: Path = Path("/dev")) -> bool:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl(2), where the C library has it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 

@@ -12,6 +12,9 @@ The main function is called in three ways:
 - as a program, by torchrun: ``torchrun --nproc-per-node 2 -m pytest_distcompat.launch.rank
   request.json``. The module ``torchrun`` does so, and so does a user who repeats a run by hand,
   with ``--by-hand`` and perhaps ``--pdb 1``.
+
+A test may have patched builtins when its rank reports how it ended. So the rank reports by the
+functions of ``pristine_builtins``, which were bound before.
 """
 
 from __future__ import annotations
@@ -84,6 +87,7 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
     # torchrun has Python's default, or what a module of the user's sets.
     multiprocessing.set_start_method(start_method, force=True)
     prepare(request)
+    # All forks have inherited the same random states: each gets its own, as a fresh process has.
     randomness.renew()
     perform(request, by_hand=by_hand, debugged=debugged)
     flush()
@@ -111,6 +115,8 @@ def forked(path: str) -> None:
     # By this name code distinguishes a process of a user from one of multiprocessing's workers.
     multiprocessing.current_process().name = "MainProcess"
     forget_parent()
+    # Modules that the fork server has imported, and the user's code has not, are no attributes of
+    # their packages here, as in a fresh process.
     unimported.hide_again()
     main(path)
 

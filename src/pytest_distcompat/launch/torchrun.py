@@ -39,6 +39,7 @@ class TorchrunLauncher(Launcher):
 
         It never raises for what the ranks do.
         """
+        # With this process's working directory and command line, as a file that each rank reads.
         request = request.from_here()
         path = request.write()
         logs = Path(request.directory) / "logs"
@@ -62,7 +63,8 @@ class TorchrunLauncher(Launcher):
             timeout=request.timeout,
             cwd=Path(request.cwd),
             reproduce=request.command(),
-            # torchrun reports each rank that failed.
+            # The exit code of a rank about which nothing is known: torchrun reports each one that
+            # failed, so this one did not.
             unreported=0,
         ).run()
 

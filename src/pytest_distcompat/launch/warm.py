@@ -89,6 +89,8 @@ class WarmLauncher(Launcher):
                 return Ending.not_launched(request.world_size, problem)
             assert self._process is not None
             assert self._open_run is None, "its ranks have the agent"
+            # The ranks are forked with the launcher process's environment: the request says which
+            # variables they must set and unset to have what torchrun would give them.
             request = environment.adapted(request, self._process.base, self._device)
             watch = self.watch = Watchdog(request)
             self._process.send(request)
@@ -105,7 +107,13 @@ class WarmLauncher(Launcher):
         return True
 
     def open(self, request: Request, target: str) -> OpenWarmRun:
-        """Start ranks that get requests, and return their run while it goes on."""
+        """Start ranks that get requests, and return their run while it goes on.
+
+        Args:
+            request: The first request, with the environment and the number of ranks.
+            target: The function that each rank calls, as ``module:function``. It performs one
+                request after the other.
+        """
         assert self._process is not None
         assert self._open_run is None, "its ranks have the agent"
         self._open_run = OpenWarmRun(self, self._process, request, target, self._device)
@@ -175,6 +183,7 @@ class WarmRun:
             watch.check()
             if process.dead:
                 return {"launch_error": process.death_report("while ranks ran")}
+            # The time since the watchdog has killed the ranks; below 0 while it has not.
             since_acted = clock.now() - watch.acted_at
             if since_acted > AGENT_TIMEOUT_S:
                 return None
@@ -190,6 +199,7 @@ class WarmRun:
             answer: What ``wait`` returned. If it is None or has a ``launch_error``, the launcher
                 process is of no use any more and is ended.
         """
+        # Processes that ranks have left behind.
         left_over = kill(self._process.strays())
         ending = self._ending(watch, answer or {}, left_over=tuple(left_over))
         if answer is None or "launch_error" in answer:

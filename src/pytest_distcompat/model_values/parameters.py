@@ -102,8 +102,7 @@ def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset
         for info in snapshot.parameters:
             # A parameter that is not in the optimizer (``held`` is 0) tells nothing, and a rank
             # with no element of it may have no gradient. DeepSpeed's optimizers have flat
-            # partitions
-            # instead: there ``held`` is None.
+            # partitions instead: there ``held`` is None.
             if info.held == 0 or not info.local_numel:
                 continue
             names_on_rank.add(info.name)

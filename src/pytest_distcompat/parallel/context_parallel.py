@@ -1,7 +1,7 @@
 """Context parallelism (``cp``): each rank computes on its part of the sequence.
 
-It has the keys and values of all of it. A sequence of n tokens over cp ranks: rank r of them has
-the tokens from r * n / cp to (r + 1) * n / cp, of every row.
+In attention its queries meet the keys and values of the whole sequence. Of n tokens over cp ranks,
+rank r of them has those from r * n / cp to (r + 1) * n / cp, of every row.
 
 Drivers, by which trainers are tested, have it in cells (configurations under test) such as
 ``fsdp2-fp32-w2-cp_2``; the model is a Llama of transformers. There are two kinds:

@@ -4,11 +4,11 @@ It sends its rows to the ranks that hold the experts of these rows. Of n experts
 ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks have other rows each, so that
 they are data-parallel ranks for the layers around the experts.
 
-The drivers for torch and DeepSpeed, by which they are tested, have it in cells (configurations
-under test) such as ``fsdp2-fp32-w2-model_moe_fused-ep_2``. At collection ``unsupported_reason``
-says which cells cannot run. On each rank the strategy ``fsdp2`` calls ``spread`` for the module of
-experts, and the driver for DeepSpeed calls ``spread_by_deepspeed``. The model's *router* chooses
-the expert of a row.
+The built-in drivers (classes by which trainers are tested) for torch and DeepSpeed have it in cells
+(configurations under test) such as ``fsdp2-fp32-w2-model_moe_fused-ep_2``. At collection
+``unsupported_reason`` says which cells cannot run. On each rank the strategy ``fsdp2`` calls
+``spread`` for the module of experts, and the driver for DeepSpeed calls ``spread_by_deepspeed``.
+The model's *router* chooses the expert of a row.
 
 Under FSDP2 as in torchtitan, whose ``ExpertTensorParallel`` cuts each expert too; under ZeRO by
 DeepSpeed's own layer: https://www.deepspeed.ai/tutorials/mixture-of-experts/.
@@ -61,6 +61,8 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
     else:
         driver = ""
         layer = "in one tensor"
+    # ``tiny.driver`` names the only driver that can train a model: ``deepspeed`` for a model with
+    # DeepSpeed's own layer of experts. It is empty for a model that all drivers can train.
     feature = "tensor parallelism of experts"
     if cell.ep > 1 or tiny.driver:
         feature = "expert parallelism"
@@ -117,6 +119,7 @@ def spread(experts: Module, mesh: DeviceMesh) -> None:
         placements.append(Shard(tensor_dim))
 
     def shard(_: str, module: Module, mesh: DeviceMesh) -> None:
+        # ``distribute_module`` calls it for the module of experts and each module inside.
         for name, parameter in module.named_parameters(recurse=False):
             sharded = distribute_tensor(parameter, mesh, placements)
             setattr(module, name, Parameter(sharded))

@@ -80,6 +80,7 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
     registered = RegisteredOptions(parser)
     registered.add(OPTIONS.values())
     pluginmanager.register(registered, _REGISTERED)
+    # ``registered.add`` is called with what each extension returns: its options.
     pluginmanager.hook.pytest_distcompat_options.call_historic(registered.add, {})
 
 

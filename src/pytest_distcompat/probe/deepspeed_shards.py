@@ -8,7 +8,9 @@ DeepSpeed its functions return None, 0 or nothing.
 - AutoTP is DeepSpeed's tensor parallelism: it replaces a layer by one that has a piece of the
   weight. ``autotp_cut`` says which piece.
 - hpZ, a part of ZeRO++, keeps a second shard of all weights among the ranks of one machine.
+  ``secondary_ranks`` says over how many ranks.
 - In a MoE layer each rank has some of the experts, small networks that share the tokens.
+  ``moe_experts`` says which expert a parameter belongs to.
 
 The results become parts of a ``Layout``: the dimensions of a grid of ranks with the tensor's
 placement along each (``tp=Shard(0)``), and the ``holders``, the ranks that have one copy of the
@@ -99,6 +101,7 @@ class Cut:
                 holders.add(holder + peer - rank)
         placement = f"Shard({self.dim})"
         dim = MeshDim("tp", len(self.ranks), self.coordinate, placement)
+        # ``several_ranks`` sorts them, and returns nothing for this rank alone, as layouts have it.
         return Layout((*other.dims, dim), several_ranks(holders))
 
 

@@ -72,7 +72,8 @@ def read_gradients(
         single: Whether the gradients of single parameters are returned too. They are in the first
             steps of a run only, to save time.
     """
-    # The ``id`` of each live parameter, or of its master copy -> its live name.
+    # The ``id`` of each live parameter, or of its master copy -> its live name. Without a model it
+    # is empty: then only the sum over all gradients can be returned.
     names = {} if model is None else owner_names(model, optimizer)
     layouts = wrapper_layouts(model)
     copies = master_copies(optimizer)
@@ -94,6 +95,7 @@ def read_gradients(
         layout = layout_of(tensor.grad, layout)
         square = square_of(tensor.grad)
         squares.append((layout.holders, square))
+        # A partition is taken apart below. The gradient of a single parameter is recorded now.
         if is_partition:
             storage = _storage_of(local_of(tensor))
             partitions[storage] = _FlatPartition(tensor, group)
@@ -110,6 +112,7 @@ def read_gradients(
             # Each fragment counts by its own layout: of what tensor parallelism does not shard, its
             # ranks hold several copies.
             squares = [(info.layout.holders, info.square) for info in gradients]
+    # All these ranks, and this rank's share of the sum over them.
     holders, square_of_all = together(squares)
     if not single or model is None:
         gradients = []

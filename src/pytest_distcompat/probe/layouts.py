@@ -11,7 +11,8 @@ from three places:
 - a plain tensor of DeepSpeed's AutoTP or MoE is marked by attributes: ``deepspeed_shards``.
 
 Example: FSDP1 on 2 ranks joins parameters into one flattened tensor. On rank 1 the layout of each
-of them is ``dp_shard=Flat`` with coordinate 1 of 2, and ``holders`` (0, 1).
+of them is ``dp_shard=Flat`` with coordinate 1 of 2, and ``holders`` (0, 1). A layout without
+``holders`` says that this rank alone holds the full tensor.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
             # ``partition_layout`` for the private names.
             group = parameter._dp_group  # noqa: SLF001 - see above
             layouts[id(parameter)] = _replicated(flat_layout(group, "dp_replicate"))
+        # AutoTP cuts parameters before ZeRO distributes the pieces: its mesh dimension is added to
+        # the layout that the piece has.
         cut = autotp_cut(parameter)
         if cut is not None:
             layout_before = layouts.get(id(parameter), WHOLE)
@@ -143,7 +146,7 @@ def _fsdp1_and_ddp_layouts(model: Module | None) -> dict[int, Layout]:
 
 
 def _replicated(layout: Layout) -> Layout:
-    """Return the layout of a replicated tensor on the same mesh."""
+    """Return the layout of a replicated tensor on the same mesh: this rank has all of it."""
     dims = [dataclasses.replace(dim, placement=REPLICATE) for dim in layout.dims]
     return Layout(tuple(dims))
 

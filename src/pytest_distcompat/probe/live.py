@@ -86,12 +86,14 @@ def read_unwrapped(
     parameters: list[ParameterInfo] = []
     for name, parameter in model.named_parameters():
         info = parameter_info(name, parameter)
-        parameters.append(replace(info, rounded=digest_rounded(parameter, compute)))
+        rounded = digest_rounded(parameter, compute)
+        parameters.append(replace(info, rounded=rounded))
     state_dict = tuple(model.state_dict())
     buffers: list[ParameterInfo] = []
     for name, buffer in model.named_buffers():
         info = parameter_info(name, buffer, persistent=name in state_dict)
-        buffers.append(replace(info, rounded=digest_rounded(buffer, compute)))
+        rounded = digest_rounded(buffer, compute)
+        buffers.append(replace(info, rounded=rounded))
     return UnwrappedInfo(
         tuple(parameters),
         tuple(buffers),
@@ -379,6 +381,8 @@ def live_parameter_info(
         # With use_orig_params each parameter is a one-dimensional view, maybe empty, into this
         # rank's shard of the flat parameter.
         kind = "FSDP1 shard"
+    # A DTensor itself says where its shard begins in the full tensor, which its digest needs.
+    digested = parameter if kind == "DTensor" else local
     tensor_parallel_shard = autotp_cut(parameter)
     if tensor_parallel_shard:
         shape = tensor_parallel_shard.shape
@@ -390,6 +394,6 @@ def live_parameter_info(
         kind=kind,
         layout=layout,
         local_numel=local.numel(),
-        digest=digest(parameter if kind == "DTensor" else local),
+        digest=digest(digested),
         held=held,
     )

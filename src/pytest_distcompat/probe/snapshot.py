@@ -134,6 +134,7 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
             if isinstance(value, (int, float)):
                 numbers[key] = float(value)
         return numbers
+    # ``links`` yields the optimizer, then the one that it wraps, and so on to torch's own.
     for link in links(optimizer):
         if hasattr(link, "loss_scale"):
             return {"scale": float(link.loss_scale), **_hysteresis(link)}

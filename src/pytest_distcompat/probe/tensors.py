@@ -5,10 +5,13 @@ plain one, a DTensor (of which the rank stores a shard), a parameter of ZeRO-3 (
 its attribute ``ds_tensor``), a quantized one (which stores codes and scales), or a fake one without
 values.
 
-A digest is a text such as ``32:1f2e...``: a hash of the values at their positions in the full
-tensor. ``digests`` explains why digests of shards add up. It needs, for each 32-bit word, a power
-of a base, modulo a prime. Most of this module computes those sums fast: positions are taken in
-*runs* of consecutive elements, and in chunks of ``_CHUNK`` words whose powers are kept.
+A digest is a text such as ``32:1f2e...``: the number of 32-bit words, and a hash of the values at
+their positions in the full tensor. The hash is a sum: each word times ``base ** position``, modulo
+a prime. So digests of shards add up to that of the full tensor; there are two sums, for two primes
+(``digests``). Most of this module computes those sums fast: positions are taken in *runs* of
+consecutive elements, and in chunks of ``_CHUNK`` words whose powers are kept. Words and powers are
+split into an upper and a lower half of 16 bits, because products of halves, and sums of them, are
+exact in float64.
 """
 
 from __future__ import annotations
@@ -242,6 +245,7 @@ def _hash_of_run(words: torch.Tensor, start: int) -> tuple[int, int]:
     # halves.
     for upper, prime, base in zip((0, 2), digests.PRIMES, digests.BASES, strict=True):
         lower = upper + 1
+        # A word is ``high * 2**16 + low``, and so is a power: their product has four parts.
         mixed = low[upper] + high[lower]
         value = (high[upper] << 32) + (mixed << 16) + low[lower]
         hashes.append(value * pow(base, start, prime) % prime)

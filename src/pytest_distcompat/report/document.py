@@ -170,7 +170,8 @@ class Report:
     def read(cls, path: Path) -> Report:
         """Return the report in a JSON file. Raises UsageProblem if there is none."""
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_json(data)
         except OSError as error:
             raise UsageProblem(f"{path}: {error.strerror}") from None
         except ValueError as error:

@@ -154,7 +154,10 @@ def linked(text: str) -> Markup:
     for index, part in enumerate(_URL.split(text)):
         # A split by one group: every second part is a URL.
         is_url = index % 2 == 1
-        texts.append(link.format(part) if is_url else part)
+        if is_url:
+            texts.append(link.format(part))
+        else:
+            texts.append(part)
     return Markup().join(texts)
 
 

@@ -62,6 +62,7 @@ def _chat_lines(report: Report) -> Iterator[str]:
         yield visible(versions)
     all_causes = causes(report.results)
     for cause in all_causes[:CHAT_CAUSES]:
+        # ``FAIL x 3``, or ``FAIL, CRASH x 3``: the statuses, and how many verdicts have the cause.
         counted = f"{cause.words} x {len(cause.results)}"
         cells = ", ".join(cause.cells)
         yield visible(f"- {counted}: {cut(cause.headline, 120)}")
@@ -70,6 +71,7 @@ def _chat_lines(report: Report) -> Iterator[str]:
             yield visible(f"  {cause.reproduce}")
     if len(all_causes) > CHAT_CAUSES:
         yield visible(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
+    # How the report differs from the earlier one that the user gave as baseline, line by line.
     baseline_lines = report.session.get("baseline", {}).get("text", ())
     for line in baseline_lines[:10]:
         if line:
@@ -91,10 +93,12 @@ def headline(report: Report) -> str:
 
 def escape(text: str) -> str:
     """Return a text on one line, escaped so that nothing in it is markup."""
-    return _SPECIAL.sub(r"\\\1", visible(" ".join(text.split())))
+    line = " ".join(text.split())
+    return _SPECIAL.sub(r"\\\1", visible(line))
 
 
 def _versions(report: Report) -> str:
+    """Return the versions of the session's libraries: ``torch 2.13.0, accelerate 1.14.0``."""
     texts = []
     for name, version in report.session.get("versions", {}).items():
         texts.append(f"{name} {version}")
@@ -130,6 +134,7 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
     if all_causes:
         yield from ("", "## Failures by cause", "")
     for number, cause in enumerate(all_causes[:CAUSES], 1):
+        # ``follows`` returns ``, may follow from 2`` for a consequence of cause 2.
         counted = f"{len(cause.results)} verdicts{follows(cause)}"
         shown_headline = escape(cut(cause.headline, HEADLINE))
         yield f"{number}. **{cause.words}**, {counted}: {shown_headline}"
@@ -137,9 +142,9 @@ def _causes(all_causes: list[Cause]) -> Iterator[str]:
             names = escape(", ".join(checks))
             yield f"   - {escape(cell)}: {names}"
         if cause.reproduce:
-            command = visible(" ".join(cause.reproduce.split()))
+            command = " ".join(cause.reproduce.split())
             # The indent makes the block a part of the list's item.
-            yield from ("", "   ```console", f"   $ {command}", "   ```", "")
+            yield from ("", "   ```console", f"   $ {visible(command)}", "   ```", "")
     if len(all_causes) > CAUSES:
         yield f"\n{unshown(len(all_causes) - CAUSES)}"
 

@@ -31,7 +31,7 @@ STATE_DICT_TYPES = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
 
 
 def dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row of FSDP.
+    """Return the dtypes of FSDP: its row in the documentation's table of strategies.
 
     Shards and optimizer are in the master dtype, products and reductions in the compute dtype.
     """
@@ -87,8 +87,9 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
+    # Such as ``{"dp_replicate_size": 2, "dp_shard_size": 2}``, the outermost dimension first; empty
+    # for a mesh of one dimension.
     size_by_name = parallelism(cell)
-    # Empty for a mesh of one dimension.
     if not size_by_name:
         size_by_name = {"dp_shard_size": cell.world_size // cell.pp}
     names = tuple(name.removesuffix("_size") for name in size_by_name)

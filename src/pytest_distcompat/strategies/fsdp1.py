@@ -71,22 +71,24 @@ def _torch(
 def _dtypes(precision: Precision) -> Dtypes:
     """Return the dtypes of FSDP, with buffers in the compute dtype from the first forward on."""
     # ``MixedPrecision(buffer_dtype=...)`` does that; accelerate sets it too.
-    row = _fsdp.dtypes(precision)
+    dtypes_of_fsdp = _fsdp.dtypes(precision)
     if not precision.mixed:
-        return row
-    return dataclasses.replace(row, buffer=precision.compute)
+        return dtypes_of_fsdp
+    return dataclasses.replace(dtypes_of_fsdp, buffer=precision.compute)
 
 
 FSDP1 = Strategy(
     "fsdp1",
     meaning="torch.distributed.fsdp.FullyShardedDataParallel: flat parameters, sharded",
     dtypes=_dtypes,
+    # The wrapper and the kind of parameters that a probe must find on each rank.
     wrapper="FSDP1",
     kind="FSDP1 shard",
     shards=True,
     # On one rank FSDP1 turns every sharding strategy into NO_SHARD, whose parameters are full,
     # plain tensors.
     kind_alone="Tensor",
+    # What FSDP1 puts into parameter names: ``blocks.0._fsdp_wrapped_module.weight``.
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,
     accelerate=functools.partial(_fsdp.plugin, 1),

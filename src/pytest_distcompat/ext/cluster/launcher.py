@@ -108,6 +108,7 @@ class NodesLauncher(Launcher):
         # Wait until all nodes have imported torch and the like, which takes seconds: the time limit
         # of the run begins with its ranks.
         not_warm = []
+        # ``problems`` asks all nodes at once: node -> why it is not ready, empty if it is.
         for node, cold_reason in problems(nodes, lambda _: {"do": "get_warm"}).items():
             if cold_reason:
                 not_warm.append(f"{node.name}: {cold_reason}")
@@ -126,6 +127,8 @@ class NodesLauncher(Launcher):
         """
         who = current_item() or request.directory
         requested_at = clock.now()
+        # ``given``: by the name of a node, the devices that a scheduler gives the run there; empty
+        # without a scheduler that counts devices.
         with self.devices(nodes, request.spread.local_size, who) as given:
             granted_at = clock.now()
             run = NodesRun(
@@ -137,8 +140,8 @@ class NodesLauncher(Launcher):
                 given,
             )
             ending = run.run()
+            # Empty if the run's only node leases devices itself: it has recorded the lease then.
             if run.devices:
-                # One node that leases devices has noted them itself.
                 span = Span(
                     run.devices,
                     who,

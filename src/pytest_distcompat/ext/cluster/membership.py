@@ -12,6 +12,9 @@ nodes (``alike``). A node whose agent or machine is gone is *lost* from then on.
 
 A scheduler may also take all nodes away, as when the job's time is over; the executor knows whether
 it does (``Executor.taken``).
+
+A run may span several nodes. With ``--distcompat-worker-nodes`` one node has all runs of this
+process instead (``Settings.node``), and others are spare: they take over in turn where it is lost.
 """
 
 from __future__ import annotations
@@ -144,6 +147,7 @@ class Membership:
         if node.boot != boot_id():
             # Another machine, whose monotonic clock counts from another time.
             node.measure_clock()
+        # Its launcher process begins to import what ``warmth`` names; nobody waits for it.
         node.send({"do": "warm", "session": self._session})
         if self._accounts:
             # The scheduler says for each run whether a node has enough GPUs. Numbers that differ

@@ -34,7 +34,10 @@ def has_failed(part: Part) -> bool:
 
 
 def process_of(rank: int, node: Node, part: Part) -> RankProcess:
-    """Return how the process of a rank ended, with times by the clock of this machine."""
+    """Return how the process of a rank ended, with times by the clock of this machine.
+
+    A node's times are by its own clock, which is ``node.ahead`` seconds ahead of this machine's.
+    """
     # For a rank of which the node said nothing.
     lost: dict[str, Any] = {"lost": part.get("lost", "")}
     fields = part["processes"].get(str(rank), lost)

@@ -37,14 +37,15 @@ class ScheduledPool(Pool):
         A lease inside another one leases from the GPUs of the outer one: it does not ask the
         scheduler.
         """
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as lease_stack:
             if self.inventory is self._whole:
-                # ``held`` would pass an exception of the block on to ``ask``, which keeps the GPUs
-                # then, because ranks may still use them. Here the processes of a block that raised
-                # have ended. So ``ask`` is entered in a stack of its own, and closed without it.
-                given = contextlib.ExitStack()
-                held.callback(given.close)
-                ids = given.enter_context(self.ask(ranks, who))[""]
-                held.callback(setattr, self, "inventory", self._whole)
-                self.inventory = gpus(None, self._whole.ranks_each, ids)
-            yield held.enter_context(super().lease(ranks, who=who, **options))
+                # ``ask`` keeps the GPUs if its block raises, because ranks may still use them. Here
+                # the processes of a block that raised have ended, and the scheduler must have the
+                # GPUs back. So ``ask`` is entered in a stack of its own, whose ``close`` does not
+                # tell it of an exception.
+                scheduler_stack = contextlib.ExitStack()
+                lease_stack.callback(scheduler_stack.close)
+                given = scheduler_stack.enter_context(self.ask(ranks, who))
+                lease_stack.callback(setattr, self, "inventory", self._whole)
+                self.inventory = gpus(None, self._whole.ranks_each, given[""])
+            yield lease_stack.enter_context(super().lease(ranks, who=who, **options))

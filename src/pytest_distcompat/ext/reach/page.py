@@ -34,6 +34,7 @@ class LibraryPart:
     counts: Counts
     #: The branches that no cell reaches, those first that users are likely to run into.
     missing: tuple[BranchReach, ...]
+    #: Each source file, with the cells that execute its functions and branches.
     files: tuple[FileReach, ...]
 
 
@@ -49,13 +50,17 @@ def page(reach_map: ReachMap) -> str:
     style_path = resources.files("pytest_distcompat.report") / "templates" / "page.css"
     template = environment.from_string(template_path.read_text(encoding="utf-8"))
     style = style_path.read_text(encoding="utf-8")
+    libraries = [_part(reach_map, library) for library in reach_map.libraries()]
     return template.render(
+        # The Content-Security-Policy, by which the page may load nothing.
         policy=POLICY,
         style=Markup(style),  # noqa: S704 - a file of this package
         headline=headline(reach_map),
         versions=reach_map.versions,
-        libraries=[_part(reach_map, library) for library in reach_map.libraries()],
+        libraries=libraries,
+        # The words that say in which order a library's missing branches are.
         order=ORDER,
+        # The template calls it for the cells of a branch: ``3 cells in build step: ...``.
         cells=cells_text,
     )
 

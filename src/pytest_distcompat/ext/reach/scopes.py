@@ -3,6 +3,10 @@
 ``analysis`` asks, for each branch of a file, in which function it is (``Scopes.at``), and how
 likely users run into it (``Scope.rank``): a branch in a public function whose condition reads an
 argument or a setting comes first. All is read from the syntax tree; nothing is imported.
+
+Reach is the part of this project that records which branches of the installed libraries
+(accelerate, transformers, ...) tests execute. ``analysis`` is its module that lists the branches of
+a file.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ _SETTING = re.compile(
 
 @dataclass(frozen=True)
 class Scope:
-    """A function while its branches are read."""
+    """A function of a module, with what is needed to rank its branches."""
 
     #: The qualified name: ``Accelerator.prepare``.
     name: str
@@ -66,7 +70,7 @@ class Scopes:
 
     Args:
         module: The syntax tree of the module.
-        file_id: The file, whose path says whether the module is private.
+        file_id: The file. Its path says whether the module is private: ``torch/_ops.py``.
     """
 
     def __init__(self, module: ast.Module, file_id: FileId) -> None:
@@ -150,7 +154,10 @@ class Scopes:
         return not self._in_private_module
 
     def _function(self, scope: Scope) -> Function:
-        """Return the function with the lines that no function inside it has."""
+        """Return the function with the lines that no function inside it has.
+
+        ``bits_of`` makes one integer of them: the lines 1 and 3 are ``0b1010``.
+        """
         own_lines: list[int] = []
         for line in range(scope.first + 1, scope.last + 1):
             if self._innermost[line] is scope:

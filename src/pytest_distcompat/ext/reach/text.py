@@ -8,7 +8,12 @@ a part of it, and prints the lines; ``page`` uses some for HTML:
 - ``overview``, with ``library_table`` and ``file_table``: numbers of each library and file;
 - ``functions``: all functions of one library, with the cells that execute each;
 - ``missing``: branches that no cell reaches;
-- ``changed``, ``changed_unexecuted``: what a new release changes, and who executes that.
+- ``changed``, ``changed_unexecuted``: what a new release changes, and who executes that. A *place*
+  is lines of a file that the new release replaces, removes or adds together.
+
+``FunctionReach``, ``BranchReach`` and ``PlaceReach`` are parts of the source with ``contexts``: the
+cells that execute them, each with an action. A ``FileReach`` has those of its functions and
+branches.
 """
 
 from __future__ import annotations

@@ -109,11 +109,18 @@ def _write(root: Path, path: Path, text: str, *, dry_run: bool) -> None:
 
 
 def _notes(repository: Repository, chosen: str) -> Iterator[str]:
-    """Yield what is left for the user to do, a line each."""
+    """Yield what is left for the user to do, a line each.
+
+    Args:
+        repository: What the repository contains.
+        chosen: The driver that the user named by ``--driver``; empty without that option.
+    """
+    # Messages about classes in files that no import statement can name, such as ``train-gpt.py``.
     yield from repository.nameless
     yield from _settings_notes(repository, chosen)
     loop = loop_to_drive(repository, chosen)
     if loop is not None:
+        # ``filled`` returns the text of the driver that was written from the template ``loop.txt``.
         todo = filled("loop.txt", module=loop.module).count('"TODO')
         driver_file = repository.tests / "distcompat_driver.py"
         yield (
@@ -137,7 +144,10 @@ def _notes(repository: Repository, chosen: str) -> Iterator[str]:
 
 
 def _settings_notes(repository: Repository, chosen: str) -> Iterator[str]:
-    """Yield what is to be added by hand to settings of pytest that exist."""
+    """Yield what is to be added by hand to settings of pytest that exist.
+
+    Where the repository has no file with settings, ``files_to_write`` has made one.
+    """
     settings = repository.settings
     file_name = relative(settings.file, repository.root)
     if settings.exists:
@@ -146,6 +156,8 @@ def _settings_notes(repository: Repository, chosen: str) -> Iterator[str]:
                 yield f"kept {setting.key} in {file_name}"
             else:
                 yield f"add to [{settings.table}] in {file_name}: {setting.line}"
+    # The directory of the driver or trainer, if pytest would not find it: ``src``. Without a
+    # ``pythonpath`` in the settings it is among ``pytest_settings`` above.
     directory = missing_directory(repository, chosen)
     if directory and repository.pythonpath:
         entry = relative(repository.root / directory, settings.file.parent)

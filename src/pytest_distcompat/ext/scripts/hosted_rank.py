@@ -9,6 +9,11 @@ the script runs, and combines the ends of all ranks to one report.
 ``claim(rank)`` is called by ``instrumentation`` in a process that has RANK in its environment, when
 it starts, or in any process when it calls ``init_process_group``. Child processes of a rank, such
 as workers of a DataLoader, inherit its environment and are no ranks.
+
+The *probe* is all code that records a script from inside its processes, this module too. The
+script must not notice an error of the probe: ``guard.attempt(where, function)`` calls a function
+and logs what it raises. After the first error it calls nothing more, but for functions with
+``always=True``: the end of the rank is logged in any case.
 """
 
 from __future__ import annotations
@@ -142,7 +147,7 @@ class HostedRank:
             util.Finalize(None, end, exitpriority=-100)
 
     def fail(self, error: BaseException) -> None:
-        """Log the exception that ended the rank."""
+        """Log the exception that ended the rank, and whether it only says that a peer is gone."""
         from pytest_distcompat.events import Error
         from pytest_distcompat.launch.forensics.stacks import format_error
         from pytest_distcompat.launch.peers import lost_peer
@@ -157,7 +162,8 @@ class HostedRank:
     def exit_like_preempted(self) -> None:
         """Exit at once with code 0, as a preempted rank does, after the checkpoint of a round trip.
 
-        No atexit functions run, and the process group is not left.
+        A round trip is a test that stops a script and resumes it (``resume_roundtrip``). No atexit
+        functions run, and the process group is not left.
         """
         from pytest_distcompat.events import Done
 
@@ -190,7 +196,10 @@ class HostedRank:
         from pytest_distcompat.events import Done, Exit
 
         self._end_logged = True
-        self.log.write(Exit(code) if code else Done())
+        if code:
+            self.log.write(Exit(code))
+        else:
+            self.log.write(Done())
 
     def _ending_exception(self) -> BaseException | None:
         """Return the exception that ends the process now, as far as Python knows.

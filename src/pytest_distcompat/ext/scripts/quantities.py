@@ -1,6 +1,7 @@
 """The quantities of a training step that ``resume_roundtrip`` compares: read, compare, describe.
 
-``RoundTrip`` (module ``roundtrip``) has two runs of one script: one that never stopped, and one
+``resume_roundtrip`` is the function by which a user's test stops a script and resumes it. Its
+``RoundTrip`` (module ``roundtrip``) has two runs of the script: one that never stopped, and one
 that loaded a checkpoint. For each rank and step it takes the snapshot of either run (what the probe
 in the rank recorded after that step) and asks ``are_equal("losses", expected, resumed, ...)`` here.
 If the answer is no, ``describe_difference`` says in words how they differ, such as ``2.31 instead
@@ -64,6 +65,7 @@ def _parameters(snapshot: Snapshot) -> dict[str, _StoredValue]:
 
 
 def _optimizer(snapshot: Snapshot) -> _OptimizerValues:
+    """Return this rank's optimizer state, masters and numbers of param groups."""
     states: dict[str, _StoredValue] = {}
     for info in (*snapshot.states, *snapshot.masters):
         # A load may return a single number as a tensor, whose dtype says nothing.
@@ -77,8 +79,10 @@ def _extra_state(snapshot: Snapshot) -> dict[str, Mapping[str, str]]:
     """Return the values of each extra state that a checkpoint is to bring back.
 
     Extra state is a variable of the script with state beside model and optimizer, such as ``ema``.
-    The result maps its name to the text or digest of each value in it.
+    The result maps its name to the text or digest of each value in it:
+    ``{"ema": {"shadow.weight": "32:1f...", "step": "3"}}``.
     """
+    # The user may declare that a checkpoint leaves one out: ``expected.comes_back`` is then False.
     return {info.name: info.values for info in snapshot.extra if info.expected.comes_back}
 
 

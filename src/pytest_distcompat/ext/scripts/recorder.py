@@ -20,7 +20,12 @@ The index of a snapshot is 100 (``STRIDE``) times the steps taken so far plus an
 step has 300, a checkpoint after it 310. All ranks count the same steps, so they agree on the index
 although one of them may save alone.
 
-The recorder takes part in no collective and changes nothing in the script.
+A snapshot that is *whole* has all tensors of the model and the optimizer, by their digests (hashes
+of their values); others have numbers alone.
+
+The recorder takes part in no collective and changes nothing in the script. But a test that resumes
+a script (``resume_roundtrip``) has it end all ranks after the checkpoint of step ``stop_after``, as
+if they had been preempted.
 """
 
 from __future__ import annotations
@@ -122,7 +127,7 @@ class Recorder:
         #: Whether the run ends when the script goes on: the checkpoint of step ``stop_after`` is
         #: written.
         self._should_stop = False
-        #: Whether this rank alone has written a file after the last step.
+        #: Whether this rank alone has written a file after the last step, by ``torch.save``.
         self._wrote_file = False
         #: Whether the ranks have compared what they wrote after the step at which the run may be
         #: stopped.

@@ -73,6 +73,7 @@ class RoundTrip:
         """Return what is wrong. If a run took the wrong steps, that is the only finding."""
         runs = {"run": self.through, "stopped run": self.stopped, "resumed run": self.resumed}
         for title, run in runs.items():
+            # ``missing_evidence`` says why a probe recorded nothing, as where none saw a model.
             # With ``save_at=total`` the resumed run evaluates only.
             must_train = run is not self.resumed or self.steps_left > 0
             problem = run.missing_evidence(trains=must_train)
@@ -103,9 +104,11 @@ class RoundTrip:
         if not findings:
             return
         runs = (self.through, self.stopped, self.resumed)
+        # ``labels`` are a line for each change that made a library run on CPU ranks.
         lines = [message(findings), *self.resumed.labels]
         for run in runs:
             lines.append(f"logs: {run.directory}")
+        # A crash or hang of a run, which no declared expectation excuses.
         hard = any(run.hard for run in runs)
         raise Incompatible("\n".join(lines), hard=hard)
 
@@ -174,6 +177,7 @@ class RoundTrip:
             return
         when = f"after the load at {self.resumed.trace.world_size} ranks"
         with_states = "optimizer" in self.same
+        # The digests of whole tensors, put together from those of the ranks' parts.
         saved_values = values(self.stopped.trace, saved)
         loaded_values = values(self.resumed.trace, loaded)
         yield from differences(saved_values, loaded_values, when, states=with_states)
@@ -198,7 +202,9 @@ class RoundTrip:
         seen: set[str] = set()
         for nth in range(self.total):
             snapshots = _step(self.through, nth)
-            names = {info.name for snapshot in snapshots for info in snapshot.extra}
+            names: set[str] = set()
+            for snapshot in snapshots:
+                names.update(info.name for info in snapshot.extra)
             if names:
                 steps[f"step {nth + 1}"] = snapshots
                 seen |= names

@@ -7,7 +7,8 @@ keeps those that reach new branches. A branch is new if neither the map (``--map
 ``--distcompat-reach``) nor an earlier candidate has it.
 
 ``cli`` calls ``add``, by the entry point ``pytest_distcompat.commands``. The parser then calls
-``_search``, whose return value is the exit code: 1 if a candidate breaks the law of ``trial``.
+``_search``, whose return value is the exit code: 1 if a candidate breaks the law (``trial``): its
+checks pass and its calls do what they do in one process, or the stack refuses it with a message.
 
 This file has the options and the output; ``guide`` has the search itself.
 """
@@ -263,9 +264,10 @@ def _spaces(options: argparse.Namespace) -> Sequence[DriverSpace]:
 
 def _print_step(step: Step) -> None:
     """Print a candidate: ``+12 torch fsdp2-fp32-w2`` if it reached 12 new branches."""
-    words = [f"+{step.new_branches}" if step.new_branches else "  "]
-    words.append(str(step.candidate))
-    print(*words, flush=True)
+    new_branches = "  "
+    if step.new_branches:
+        new_branches = f"+{step.new_branches}"
+    print(new_branches, step.candidate, flush=True)
     if step.outcome.refused:
         print(f"     refused: {step.outcome.refused[:160]}", flush=True)
     if step.found is not None:

@@ -77,7 +77,10 @@ class Kept:
 
 @dataclass
 class Found:
-    """A finding: one way in which candidates break the law of ``trial``.
+    """A finding: one way in which candidates fail.
+
+    A candidate is judged by a law that needs no expected values (``trial``): its checks pass, its
+    calls have the effect that they have in one process, or the libraries refuse it with a message.
 
     Attributes:
         candidate: The first candidate that failed so, reduced to the parts that it needs to fail.
@@ -124,7 +127,8 @@ class State:
         versions: Library -> installed release.
         tried: Candidate as text -> how many branches it was the first to reach, in the order in
             which they were tried.
-        refused: How many of them the stack refused with an exception raised on purpose.
+        refused: How many of them the stack (torch and the libraries above it) refused with an
+            exception raised on purpose.
         seconds: How long all trials took.
         kept: The candidates that reached new branches.
         found: The findings, one for each way to fail.
@@ -150,8 +154,10 @@ class State:
     def yields(self, readers: Mapping[str, int]) -> Yields:
         """Return what the candidates tried so far have yielded, by option, setting and call.
 
+        A candidate yields the branches that it is the first to reach.
+
         Args:
-            readers: Name of a setting's field -> how many unreached branches read it.
+            readers: Name of a setting's field, ``eps`` -> how many unreached branches read it.
         """
         yields = Yields(readers)
         new_by_text: dict[str, int] = {}

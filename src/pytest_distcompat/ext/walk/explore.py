@@ -189,7 +189,8 @@ class Explorer:
         Returns:
             The runs of the walk that fails; none if all is well.
         """
-        return Trace.of(self.driver, self._runs_of(self.check_observers()))
+        failed = self.check_observers()
+        return Trace.of(self.driver, self._runs_of(failed))
 
     def _runs_of(self, failed: _Calls) -> list[RunTrace]:
         """Return the runs of the walk that failed at the last of these calls; none for no calls."""

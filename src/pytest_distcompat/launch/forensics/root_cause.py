@@ -7,6 +7,11 @@ as consequences. ``conclude`` calls it last, with the end of each rank.
 For example, rank 1 is killed by SIGSEGV, then rank 0 raises "Connection closed by peer". The ends
 that come in have the statuses ``raised`` (rank 0) and ``killed`` (rank 1). The ends that go out
 have ``lost peer`` and ``killed``, so the report shows rank 1 as the cause.
+
+An end that comes in is ``done``, ``raised`` (it logged an exception), ``killed`` (by a signal),
+``exited`` (with a code), ``stuck`` (it still ran at the time limit) or ``missing`` (it never logged
+anything). ``lost peer`` and ``stopped`` (ended because another rank had failed) are consequences.
+``RankEnd.last`` is the last event that the rank logged.
 """
 
 from __future__ import annotations

@@ -246,11 +246,17 @@ def without_launcher(stack: str) -> str:
     ``_CALLERS``, and threads without a frame. If nothing remained, the frames of ``_CALLERS`` are
     kept.
     """
-    above_main = list(reversed(_threads_above_main(stack)))
+    above_main = _threads_above_main(stack)
+    # faulthandler writes the main thread last.
+    above_main.reverse()
     shown = [thread.without_callers() for thread in above_main]
     if not any(thread.has_frames for thread in shown):
         shown = above_main
-    return "\n".join(str(thread) for thread in shown if thread.has_frames)
+    texts = []
+    for thread in shown:
+        if thread.has_frames:
+            texts.append(str(thread))
+    return "\n".join(texts)
 
 
 def format_error(error: BaseException) -> str:

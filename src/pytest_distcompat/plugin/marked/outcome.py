@@ -87,6 +87,9 @@ OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
 def disagreement(warm: str, cold: str, text: str) -> str:
     """Return the text of the failure of a test or check whose second run had another outcome.
 
+    The first run is on *warm* ranks, forked from a process that has imported torch; the second one
+    under torchrun's command, whose ranks import everything themselves.
+
     Args:
         warm: The outcome on forked ranks, as ``passed``.
         cold: The outcome under the command ``torchrun``, as ``failed``.

@@ -45,6 +45,7 @@ def session_info(
     # A lease for a run of a suite has the run's directory as ``who``. A report has the run's id,
     # the last part of that path. A lease for a marked test has the node id of the test.
     for entry in timeline:
+        # pytest-xdist may append a group, ``@slow``, to a node id; ``strip_group`` takes it off.
         holder = entry["who"].removeprefix(f"{session.runs}{os.sep}")
         entry["who"] = strip_group(session.config, holder)
     return {

@@ -149,6 +149,7 @@ class BoundCase:
         """
         case = self.case
         driver = find_driver(case.suite.driver)
+        # Issues name the libraries with the bug: those that concern this driver's libraries.
         known = session.known_of(concerned(driver), session.nodeid_of(self.item))
         # The suite's own expectations come first.
         expected = list(case.suite.expect)
@@ -164,6 +165,7 @@ class BoundCase:
         if verdict.status is Status.FAILED and not verdict.reason:
             self._declaration = declaration(case.check, case.cell, trace)
         verdict = self._verified(verdict, expected, session)
+        # At its end the session tells of issues of the user's that no failure needed.
         declared_of(session).note_verdict(self.item, known, case.cell, verdict)
         return verdict, trace
 
@@ -287,6 +289,7 @@ def finish_report(
     error = call.excinfo.value if call.excinfo is not None else None
     if isinstance(error, DistcompatError):
         represent(report, str(error))
+        # A crash, a hang or a leak is a failure in spite of an xfail mark.
         take_xfail_from_hard(report, error)
 
 

@@ -75,5 +75,6 @@ def why_not_through_gloo(cell: Cell, check: str = "") -> str | None:
         if limit.checks and check not in limit.checks:
             continue
         if limit.needs(cell):
+            # ``CURE`` says which NCCL takes ranks that share a GPU.
             return f"gloo cannot {limit.words} on a GPU. {CURE}"
     return None

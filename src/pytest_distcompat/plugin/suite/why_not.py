@@ -9,9 +9,9 @@ one pytest item. There are three functions, because the reason decides what pyte
 - ``why_not_run``: called before a case runs, and adds that this machine has too few GPUs.
 
 The session brings two reasons of its own. It may have a *substitute* for ranks: an extension that
-answers in their place without starting any; it says what it cannot
-answer. And several ranks may *share* one GPU, by torch's backend gloo where NCCL takes only one of
-them (``shared_gpu``): some cells cannot run that way, and in others some checks cannot judge.
+answers in their place without starting any; it says what it cannot answer. And several ranks may
+*share* one GPU, by torch's backend gloo where NCCL takes only one of them (``shared_gpu``): some
+cells cannot run that way, and in others some checks cannot judge.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     for run in case.check.runs(case.cell, driver).runs:
         cell = run.cell(case.cell)
         largest = max(largest, cell.spread.local_size)
+    # ``too_large`` returns the reason, empty if there are GPUs enough.
     return session.too_large(largest) or None
 
 
@@ -55,6 +56,7 @@ def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSessi
     """Return why the driver or this session cannot run the cell; None if they can."""
     if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
         return NO_MIG
+    # ``uneven`` is the reason why the ranks cannot be spread evenly over machines, if they cannot.
     reason = cell.spread.uneven or unsupported_reason(driver, cell, session.device)
     if not reason and session.substitute is not None:
         reason = session.substitute.why_not_supported(driver, cell)

@@ -28,7 +28,7 @@ from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD, OFFL
 from pytest_distcompat.live_calls import CLIP_VALUE, Calls
 from pytest_distcompat.strategies import MAX_NORM
 
-# The next five are pattern of calls -> why walks leave them out.
+# The next five are parts of ``refused``: pattern of calls -> why walks leave them out.
 
 #: Under DeepSpeed, where ``accelerator.backward`` does the work of several calls.
 _ENGINE = {
@@ -62,6 +62,7 @@ _VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"
 #: Code that makes the trainer in the script of a walk; ``PLUGIN`` stands for a strategy's own part.
 #: The script shows a failing walk without this plugin. ``script.py.tmpl`` in ``ext/walk`` is the
 #: rest of it, with the model, ``optimizer_of``, ``trainer_of``, ``batch``, RANKS, EPOCH, MAX_NORM.
+#: The operator ``deepspeed_shm_comm`` is switched off because DeepSpeed would compile it for 40 s.
 _SCRIPT = """
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedType

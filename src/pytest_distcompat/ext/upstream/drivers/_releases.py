@@ -142,7 +142,8 @@ def fsdp_for_release(
         return {}, {}
     config = dict(settings["fsdp_config"])
     reshard = config["reshard_after_forward"] in {True, "full_shard"}
-    flags = ["full_shard" if reshard else "shard_grad_op", "auto_wrap"]
+    sharding = "full_shard" if reshard else "shard_grad_op"
+    flags = [sharding, "auto_wrap"]
     if config.pop("cpu_offload"):
         flags.append("offload")
     # These releases raise if only rank 0 loads the weights and module states are not synchronised.

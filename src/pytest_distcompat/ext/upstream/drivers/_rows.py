@@ -11,8 +11,11 @@ function ``..._rows`` yields (epoch, rows) for each batch of this rank: ``(0, [4
 ``{"shuffle: rows": 23.0, "shuffle: mean": 165.0}``.
 
 What is read is judged elsewhere: the check ``coverage`` compares the rows of all ranks with a
-``Loader``, which says what a loader must do (shuffle, fill the last batch, resume); the check
-``evaluation`` compares the metrics with those of one process. The tables ``ACCELERATE``,
+``Loader``, which says what a loader must do: its order changes from epoch to epoch (``shuffled``);
+the last batches are filled with rows of the beginning (``filled``), or rows that fill no batch are
+left out (``dropped``); it goes on in the middle of an epoch (``resumes``), also with another number
+of ranks (``moves``); with another seed it has another order than the loader named in ``reseeded``.
+The check ``evaluation`` compares the metrics with those of one process. The tables ``ACCELERATE``,
 ``TRAINER``, ``DEEPSPEED`` and ``TORCH`` have the ``Loader`` of each loader by its name, such as
 ``"dispatch_batches"``. Drivers have them as their attribute ``loaders``.
 """
@@ -51,7 +54,8 @@ _STATEFUL = {
 #: those of DataLoader together. Two keys are about the data set: ``rows`` is the number of its
 #: rows, ``iterable`` makes it one without a length. ``seed`` is that of ``set_seed``, and with
 #: ``calls_set_epoch`` False nobody calls ``set_epoch``. ``samples`` names what a user passes to
-#: DataLoader instead of ``shuffle``: see ``_samplers``. ``accelerate_loader`` takes them apart.
+#: DataLoader instead of ``shuffle``, a sampler of the module ``_samplers``. ``accelerate_loader``
+#: takes them apart.
 _ACCELERATE: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "seedable": {"use_seedable_sampler": True},

@@ -1,4 +1,10 @@
-"""Samplers that users write for torch's ``DataLoader``: of rows, and of whole batches."""
+"""Samplers that users write for torch's ``DataLoader``: of rows, and of whole batches.
+
+``Accelerator.prepare`` wraps a loader's sampler, or replaces it, by the class that it has. So the
+driver for accelerate tries loaders with samplers of several kinds: ``accelerate_loader`` (module
+``_rows``) calls ``sampling("batch_sampler with set_epoch", range(23), 2, drop_last=False)`` for the
+arguments of ``DataLoader``. The rows of the data set are the numbers 0, 1, 2 ...
+"""
 
 from __future__ import annotations
 
@@ -51,15 +57,15 @@ class ShuffledByGenerator(Sampler[int]):
 
 
 class RandomRows(RandomSampler):
-    """Subclass of torch's ``RandomSampler`` that changes nothing."""
+    """Subclass of torch's ``RandomSampler`` that changes nothing, as a user's own class is one."""
 
 
 class Batches(BatchSampler):
-    """Subclass of torch's ``BatchSampler`` that changes nothing."""
+    """Subclass of torch's ``BatchSampler`` that changes nothing, as a user's own class is one."""
 
 
 class BatchesByEpoch(BatchSampler):
-    """Sampler of batches, of which each epoch begins with another."""
+    """Sampler of batches: epoch 0 begins with the first batch, epoch 1 with the second."""
 
     epoch = 0
 

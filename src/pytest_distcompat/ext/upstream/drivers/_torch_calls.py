@@ -12,8 +12,9 @@ the trainer in a script without this plugin; ``refused`` has, for each strategy 
 patterns of calls that walks leave out -> the reason.
 
 ``TorchDriver.live_calls`` names the class ``TorchCalls``. Its attribute ``trainer`` is the driver
-after ``build``; in the script of a walk it is an object with the same attributes, since methods of
-this class are copied into the script (``ext/walk/script.py``).
+after ``build``, ``model`` the trainer's wrapped model, ``directory`` where checkpoints go. In the
+script of a walk ``trainer`` is an object with the same attributes, since methods of this class are
+copied into the script (``ext/walk/script.py``).
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class TorchCalls(Calls):
         state = get_model_state_dict(self.model, options=StateDictOptions(**settings))
         if how != "ignore_frozen_params":
             return state
-
+        # What is returned is compared with the reference, but for the layer that the tiny model
+        # freezes when it is built, its module ``frozen``.
         return {name: tensor for name, tensor in state.items() if "frozen" not in name}
 
     @observer

@@ -43,7 +43,7 @@ class TorchCheckpoints(TinyDriver):
     #: The average of the weights; None without one.
     averaged_model: Any = None
 
-    def _options(self) -> Any:
+    def _state_dict_options(self) -> Any:
         """Return the ``StateDictOptions`` of a checkpoint, which the cell's settings may change."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -59,17 +59,17 @@ class TorchCheckpoints(TinyDriver):
         """Return the state that a checkpoint has; into it one is loaded in place."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
+        options = self._state_dict_options()
         if self.cell.option("save_only_model"):
-            return {"model": get_model_state_dict(self.model, options=self._options())}
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
+            return {"model": get_model_state_dict(self.model, options=options)}
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        # ``load`` compares the number of ranks that saved with its own.
         state = {"model": model, "optimizer": optimizer, "ranks": self.world.size}
         state["scheduler"] = [scheduler.state_dict() for scheduler in listed(self.scheduler)]
         if self.scaler:
             state["scaler"] = self.scaler.state_dict()
         if self.averaged_model is not None:
-            state["averaged_model"] = get_model_state_dict(
-                self.averaged_model, options=self._options()
-            )
+            state["averaged_model"] = get_model_state_dict(self.averaged_model, options=options)
         return state
 
     @property
@@ -121,7 +121,8 @@ class TorchCheckpoints(TinyDriver):
     def load(self, directory: Path) -> None:
         """Load the state, in place by DCP, then set it by ``set_state_dict``.
 
-        Random states must be there for each rank only if as many ranks saved them.
+        Each rank loads the random states that the rank of its number saved. They must exist only if
+        as many ranks saved as load.
         """
         from torch.distributed.checkpoint.state_dict import (
             set_model_state_dict,
@@ -133,7 +134,7 @@ class TorchCheckpoints(TinyDriver):
             state = self._read_whole(directory)
         else:
             state = self._read_shards(directory)
-        options = self._options()
+        options = self._state_dict_options()
         if self.cell.option("save_only_model"):
             # Optimizer, scheduler and random states begin anew.
             set_model_state_dict(self.model, state["model"], options=options)
@@ -159,9 +160,7 @@ class TorchCheckpoints(TinyDriver):
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
         if self.averaged_model is not None:
-            set_model_state_dict(
-                self.averaged_model, state["averaged_model"], options=self._options()
-            )
+            set_model_state_dict(self.averaged_model, state["averaged_model"], options=options)
         self.load_random(directory, required=state["ranks"] == self.world.size)
 
     def _read_whole(self, directory: Path) -> dict[str, Any]:
@@ -171,7 +170,7 @@ class TorchCheckpoints(TinyDriver):
         state: dict[str, Any] = torch.load(
             directory / "checkpoint.pt", map_location="cpu", weights_only=True
         )
-        if self._options().broadcast_from_rank0 and self.world.rank:
+        if self._state_dict_options().broadcast_from_rank0 and self.world.rank:
             # The others get it from rank 0.
             state |= {"model": {}, "optimizer": {}}
         return state

@@ -51,7 +51,9 @@ class TrainerArguments(TrainerReference):
         """Return the keyword arguments for TrainingArguments."""
         from transformers import TrainingArguments
 
-        batch = self.tiny.batch(0, 0)
+        # Any tensor of a batch has its rows as the first dimension.
+        first_batch = self.tiny.batch(0, 0)
+        tensor = next(iter(first_batch.values()))
         last_step = plan.last_step
         if not plan.steps:
             # The plan ends with a build or a load. With no step to go at the end of an epoch
@@ -59,7 +61,7 @@ class TrainerArguments(TrainerReference):
             last_step += 1
         settings: dict[str, Any] = {
             "output_dir": str(plan.save_to),
-            "per_device_train_batch_size": len(next(iter(batch.values()))),
+            "per_device_train_batch_size": len(tensor),
             "per_device_eval_batch_size": EVALUATED_ROWS,
             "gradient_accumulation_steps": self.accumulate,
             "max_steps": last_step,
@@ -90,7 +92,8 @@ class TrainerArguments(TrainerReference):
         settings |= self._mixed_precision()
         settings |= self._recomputation()
         settings |= self._compilation()
-        # Before transformers 5, ``make_trainer`` sees to the order of the rows.
+        # Rows are read in order, as the reference, a run of one process, reads them. Before
+        # transformers 5 ``make_trainer`` sees to that.
         if hasattr(TrainingArguments, "train_sampling_strategy"):
             settings["train_sampling_strategy"] = "sequential"
         if self.world.device == "cpu":

@@ -56,7 +56,8 @@ class TrainerCalls(Calls):
         # none.
         self.trainer.trainer.label_names = ["labels"]
         self.trainer.trainer.evaluate(rows[: ranks * 4])
-        # Trainer switches to training mode in its next step; the probe looks before that.
+        # Trainer switches to training mode in its next step; the probe looks before that. FSDP2
+        # keeps what the forward gathered, since no backward pass follows: ``reshard`` frees it.
         self.model.train()
         self.reshard()
 

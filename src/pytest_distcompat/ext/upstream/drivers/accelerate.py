@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 __all__ = ["AccelerateCalls", "AccelerateDriver"]
 
 
-#: The cells with tensor parallelism (tp) that are tried: a precision, and no further option. They
-#: are declared as known failures (docs/upstream/accelerate_tp_fsdp2.py), so that a fix is noticed.
+#: The cells with tensor parallelism (tp) that are tried, as (precision, *names of further options):
+#: all without further ones. They are declared as known failures
+#: (docs/upstream/accelerate_tp_fsdp2.py), so that a fix is noticed.
 TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
 
 
@@ -161,7 +162,9 @@ class AccelerateDriver(MakesAccelerator):
     def needs(cls, cell: Cell) -> tuple[str, ...]:
         """Return what every driver requires, and torchdata for a ``StatefulDataLoader``."""
         needed = super().needs(cell)
-        return (*needed, "torchdata") if _is_stateful(cell) else needed
+        if _is_stateful(cell):
+            return (*needed, "torchdata")
+        return needed
 
     @classmethod
     def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
@@ -203,7 +206,8 @@ class AccelerateDriver(MakesAccelerator):
         self.accelerator = self._make_accelerator()
         # The model is made second: once there is an Accelerator, ``from_pretrained`` of
         # transformers makes it in shards under ZeRO-3 (option ``loaded``).
-        self._prepare(self._changed_in_place(self.own_model(model)))
+        own_model = self._changed_in_place(self.own_model(model))
+        self._prepare(own_model)
         self.scaler = self.accelerator.scaler
         self._register()
         # Ranks draw different random numbers, so that dropout is not the same on all.
@@ -314,9 +318,11 @@ class AccelerateDriver(MakesAccelerator):
         """
         total = 0.0
         self.tokens = 0
-        for _ in self.micros(number):
+        # The places in the epoch of this step's micro-batches: ``range(2, 4)``.
+        micro_batches = self.micros(number)
+        for _ in micro_batches:
             # The number of batches before this step counts only for the first batch of a run.
-            batch = self.next_batch(self.micros(number)[0])
+            batch = self.next_batch(micro_batches.start)
             self.tokens += self._count(batch)
             with self.accelerator.accumulate(self.model):
                 loss = self.micro_loss(batch)
@@ -488,6 +494,7 @@ def _parallelism_reason(cell: Cell) -> str | None:
 
     DeepSpeed's tensor parallelism is not judged here.
     """
+    # The options beside those that are judged elsewhere. ``*`` takes their names.
     other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
     return first_reason(
         (

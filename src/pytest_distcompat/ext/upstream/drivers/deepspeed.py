@@ -102,7 +102,9 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         "model.global_samples": ExtraState(),
     }
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
-    # DeepSpeed's Muon knows which matrices a flat partition has parts of, and is compiled.
+    # Values of option ``optimizer`` that can update flat partitions of many parameters, and those
+    # that compile their own step. DeepSpeed's Muon knows which matrices a flat partition has parts
+    # of, and is compiled.
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")
 
@@ -137,6 +139,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         saved_sizes = None if self.world.own_disks else saved_on(plan.load_from)
         own_sizes = (self.world.size, self.cell.tp)
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
+            # ``load`` writes the converted checkpoint into this directory, and reads it.
             self.universal = plan.save_to.parent / "universal"
         super().train(model, plan, report)
 

@@ -26,21 +26,28 @@ def variables_of(source: Source, target: Any) -> Iterator[Field]:
     """Yield the environment variables that change a field of what ``target`` makes.
 
     Each has the values that ``target`` accepts.
+
+    Args:
+        source: The object's name in settings, and the strategies under which a driver makes it.
+        target: The class of the object, such as ``FullyShardedDataParallelPlugin``.
     """
+    # Names of fields, and the values to try for each, spelled as a variable has them.
     spellings_by_field: dict[str, list[str]] = {}
     all_spellings: dict[str, None] = {}
     for member in members_of(target):
         spellings = _variable_spellings(member)
         spellings_by_field[member.name] = spellings
         all_spellings.update(dict.fromkeys(spellings))
-    # Once for nothing: the first time, the variables of what it imports are read too.
+    # The first time, the variables of what it imports are read too: that object is not used.
     _in_environment(target, {}, {})
+    # Gets the variables that are looked up while the object is made.
     variables: dict[str, Any] = {}
     base = _in_environment(target, {}, variables)
     # A field that differs from call to call, as an object of its own, says nothing of a variable.
     again = _in_environment(target, {}, {})
     stable_fields = [name for name in spellings_by_field if base[name] == again[name]]
     for variable in variables:
+        # Value of the variable -> the fields of the object that is made with it.
         made_by_spelling = {}
         for spelling in all_spellings:
             made = _in_environment(target, {variable: spelling}, {})
@@ -51,18 +58,19 @@ def variables_of(source: Source, target: Any) -> Iterator[Field]:
             continue
         accepted = []
         for spelling in dict.fromkeys(spellings_by_field[changed]):
+            # ``null`` spells None, which no variable can be.
             if spelling in made_by_spelling and spelling != "null":
                 accepted.append(spelling)
         if accepted:
             places = (f"{source.name}.{changed}",)
             yield Field(
-                f"env.{variable}",
-                "str",
-                "",
-                tuple(accepted),
-                source.strategies,
-                source.precision,
-                places,
+                name=f"env.{variable}",
+                type="str",
+                default="",
+                values=tuple(accepted),
+                strategies=source.strategies,
+                precision=source.precision,
+                places=places,
             )
 
 
