@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +86,20 @@ def pids(ending: Ending) -> list[int]:
 
 def forked(launcher: WarmLauncher, ending: Ending, *, collected: bool = False) -> bool:
     """Return whether the ranks came from a fork server, and from one that has collected tests."""
+    # A server that has collected tests is a fork of one that has not.
+    generation = 1 if collected else 0
+    launcher_process = process_of(launcher)
+    for event in report_process(ending):
+        server = psutil.Process(event["parent"])
+        if server.parents()[generation] != launcher_process:
+            return False
+    return True
+
+
+def process_of(launcher: WarmLauncher) -> psutil.Process:
+    """Return the launcher process."""
     assert launcher._process is not None
-    servers = [psutil.Process(event["parent"]).parents() for event in report_process(ending)]
-    return all(parents[1 if collected else 0].pid == launcher._process._process.pid for parents in servers)
+    return psutil.Process(launcher._process._process.pid)
 
 
 def report_process(ending: Ending) -> list[Mapping[str, Any]]:
@@ -96,11 +107,14 @@ def report_process(ending: Ending) -> list[Mapping[str, Any]]:
 
 
 def test_every_run_has_fresh_processes(run: Run) -> None:
-    first, second = run("touch"), run("touch")
+    first = run("touch")
+    second = run("touch")
     assert len({*pids(first), *pids(second)}) == 4
     for ending in (first, second):
         for before in notes(ending, "before"):
-            assert (before["touched"], before["attribute"], before["variable"]) == (False, False, None)
+            assert before["touched"] is False
+            assert before["attribute"] is False
+            assert before["variable"] is None
 
 
 def test_the_fork_server_stays_safe_to_fork(run: Run, warm: WarmLauncher) -> None:
@@ -119,9 +133,10 @@ def test_heavy_modules_keep_the_fork_server_safe_to_fork(run: Run, launch: Launc
     launcher = launch(Warmth(modules=("accelerate", "transformers", "deepspeed")))
     ending = run("report_process", launcher=launcher)
     assert ending.kind == "ok", ending.text()
+    assert ending.notice == ""
     assert launcher._process is not None
     assert launcher._process.status is not None
-    assert (ending.notice, launcher._process.status["unfit"]) == ("", "")
+    assert launcher._process.status["unfit"] == ""
     assert forked(launcher, ending)
     assert psutil.Process(report_process(ending)[0]["parent"]).num_threads() == 1
 
@@ -131,21 +146,31 @@ def test_one_fork_server_is_a_fork_of_the_launcher_process(run: Run, launch: Lau
     launcher = launch(Warmth())
     ending = run("report_process", launcher=launcher)
     assert forked(launcher, ending), ending.text()
-    assert launcher._process is not None
-    theirs = psutil.Process(launcher._process._process.pid)
-    parents = [psutil.Process(event["parent"]).cmdline() for event in report_process(ending)]
-    assert [line == theirs.cmdline() for line in parents] == [True, False]
+    first, second = report_process(ending)
+    command_line = process_of(launcher).cmdline()
+    assert psutil.Process(first["parent"]).cmdline() == command_line
+    assert psutil.Process(second["parent"]).cmdline() != command_line
 
 
 def test_ranks_have_hash_seeds_and_addresses_of_their_own(run: Run, launch: Launch) -> None:
     """So have the ranks of the next run, and those of one that goes on from another whatever came between."""
     launcher = launch(Warmth())
-    runs = [report_process(run("report_process", 3, launcher=launcher, turn=turn)) for turn in (None, None, 0, 1)]
+    runs = []
+    for turn in (None, None, 0, 1):
+        ending = run("report_process", 3, launcher=launcher, turn=turn)
+        runs.append(report_process(ending))
     for name in ("hash", "address"):
-        seen = [[rank[name] for rank in ranks] for ranks in runs]
-        assert all(values[0] != values[1] != values[2] for values in seen), seen
-        assert all(value != other for value, other in zip(seen[0], seen[1], strict=True)), seen
-        assert all(value != other for value, other in zip(seen[2], seen[3], strict=True)), seen
+        for first_rank, second_rank, third_rank in runs:
+            assert first_rank[name] != second_rank[name]
+            assert second_rank[name] != third_rank[name]
+        assert_ranks_differ(runs[0], runs[1], name)
+        assert_ranks_differ(runs[2], runs[3], name)
+
+
+def assert_ranks_differ(run: list[Mapping[str, Any]], next_run: list[Mapping[str, Any]], name: str) -> None:
+    """Check that each rank has another value in the next run."""
+    for rank, same_rank in zip(run, next_run, strict=True):
+        assert rank[name] != same_rank[name]
 
 
 @pytest.mark.nightly
@@ -165,7 +190,9 @@ def test_ranks_collect_garbage_as_the_libraries_have_set_it(
     setting = f"import gc\ngc.set_threshold(*{thresholds})\n" if thresholds else ""
     (tmp_path / "collects.py").write_text(setting, encoding="utf-8")
     ending = run("report_process", 1, launcher=launch(Warmth(("collects",))))
-    assert [note["collection"] for note in report_process(ending)] == [[True, *(thresholds or gc.get_threshold())]]
+    expected = thresholds or gc.get_threshold()
+    (note,) = report_process(ending)
+    assert note["collection"] == [True, *expected]
 
 
 @pytest.mark.nightly
@@ -222,8 +249,9 @@ def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
 @pytest.mark.nightly
 def test_the_thread_of_a_library_is_named(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": False}))
+    ending = run("report_process", 1, launcher=launcher, collected="test_it.py")
     message = "it started 1 thread of jemalloc (pyarrow has one of its own), which does not survive a fork"
-    assert message in run("report_process", 1, launcher=launcher, collected="test_it.py").notice
+    assert message in ending.notice
 
 
 @pytest.mark.nightly
@@ -231,12 +259,8 @@ def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Lau
     launcher = launch(Warmth(modules=("with_cuda",)))
     assert run("report_process", 1, launcher=launcher).kind == "ok"
     process = launcher._process
-    assert process is not None
-    kill(
-        child
-        for child in psutil.Process(process._process.pid).children()
-        if "resource_tracker" not in " ".join(child.cmdline())
-    )
+    children = process_of(launcher).children()
+    kill(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
     ending = run("report_process", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert launcher._process is process, "another one would import all of it again, for nothing"
@@ -269,33 +293,42 @@ def test_a_preload_that_dies_is_reported(run: Run, launch: Launch) -> None:
 @pytest.mark.nightly
 def test_thirty_runs_leave_nothing_behind(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth())
-    used: set[str] = set()
-
-    def count() -> tuple[int, ...]:
-        assert launcher._process is not None
-        theirs = psutil.Process(launcher._process._process.pid)
-        below = theirs.children(recursive=True)
-        return (
-            psutil.Process().num_fds(),
-            theirs.num_fds(),
-            theirs.num_threads(),
-            len(below),
-            *(p.num_fds() for p in below),
-        )
-
+    semaphores: set[Path] = set()
     for number in range(30):
         ending = run("report_process", launcher=launcher)
         assert ending.kind == "ok", ending.text()
-        used.update(name for seen in report_process(ending) for name in seen["semaphores"])
+        for seen in report_process(ending):
+            semaphores.update(map(Path, seen["semaphores"]))
         if number == 5:
-            early = count()
+            early = resources(launcher)
+    late = resources(launcher)
     # Some slack for what waits for the garbage collector.
-    assert all(later <= before + 2 for later, before in zip(count(), early, strict=True)), (early, count())
+    for before, after in zip(early, late, strict=True):
+        assert after <= before + 2, (early, late)
     # The last run's may wait for the garbage collector too.
-    assert used
-    assert sum(Path(name).exists() for name in used) <= 5
+    assert semaphores
+    assert len(existing(semaphores)) <= 5
     launcher.close()
-    assert not [name for name in used if Path(name).exists()]
+    assert existing(semaphores) == []
+
+
+def resources(launcher: WarmLauncher) -> list[int]:
+    """Return how many files and threads are open here, in the launcher process and below it."""
+    launcher_process = process_of(launcher)
+    below = launcher_process.children(recursive=True)
+    counts = [
+        psutil.Process().num_fds(),
+        launcher_process.num_fds(),
+        launcher_process.num_threads(),
+        len(below),
+    ]
+    for process in below:
+        counts.append(process.num_fds())
+    return counts
+
+
+def existing(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if path.exists()]
 
 
 def test_closing_leaves_no_process_and_no_file(run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +342,7 @@ def test_closing_leaves_no_process_and_no_file(run: Run, launch: Launch, monkeyp
             launcher.warm_up()
             if ready:
                 assert run("meet", launcher=launcher).kind == "ok"
-            assert launcher._process is not None
-            process = psutil.Process(launcher._process._process.pid)
+            process = process_of(launcher)
             below = process.children(recursive=True)
             launcher.close()
             launcher.close()
@@ -321,9 +353,7 @@ def test_closing_leaves_no_process_and_no_file(run: Run, launch: Launch, monkeyp
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "act", ["SIGKILL", *(pytest.param(act, marks=pytest.mark.nightly) for act in ("ValueError", "sleep"))]
-)
+@pytest.mark.parametrize("act", ["SIGKILL", "ValueError", "sleep"])
 def test_files_by_which_torch_shares_tensors_go_too(
     act: str, run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,33 +364,37 @@ def test_files_by_which_torch_shares_tensors_go_too(
         ending = run("share_files", launcher=launcher, timeout=5.0, acts={"0": "sleep", "1": act})
         assert not ending.left_over
         launcher.close()
-        shared = [shared["names"] for shared in notes(ending, "shared")]
-        assert all(shared), ending.text()
-        assert not [name for names in shared for name in names if Path("/dev/shm", name).exists()]
+        for shared in notes(ending, "shared"):
+            assert shared["names"], ending.text()
+            for name in shared["names"]:
+                assert not Path("/dev/shm", name).exists()
         assert not list(Path(directory).glob("torch-shm-dir-*"))
 
 
 @pytest.fixture
 def shared_memory() -> Iterator[Callable[[str], Path]]:
-    """Makes empty files in /dev/shm, and removes them."""
-    made = []
+    """Make empty files in /dev/shm, and remove them."""
+    files = []
 
     def make(name: str) -> Path:
-        made.append(Path("/dev/shm") / name)
-        made[-1].touch()
-        return made[-1]
+        path = Path("/dev/shm") / name
+        files.append(path)
+        path.touch()
+        return path
 
     yield make
-    for path in made:
+    for path in files:
         path.unlink(missing_ok=True)
 
 
 def test_only_shared_memory_of_this_run_is_swept(shared_memory: Callable[[str], Path]) -> None:
-    uid, port = os.getuid(), 987654321
+    uid = os.getuid()
+    port = 987654321
     ours = [
-        shared_memory(f"deepspeed_allreduce_buffer{kind}_{uid}_127.0.0.1_{port}_{rank}")
-        for kind in ("", "_1")
-        for rank in (0, 1)
+        shared_memory(f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port}_0"),
+        shared_memory(f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port}_1"),
+        shared_memory(f"deepspeed_allreduce_buffer_1_{uid}_127.0.0.1_{port}_0"),
+        shared_memory(f"deepspeed_allreduce_buffer_1_{uid}_127.0.0.1_{port}_1"),
     ]
     others = [
         shared_memory(f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port + 1}_0"),
@@ -370,5 +404,5 @@ def test_only_shared_memory_of_this_run_is_swept(shared_memory: Callable[[str], 
         shared_memory(f"other_{uid}_127.0.0.1_{port}_0"),
     ]
     sweep_shared_memory(range(2), port)
-    assert not [path for path in ours if path.exists()]
-    assert all(path.exists() for path in others)
+    assert existing(ours) == []
+    assert existing(others) == others

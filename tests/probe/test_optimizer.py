@@ -30,11 +30,11 @@ def test_a_wrong_optimizer_is_an_error() -> None:
 @pytest.mark.parametrize("wrong", [None, {"model": 1}])
 def test_a_wrong_model_is_an_error(wrong: Any) -> None:
     """The message names the driver's attribute, not one of the probe."""
-    with pytest.raises(
-        TypeError, match=r"^the driver's self\.model is .*; expected a torch\.nn\.Module, build\(\) is to "
-    ):
+    message = r"^the driver's self\.model is .*; expected a torch\.nn\.Module, build\(\) is to "
+    with pytest.raises(TypeError, match=message):
         read_snapshot_fields(wrong, None, device="cpu", whole=False)
-    with pytest.raises(TypeError, match=r"^the unwrapped model is .*, which build_model\(\) and reload\(\) return$"):
+    message = r"^the unwrapped model is .*, which build_model\(\) and reload\(\) return$"
+    with pytest.raises(TypeError, match=message):
         read_unwrapped(wrong)
 
 
@@ -46,9 +46,8 @@ def test_a_wrong_scheduler_is_an_error() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 1.5])
 def test_what_evaluate_returns_is_a_tensor(wrong: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"^evaluate\(\) returned (None|1\.5); expected a tensor: what the model computes"
-    ):
+    message = r"^evaluate\(\) returned (None|1\.5); expected a tensor: what the model computes"
+    with pytest.raises(TypeError, match=message):
         sample(wrong)
 
 
@@ -59,27 +58,36 @@ def test_a_world_size_as_text_is_a_number() -> None:
 def test_several_optimizers_are_read_as_one() -> None:
     model = torch.nn.Linear(2, 2)
     stale = torch.nn.Parameter(torch.zeros(3))
-    two = [torch.optim.SGD([model.weight], lr=0.5), torch.optim.AdamW([model.bias, stale], lr=0.25)]
+    sgd = torch.optim.SGD([model.weight], lr=0.5)
+    adamw = torch.optim.AdamW([model.bias, stale], lr=0.25)
+    both = [sgd, adamw]
     model(torch.ones(1, 2)).sum().backward()
-    for optimizer in two:
-        optimizer.step()
-    for given in (two, tuple(two), dict.fromkeys(two)):
-        info = read_optimizer(model, given)
+    sgd.step()
+    adamw.step()
+    for optimizers in (both, tuple(both), dict.fromkeys(both)):
+        info = read_optimizer(model, optimizers)
         assert info.chain == ("SGD + AdamW",)
         assert info.entries == 3
         assert info.foreign == 1
-        assert [group["lr"] for group in info.param_groups] == [0.5, 0.25]
-        assert {state.owner for state in info.states} == {"bias"}
-    times_by_name = {info.name: info.held for info in read_model(model, two, None).parameters}
-    assert times_by_name == {"weight": 1, "bias": 1}
-    times_by_name = {info.name: info.held for info in read_model(model, [*two, two[0]], None).parameters}
-    assert times_by_name == {"weight": 2, "bias": 1}
+        rates = [group["lr"] for group in info.param_groups]
+        assert rates == [0.5, 0.25]
+        owners = {state.owner for state in info.states}
+        assert owners == {"bias"}
+    assert times_held(model, both) == {"weight": 1, "bias": 1}
+    assert times_held(model, [*both, sgd]) == {"weight": 2, "bias": 1}
+
+
+def times_held(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
+    """Return how often optimizers have each parameter, by its name."""
+    info = read_model(model, optimizers, None)
+    return {parameter.name: parameter.held for parameter in info.parameters}
 
 
 def test_several_schedulers_are_read_in_turn() -> None:
     first = Own(1)
     second = Own(2)
-    assert read_scheduler([first, second]) == f"{read_scheduler(first)}; {read_scheduler(second)}"
+    expected = f"{read_scheduler(first)}; {read_scheduler(second)}"
+    assert read_scheduler([first, second]) == expected
     assert read_scheduler([]) == read_scheduler(None) == ""
 
 
@@ -102,27 +110,37 @@ class NotYet(Own):
 
 @pytest.mark.parametrize("kind", [Own, NotYet])
 def test_a_scheduler_without_get_last_lr(kind: type[Own]) -> None:
-    assert read_scheduler(kind(3)) == read_scheduler(kind(3)) != read_scheduler(kind(4))
-    assert read_scheduler(kind(3)).startswith("last_epoch=3 ")
+    text = read_scheduler(kind(3))
+    assert text.startswith("last_epoch=3 ")
+    assert read_scheduler(kind(3)) == text
+    assert read_scheduler(kind(4)) != text
 
 
 def test_state_in_eight_bits() -> None:
     of_8_bits = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
-    states = [of_8_bits.zeros((64, 64), signed=True, block_size=256) for _ in range(2)]
-    same, other = map(digest, states)
-    assert same == other
-    states[1].codes[0], states[1].scale[0] = 3, 1.0
-    assert digest(states[1]) != same
-    parts = [of_8_bits.zeros((32, 64), signed=True, block_size=256) for _ in range(2)]
-    for part, values in zip(parts, torch.randn(2, 32, 64), strict=True):
-        part.copy_(values)
-    joined = of_8_bits(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale")), parts[0].qmap, True
-    )
-    assert combine([digest(parts[0]), digest(parts[1], torch.tensor([2048]))]) == digest(joined)
+
+    def zeros(rows: int) -> Any:
+        return of_8_bits.zeros((rows, 64), signed=True, block_size=256)
+
+    zero = digest(zeros(64))
+    changed = zeros(64)
+    assert digest(changed) == zero
+    changed.codes[0] = 3
+    changed.scale[0] = 1.0
+    assert digest(changed) != zero
+    upper = zeros(32)
+    lower = zeros(32)
+    upper.copy_(torch.randn(32, 64))
+    lower.copy_(torch.randn(32, 64))
+    codes = torch.cat([upper.codes, lower.codes])
+    scale = torch.cat([upper.scale, lower.scale])
+    joined = of_8_bits(codes, scale, upper.qmap, True)
+    start_of_lower = torch.tensor([2048])
+    assert combine([digest(upper), digest(lower, start_of_lower)]) == digest(joined)
     # A code for each element, a scale for each block, and the 256 numbers that the codes stand for.
     assert stored_dtype(joined) == "uint8"
-    assert sum(part.nbytes for part in stored_parts(joined)) == 4096 + 16 * 4 + 256 * 4
+    bytes_stored = sum(part.nbytes for part in stored_parts(joined))
+    assert bytes_stored == 4096 + 16 * 4 + 256 * 4
 
 
 def test_a_quantized_parameter() -> None:
@@ -162,9 +180,13 @@ def test_gradients_of_a_closure_are_those_of_the_step(
 
     with observer.watching():
         assert step(optimizer, closure) is not None
-        assert [step.square for step in observer.steps] == [25.0]
+        assert squares(observer) == [25.0]
         optimizer.step(closure)
-        assert [step.square for step in observer.steps] == [25.0, 25.0]
+        assert squares(observer) == [25.0, 25.0]
+
+
+def squares(observer: Observer) -> list[float]:
+    return [step.square for step in observer.steps]
 
 
 def test_a_failing_closure_raises_its_own_exception() -> None:
@@ -195,13 +217,16 @@ def test_a_step_within_a_step_is_one_step() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = Delegates(list(model.parameters()))
     observer = Observer()
-    model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
+    model.weight.grad = torch.tensor([[3.0, 0.0]])
+    model.bias.grad = torch.tensor([4.0])
     with observer.watching():
         optimizer.step()
         optimizer.step()
-    assert [(info.optimizer, info.square, info.state) for info in observer.steps] == [
-        ("Delegates", 25.0, ("float32",))
-    ] * 2
+    assert len(observer.steps) == 2
+    for step in observer.steps:
+        assert step.optimizer == "Delegates"
+        assert step.square == 25.0
+        assert step.state == ("float32",)
 
 
 def test_the_state_of_a_nested_optimizer_is_read() -> None:
@@ -215,59 +240,70 @@ def test_the_state_of_a_nested_optimizer_is_read() -> None:
     assert info.chain == ("Delegates", "AdamW")
     assert info.entries == 2
     assert info.foreign == 0
-    assert {(state.owner, state.key) for state in info.states} == {
-        ("weight", key) for key in ("exp_avg", "exp_avg_sq", "step")
-    }
+    states = {(state.owner, state.key) for state in info.states}
+    assert states == {("weight", "exp_avg"), ("weight", "exp_avg_sq"), ("weight", "step")}
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
     """A gradient of None, not of zero, in all steps since the last snapshot."""
-    model = torch.nn.ModuleDict(
-        {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "other")}
-    )
-    weights: list[Any] = [model[name].weight for name in ("used", "zero", "unused")]
+    model = layers("used", "zero", "unused", "other")
+    used: Any = model["used"].weight
+    zero: Any = model["zero"].weight
+    unused: Any = model["unused"].weight
     stale = torch.nn.Parameter(torch.zeros(1, 1))
-    optimizer = torch.optim.AdamW([*weights, stale])
+    optimizer = torch.optim.AdamW([used, zero, unused, stale])
     observer = Observer()
 
     def names() -> tuple[str, ...]:
-        return read_optimizer(model, optimizer, without_gradient=observer.without_gradient()).without_gradient
+        return names_without_gradient(model, optimizer, observer)
 
-    weights[1].grad = torch.zeros(1, 1)
+    zero.grad = torch.zeros(1, 1)
     optimizer.step()
     assert names() == ()
     with observer.watching():
         optimizer.step()
         assert names() == ("unused.weight", "used.weight")
-        weights[0].grad = torch.ones(1, 1)
+        used.grad = torch.ones(1, 1)
         optimizer.step()
-        weights[0].grad = None
+        used.grad = None
         optimizer.step()
         assert names() == ("unused.weight",)
         observer.restart()
         assert names() == ()
 
 
+def layers(*names: str) -> torch.nn.ModuleDict:
+    """Return layers of one weight each."""
+    return torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in names})
+
+
+def names_without_gradient(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, observer: Observer
+) -> tuple[str, ...]:
+    info = read_optimizer(model, optimizer, without_gradient=observer.without_gradient())
+    return info.without_gradient
+
+
 def test_parameters_that_autograd_does_not_reach_are_named() -> None:
     """DeepSpeed's optimizers step on tensors of their own, which always have a gradient."""
-    model = torch.nn.ModuleDict(
-        {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "frozen")}
-    )
+    model = layers("used", "zero", "unused", "frozen")
     model["frozen"].requires_grad_(False)
     master = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.AdamW([master])
     observer = Observer()
-    observer.attach_to_layers(copied := copy.deepcopy(model))
+    copied = copy.deepcopy(model)
+    observer.attach_to_layers(copied)
 
     def step(loss: torch.Tensor) -> tuple[str, ...]:
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         master.grad = torch.ones(3)
         optimizer.step()
-        return read_optimizer(copied, optimizer, without_gradient=observer.without_gradient()).without_gradient
+        return names_without_gradient(copied, optimizer, observer)
 
     with observer.watching():
         x = torch.ones(1, 1)
-        assert step(copied["used"](x) + 0 * copied["zero"](x)) == ("unused.weight",)
+        without_unused = copied["used"](x) + 0 * copied["zero"](x)
+        assert step(without_unused) == ("unused.weight",)
         assert step(copied["unused"](x)) == ()
         observer.restart()
         assert step(copied["unused"](x)) == ("used.weight", "zero.weight")
@@ -288,12 +324,14 @@ class OffloadedZero3:
         parameters = list(model.parameters())
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.fp32_partitioned_groups_flat = [flat.requires_grad_()]
-        self.grad_position, start = {}, 0
+        self.grad_position = {}
+        start = 0
         for number, parameter in enumerate(parameters):
             self.grad_position[number] = [0, start, parameter.numel()]
             start += parameter.numel()
             parameter._z3_optimizer = self  # type: ignore[attr-defined]
-            parameter.ds_id, parameter.ds_numel = number, parameter.numel()  # type: ignore[attr-defined]
+            parameter.ds_id = number  # type: ignore[attr-defined]
+            parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
             parameter.ds_tensor = parameter.detach().reshape(-1).bfloat16()  # type: ignore[attr-defined]
             parameter.ds_process_group = torch.distributed.group.WORLD  # type: ignore[attr-defined]
 
@@ -303,7 +341,8 @@ class OffloadedZero3:
     def get_local_fp32_param(self, parameter: Any, _key: str | None = None) -> torch.Tensor:
         """Return a copy, as DeepSpeed returns one on the GPU."""
         group, start, length = self.grad_position[parameter.ds_id]
-        return self.fp32_partitioned_groups_flat[group].detach()[start : start + length].clone()
+        masters = self.fp32_partitioned_groups_flat[group].detach()
+        return masters[start : start + length].clone()
 
 
 @pytest.fixture
@@ -321,12 +360,16 @@ def test_gradients_of_masters_that_are_offloaded_are_read_where_they_are() -> No
     zero = OffloadedZero3(model)
     (flat,) = zero.fp32_partitioned_groups_flat
     flat.grad = torch.arange(1.0, 14.0)
-    inner = SimpleNamespace(param_groups=[{"params": [flat]}])
-    square, _, infos = read_gradients(model, SimpleNamespace(optimizer=inner), {flat: 0}, single=True)
+    optimizer = SimpleNamespace(param_groups=[{"params": [flat]}])
+    wrapper = SimpleNamespace(optimizer=optimizer)
+    square, _, infos = read_gradients(model, wrapper, {flat: 0}, single=True)
     assert square == sum(number**2 for number in range(1, 14))
-    assert {info.name: (info.numel, info.square) for info in infos} == {
-        "0.weight": (6, 91.0),
-        "0.bias": (3, 49.0 + 64 + 81),
-        "1.weight": (3, 100.0 + 121 + 144),
-        "1.bias": (1, 169.0),
+    numels = {info.name: info.numel for info in infos}
+    assert numels == {"0.weight": 6, "0.bias": 3, "1.weight": 3, "1.bias": 1}
+    square_by_name = {info.name: info.square for info in infos}
+    assert square_by_name == {
+        "0.weight": 91.0,
+        "0.bias": 49.0 + 64 + 81,
+        "1.weight": 100.0 + 121 + 144,
+        "1.bias": 169.0,
     }

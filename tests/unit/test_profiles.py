@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.ext.upstream.sweep.slice import SLICE
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.profiles import AXES, BESIDE_AXES, MODEL_OPTIONS, all_profiles, cells, left_out
+from pytest_distcompat.profiles import AXES, BESIDE_AXES, all_profiles, cells, left_out
 from pytest_distcompat.strategies import STRATEGIES
 
 NAMES = (STRATEGIES.names(), PRECISIONS.names())
@@ -26,19 +28,37 @@ def of(profile: str, driver: type[Driver], matrix: Matrix | None = None) -> list
     return cells(profile, matrix or Matrix(), driver=driver, names=NAMES, world_size=2, device="cpu")
 
 
+def ids(cells: Iterable[Cell]) -> list[str]:
+    return [cell.id for cell in cells]
+
+
+def strategies(cells: Iterable[Cell]) -> set[str]:
+    return {cell.strategy for cell in cells}
+
+
+def precisions(cells: Iterable[Cell]) -> set[str]:
+    return {cell.precision for cell in cells}
+
+
+def by_night(names: Iterable[str], *, but: Collection[str]) -> list[Any]:
+    """Return parameters of which all but those run in the night only."""
+    params: list[Any] = []
+    for name in names:
+        params.append(name if name in but else pytest.param(name, marks=pytest.mark.nightly))
+    return params
+
+
 #: The covering array of a driver takes seconds; it is made by one piece of code for all of them.
-@pytest.fixture(
-    params=["torch", *(pytest.param(name, marks=pytest.mark.nightly) for name in DRIVERS.names() if name != "torch")]
-)
+@pytest.fixture(params=by_night(DRIVERS.names(), but={"torch"}))
 def driver(request: pytest.FixtureRequest) -> type[Driver]:
     return DRIVERS.get(request.param)
 
 
-@pytest.mark.parametrize(
-    # These two ask the libraries for all their settings and pairs.
-    "profile",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name in {"sweep", "pairwise"})) for name in all_profiles()],
-)
+#: The others ask the libraries for all their settings and pairs.
+QUICK_PROFILES = all_profiles().keys() - {"sweep", "pairwise"}
+
+
+@pytest.mark.parametrize("profile", by_night(all_profiles(), but=QUICK_PROFILES))
 def test_every_profile_is_the_same_each_time_and_has_no_cell_twice(profile: str, driver: type[Driver]) -> None:
     cells = of(profile, driver)
     assert cells == of(profile, driver)
@@ -47,26 +67,30 @@ def test_every_profile_is_the_same_each_time_and_has_no_cell_twice(profile: str,
 
 def test_default_is_the_matrix() -> None:
     matrix = Matrix(("ddp",), ("fp32",), extra=(Cell.parse("fsdp2-fp32-w2-compile"),))
-    assert [cell.id for cell in of("default", DRIVERS.get("torch"), matrix)] == ["ddp-fp32-w2", "fsdp2-fp32-w2-compile"]
+    cells = of("default", DRIVERS.get("torch"), matrix)
+    assert ids(cells) == ["ddp-fp32-w2", "fsdp2-fp32-w2-compile"]
 
 
 def test_smoke_has_each_strategy_and_each_precision_that_can_be_run(driver: type[Driver]) -> None:
     cells = of("smoke", driver)
-    able = [Cell(s, p) for s, p in itertools.product(*NAMES) if not driver.unsupported_reason(Cell(s, p), "cpu")]
-    assert {cell.strategy for cell in cells} == {cell.strategy for cell in able}
-    assert {cell.precision for cell in cells} == {cell.precision for cell in able}
+    all_cells = itertools.starmap(Cell, itertools.product(*NAMES))
+    supported = [cell for cell in all_cells if not driver.unsupported_reason(cell, "cpu")]
+    assert strategies(cells) == strategies(supported)
+    assert precisions(cells) == precisions(supported)
     for cell in cells:
         assert not cell.options
-    assert len(cells) <= len(NAMES[0]) + len(NAMES[1])
+    assert len(cells) <= len(STRATEGIES.names()) + len(PRECISIONS.names())
 
 
 def test_smoke_stays_inside_the_matrix() -> None:
     cells = of("smoke", DRIVERS.get("torch"), Matrix(("fsdp2",), ("fp32", "bf16_pure")))
-    assert [cell.id for cell in cells] == ["fsdp2-fp32-w2", "fsdp2-bf16_pure-w2"]
+    assert ids(cells) == ["fsdp2-fp32-w2", "fsdp2-bf16_pure-w2"]
 
 
 def test_smoke_runs_a_costly_check_in_one_cell_with_a_reason_in_the_others() -> None:
-    ddp, fsdp2, zero3 = (Cell(strategy, "fp32") for strategy in ("ddp", "fsdp2", "zero3"))
+    ddp = Cell("ddp", "fp32")
+    fsdp2 = Cell("fsdp2", "fp32")
+    zero3 = Cell("zero3", "fp32")
     checks = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
     message = "the smoke profile runs it in fsdp2-fp32-w2 only"
     assert left_out("smoke", checks) == {(ddp, "reshard"): message}
@@ -85,45 +109,62 @@ def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() ->
     chosen = (plain, lower, recomputed, full, larger, other, staged, spread)
     cells_of = {cell: ["names", "resume", "reshard"] for cell in chosen}
     left = left_out("default", cells_of)
-    assert set(left) == {*((cell, "reshard") for cell in (lower, recomputed, larger)), (recomputed, "resume")}
+    assert set(left) == {
+        (lower, "reshard"),
+        (recomputed, "reshard"),
+        (larger, "reshard"),
+        (recomputed, "resume"),
+    }
     assert left[recomputed, "resume"].startswith("the default profile runs it in fsdp2-fp32-w2, ")
     # What a check depends on are facets, and where none stands for it, it runs.
     assert not left_out("default", {recomputed: ["resume"]})
     assert not left_out("full", cells_of)
     for check in CHECKS.by_name.values():
         if check.depends_on is not None:
-            assert check.depends_on <= {*FACETS}
+            assert check.depends_on <= set(FACETS)
 
 
 def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
-    cells = {cell.id for cell in of("full", driver)}
+    cells = ids(of("full", driver))
     for strategy, precision in itertools.product(*NAMES):
-        assert Cell(strategy, precision).id in cells
-        assert Cell.of(strategy, precision, model="mlp").id in cells or "model" not in driver.options
+        plain = Cell(strategy, precision)
+        assert plain.id in cells
+        if "model" in driver.options:
+            mlp = Cell.of(strategy, precision, model="mlp")
+            assert mlp.id in cells
 
 
 def test_full_and_pairwise_add_no_combination_of_strategy_and_precision() -> None:
     # What the suite claims of fp8, it claims of one strategy.
-    matrix = Matrix(("ddp", "fsdp2"), ("fp32",), extra=(Matrix(("fsdp2",), ("fp8",)),))
+    fp8 = Matrix(("fsdp2",), ("fp8",))
+    matrix = Matrix(("ddp", "fsdp2"), ("fp32",), extra=(fp8,))
     claimed = {("ddp", "fp32"), ("fsdp2", "fp32"), ("fsdp2", "fp8")}
     for profile in ("full", "pairwise"):
         cells = of(profile, DRIVERS.get("torch"), matrix)
-        assert {(cell.strategy, cell.precision) for cell in cells} == claimed
-        assert any(cell.precision == "fp8" and cell.options for cell in cells)
+        combinations = {(cell.strategy, cell.precision) for cell in cells}
+        assert combinations == claimed
+        fp8_with_options = [cell for cell in cells if cell.precision == "fp8" and cell.options]
+        assert fp8_with_options
 
 
-def pairs(cell: Cell) -> set[tuple[object, object]]:
-    """The pairs of values that a cell covers; no option counts as one."""
-    kept: list[object] = [option for option in cell.options if option[0] in MODEL_OPTIONS] or [None]
-    trained: list[object] = [option for option in cell.options if option[0] not in MODEL_OPTIONS] or ["none"]
-    values: list[object] = [("strategy", cell.strategy), ("precision", cell.precision), *kept, *trained]
-    return {(a, b) for a, b in itertools.combinations(values, 2)}
+def pairs(cell: Cell) -> set[frozenset[object]]:
+    """Return the pairs of values that a cell covers."""
+    values = [("strategy", cell.strategy), ("precision", cell.precision), *cell.options]
+    return set(map(frozenset, itertools.combinations(values, 2)))
 
 
 def composed(cell: Cell) -> bool:
-    """Tell whether axes are beside each other, or beside what changes the computation of layers."""
-    names = {name for name, value in cell.options if name in AXES or (name, value) in BESIDE_AXES}
-    return bool(names & {*AXES}) and len(names - ({"tp"} if cell.option("sp") else set())) > 1
+    """Return whether axes are beside each other, or beside what changes the computation of layers."""
+    names = set()
+    for name, value in cell.options:
+        if name in AXES or (name, value) in BESIDE_AXES:
+            names.add(name)
+    if names.isdisjoint(AXES):
+        return False
+    if cell.option("sp"):
+        # Sequence parallelism comes with tensor parallelism: together they are one axis.
+        names.discard("tp")
+    return len(names) > 1
 
 
 @pytest.mark.parametrize(
@@ -143,25 +184,33 @@ def composed(cell: Cell) -> bool:
     ],
 )
 def test_full_has_every_two_axes_that_can_each_be_run(cell: str, is_there: bool) -> None:
-    assert (Cell.parse(cell) in of("full", DRIVERS.get("torch"))) == is_there
+    cells = of("full", DRIVERS.get("torch"))
+    assert (Cell.parse(cell) in cells) == is_there
 
 
 def test_two_axes_may_need_another_model_than_each() -> None:
     cells = of("full", DRIVERS.get("trainer"))
-    both = "fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-save_only_model"
-    assert {Cell.parse(both), Cell.parse("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model")} <= {*cells}
+    both = Cell.parse("fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-save_only_model")
+    experts = Cell.parse("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model")
+    assert both in cells
+    assert experts in cells
 
 
 def test_pairwise_covers_every_pair_that_can_be_run(driver: type[Driver]) -> None:
     cells = of("pairwise", driver)
-    assert all(not driver.unsupported_reason(cell, "cpu") for cell in cells if cell not in of("default", driver))
-    covered = set().union(*(pairs(cell) for cell in cells))
-    for cell in of("full", driver):
+    full = of("full", driver)
+    default = of("default", driver)
+    covered = set()
+    for cell in cells:
+        covered |= pairs(cell)
+        if cell not in default:
+            assert not driver.unsupported_reason(cell, "cpu")
+    for cell in full:
         # With one option at most: what of that can be run must be there, in some cell, pair by pair.
         if not driver.unsupported_reason(cell, "cpu") and not composed(cell):
-            missing = {pair for pair in pairs(cell) if None not in pair and "none" not in pair} - covered
+            missing = pairs(cell) - covered
             assert not missing, f"{cell}: {missing}"
-    assert len(cells) < len(of("full", driver)) / 3
+    assert len(cells) < len(full) / 3
 
 
 def test_pairwise_has_the_suites_own_cells_too() -> None:
@@ -193,17 +242,21 @@ def test_the_sweep_of_a_driver_without_several_models_has_cells() -> None:
         options = ("set",)
         sources = (Source("Linear", "torch.nn.Linear", ("ddp",)), Source("SGD", "torch.optim.SGD", ("ddp",)))
 
-    cells = [cell.id for cell in of("sweep", Own)]
-    assert {"ddp-fp32-w2-set_Linear.bias=false", "ddp-fp32-w2-set_SGD.maximize=true"} <= {*cells}
-    assert not [cell for cell in cells if "model" in cell]
+    cells = ids(of("sweep", Own))
+    assert "ddp-fp32-w2-set_Linear.bias=false" in cells
+    assert "ddp-fp32-w2-set_SGD.maximize=true" in cells
+    for cell in cells:
+        assert "model" not in cell
 
 
 def test_a_built_in_suite_has_its_slice_of_the_sweep_with_what_one_training_shows() -> None:
     for kind in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed):
         driver = DRIVERS.get(kind.driver)
-        cells = {cell.id: cell for cell in of("default", driver, kind.matrix) if cell.set}
-        assert tuple(cells) == SLICE.get(kind.driver, ())
-        assert not [reason for cell in cells.values() if (reason := driver.unsupported_reason(cell, "cpu"))]
-    cell = Cell.parse(SLICE["deepspeed"][0])
-    left = left_out("default", {cell: ["gradients", "resume"], Cell("zero2", "fp32"): ["resume"]})
-    assert list(left) == [(cell, "resume")]
+        cells = [cell for cell in of("default", driver, kind.matrix) if cell.set]
+        assert tuple(ids(cells)) == SLICE.get(kind.driver, ())
+        for cell in cells:
+            assert driver.unsupported_reason(cell, "cpu") is None
+    with_setting = Cell.parse(SLICE["deepspeed"][0])
+    without_setting = Cell("zero2", "fp32")
+    checks = {with_setting: ["gradients", "resume"], without_setting: ["resume"]}
+    assert list(left_out("default", checks)) == [(with_setting, "resume")]

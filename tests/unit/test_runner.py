@@ -34,17 +34,37 @@ class Ranks(WithoutProcesses):
         if "save" in run["actions"]:
             (Path(request.payload["save_to"]) / "shard").write_text("whole", encoding="utf-8")
         broken = self.broken.get(run["name"], "")
-        events = {rank: list(rank_events(run, rank, broken)) for rank in range(request.world_size)}
-        for rank, value in events.items():
+        events = {}
+        ends = []
+        for rank in range(request.world_size):
+            events[rank] = list(rank_events(run, rank, broken))
             with contextlib.closing(RankLog(request.directory, rank)) as log:
-                for event in value:
+                for event in events[rank]:
                     log.write(event)
-        ends = (RankEnd(rank, *(("raised", "raised ValueError: x") if broken else ("done",))) for rank in events)
+            if broken:
+                ends.append(RankEnd(rank, "raised", "raised ValueError: x"))
+            else:
+                ends.append(RankEnd(rank, "done"))
         return Ending(tuple(ends), events, command="torchrun ...")
 
     @property
     def ran(self) -> list[tuple[str, str]]:
-        return [(request.payload["run"]["name"], request.payload["cell"]) for request in self.requests]
+        """Return each run, with the cell in which it ran."""
+        return [(name_of(request), request.payload["cell"]) for request in self.requests]
+
+    @property
+    def run_names(self) -> list[str]:
+        return [name_of(request) for request in self.requests]
+
+    def requests_of(self, name: str) -> list[Request]:
+        """Return the requests for the run of that name."""
+        return [request for request in self.requests if name_of(request) == name]
+
+
+def name_of(request: Request) -> str:
+    """Return the name of the run that is requested."""
+    name: str = request.payload["run"]["name"]
+    return name
 
 
 def rank_events(run: dict[str, Any], rank: int, broken: str) -> Iterator[Event]:
@@ -79,15 +99,25 @@ def test_a_single_rank_on_the_cpu_uses_one_thread(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if value is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-    Runner(tmp_path / "store", ranks, device=device, timeout=1).trace("torch", Cell.parse("fsdp2-fp32-w2"), PARITY)
-    sizes = {request.payload["run"]["name"]: (request.world_size, dict(request.set)) for request in ranks.requests}
-    alone = {"OMP_NUM_THREADS": "1"} if device == "cpu" and value is None else {}
-    assert sizes == {"train": (2, {}), "reference": (1, alone)}
+    runner = Runner(tmp_path / "store", ranks, device=device, timeout=1)
+    runner.trace("torch", Cell.parse("fsdp2-fp32-w2"), PARITY)
+    train, reference = ranks.requests
+    assert name_of(train) == "train"
+    assert train.world_size == 2
+    assert dict(train.set) == {}
+    assert name_of(reference) == "reference"
+    assert reference.world_size == 1
+    if device == "cpu" and value is None:
+        assert dict(reference.set) == {"OMP_NUM_THREADS": "1"}
+    else:
+        assert dict(reference.set) == {}
 
 
 def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks) -> None:
-    ran = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
-    read = Runner(runner.store, ranks, device="cpu", timeout=1).trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
+    cell = Cell.parse("fsdp2-fp32-w2")
+    ran = runner.trace("d", cell, TRAIN)
+    other_runner = Runner(runner.store, ranks, device="cpu", timeout=1)
+    read = other_runner.trace("d", cell, TRAIN)
     assert len(ranks.requests) == 1
     assert len(ran.run().snapshots) == 2 * len(TRAIN_RUN.actions)
     assert read == ran
@@ -102,20 +132,30 @@ def test_files_of_an_earlier_session_are_removed(runner: Runner, ranks: Ranks) -
         later.forget("d", cell, scenario)
     for chosen in (cell, other):
         later.trace("d", chosen, RESUME)
-    ran = [("train", "fsdp2-fp32-w2"), ("resume", "fsdp2-fp32-w2")]
-    assert ranks.ran == [*ran, ("train", "ddp-fp32-w2"), ("resume", "ddp-fp32-w2"), *ran]
+    assert ranks.ran == [
+        ("train", "fsdp2-fp32-w2"),
+        ("resume", "fsdp2-fp32-w2"),
+        ("train", "ddp-fp32-w2"),
+        ("resume", "ddp-fp32-w2"),
+        ("train", "fsdp2-fp32-w2"),
+        ("resume", "fsdp2-fp32-w2"),
+    ]
 
 
 def test_scenarios_share_their_runs(runner: Runner, ranks: Ranks) -> None:
     for scenario in (TRAIN, RESUME, PARITY, RESUME):
         trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), scenario)
-        assert [run.name for run in trace] == [run.name for run in scenario.runs]
+        names = [run.name for run in trace]
+        assert names == [run.name for run in scenario.runs]
     assert ranks.ran == [("train", "fsdp2-fp32-w2"), ("resume", "fsdp2-fp32-w2"), ("reference", "ddp-fp32-w1")]
 
 
 def test_one_reference_for_all_strategies(runner: Runner, ranks: Ranks) -> None:
     names = ("ddp-fp32-w2", "zero3-fp32-w2", "fsdp2-fp32-w2-compile", "fsdp1-fp32-w2-state_dict_full")
-    references = {str(runner.trace("d", cell, PARITY).run("reference")) for cell in cells(*names)}
+    references = set()
+    for cell in cells(*names):
+        trace = runner.trace("d", cell, PARITY)
+        references.add(str(trace.run("reference")))
     assert len(references) == 1
     assert ranks.ran.count(("reference", "ddp-fp32-w1")) == 1
 
@@ -124,15 +164,18 @@ def test_a_reference_of_its_own_for_other_data_another_model_or_another_driver(r
     for cell in cells("ddp-fp32-w2", "ddp-fp32-w4", "ddp-bf16_upcast-w2", "ddp-fp32-w2-model_mlp"):
         runner.trace("d", cell, PARITY)
     runner.trace("other", Cell.parse("ddp-fp32-w2"), PARITY)
-    references = [request for request in ranks.requests if request.payload["run"]["name"] == "reference"]
-    assert [request.payload["ranks"] for request in references] == [2, 4, 2, 2, 2]
-    assert {request.world_size for request in references} == {1}
+    references = ranks.requests_of("reference")
+    data_ranks = [request.payload["ranks"] for request in references]
+    assert data_ranks == [2, 4, 2, 2, 2]
+    for request in references:
+        assert request.world_size == 1
 
 
 def test_a_run_that_others_know_under_another_name_runs_once(runner: Runner, ranks: Ranks) -> None:
     alias = Run("baseline", TRAIN_RUN.actions, strategy="ddp", only=(), same_as="train")
     runner.trace("d", Cell.parse("ddp-fp32-w2"), TRAIN)
-    trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2-compile"), Scenario("s", (TRAIN_RUN, alias)))
+    scenario = Scenario("s", (TRAIN_RUN, alias))
+    trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2-compile"), scenario)
     assert ranks.ran == [("train", "ddp-fp32-w2"), ("train", "fsdp2-fp32-w2-compile")]
     assert trace.run("baseline").name == "baseline"
     assert trace.run("baseline").cell == "ddp-fp32-w2"
@@ -142,20 +185,25 @@ def test_a_run_that_others_know_under_another_name_runs_once(runner: Runner, ran
 def test_a_saved_checkpoint_can_be_resumed(runner: Runner, ranks: Ranks, broken: str, *, resumed: bool) -> None:
     ranks.broken["train"] = broken
     trace = runner.trace("d", Cell.parse("ddp-fp32-w2"), RESUME)
-    assert [name for name, _ in ranks.ran] == ["train", "resume"][: 1 + resumed]
     train = trace.run("train").end
     resume = trace.run("resume").end
     assert train is not None
     assert train.kind == "raised"
     assert train.action == broken
-    assert resume == (None if resumed else train)
+    if resumed:
+        assert ranks.run_names == ["train", "resume"]
+        assert resume is None
+    else:
+        assert ranks.run_names == ["train"]
+        assert resume == train
 
 
 @pytest.mark.parametrize(("broken", "reloaded"), [("export", False), ("evaluate", True)])
 def test_an_export_can_be_loaded(runner: Runner, ranks: Ranks, broken: str, *, reloaded: bool) -> None:
     ranks.broken["train"] = broken
     runner.trace("d", Cell.parse("ddp-fp32-w2"), EXPORT)
-    assert [name for name, _ in ranks.ran] == ["train", "reload"][: 1 + reloaded]
+    expected = ["train", "reload"] if reloaded else ["train"]
+    assert ranks.run_names == expected
 
 
 def test_a_corrupted_checkpoint_is_a_copy(runner: Runner, ranks: Ranks) -> None:
@@ -178,10 +226,11 @@ def test_a_run_that_goes_on_elsewhere_belongs_to_where_it_comes_from(runner: Run
     port = Run("port", ("build_model", "build", "load"), after="train", strategy="fsdp2")
     for cell in cells("ddp-fp32-w2", "fsdp1-fp32-w2"):
         runner.trace("d", cell, Scenario("portable", (TRAIN_RUN, port)))
-    ported = [request for request in ranks.requests if request.payload["run"]["name"] == "port"]
-    assert {request.payload["cell"] for request in ported} == {"fsdp2-fp32-w2"}
-    assert len({request.payload["load_from"] for request in ported}) == 2
-    assert len({request.directory for request in ported}) == 2
+    from_ddp, from_fsdp1 = ranks.requests_of("port")
+    assert from_ddp.payload["cell"] == "fsdp2-fp32-w2"
+    assert from_fsdp1.payload["cell"] == "fsdp2-fp32-w2"
+    assert from_ddp.payload["load_from"] != from_fsdp1.payload["load_from"]
+    assert from_ddp.directory != from_fsdp1.directory
 
 
 def test_a_run_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, ranks: Ranks, tmp_path: Path) -> None:
@@ -205,13 +254,18 @@ def test_stored_ranks_of_a_run_have_the_cause_first(tmp_path: Path) -> None:
         RankEnd(3, "done"),
     )
     reports = rank_reports(Ending(ends, {}))
-    assert [(report["rank"], report["status"], report["text"]) for report in reports] == [
-        (1, "raised", "--- rank 0: fake ---\nValueError: no"),
-        (2, "stuck", ""),
-        (0, "lost peer", "Traceback"),
-    ]
-    assert ("mine.py" in reports[1]["stack"]) is True
-    assert reports[1]["output"] == "words"
+    raised, stuck, lost_peer = reports
+    assert raised["rank"] == 1
+    assert raised["status"] == "raised"
+    assert raised["text"] == "--- rank 0: fake ---\nValueError: no"
+    assert stuck["rank"] == 2
+    assert stuck["status"] == "stuck"
+    assert stuck["text"] == ""
+    assert "mine.py" in stuck["stack"]
+    assert stuck["output"] == "words"
+    assert lost_peer["rank"] == 0
+    assert lost_peer["status"] == "lost peer"
+    assert lost_peer["text"] == "Traceback"
     assert rank_reports(Ending((RankEnd(0, "done"),), {})) == []
 
 
@@ -239,17 +293,24 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
         runner = Runner(tmp_path / "store", ranks, device="cpu", timeout=1, worker=worker)
         for scenario in (EXPORT, PARITY):
             runner.trace("trainer", cell, scenario)
-    started = [
-        (request.payload["run"]["name"], request.nodes, request.payload["own_disks"]) for request in ranks.requests
-    ]
+    started = []
+    for request in ranks.requests:
+        started.append((name_of(request), request.nodes, request.payload["own_disks"]))
     # What is exported is on the first node. The reference loads nothing, and both workers may read it.
-    own = [("train", 2, True), ("reload", 1, True)]
-    assert started == [*own, ("reference", 1, False), *own]
+    assert started == [
+        ("train", 2, True),
+        ("reload", 1, True),
+        ("reference", 1, False),
+        ("train", 2, True),
+        ("reload", 1, True),
+    ]
 
 
 def test_runs_of_one_node_have_one_directory(runner: Runner, ranks: Ranks) -> None:
     runner.trace("trainer", Cell.parse("ddp-fp32-w2-checkpoints_node"), RESUME)
-    assert [request.payload["own_disks"] for request in ranks.requests] == [False, False]
+    train, resume = ranks.requests
+    assert train.payload["own_disks"] is False
+    assert resume.payload["own_disks"] is False
 
 
 @pytest.mark.parametrize("removed", ["store", "files"])
@@ -264,6 +325,6 @@ def test_a_run_whose_files_were_removed_runs_again(runner: Runner, ranks: Ranks,
             if path.is_file():
                 path.unlink()
     trace = runner.trace("torch", cell, RESUME)
-    assert [name for name, _ in ranks.ran] == ["train", "train", "resume"]
+    assert ranks.run_names == ["train", "train", "resume"]
     for run in trace.runs.values():
         assert run.end is None
