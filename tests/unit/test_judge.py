@@ -312,12 +312,6 @@ def test_a_declaration_without_an_error_may_be_of_a_check_that_an_extension_adds
     assert judge(reads, CELL, trace, [fails("extended", reason="org/repo#4")]).status == status
 
 
-def test_a_walk_without_an_error_excuses_no_other_check() -> None:
-    assert "walk" in ADDED_CHECKS.names()
-    assert after_load("TypeError: no state", fails("walk", reason="org/repo#4")).status == "failed"
-    assert after_load("TypeError: no state", fails("walk", reason="org/repo#4", match="no state")).status == "known"
-
-
 def test_an_error_of_another_check_goes_beside_what_the_check_itself_declares() -> None:
     own = fails("midway", reason="org/repo#5", match="the random state")
     assert after_load("TypeError: no state", own, SAME).reason == "org/repo#4"
