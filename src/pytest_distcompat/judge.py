@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import CHECKS, Check, message
+from pytest_distcompat.checks import Check, all_check_names, find_check, message
 from pytest_distcompat.expect import Expectation, fails, refuses
 from pytest_distcompat.law import law_of
 from pytest_distcompat.status import Status, Verdict
@@ -198,9 +198,9 @@ def _declares_error(expectation: Expectation, failure: RunFailure, trace: Trace)
     error = _error_line(failure)
     if expectation.match:
         return expectation.matches(error)
-    if expectation.check not in CHECKS.by_name:
+    if expectation.check not in all_check_names():
         return False
-    other_failure = premature_end(CHECKS.get(expectation.check), trace)
+    other_failure = premature_end(find_check(expectation.check), trace)
     if other_failure is None or other_failure.kind != "raised":
         return False
     return _error_line(other_failure) == error

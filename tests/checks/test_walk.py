@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import Check, find_check
+from pytest_distcompat.expect import fails
 from pytest_distcompat.ext.walk.check import WALK
+from pytest_distcompat.judge import judge
+from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import (
     CallInfo,
     Layout,
@@ -252,3 +256,13 @@ def test_a_cell_of_another_model_or_driver_has_no_walk() -> None:
     assert "declares no calls" in str(WALK.not_applicable(CELL, Driver))
     assert "model mlp" in str(WALK.not_applicable(Cell.parse("ddp-fp32-w2"), TorchDriver))
     assert WALK.not_applicable(CELL, TorchDriver) is None
+
+
+@pytest.mark.parametrize(("match", "status"), [("", "failed"), ("no state", "known")])
+def test_what_is_declared_for_walks_excuses_another_check_by_the_error_alone(match: str, status: str) -> None:
+    """A walk says of no run what it needs, so that none can have ended it by the same error."""
+    assert find_check("walk").name == WALK.name
+    end = RunFailure("raised", "rank 1 raised TypeError: no state", "TypeError: no state", "step", 1)
+    trace = Trace.of("hand-made", [RunTrace("train", 2, (), end, cell=CELL.id)])
+    resume = Check("resume", TRAIN, (("train", "step", 1),), lambda cell, trace: ())
+    assert judge(resume, CELL, trace, [fails("walk", reason="org/repo#4", match=match)]).status == status

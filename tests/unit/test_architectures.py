@@ -105,6 +105,18 @@ def test_one_of_each_kind_of_input_takes_a_step(name: str) -> None:
     assert tiny.outputs(model, batch).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["hf:Qwen3ForSequenceClassification", "hf:Qwen3ForTokenClassification"])
+def test_a_causal_model_that_classifies_drops_nothing_and_takes_two_rows(name: str) -> None:
+    """One head of transformers refuses two rows without a padding token, the other drops activations by default."""
+    torch = pytest.importorskip("torch")
+    tiny = model_of(Cell.of("ddp", "fp32", model=name))
+    torch.manual_seed(0)
+    model = tiny.make().train()
+    batch = tiny.batch(0, 0)
+    assert {len(value) for value in batch.values()} == {2}
+    assert torch.equal(tiny.loss(model, batch), tiny.loss(model, batch))
+
+
 @pytest.mark.parametrize("name", ["hf:qwen3", "hf:BertForTokenClassification", "hf:ConvNextBackbone"])
 def test_the_reference_decays_what_trainer_decays(tmp_path: Path, name: str) -> None:
     """BERT's norms are named LayerNorm."""

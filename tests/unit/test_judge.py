@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import Check
+from pytest_distcompat.checks import ADDED_CHECKS, Check
 from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.judge import declaration, judge, skipped
 from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run
@@ -287,6 +287,29 @@ def test_a_declaration_without_an_error_holds_for_another_check_if_its_run_raise
         of_third = Check("restarts", TRAIN, (("third", "step", 1),), lambda cell, trace: ())
         expected = "known" if error == "TypeError: no state" else "failed"
         assert judge(of_third, CELL, beside, [unnamed]).status == expected
+
+
+@pytest.mark.parametrize(
+    ("needs", "error", "status"),
+    [
+        ((("resume", "step", 1),), "TypeError: no state", "known"),
+        ((("resume", "step", 1),), "TypeError: no model", "failed"),
+        # It has what it needs of the run that raised, no part in it, or says of no run what it needs, as a walk.
+        ((("resume", "build", 0),), "TypeError: no state", "failed"),
+        ((("train", "step", 1),), "TypeError: no state", "failed"),
+        ((), "TypeError: no state", "failed"),
+    ],
+)
+def test_a_declaration_without_an_error_may_be_of_a_check_that_an_extension_adds(
+    monkeypatch: pytest.MonkeyPatch, needs: tuple[tuple[str, str, int], ...], error: str, status: str
+) -> None:
+    added = Check("extended", RESUME, needs, lambda cell, trace: ())
+    monkeypatch.setitem(ADDED_CHECKS.by_name, "extended", added)
+    resumed = lived(RESUME_RUN, ended("raised", "load", "TypeError: no state", RESUME_RUN), together=True)
+    third = RunTrace("third", 2, (), ended("raised", "load", error, RESUME_RUN))
+    trace = Trace.of("hand-made", [lived(TRAIN_RUN), resumed, third])
+    reads = Check("restarts", TRAIN, (("third", "step", 1),), lambda cell, trace: ())
+    assert judge(reads, CELL, trace, [fails("extended", reason="org/repo#4")]).status == status
 
 
 def test_an_error_of_another_check_goes_beside_what_the_check_itself_declares() -> None:

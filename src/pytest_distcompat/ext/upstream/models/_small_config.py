@@ -79,6 +79,8 @@ RULES_OF_TASKS: Rules = (
 )
 #: Field -> its value for every task but causal language models.
 VALUES: dict[str, Any] = {"ctc_loss_reduction": "mean", "apply_spec_augment": False}
+#: Tasks for which transformers has one head for all causal models.
+TASKS_OF_HEADS = frozenset({"sequence_classification", "token_classification"})
 #: Field -> its value where the default is None.
 VALUES_OF_NONE = {"head_dim": 8, "num_key_value_heads": 4}
 #: Pattern of fields with the probability of a random choice in the forward pass; it becomes 0.
@@ -100,11 +102,27 @@ def small_config(model: str) -> Any:
     changes = _small(fields, rules)
     if re.search("classification|segmentation", entry.task):
         changes["num_labels"] = CLASSES
+    if entry.task in TASKS_OF_HEADS:
+        changes |= _head_of_causal_model(fields)
     if entry.task != CAUSAL and fields.get("is_encoder_decoder"):
         # T5 has no such field.
         changes["decoder_start_token_id"] = 0
     changes |= FIXED.get(entry.id, {})
     return config_class(**changes)
+
+
+def _head_of_causal_model(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a causal model needs to classify, and that its config lacks.
+
+    Its head drops activations by default: it would not train as one process does. And it takes the
+    last token that is no padding, so that it refuses two rows without a padding token.
+    """
+    missing: dict[str, Any] = {}
+    if fields.get("classifier_dropout") is None:
+        missing["classifier_dropout"] = 0.0
+    if "pad_token_id" in fields and fields["pad_token_id"] is None:
+        missing["pad_token_id"] = 0
+    return missing
 
 
 def _small(fields: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
