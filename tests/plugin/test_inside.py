@@ -264,8 +264,18 @@ def test_a_dead_or_hung_rank_is_reported_and_ends_the_session(
     ("body", "expected"),
     [
         pytest.param("pytest.exit('disk is full')", "rank 1 failed: *Exit: disk is full", id="exit"),
-        pytest.param("request.session.shouldfail = 'no quota'", "rank 1 failed*: no quota", id="shouldfail"),
-        pytest.param("request.session.shouldstop = 'no quota'", "rank 1 failed*: no quota", id="shouldstop"),
+        pytest.param(
+            "request.session.shouldfail = 'no quota'",
+            "rank 1 failed*: no quota",
+            id="shouldfail",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "request.session.shouldstop = 'no quota'",
+            "rank 1 failed*: no quota",
+            id="shouldstop",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("os.kill(os.getpid(), signal.SIGTERM)", "rank 1 received SIGTERM, *", id="sigterm"),
     ],
 )
