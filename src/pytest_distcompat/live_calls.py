@@ -250,6 +250,7 @@ class Calls:
         self.load(optimizer=False, scheduler=False)
 
     def _stateful(self) -> tuple[Any, Any]:
+        """Return the objects beside the model that have a state dict: optimizer and scheduler."""
         return self.trainer.optimizer, self.trainer.scheduler
 
     @observer

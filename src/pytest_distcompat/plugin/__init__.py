@@ -82,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.hook.pytest_distcompat_configure(config=config)
+    # The options that the user has set, by command line or ini file.
     given = options.given(config)
     for name in given:
         # Reading a value checks it.
@@ -355,6 +356,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from pytest_distcompat.plugin import packed, packing
 
+    # ``packing.plan`` returns the tests in the order in which to hand them out to workers.
     return packed.PackedScheduling(config, log, functools.partial(packing.plan, session_of(config)))
 
 
@@ -380,6 +382,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if config.getoption("usepdb", False):
         from pytest_distcompat.plugin import debugging
 
+        # Under ``--pdb`` the failure of a rank is shown otherwise than one of this process.
         debugging.take_over(config)
 
 

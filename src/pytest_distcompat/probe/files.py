@@ -124,9 +124,12 @@ def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             yield _index(path, name)
     elif path.name == ".metadata":
-        yield from read_dcp(path.parent, prefix + str(Path(relative).parent))
+        # The checkpoint is the directory, which is named.
+        relative_directory = Path(relative).parent
+        yield from read_dcp(path.parent, f"{prefix}{relative_directory}")
     elif path.suffix in PICKLED:
-        yield from read_pickle(load_pickle(path), name)
+        content = load_pickle(path)
+        yield from read_pickle(content, name)
 
 
 def _index(path: Path, name: str) -> FileInfo:

@@ -67,7 +67,8 @@ def state_info(
     if key == "step":
         # One number, which is no part of anything.
         layout = WHOLE
-    # A quantized tensor is stored as several: its codes, and scales for them.
+    # ``local_of`` is this rank's shard of a DTensor. A quantized tensor is stored as several parts:
+    # its codes, and scales for them.
     return StateInfo(
         owner,
         key,

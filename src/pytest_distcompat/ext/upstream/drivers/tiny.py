@@ -283,7 +283,10 @@ class TinyDriver(TinyReference):
             return self.outputs(model)
 
     def reload(self, directory: Path) -> Module:
-        """Load the exported files: by the ``from_pretrained`` of a library, or as a state dict."""
+        """Load the exported files: by the ``from_pretrained`` of a library, or as a state dict.
+
+        Of a LoRA adapter only the adapter is in the files.
+        """
         if not self.cell.option("lora"):
             return self.tiny.reload(directory)
         from peft import PeftModel
