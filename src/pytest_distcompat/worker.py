@@ -14,8 +14,10 @@ There are two kinds of actions:
   them all in one call. The driver reports each when it is done.
 - all others are methods of ``Rank`` with that name: ``_build_model``, ``_files``, ``_reference``.
 
-After each action the probe reads model, optimizer or files, and the rank logs a ``Snapshot`` as a
-line of JSON. ``runner`` reads the logs, and checks judge them. The rank itself judges nothing.
+After each action the *probe* (package ``probe``) reads model, optimizer or files, and the rank logs
+what it read as a ``Snapshot``, a line of JSON. ``runner`` reads the logs, and checks judge them.
+The rank itself judges nothing. The *unwrapped* model is the one before the trainer wraps it. In a
+run of the *reference* one process repeats the training without the trainer.
 """
 
 from __future__ import annotations

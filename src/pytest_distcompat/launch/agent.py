@@ -164,8 +164,8 @@ def run(
             if result is not None:
                 first = next(iter(result.failures), None)
         finally:
-            # The parent may have sent it just before it reads the answer. Later the handler would
-            # end what comes next.
+            # pytest's process may have sent it just before it reads the answer. Later the handler
+            # would end what comes next.
             signal.signal(signal.SIGTERM, do_nothing)
     except SignalException:
         # pytest's process sent SIGTERM because no rank is left. An agent whose ranks all ended by

@@ -68,8 +68,8 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     Args:
         warmth: The fields of a Warmth, the ``device`` and, for GPUs, the fields of GpuFacts as
             ``gpus``.
-        dump_at: When to write the stack of an import that hangs, by ``clock.now``. The parent gives
-            up soon after that.
+        dump_at: When to write the stack of an import that hangs, by ``clock.now``. pytest's process
+            gives up soon after that.
 
     Returns:
         Why this process is ``unfit`` to be forked; empty if it is fit.

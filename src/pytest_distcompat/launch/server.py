@@ -1,7 +1,7 @@
 """The launcher process: one beside each pytest process, in which torchrun's agent starts the ranks.
 
-pytest's process starts it (``launcher_process``), and so need not import torch itself. ``main`` is
-its main function. Messages are lines of JSON on a socket:
+pytest's process, the *parent*, starts it (``launcher_process``), and so need not import torch
+itself. ``main`` is its main function. Messages are lines of JSON on a socket:
 
 - at first it sends its status: ``{"unfit": "", "not_shared": "", "findings": [], "leaves": true}``.
   ``unfit`` says why no rank may be forked from these servers, ``not_shared`` why none may be forked

@@ -46,7 +46,7 @@ _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
 #: The items in the order of collection, before any plugin changed it.
 _COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 #: Whether this process applies the known issues that the user declares (``--distcompat-known``) to
-#: its reports.
+#: its reports. A known issue is a bug of another project, for which a failure is expected.
 _APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
 

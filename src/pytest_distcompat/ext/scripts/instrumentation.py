@@ -77,7 +77,7 @@ def _share_gpus() -> None:
 
 def install() -> None:
     """Wrap each library's calls when the library is imported; import none."""
-    # Without a probe, too, the parent must learn how each rank ends.
+    # Without a probe, too, the process that launched the script must learn how each rank ends.
     on_import("torch", _process_groups)
     if not wrappers.probe_config().steps:
         return

@@ -67,8 +67,8 @@ HELD_OUT_BATCH = 999
 class TinyDriver(TinyReference):
     """Driver that trains a tiny model, with a decaying learning rate and clipped gradients."""
 
-    # AdamW8bit quantizes large tensors only, which the model ``wide`` has alone, and that model is
-    # for this optimizer alone.
+    # An option with its value -> other options that a cell with it needs. AdamW8bit quantizes large
+    # tensors only, which the model ``wide`` has alone, and that model is for this optimizer alone.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "optimizer_adam8bit": {"model": "wide"},
         "model_wide": {"optimizer": "adam8bit"},
