@@ -260,9 +260,9 @@ class _Sharding:
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     """Return all ranks, grouped by the shapes of their shards; the last rank forms a group alone.
 
-    An extension (``ext/simulation``) runs one process for each group in place of all its ranks. For
-    1000 ranks whose shards have one shape it runs two: one for ranks 0 to 998, one for rank 999. So
-    a rank other than 0 is run in any case.
+    An extension runs one process for each group in place of all its ranks. For 1000 ranks whose
+    shards have one shape it runs two: one for ranks 0 to 998, one for rank 999. So a rank other
+    than 0 is run in any case.
 
     Args:
         tensors: The tensors of rank 0, on which this is called.
