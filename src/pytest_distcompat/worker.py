@@ -256,7 +256,12 @@ class Rank:
         """
         action = self.run.actions[self.index]
         snapshot = Snapshot(
-            self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos
+            rank=self.driver.world.rank,
+            run=self.run.name,
+            action=action,
+            index=self.index,
+            seconds=seconds,
+            **infos,
         )
         event = SnapshotTaken(action, self.index, encode(snapshot))
         self.log.write(event)
@@ -687,6 +692,7 @@ class Rank:
             batches = batches_by_epoch.setdefault(number, [])
             batches.append(tuple(map(int, rows)))
         epochs = tuple(tuple(batches) for batches in batches_by_epoch.values())
+        # The loader, where it began, what is expected of it, and what it gave.
         return RowsInfo(name, epoch, batch, loader, epochs)
 
     def _metrics(self) -> dict[str, Any]:

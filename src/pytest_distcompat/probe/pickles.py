@@ -69,10 +69,10 @@ def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
     # torch numbers an optimizer's parameters; FSDP's functions write their names.
     parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
     if parameters:
-        yield FileInfo(name, "torch", "optimizer", tuple(parameters))
+        yield FileInfo(name, format="torch", holds="optimizer", keys=tuple(parameters))
     if is_state_dict(data):
         shapes = _shapes(_of_average(data))
-        yield FileInfo(name, "torch", "model", tuple(shapes), shapes)
+        yield FileInfo(name, format="torch", holds="model", keys=tuple(shapes), shapes=shapes)
 
 
 def _models_in_parts(
@@ -95,8 +95,7 @@ def _models_in_parts(
         if shapes:
             form = "deepspeed" if part == "module" else "torch"
             keys = tuple(shapes)
-            # Path, format, what it has, keys, shapes.
-            yield FileInfo(f"{name}:{part}", form, "model", keys, shapes)
+            yield FileInfo(f"{name}:{part}", format=form, holds="model", keys=keys, shapes=shapes)
 
 
 def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
@@ -113,7 +112,13 @@ def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
         if shapes:
             keys = tuple(shapes)
             full_shapes = _full_shapes(data, shapes)
-            yield FileInfo(f"{name}:{part}", "deepspeed", "model", keys, full_shapes)
+            yield FileInfo(
+                f"{name}:{part}",
+                format="deepspeed",
+                holds="model",
+                keys=keys,
+                shapes=full_shapes,
+            )
 
 
 def _without_partitioned(shapes: Shapes) -> Shapes:

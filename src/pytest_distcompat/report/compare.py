@@ -44,6 +44,7 @@ SELECTING = (
     "shard",
 )
 #: The counts that ``Comparison.counts`` has. A suite that stops running shows in the first three.
+#: ``fixed?`` is the status of a check that is declared to fail and does not.
 COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
 #: A value in the earlier and in the later report, such as two versions of one package.

@@ -120,11 +120,13 @@ def _compare(
     # The comparison reads the second snapshot ``files``. In the suite's run the first one is that
     # of a checkpoint.
     for number in (1, 2):
-        snapshot = Snapshot(0, "train", "files", end + number, files=tuple(files))
+        snapshot = Snapshot(
+            rank=0, run="train", action="files", index=end + number, files=tuple(files)
+        )
         saved.append(snapshot)
     snapshots = (first, *trained, *saved)
     train = RunTrace("train", run.world_size, snapshots, cell=cell.id)
-    reloaded = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
+    reloaded = Snapshot(rank=0, run="reload", action="reload", index=0, unwrapped=loaded)
     reload = RunTrace("reload", 1, (reloaded,), cell=cell.id)
     compared_names = trainable_names(unwrapped.parameters) if only_adapter else None
     yield from same_values(train, reload, only=compared_names)

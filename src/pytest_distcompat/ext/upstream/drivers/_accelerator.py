@@ -123,8 +123,8 @@ class MakesAccelerator(TinyDriver):
     def _recipe(self) -> list[Any]:
         """Return the handler for fp8 in a list, which is empty for other precisions.
 
-        accelerate calls it a recipe: how linear layers compute in 8 bits. It does not gather
-        parameters in 8 bits, which DeepSpeed could not do.
+        accelerate calls it a recipe: how linear layers compute in 8 bits. Parameters are not
+        gathered in 8 bits, which DeepSpeed could not do.
         """
         if not self.precision.float8:
             return []
