@@ -70,7 +70,8 @@ def concatenate(digests: Iterable[str]) -> str:
         shifted_sums: list[int] = []
         for part, base, prime in zip(sums, BASES, PRIMES, strict=True):
             shifted_sums.append(part * pow(base, start, prime) % prime)
-        shifted_digests.append(form(words, tuple(shifted_sums)))
+        shifted_digest = form(words, tuple(shifted_sums))
+        shifted_digests.append(shifted_digest)
         start += words
     return combine(shifted_digests)
 

@@ -148,7 +148,7 @@ class Excused(Raised, name="excused"):
 
 @dataclass(frozen=True)
 class Resumed(Event, name="resumed"):
-    """A rank that was excused goes on with the others: the ``Excused`` before it counts no more."""
+    """A rank that was excused goes on with the others."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Exceptions of this package. All are a ``DistcompatError``.
 
-``UsageProblem`` is a mistake of the user. The others are the failures of pytest items:
+``UsageProblem`` is a mistake of the user. The others are the failures of pytest items, each a check
+in a *cell* (a configuration such as ``fsdp2-fp32-w2``) or a test that runs on several processes:
 ``Incompatible`` for a check that fails, ``LateFailure`` (an ``Incompatible``) for an unsupported
 cell that fails too late, and ``RunFailedError`` for a run that crashed or hung.
 ``plugin.suite.run`` and ``plugin.marked`` raise them.

@@ -250,6 +250,7 @@ class Calls:
         self.load(optimizer=False, scheduler=False)
 
     def _stateful(self) -> tuple[Any, Any]:
+        """Return the objects beside the model that have a state dict: optimizer and scheduler."""
         return self.trainer.optimizer, self.trainer.scheduler
 
     @observer
@@ -279,7 +280,11 @@ class Calls:
         return tensors
 
     def optimizer_state(self, how: Any = "own") -> Any:
-        """Return what the optimizer's state is compared with, as ``accessors`` does."""
+        """Return what the optimizer's state is compared with, as ``accessors`` does.
+
+        ``how`` says how a driver takes the state: by the optimizer's ``own`` state dict, of which
+        nothing is compared, or by a function of its library.
+        """
         if how == "own":
             return None
         return self.accessors("optimizer_state")

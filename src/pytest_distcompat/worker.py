@@ -14,8 +14,10 @@ There are two kinds of actions:
   them all in one call. The driver reports each when it is done.
 - all others are methods of ``Rank`` with that name: ``_build_model``, ``_files``, ``_reference``.
 
-After each action the probe reads model, optimizer or files, and the rank logs a ``Snapshot`` as a
-line of JSON. ``runner`` reads the logs, and checks judge them. The rank itself judges nothing.
+After each action the *probe* (package ``probe``) reads model, optimizer or files, and the rank logs
+what it read as a ``Snapshot``, a line of JSON. ``runner`` reads the logs, and checks judge them.
+The rank itself judges nothing. The *unwrapped* model is the one before the trainer wraps it. In a
+run of the *reference* one process repeats the training without the trainer.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch.rank_log import RankLog
     from pytest_distcompat.probe.observe import Observer
 
-# Fork servers import this module: their ranks need not look for the registered items again.
+# Fork servers import this module: their ranks need not look for the registered items again, nor
+# inspect the dataclass of the payload.
 installed_entry_points()
 prepare(SuitePayload)
 for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
@@ -124,16 +127,18 @@ def _capture_log(level: str, log: RankLog) -> None:
     """
     # With one ``logging.basicConfig`` of the trainer would do nothing
     # (https://docs.python.org/3/library/logging.html#logging.lastResort).
+    level_of_file = logging.WARNING
     if level:
         number = int(level) if level.isdecimal() else logging.getLevelName(level.upper())
         root = logging.getLogger()
         root.setLevel(min(root.level, number))
+        level_of_file = root.level
     if not log.by_hand:
         path = log_file(log.path.parent, log.rank)
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
         line = "%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"
         handler.setFormatter(logging.Formatter(line))
-        handler.setLevel(logging.getLogger().level if level else logging.WARNING)
+        handler.setLevel(level_of_file)
         logging.lastResort = handler
 
 
@@ -251,9 +256,15 @@ class Rank:
         """
         action = self.run.actions[self.index]
         snapshot = Snapshot(
-            self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos
+            rank=self.driver.world.rank,
+            run=self.run.name,
+            action=action,
+            index=self.index,
+            seconds=seconds,
+            **infos,
         )
-        self.log.write(SnapshotTaken(action, self.index, encode(snapshot)))
+        event = SnapshotTaken(action, self.index, encode(snapshot))
+        self.log.write(event)
         self._begin()
 
     def _perform_own(self) -> None:
@@ -299,7 +310,8 @@ class Rank:
             self.driver.caller = self.driver.live_calls(
                 self.driver, self.run_paths.save_to / "called", (rank,), self.number
             )
-        # ``_record_action`` is called inside ``train``, once after each action.
+        # ``_record_action`` is called inside ``train``, once after each action. The observer
+        # records what the trainer does inside this block.
         with self.observer.watching():
             self.observer.record_operators(on=self._observes_operators)
             self.driver.train(unwrapped, plan, self._record_action)  # type: ignore[arg-type]  # a plan without build needs no model
@@ -506,6 +518,7 @@ class Rank:
             model, driver.blocks, driver.ignored_modules, driver.options, compute
         )
         infos: dict[str, Any] = {
+            # ``mean`` is what has an equal weight in the gradients of a step, such as ``token``.
             "unwrapped": dataclasses.replace(unwrapped, mean=driver.mean),
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
@@ -564,7 +577,9 @@ class Rank:
             return {}
         model = self.unwrapped if self.unwrapped is not None else self.driver.model
         with _uncompiled():
-            return {"outputs": sample(self.driver.evaluate(model))}
+            outputs = self.driver.evaluate(model)
+        # ``sample`` returns a few of the numbers.
+        return {"outputs": sample(outputs)}
 
     def _reference(self) -> dict[str, Any]:
         """Take a step of the same training in one process, in float32 and without wrappers.
@@ -677,6 +692,7 @@ class Rank:
             batches = batches_by_epoch.setdefault(number, [])
             batches.append(tuple(map(int, rows)))
         epochs = tuple(tuple(batches) for batches in batches_by_epoch.values())
+        # The loader, where it began, what is expected of it, and what it gave.
         return RowsInfo(name, epoch, batch, loader, epochs)
 
     def _metrics(self) -> dict[str, Any]:
@@ -701,13 +717,16 @@ class Rank:
             from pytest_distcompat.probe.extra import read_extra_state
 
             extra["extra"] = read_extra_state(driver, states)
+        trainer_world_size = None
+        if has_trainer:
+            trainer_world_size = driver.trainer_world_size()
         return extra | read_snapshot_fields(
             driver.model,
             driver.optimizer,
             device=driver.world.device,
             scheduler=driver.scheduler,
             scaler=driver.scaler,
-            trainer_world_size=driver.trainer_world_size() if has_trainer else None,
+            trainer_world_size=trainer_world_size,
             whole=whole,
             without_gradient=self.observer.without_gradient(),
             pp_group=driver.pp_group,

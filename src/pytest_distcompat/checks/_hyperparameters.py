@@ -68,6 +68,7 @@ def _same_rates(rates: _Rates, expected: _Rates) -> bool:
 
 
 def _same_rate(rate: float | None, expected: float | None) -> bool:
+    """Tell whether two learning rates are equal but for rounding; None is taken for 0."""
     return math.isclose(rate or 0, expected or 0, rel_tol=RATE_TOLERANCE)
 
 
@@ -162,6 +163,7 @@ class NumbersOfParameters:
         return [self._of_rank(snapshot) for snapshot in snapshots]
 
     def _of_rank(self, snapshot: Snapshot) -> Numbers:
+        """Return the hyperparameters of each parameter of a rank, by unwrapped name."""
         numbers: dict[str, _GroupNumbers] = {}
         for nth, step in enumerate(snapshot.steps):
             place = (snapshot.rank, nth)

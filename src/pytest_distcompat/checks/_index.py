@@ -21,10 +21,12 @@ from pytest_distcompat.trace import FileInfo
 
 
 def _directory(path: str) -> str:
+    """Return the directory of a file: ``export`` of ``export/model.safetensors``."""
     return path.rpartition("/")[0]
 
 
 def _file_name(path: str) -> str:
+    """Return the name of a file: ``model.safetensors`` of ``export/model.safetensors``."""
     return path.rpartition("/")[2]
 
 
@@ -52,13 +54,18 @@ def wrong_index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
     yield from _total_size(index, file_by_name)
 
 
-def _wrong_places(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iterator[str]:
-    """Yield findings for keys that are not in the file that the index names, or in others too."""
-    # A dict, because the order is that of the findings.
+def _stored_keys(file_by_name: Mapping[str, FileInfo]) -> dict[_StoredKey, None]:
+    """Return each key of each file, in the order of the findings: a dict, because it keeps it."""
     stored: dict[_StoredKey, None] = {}
     for file_name, file in file_by_name.items():
         for key in file.keys:
             stored[_StoredKey(key, file_name)] = None
+    return stored
+
+
+def _wrong_places(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iterator[str]:
+    """Yield findings for keys that are not in the file that the index names, or in others too."""
+    stored = _stored_keys(file_by_name)
     lost: list[_StoredKey] = []
     for key, file_name in index.files.items():
         pair = _StoredKey(key, file_name)

@@ -168,11 +168,13 @@ def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Can
 
 
 def _prefix(segments: list[str], *, extra: bool) -> Part:
+    """Return the prefix of these segments: ``_orig_mod.module.`` of two."""
     text = ".".join(segments)
     return Part(f"{text}.", "prefix", extra)
 
 
 def _segment(segment: str, *, extra: bool) -> Part:
+    """Return the part that is this segment, wherever it stands in a key."""
     return Part(f"{segment}.", "segment", extra)
 
 

@@ -76,7 +76,8 @@ def unlike_replicas(run: RunTrace, trained: Snapshots, when: str) -> Iterator[st
     stages = stages_of(run)
     name_of: Callable[[str], str] = str
     if stages and run.unwrapped:
-        # Tied parameters have different names on different stages.
+        # Tied parameters have different names on different stages. ``Names`` maps them to one name
+        # in the unwrapped model.
         name_of = Names(run, run.unwrapped)
     for kind, tensors in (
         ("parameters", _held_parameters(trained, name_of)),

@@ -39,7 +39,8 @@ _BOTH = Scenario("accumulation", (TRAIN_RUN, SINGLE_RUN))
 FULL_STEPS = 3
 
 
-def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
+def _why_nothing_accumulates(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply to the cell; None if it does."""
     if cell.cp > 1:
         return (
             "context parallelism sums the gradients of keys and values in every micro-batch, "
@@ -54,7 +55,7 @@ def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
     scenario=_BOTH,
     until=(("train", "step", STEPS - 1), ("single", "step", FULL_STEPS - 1)),
     order=8,
-    not_applicable=_accumulates,
+    not_applicable=_why_nothing_accumulates,
 )
 def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that N micro-batches a step cost one reduction of gradients and one optimizer step.
@@ -148,4 +149,5 @@ def _other_reductions(
 
 
 def _reduced_elements(cell: Cell, snapshot: Snapshot) -> int:
+    """Return how many elements of gradients a rank has reduced in the step of the snapshot."""
     return sum(info.total for info in gradient_reductions(cell, snapshot))

@@ -73,6 +73,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     run = trace.run()
     built = run.at("build")
+    # A finding about ranks without a snapshot.
     yield from every_rank(built, cell.world_size, "build")
     for snapshot in built:
         yield from with_rank(snapshot, _after_build(cell, run, snapshot))
@@ -176,6 +177,8 @@ def _other_kinds(cell: Cell, run: RunTrace, model: ModelInfo) -> Iterator[str]:
     # On one rank a strategy may leave parameters of another kind, as it shards nothing.
     if cell.world_size == 1 and strategy.kind_alone:
         kinds.add(strategy.kind_alone)
+    # Whether a parameter is in a module that the cell's option ``ignored_modules`` leaves out of
+    # the sharding.
     is_ignored = ignored_predicate(cell, run)
     others: list[ParameterInfo] = []
     for info in model.parameters:

@@ -51,6 +51,8 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     trained = trace.run("train")
     reference_run = trace.run("reference")
+    # One for each step: that of the precision, or more if the run ``rounded`` shows that rounding
+    # alone moves the norm further.
     tolerances = allowed_deviations(
         rounding_of(cell, trained).norm_tolerance, trace, optimizer_norm
     )
@@ -64,6 +66,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         expected = optimizer_norm(references[0])
         largest = max(largest, expected)
+        # Relative to this step's norm; where that is 0, to the largest so far.
         allowance = Allowance(tolerance, largest)
         expectation = f"{expected:.6g} in the reference ({tolerance:.0e} allowed)"
         is_wrong = False
@@ -110,7 +113,10 @@ def _norms_of_copies(cell: Cell, run: RunTrace, snapshots: Snapshots) -> Iterato
             holders, square = together(shares)
             holders_by_rank[snapshot.rank] = holders
             square_by_rank[snapshot.rank] = square
-    for ranks in across_stages(run, shard_groups(holders_by_rank, cell.world_size)):
+    # The ranks of each copy: those that hold a stage of a pipeline together, then those of the
+    # other stages too.
+    groups = shard_groups(holders_by_rank, cell.world_size)
+    for ranks in across_stages(run, groups):
         holders_of_copy: list[Snapshot] = []
         for snapshot in snapshots:
             if snapshot.rank in ranks:
@@ -157,4 +163,5 @@ def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
 
 
 def _zeros() -> dict[int, float]:
+    """Return a dict by stage in which each number begins at 0."""
     return defaultdict(float)

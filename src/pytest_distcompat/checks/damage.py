@@ -16,7 +16,8 @@ place in lists; ``not_applicable`` returns why a cell does not have the check, o
 ``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
 that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
 several runs of its own; ``raises`` names runs whose exceptions the check itself judges, so that
-only a crash or a hang is a verdict at once.
+only a crash or a hang is a verdict at once. Both checks have ``only_where_it_differs``: which files
+are found depends on few options of a cell, so that other cells leave the check to these.
 """
 
 from __future__ import annotations
@@ -153,7 +154,10 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(loaded, cell.world_size, "load")
     # FSDP1's flat parameters have no names by which they could be compared with those before.
     if not flat_parameters(saved):
-        yield from differences(values(named, saved), values(reopened, loaded), when)
+        # Digests of whole tensors, put together from those of all ranks' parts.
+        saved_values = values(named, saved)
+        loaded_values = values(reopened, loaded)
+        yield from differences(saved_values, loaded_values, when)
     # The numbers of schedulers and param groups.
     yield from settings(saved, loaded, when)
     yield from _blocked(trace.run("blocked"))

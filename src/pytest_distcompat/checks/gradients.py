@@ -13,6 +13,10 @@ A parameter's ratio is the norm of its gradient over that in the reference. Para
 wrong ratio are in one finding. If some gradients are wrong, clipping scales all others by one
 factor; that common ratio is no finding.
 
+``Norms`` are the norms of whole gradients by unwrapped name: ``{"lm_head.weight": 1.2, ...}``; None
+for a gradient that cannot be put together from the ranks' parts. A ``View`` has the norms of one
+copy of the model, and the ranks that hold it together: under DDP each rank has a view of its own.
+
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
 place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
@@ -47,6 +51,7 @@ SAME_RATIO = 0.05
 
 
 def _no_single_gradients(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply to the cell; None if it does."""
     if not cell.option("use_orig_params"):
         return "a flat parameter has one gradient for all the parameters in it"
     return has_reference(cell, driver)
@@ -80,6 +85,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     rounding = [rounding_of(cell, train).norm_tolerance]
     rounding += _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
     tolerance = ROUNDING_FACTOR * max(rounding)
+    # Numbers by which a wrong gradient is often off: ``{"the number of ranks": 2, ...}``.
     factors = factors_of(cell, train)
     for step, expected in enumerate(expected_by_step):
         step_name = f"step {step + 1}"
@@ -95,6 +101,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
             if view.norms.keys() <= known:
                 findings += _wrong_gradients(train, view, expected, tolerance, factors)
         for finding in findings:
+            # A hint at tied parameters that are sharded as two; empty if there are none.
             cause = tied_apart(cell, train)
             yield f"{step_name}: {finding}{cause}"
         if findings:
@@ -242,8 +249,11 @@ def _compare(norms: Norms, expected: Norms, tolerance: float) -> _Comparison:
         first = names[0]
         norm = norms.get(first) or 0.0
         reference_norm = expected.get(first) or 0.0
-        deviations.append(_Deviation(tuple(names), norm, reference_norm, ratios[first]))
-    return _without_common_ratio(deviations, max(sound, len(expected) / 2))
+        deviation = _Deviation(tuple(names), norm, reference_norm, ratios[first])
+        deviations.append(deviation)
+    # A ratio is common if more gradients have it than are sound, and more than half of all.
+    most = max(sound, len(expected) / 2)
+    return _without_common_ratio(deviations, most)
 
 
 def _without_common_ratio(deviations: list[_Deviation], most: float) -> _Comparison:

@@ -111,6 +111,7 @@ class _StateSize:
 
     @property
     def _spread(self) -> str:
+        """Return the words for where the copies are: ``, on each of 2 ranks``; empty for one."""
         if self.copies <= 1:
             return ""
         if self.copies == self.ranks_of_stage:
@@ -207,7 +208,9 @@ def _elements_of_other_experts(built: Sequence[Snapshot]) -> int:
     elements = 0
     for info in built[0].parameters:
         if info.trainable:
-            elements += info.local_numel * (expert_parts(info) - 1)
+            # 1 for a parameter that is no expert's.
+            parts = expert_parts(info)
+            elements += info.local_numel * (parts - 1)
     return elements
 
 
@@ -224,7 +227,7 @@ def _kept_elements(snapshots: Sequence[Snapshot]) -> Counter[str]:
     kept: Counter[str] = Counter()
     for snapshot in snapshots:
         # A snapshot is of one rank; or of several, where an extension let one process stand for
-        # all of them.
+        # all of them. ``state_elements`` counts by key and dtype, here for all dtypes.
         for (key, _), numel in state_elements(snapshot).items():
             kept[key] += numel * len(snapshot.ranks)
     return kept
@@ -274,6 +277,7 @@ def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
     elements = 0
     for info in first.parameters:
         if info.trainable:
+            # ``tp_copies``: 1 for a parameter that is split, ``tp`` for one that each rank has.
             further_ranks = tp_copies(info, cell, first.rank) - 1
             elements += further_ranks * math.prod(info.shape)
     return elements

@@ -60,6 +60,7 @@ def _why_not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
             f"the driver does not claim that {cell.strategy} loads a checkpoint of another world "
             "size"
         )
+    # Each machine has a directory of its own for checkpoints, and each rank writes its own masters.
     if cell.own_disks and STRATEGIES.get(cell.strategy).flat_masters:
         return "each node has the shards of its own ranks, and other ranks would need those of all"
     return _why_not_comparable_by_name(cell) or saved_as_elsewhere(cell)
@@ -137,6 +138,7 @@ def _not_loaded_as_saved(saving: RunTrace, loading: RunTrace) -> Iterator[str]:
     loaded = loading.at("load")
     yield from every_rank(saved, saving.world_size, "save")
     yield from every_rank(loaded, loading.world_size, f"the load at {ranks}")
+    # Digests of whole tensors, put together from those of all ranks' shards.
     saved_values = values(saving, saved)
     loaded_values = values(loading, loaded)
     yield from differences(saved_values, loaded_values, when)

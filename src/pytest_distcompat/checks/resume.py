@@ -24,7 +24,8 @@ Arguments of the decorator ``check``: ``scenario`` has the runs that the check r
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
 place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
 ``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
-that of cells with equal facets the default profile tests only one.
+that of cells with equal facets the default profile tests only one. ``RESUMED`` are the facets that
+decide what a resumed trainer restores.
 """
 
 from __future__ import annotations
@@ -450,10 +451,10 @@ class _LossAfterEvaluation:
 
     rank: int
     expected: float
-    found: float
+    actual: float
 
     def __str__(self) -> str:
-        loss = f"the loss of the step after the evaluation is {self.found:.6g}"
+        loss = f"the loss of the step after the evaluation is {self.actual:.6g}"
         return f"rank {self.rank}: {loss}; {self.expected:.6g} in the run that never evaluated"
 
 

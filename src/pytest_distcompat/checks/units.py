@@ -37,6 +37,7 @@ _WITH_UNITS = frozenset({"FSDP1", "FSDP2"})
 
 
 def _why_no_units(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply to the cell; None if it does."""
     if _has_units(cell):
         return None
     if cell.option("activation_checkpointing") or cell.option("compile"):
@@ -136,6 +137,7 @@ def _unwrapped_names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]
     strategy = STRATEGIES.get(cell.strategy)
     known = {module_of(info.name) for info in unwrapped.parameters}
     known.update(unwrapped.blocks)
+    # ``canonical`` removes the segments of wrappers from a live name.
     names: set[str] = set()
     for live_name in live:
         names.add(strategy.canonical(live_name, cell, known))
@@ -212,8 +214,8 @@ def _recomputed_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) 
     # A parent of blocks may be marked without being recomputed.
     recomputed &= _blocks_and_modules_inside(unwrapped)
     if not cell.option("activation_checkpointing"):
-        # A script may turn it on by itself; a driver that supports the option was given the cell's
-        # value.
+        # A script may turn it on by itself. ``requested``: a driver that supports the option was
+        # given the cell's value, also where that is the default, False.
         if recomputed and requested(cell, unwrapped, "activation_checkpointing"):
             yield (
                 f"the activations of {_listed(recomputed)} "
@@ -318,6 +320,7 @@ def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
 
 
 def _quoted(module: str) -> str:
+    """Return the words for one module: ``'layers.0'``, or ``the root`` for the empty name."""
     if not module:
         return "the root"
     return repr(module)

@@ -43,6 +43,7 @@ def concerning(
     chosen = []
     for issue in issues:
         concerns_driver = not issue.drivers or names.intersection(issue.drivers)
+        # ``applies_on``: the installed releases have the bug, and it shows on that device.
         if concerns_driver and issue.applies_on(device):
             chosen.append(issue)
     return tuple(sorted(chosen, key=_is_unspecific))

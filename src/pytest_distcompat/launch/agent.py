@@ -60,12 +60,16 @@ class OneAgent(StaticTCPRendezvous):
     def __init__(self) -> None:
         self.store = store_on(loopback.listen())
         self.port = self.store.port
-        super().__init__(loopback.HOST, self.port, 0, 1, str(uuid.uuid4()), timeout=60)
+        run_id = str(uuid.uuid4())
+        # Agent 0 of 1.
+        super().__init__(loopback.HOST, self.port, 0, 1, run_id, timeout=60)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the rendezvous at once: the only agent is this one."""
         store_info = RendezvousStoreInfo(loopback.HOST, self.port)
-        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, store_info)
+        store = PrefixStore(self.run_id, self.store)
+        # Agent 0 of 1.
+        return RendezvousInfo(store, 0, 1, store_info)
 
     def leave(self, store: Any) -> None:
         """Wait for nobody: ranks of no other agent use the store."""
@@ -160,8 +164,8 @@ def run(
             if result is not None:
                 first = next(iter(result.failures), None)
         finally:
-            # The parent may have sent it just before it reads the answer. Later the handler would
-            # end what comes next.
+            # pytest's process may have sent it just before it reads the answer. Later the handler
+            # would end what comes next.
             signal.signal(signal.SIGTERM, do_nothing)
     except SignalException:
         # pytest's process sent SIGTERM because no rank is left. An agent whose ranks all ended by
@@ -220,7 +224,8 @@ def _agent(
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
     )
-    logs = DefaultLogsSpecs(log_dir=str(Path(request.directory) / "logs"), redirects=Std.ALL)
+    log_directory = Path(request.directory) / "logs"
+    logs = DefaultLogsSpecs(log_dir=str(log_directory), redirects=Std.ALL)
     return WaitingAgent(spec, logs, start_method=start_method)
 
 

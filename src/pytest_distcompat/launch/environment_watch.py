@@ -116,5 +116,8 @@ def is_discarded(frame: FrameType | None) -> bool:
 
 
 def caller() -> FrameType | None:
-    """Return the frame that called the caller of this function; here the user of ``os.environ``."""
+    """Return the frame that called the caller of this function.
+
+    Here that is the code which used a method of ``os.environ``, perhaps another method of it.
+    """
     return sys._getframe(2)  # noqa: SLF001 - documented, in spite of its name

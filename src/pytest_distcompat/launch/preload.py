@@ -68,8 +68,8 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     Args:
         warmth: The fields of a Warmth, the ``device`` and, for GPUs, the fields of GpuFacts as
             ``gpus``.
-        dump_at: When to write the stack of an import that hangs, by ``clock.now``. The parent gives
-            up soon after that.
+        dump_at: When to write the stack of an import that hangs, by ``clock.now``. pytest's process
+            gives up soon after that.
 
     Returns:
         Why this process is ``unfit`` to be forked; empty if it is fit.
@@ -80,7 +80,8 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     if warmth["device"] != "cpu":
         libraries = []
         for known in warmth["nccl"]:
-            libraries.append(nccl.Library(Path(known["path"]), tuple(known["version"])))
+            library = nccl.Library(Path(known["path"]), tuple(known["version"]))
+            libraries.append(library)
         nccl.tell(libraries)
         answer_without_cuda(GpuFacts(**warmth["gpus"]))
         postpone_nvml()
@@ -179,6 +180,7 @@ def settle(device: str) -> None:
     and again, and with torch, transformers and deepspeed in memory that took 0.4 s each time.
     """
     if device == "cpu":
+        # gloo then does what DeepSpeed's own all-reduce would do.
         without_shared_memory()
     gc.collect()
     gc.freeze()
@@ -282,7 +284,8 @@ def _stack_written(dump_at: float, log: int) -> Iterator[None]:
         dump_at: The time, by ``clock.now``.
         log: The file descriptor.
     """
-    faulthandler.dump_traceback_later(max(0.1, dump_at - clock.now()), file=log)
+    seconds = max(0.1, dump_at - clock.now())
+    faulthandler.dump_traceback_later(seconds, file=log)
     try:
         yield
     finally:

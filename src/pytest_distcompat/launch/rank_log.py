@@ -1,12 +1,12 @@
 """The log of a rank: a line of JSON for each event.
 
-Ranks report to their parent by files, because stdout belongs to the tests. Rank 1 writes to
+Ranks report to pytest's process by files, because stdout belongs to the tests. Rank 1 writes to
 ``rank-1.jsonl`` in the run's directory, by ``RankLog`` (``rank`` opens it). Two lines, shortened::
 
     {"event": "start", "rank": 1, "time": 12.3, "memory": 812843008, "pid": 4711, "oom_kills": 0}
     {"event": "action", "rank": 1, "time": 12.4, "memory": 812843008, "action": "build", "index": 0}
 
-The parent reads the logs of all ranks by ``LogReader``, again and again while they run
+pytest's process reads the logs of all ranks by ``LogReader``, again and again while they run
 (``watchdog``). These lines become ``events.Start(pid=4711, oom_kills=0)`` and
 ``events.Action("build", 0)``.
 """

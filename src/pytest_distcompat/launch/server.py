@@ -1,7 +1,7 @@
 """The launcher process: one beside each pytest process, in which torchrun's agent starts the ranks.
 
-pytest's process starts it (``launcher_process``), and so need not import torch itself. ``main`` is
-its main function. Messages are lines of JSON on a socket:
+pytest's process, the *parent*, starts it (``launcher_process``), and so need not import torch
+itself. ``main`` is its main function. Messages are lines of JSON on a socket:
 
 - at first it sends its status: ``{"unfit": "", "not_shared": "", "findings": [], "leaves": true}``.
   ``unfit`` says why no rank may be forked from these servers, ``not_shared`` why none may be forked
@@ -57,6 +57,7 @@ def main(channel_descriptor: str, warmth: str) -> None:
         warmth: The path of a JSON file with the fields of a ``Warmth`` (what the fork servers
             import and collect) and the ``device``.
     """
+    # What a dead rank leaves running becomes a child of this process, and can be found and killed.
     adopt_orphans()
     _handle_by_default()
     descriptor = int(channel_descriptor)
@@ -137,7 +138,11 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     # If an import hangs, its stack is written at this time. The parent gives up somewhat later, and
     # shows it.
     dump_at = clock.now() + 0.9 * warmth_fields["timeout"]
-    servers = ForkServers((LIBRARIES, SESSION) if warmth_fields["call"] else (LIBRARIES,))
+    # ``call`` is the function that collects tests; without it no session server is needed.
+    kinds: tuple[str, ...] = (LIBRARIES,)
+    if warmth_fields["call"]:
+        kinds = (LIBRARIES, SESSION)
+    servers = ForkServers(kinds)
     # The second side imports everything itself. Meanwhile this process imports torch, for itself
     # and for the servers of the first side.
     command = in_new_process("serve_alone", warmth, str(dump_at))

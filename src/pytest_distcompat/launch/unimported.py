@@ -279,4 +279,7 @@ class _Loader(importlib.abc.Loader):
         _give_back(name)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec.loader if self._spec else None, name)
+        loader = None
+        if self._spec is not None:
+            loader = self._spec.loader
+        return getattr(loader, name)

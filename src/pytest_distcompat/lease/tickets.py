@@ -121,7 +121,8 @@ class Queue:
             # It may be half written, or written by another version of this package with other
             # fields.
             with contextlib.suppress(ValueError):
-                tickets.append(decode(Ticket, json.loads(text)))
+                fields = json.loads(text)
+                tickets.append(decode(Ticket, fields))
         return tickets
 
     def _restore(self, mine: Ticket) -> None:
@@ -153,12 +154,16 @@ class Queue:
         return self._directory.lock(self._name(ticket, "lock"))
 
     def _write(self, ticket: Ticket) -> None:
-        self._directory.write(self._name(ticket, "json"), json.dumps(asdict(ticket)))
+        """Write the file of a ticket, which makes it visible to other processes."""
+        text = json.dumps(asdict(ticket))
+        self._directory.write(self._name(ticket, "json"), text)
 
     def _remove(self, ticket: Ticket) -> None:
+        """Remove the files of a ticket, those that are there."""
         for kind in ("json", "lock"):
             path = self._directory.path / self._name(ticket, kind)
             path.unlink(missing_ok=True)
 
     def _name(self, ticket: Ticket, kind: str) -> str:
+        """Return the name of a file of a ticket: ``queue/17.lock`` for the kind ``lock``."""
         return f"{QUEUE}/{ticket.number}.{kind}"

@@ -46,7 +46,7 @@ _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
 #: The items in the order of collection, before any plugin changed it.
 _COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 #: Whether this process applies the known issues that the user declares (``--distcompat-known``) to
-#: its reports.
+#: its reports. A known issue is a bug of another project, for which a failure is expected.
 _APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
 
@@ -82,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.hook.pytest_distcompat_configure(config=config)
+    # The options that the user has set, by command line or ini file.
     given = options.given(config)
     for name in given:
         # Reading a value checks it.
@@ -355,6 +356,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from pytest_distcompat.plugin import packed, packing
 
+    # ``packing.plan`` returns the tests in the order in which to hand them out to workers.
     return packed.PackedScheduling(config, log, functools.partial(packing.plan, session_of(config)))
 
 
@@ -380,6 +382,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if config.getoption("usepdb", False):
         from pytest_distcompat.plugin import debugging
 
+        # Under ``--pdb`` the failure of a rank is shown otherwise than one of this process.
         debugging.take_over(config)
 
 

@@ -45,9 +45,9 @@ def read_dcp(directory: Path, name: str) -> Iterator[FileInfo]:
             with_state[parameter] = None
     if sizes:
         shapes = {key: size for key, size in sizes.items() if size}
-        yield FileInfo(name, "dcp", "model", tuple(sizes), shapes)
+        yield FileInfo(name, format="dcp", holds="model", keys=tuple(sizes), shapes=shapes)
     if with_state:
-        yield FileInfo(name, "dcp", "optimizer", tuple(with_state))
+        yield FileInfo(name, format="dcp", holds="optimizer", keys=tuple(with_state))
 
 
 def dcp_values(directory: Path) -> Iterator[Part]:

@@ -88,6 +88,7 @@ def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
     elif isinstance(value, torch.Tensor):
         # Shards of different parts of a tensor have different places, so that they are not compared
         # with each other.
+        # Empty for a whole tensor, ``(("Shard(0)", 2, 1),)`` for the second of two shards.
         region = layout_of(value).region
         if region:
             place = f"{place} {region}"

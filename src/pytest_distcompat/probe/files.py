@@ -94,12 +94,12 @@ def _with_digests(file: SavedFile, holds: str, content: Mapping[str, Any]) -> Fi
     """Return the description of one part of a file; of a model with a digest of each value."""
     if holds != "model":
         keys = dict.fromkeys(str(key) for key in content)
-        return FileInfo(file.name, "", holds, tuple(keys), digests={})
+        return FileInfo(file.name, format="", holds=holds, keys=tuple(keys), digests={})
     digests: dict[str, str] = {}
     for key, value in content.items():
         qualified_key = f"{file.key_prefix}{key}"
         digests[qualified_key] = digest(value)
-    return FileInfo(file.name, "", holds, tuple(digests), digests=digests)
+    return FileInfo(file.name, format="", holds=holds, keys=tuple(digests), digests=digests)
 
 
 def _files(directory: Path) -> Iterator[SavedFile]:
@@ -118,15 +118,25 @@ def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
     name = prefix + relative
     if path.suffix == ".safetensors":
         shapes, dtypes = _safetensors(path)
-        yield FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes)
+        yield FileInfo(
+            name,
+            format="safetensors",
+            holds="model",
+            keys=tuple(shapes),
+            shapes=shapes,
+            dtypes=dtypes,
+        )
     elif path.name.endswith(INDEX):
         # What is no index is another file of that name, and no business of ours.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             yield _index(path, name)
     elif path.name == ".metadata":
-        yield from read_dcp(path.parent, prefix + str(Path(relative).parent))
+        # The checkpoint is the directory, which is named.
+        relative_directory = Path(relative).parent
+        yield from read_dcp(path.parent, f"{prefix}{relative_directory}")
     elif path.suffix in PICKLED:
-        yield from read_pickle(load_pickle(path), name)
+        content = load_pickle(path)
+        yield from read_pickle(content, name)
 
 
 def _index(path: Path, name: str) -> FileInfo:
@@ -136,9 +146,9 @@ def _index(path: Path, name: str) -> FileInfo:
     metadata = index.get("metadata") or {}
     return FileInfo(
         name,
-        "index",
-        "index",
-        tuple(file_by_key),
+        format="index",
+        holds="index",
+        keys=tuple(file_by_key),
         files=file_by_key,
         total_size=metadata.get("total_size"),
     )

@@ -149,7 +149,10 @@ def dtensor_layout(
         names, place.sizes, place.coordinate, placements, strict=True
     ):
         dims.append(MeshDim(name, size, index, placement.text))
-        selection.append(index if placement.dim is None else slice(None))
+        if placement.dim is None:
+            selection.append(index)
+        else:
+            selection.append(slice(None))
     mesh = torch.tensor(place.ranks).view(place.sizes)
     holders = mesh[tuple(selection)].flatten().tolist()
     return Layout(tuple(dims), several_ranks(holders))
@@ -257,9 +260,9 @@ class _Sharding:
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     """Return all ranks, grouped by the shapes of their shards; the last rank forms a group alone.
 
-    An extension (``ext/simulation``) runs one process for each group in place of all its ranks. For
-    1000 ranks whose shards have one shape it runs two: one for ranks 0 to 998, one for rank 999. So
-    a rank other than 0 is run in any case.
+    An extension runs one process for each group in place of all its ranks. For 1000 ranks whose
+    shards have one shape it runs two: one for ranks 0 to 998, one for rank 999. So a rank other
+    than 0 is run in any case.
 
     Args:
         tensors: The tensors of rank 0, on which this is called.
@@ -270,7 +273,8 @@ def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
         if hasattr(tensor, "placements"):
             shape = tuple(tensor.shape)
             place = place_of_rank(tensor.device_mesh)
-            shardings.add(_Sharding(shape, place, placements_of(tensor)))
+            sharding = _Sharding(shape, place, placements_of(tensor))
+            shardings.add(sharding)
     groups: dict[Any, list[int]] = {}
     for rank in range(size):
         local_shapes = tuple(sharding.local_shape(rank) for sharding in shardings)

@@ -64,6 +64,28 @@ def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
     is_deepspeed = isinstance(data.get("param_shapes"), list)
     if is_deepspeed:
         yield from _deepspeed_shapes(data, name)
+    yield from _models_in_parts(data, name, is_deepspeed=is_deepspeed)
+    state = _optimizer_state(data)
+    # torch numbers an optimizer's parameters; FSDP's functions write their names.
+    parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
+    if parameters:
+        yield FileInfo(name, format="torch", holds="optimizer", keys=tuple(parameters))
+    if is_state_dict(data):
+        shapes = _shapes(_of_average(data))
+        yield FileInfo(name, format="torch", holds="model", keys=tuple(shapes), shapes=shapes)
+
+
+def _models_in_parts(
+    data: Mapping[str, Any], name: str, *, is_deepspeed: bool
+) -> Iterator[FileInfo]:
+    """Yield the records of the parts of a file that are models, as ``model`` or ``module``.
+
+    Args:
+        data: The dictionary in the file.
+        name: Its path as records have it.
+        is_deepspeed: Whether it is DeepSpeed's file of model states, in which a part may have empty
+            tensors for what other files have.
+    """
     for part in MODEL:
         if not isinstance(data.get(part), Mapping):
             continue
@@ -73,16 +95,7 @@ def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
         if shapes:
             form = "deepspeed" if part == "module" else "torch"
             keys = tuple(shapes)
-            # Path, format, what it has, keys, shapes.
-            yield FileInfo(f"{name}:{part}", form, "model", keys, shapes)
-    state = _optimizer_state(data)
-    # torch numbers an optimizer's parameters; FSDP's functions write their names.
-    parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
-    if parameters:
-        yield FileInfo(name, "torch", "optimizer", tuple(parameters))
-    if is_state_dict(data):
-        shapes = _shapes(_of_average(data))
-        yield FileInfo(name, "torch", "model", tuple(shapes), shapes)
+            yield FileInfo(f"{name}:{part}", format=form, holds="model", keys=keys, shapes=shapes)
 
 
 def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
@@ -99,7 +112,13 @@ def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
         if shapes:
             keys = tuple(shapes)
             full_shapes = _full_shapes(data, shapes)
-            yield FileInfo(f"{name}:{part}", "deepspeed", "model", keys, full_shapes)
+            yield FileInfo(
+                f"{name}:{part}",
+                format="deepspeed",
+                holds="model",
+                keys=keys,
+                shapes=full_shapes,
+            )
 
 
 def _without_partitioned(shapes: Shapes) -> Shapes:

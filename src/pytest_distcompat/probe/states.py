@@ -63,17 +63,19 @@ def state_info(
             (``layouts.starts_of``); None if ``digest`` is to find out itself.
     """
     if not isinstance(value, torch.Tensor):
-        return StateInfo(owner, key, type(value).__name__, 1, digest(value))
+        dtype = type(value).__name__
+        return StateInfo(owner, key, dtype, numel=1, digest=digest(value))
     if key == "step":
         # One number, which is no part of anything.
         layout = WHOLE
-    # A quantized tensor is stored as several: its codes, and scales for them.
+    # ``local_of`` is this rank's shard of a DTensor. A quantized tensor is stored as several parts:
+    # its codes, and scales for them.
     return StateInfo(
-        owner,
-        key,
-        stored_dtype(value),
-        local_of(value).numel(),
-        digest(value, starts),
-        layout_of(value, layout),
+        owner=owner,
+        key=key,
+        dtype=stored_dtype(value),
+        numel=local_of(value).numel(),
+        digest=digest(value, starts),
+        layout=layout_of(value, layout),
         nbytes=sum(part.nbytes for part in stored_parts(value)),
     )

@@ -44,6 +44,7 @@ SELECTING = (
     "shard",
 )
 #: The counts that ``Comparison.counts`` has. A suite that stops running shows in the first three.
+#: ``fixed?`` is the status of a check that is declared to fail and does not.
 COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
 #: A value in the earlier and in the later report, such as two versions of one package.
@@ -90,6 +91,7 @@ class Comparison:
             yield visible(line)
 
     def _lines(self) -> Iterator[str]:
+        """Yield the lines with control characters as they are."""
         numbers = [
             f"{len(self.broken)} newly broken",
             f"{len(self.missing)} newly missing",
@@ -172,6 +174,7 @@ def _by_cause(title: str, changes: Iterable[Change]) -> Iterator[str]:
     """
     changes_by_cause: dict[str, list[Change]] = {}
     for change in changes:
+        # The text with ``#`` for each number: ``# parameters have other names``.
         cause = constant_part(change.what)
         changes_by_cause.setdefault(cause, []).append(change)
     for alike in changes_by_cause.values():

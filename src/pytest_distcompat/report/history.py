@@ -216,6 +216,7 @@ def history_of(
 
 
 def _status(verdict: Verdict | None) -> Status | None:
+    """Return the status of a verdict; None if there is none."""
     if verdict is None:
         return None
     return verdict.status

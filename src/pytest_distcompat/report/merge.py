@@ -43,6 +43,7 @@ def merge(reports: Sequence[Report]) -> Report:
         runs=_runs(reports),
         unreached=_unreached(reports, results),
     )
+    # An item that failed outside its check does not know the driver of its suite.
     merged.fill_drivers()
     return merged
 

@@ -28,6 +28,8 @@ def settings_tables(results: Iterable[Verdict]) -> list[Table]:
     ``verdicts`` has the worst verdict of all checks at each place. If a cell has several settings,
     they share a row.
     """
+    # Of ``ddp-fp32-w2-set_AdamW.lr=0.1`` the facets are ``{"strategy": "ddp", "precision": "fp32",
+    # "world_size": 2, "set": "AdamW.lr=0.1"}``.
     with_settings = [result for result in results if facets(result.cell).get("set")]
     return [_table(suite_results) for suite_results in by_suite(with_settings)]
 

@@ -35,7 +35,7 @@ def _torch(
     The arguments are those of ``TorchConfig`` in ``_base.py``.
     """
     import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     full_state: dict[str, torch.Tensor] | None = None
     if cell.option("meta_init"):
@@ -49,18 +49,18 @@ def _torch(
     if cell.ep > 1:
         # Looked up before a wrapper that recomputes it takes its name.
         experts = model.get_submodule(wrap.experts)
+    # Activation checkpointing and torch.compile of single blocks, as the cell asks.
     wrap.prepare(model)
     ignored_params: set[torch.nn.Parameter] = set()
     for module in wrap.modules_to_ignore(model):
         ignored_params.update(module.parameters())
-    settings: dict[str, Any] = {
+    settings = {
         "mesh": mesh,
-        "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
-        "reshard_after_forward": bool(cell.option("reshard_after_forward")),
-        "offload_policy": _offload_policy(cell, device),
         "ignored_params": ignored_params or None,
+        **_settings_of_cell(precision, cell, device),
     }
     settings = cell.with_settings("fully_shard", settings)
+    # The blocks to shard one by one, in the order of ``model.modules()``.
     blocks = wrap.units(model)
     if experts is not None:
         _shard_experts(experts, cell, device, settings)
@@ -79,6 +79,17 @@ def _torch(
             device = torch.device("cpu")
         _load_weights(model, full_state, device)
     return model
+
+
+def _settings_of_cell(precision: Precision, cell: Cell, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` that follow from precision and options alone."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return {
+        "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
+        "reshard_after_forward": bool(cell.option("reshard_after_forward")),
+        "offload_policy": _offload_policy(cell, device),
+    }
 
 
 def _split_layers(model: Module, mesh: DeviceMesh, cell: Cell, wrap: WrapSpec) -> DeviceMesh:
@@ -118,14 +129,12 @@ def _offload_policy(cell: Cell, device: torch.device) -> Any:
 def _shard_experts(
     experts: Module, cell: Cell, device: torch.device, settings: dict[str, Any]
 ) -> None:
-    """Shard a module of experts in place.
-
-    By expert, by column under tensor parallelism, and what is left of both by FSDP2. On 8 ranks
-    with ``ep=2`` and ``tp=2``, for example, the mesh is ``dp_shard=2, ep=2, tp=2``, while the other
-    layers have ``dp_shard=4, tp=2``.
+    """Shard a module of experts in place: by expert, by column under ``tp``, the rest by FSDP2.
 
     Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are
-    ``dp_shard`` ranks of the other layers, so that ``dp_shard`` is smaller here by that factor.
+    ``dp_shard`` ranks of the other layers, so that ``dp_shard`` is smaller here by that factor. On
+    8 ranks with ``ep=2`` and ``tp=2``, for example, the mesh is ``dp_shard=2, ep=2, tp=2``, while
+    the other layers have ``dp_shard=4, tp=2``.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -221,6 +230,7 @@ FSDP2 = Strategy(
     kind="DTensor",
     shards=True,
     torch=_torch,
+    # For version 2 of FSDP.
     accelerate=functools.partial(_fsdp.plugin, 2),
     transformers=functools.partial(_fsdp.arguments, 2),
     options={

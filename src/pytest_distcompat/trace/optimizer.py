@@ -1,7 +1,8 @@
 """Records of an optimizer: its state after an action, and what it stepped on during a step.
 
-On each rank ``probe.optimizer`` makes an ``OptimizerInfo`` after each action. ``probe.observe``
-makes a ``StepInfo`` when torch's hooks announce a step; ``probe.gradients`` reads its gradients.
+The *probe* reads on each rank what the trainer has there. ``probe.optimizer`` makes an
+``OptimizerInfo`` after each action. ``probe.observe`` makes a ``StepInfo`` when torch's hooks
+announce a step; ``probe.gradients`` reads its gradients.
 
 A master is the float32 copy of a parameter in lower precision, which the optimizer updates in place
 of the parameter. ZeRO (DeepSpeed) joins the masters of many parameters into flat partitions, of

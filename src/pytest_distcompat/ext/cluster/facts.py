@@ -49,11 +49,14 @@ def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
     if shm.exists():
         free_mib = shutil.disk_usage(shm).free >> 20
     digests = {str(path): _digest(path) for path in sorted(paths)}
+    gpus = 0
+    if device == "cuda":
+        gpus = visible_gpus()
     return {
         "versions": versions((*PACKAGES, "numpy")),
         "sources": digests,
         "shm": free_mib,
-        "gpus": visible_gpus() if device == "cuda" else 0,
+        "gpus": gpus,
     }
 
 
@@ -126,6 +129,7 @@ def _source_difference(
 
 
 def _digest(path: Path) -> str:
+    """Return a digest of a file's content; empty if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -146,6 +150,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _may_hold_sources(folder: Path) -> bool:
+    """Tell whether a directory may have sources: no build, no environment, nothing hidden."""
     if folder.name in _NOT_SOURCE or folder.name.startswith("."):
         return False
     return not (folder / "pyvenv.cfg").exists()

@@ -77,7 +77,8 @@ class ClusterPlacement(Placement):
         """
         super().note(spread, shares=shares)
         is_elsewhere = not spread.on_one or self.worker_nodes > 0
-        # A test whose ranks the nodes do not divide is skipped, so it needs nothing.
+        # ``uneven``: the nodes do not divide its ranks. Such a test is skipped, so it needs
+        # nothing.
         if shares and is_elsewhere and not spread.uneven:
             self.shares = True
 
@@ -118,6 +119,7 @@ class NodesOfSession:
         Such a pool asks the scheduler first. None leaves it to the usual pool.
         """
         launcher = self._launcher
+        # ``accounts``: the executor's scheduler hands out devices, as Ray does.
         if not launcher.accounts or not session.gpus:
             return None
         from pytest_distcompat.ext.cluster.pool import ScheduledPool
@@ -134,6 +136,7 @@ class NodesOfSession:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """End the session once a scheduler takes its nodes away: no later test can run."""
         report = yield
+        # Why the scheduler takes the nodes away, such as the end of a job; empty otherwise.
         if self._launcher.taken:
             item.session.shouldstop = self._launcher.taken
         return report

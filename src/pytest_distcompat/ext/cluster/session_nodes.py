@@ -64,6 +64,10 @@ def nodes_launcher(
         names = _names_of_nodes(session, wanted, executor)
     except UsageProblem as problem:
         raise pytest.UsageError(f"--distcompat-executor {name}: {problem}") from None
+    shared_directory = ""
+    if wanted.shares:
+        shared_directory = str(session.store)
+    # ``Settings`` explains these fields.
     settings = Settings(
         nodes=wanted.nodes,
         root=str(session.config.rootpath),
@@ -71,7 +75,7 @@ def nodes_launcher(
         listen=session.setting("listen").value or executor.listen,
         token=session.setting("token_file").value,
         wait=float(session.setting("warm_timeout").value),
-        shared=str(session.store) if wanted.shares else "",
+        shared=shared_directory,
         gpus=session.gpus,
         ranks_each=session.ranks_each,
         runs_share=session.runs_share,
@@ -89,6 +93,7 @@ def nodes_launcher(
         # If the node is lost, the others take over in turn. The node itself is the last of them:
         # its agent alone may be gone.
         settings = dataclasses.replace(settings, node=node, spare=(*others, node))
+    # From it ranks on other nodes make the same pytest session.
     description = session.description_file.read_text(encoding="utf-8")
     return NodesLauncher(launcher, executor, settings, warmth, description)
 
@@ -106,6 +111,7 @@ def _names_of_nodes(
     reason = _why_no_executor(session, wanted, executor, session.setting("token_file").value)
     if reason:
         raise UsageProblem(reason)
+    # ``lists_at_once``: the executor answers at once, so that too few nodes are reported early.
     names: list[str] | None = None
     if wanted.worker_nodes or executor.lists_at_once:
         names = executor.names(wanted.worker_nodes or wanted.nodes)

@@ -15,7 +15,7 @@ import json
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -180,6 +180,15 @@ def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Ev
     yield kind(ending, message, phase.text, lost=phase.lost, cut=report.cut, **common)
 
 
+def _word_of_pytest(outcome: Outcome) -> Literal["passed", "failed", "skipped"]:
+    """Return what pytest calls an outcome: an xfail is a skip with the attribute ``wasxfail``."""
+    if outcome.kind in {"passed", POSTPONED}:
+        return "passed"
+    if outcome.kind == "failed":
+        return "failed"
+    return "skipped"
+
+
 def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
     """Change a rank's own report so that it shows the outcome of all ranks.
 
@@ -198,13 +207,7 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
     if hasattr(report, "wasxfail"):
         del report.wasxfail
     report.longrepr = None
-    if outcome.kind in {"passed", POSTPONED}:
-        report.outcome = "passed"
-    elif outcome.kind == "failed":
-        report.outcome = "failed"
-    else:
-        # pytest reports an xfail as a skip with the attribute ``wasxfail``.
-        report.outcome = "skipped"
+    report.outcome = _word_of_pytest(outcome)
     if outcome.kind == "failed":
         represent(report, f"{outcome.text}\nreproduce: {command}", outcome.location)
     elif outcome.kind == "skipped":

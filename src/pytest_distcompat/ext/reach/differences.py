@@ -187,7 +187,7 @@ def _difference(before: _Profile | None, after: _Profile | None) -> str:
     if is_executed and not was_executed:
         return "is newly executed"
     if before is None or after is None or not was_executed:
-        # Neither release's cell executes it.
+        # The cell executes it in neither release.
         return ""
     if before.source != after.source:
         return "has other statements"
@@ -222,19 +222,26 @@ def difference_lines(
                 lines.append(f"  {difference}")
         changes_by_lines.setdefault(tuple(lines), []).append(change)
     for shared_lines, alike in changes_by_lines.items():
-        # ``fitted`` cuts a line to the width of a terminal.
-        for change in alike:
-            cell = f"{change.cell} ({change.driver})"
-            yield fitted(f"{cell}: {change.extent.value}: {change.what}")
-        for line in shared_lines[:_LISTED]:
-            yield fitted(line)
-        if len(shared_lines) > _LISTED:
-            yield f"  and {len(shared_lines) - _LISTED} more"
-        if not shared_lines:
-            yield (
-                "  nothing that the cell executes before differs in the map: "
-                "another package may have changed"
-            )
+        yield from _lines_of_alike(alike, shared_lines)
+
+
+def _lines_of_alike(alike: Iterable[ValueChange], differences: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each of several cells, then the lines about what differs in all of them.
+
+    ``fitted`` cuts a line to the width of a terminal.
+    """
+    for change in alike:
+        cell = f"{change.cell} ({change.driver})"
+        yield fitted(f"{cell}: {change.extent.value}: {change.what}")
+    for line in differences[:_LISTED]:
+        yield fitted(line)
+    if len(differences) > _LISTED:
+        yield f"  and {len(differences) - _LISTED} more"
+    if not differences:
+        yield (
+            "  nothing that the cell executes before differs in the map: "
+            "another package may have changed"
+        )
 
 
 def _changed_places(change: ValueChange, places: Sequence[PlaceReach]) -> Iterator[str]:

@@ -89,7 +89,8 @@ def select(
             break
         for cell in chosen:
             actions = sorted({way.action for way in remaining[cell]})
-            selected.append(SelectedCell(cell, tuple(actions), turn))
+            selected_cell = SelectedCell(cell, tuple(actions), turn)
+            selected.append(selected_cell)
             earlier.add(cell)
             places = places_by_strategy.setdefault(_strategy_of(cell), set())
             places.update(way.place for way in remaining[cell])

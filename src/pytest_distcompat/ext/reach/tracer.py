@@ -55,7 +55,8 @@ class RankTracer:
         self._path = path
         self._libraries = installed_libraries()
         # Patterns, because a list of all files would delay the start of a rank by half a second.
-        # coverage reads the patterns in ``parts`` as pathlib does.
+        # ``library.parts`` has those of the library's training code. coverage reads them as pathlib
+        # does.
         patterns: list[str] = []
         for library, directory in self._libraries.items():
             patterns += [f"{directory}/{part}" for part in library.parts]

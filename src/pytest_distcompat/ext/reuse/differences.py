@@ -55,6 +55,7 @@ def _differences(was: Any, now: Any, labels: Sequence[str]) -> list[str]:
 
 
 def _are_both(was: object, now: object, types: tuple[type, ...]) -> bool:
+    """Tell whether both values are of one of the types."""
     return isinstance(was, types) and isinstance(now, types)
 
 
@@ -91,7 +92,9 @@ def _named_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
 def _cut(value: object) -> str:
     """Return the repr of a value, shortened."""
     # A number of an enum is shown as the number.
-    text = repr(int(value) if isinstance(value, int) else value)
+    if isinstance(value, int):
+        value = int(value)
+    text = repr(value)
     if len(text) <= _VALUE_LENGTH:
         return text
     return f"{text[:_VALUE_LENGTH]}..."

@@ -66,14 +66,14 @@ _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 _handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 #: The interval timers of a process (setitimer(2)).
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_RESOURCES = tuple(
-    [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
-)
+#: The names of the limits in the module ``resource``, and their numbers in the same order.
+_RESOURCE_NAMES = [name for name in vars(resource) if name.startswith("RLIMIT_")]
+_RESOURCES = tuple([vars(resource)[name] for name in _RESOURCE_NAMES])
 #: By the name of a state that is a list: what its items are called in messages.
 _LABELS = {
     # Most real-time signals have no name, and are numbers.
     "signal handlers": [getattr(number, "name", str(number)) for number in _SIGNALS],
-    "resource limits": [name for name in vars(resource) if name.startswith("RLIMIT_")],
+    "resource limits": _RESOURCE_NAMES,
 }
 #: Modules whose functions tests replace most often; a message names these.
 _PATCHED = (builtins, os, time)
@@ -290,6 +290,7 @@ def _frozen_at_first() -> int:
 
 
 def _working_directory() -> str:
+    """Return the working directory; empty if it was removed."""
     with contextlib.suppress(FileNotFoundError):
         return os.getcwd()  # noqa: PTH109 - a Path would take longer than the whole comparison
     return ""

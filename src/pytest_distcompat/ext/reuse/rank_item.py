@@ -42,6 +42,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         rank_session.run(payload["item"], log)
         return
     item_payload = decode.decode(ItemPayload, payload["item"])
+    # A rank that was forked has inherited the session with all tests.
     is_collected = preload.collected is not None
     session = rank_session.collected_session(item_payload, log)
     if not is_collected:

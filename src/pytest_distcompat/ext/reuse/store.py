@@ -60,7 +60,7 @@ class Store:
         if self._store.add(count, 1) == self._requests * self._ranks:
             self._store.set(all_done, "")
             return lambda: None
-        # Practically no limit: the parent enforces the request's own, and kills this rank.
+        # Practically no limit: pytest's process enforces the request's own, and kills this rank.
         return lambda: self._store.wait([all_done], timedelta(days=1))
 
     def clear(self) -> None:

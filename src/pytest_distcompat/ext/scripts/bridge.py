@@ -26,6 +26,7 @@ def install() -> None:
     """Patch the libraries when they are imported; import none."""
     on_import("accelerate.state", _patch_accelerate)
     on_import("transformers.training_args", _patch_transformers)
+    # DeepSpeed's own all-reduce on the CPU is switched off, so that gloo does the work.
     on_import("deepspeed.ops", lambda _: without_shared_memory())
 
 

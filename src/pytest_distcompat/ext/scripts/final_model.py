@@ -99,7 +99,8 @@ def _compare(
         written_names = tuple(sorted(_model_keys(files)))
         unwrapped = dataclasses.replace(unwrapped, written_names=written_names)
     yield from names_in(cell, unwrapped, files)
-    # The index of a snapshot is 100 (STRIDE) times the steps taken until then, plus an offset.
+    # The index of a snapshot is 100 (STRIDE) times the steps taken until then, plus an offset: 0
+    # for the step itself, 10 for a save after it, 90 (END) for the end of the script.
     last_step = max(run.indices("step"), default=0) // STRIDE
     trained = list(_trained(run, last_step))
     if len(trained) < run.world_size:
@@ -119,10 +120,13 @@ def _compare(
     # The comparison reads the second snapshot ``files``. In the suite's run the first one is that
     # of a checkpoint.
     for number in (1, 2):
-        saved.append(Snapshot(0, "train", "files", end + number, files=tuple(files)))
+        snapshot = Snapshot(
+            rank=0, run="train", action="files", index=end + number, files=tuple(files)
+        )
+        saved.append(snapshot)
     snapshots = (first, *trained, *saved)
     train = RunTrace("train", run.world_size, snapshots, cell=cell.id)
-    reloaded = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
+    reloaded = Snapshot(rank=0, run="reload", action="reload", index=0, unwrapped=loaded)
     reload = RunTrace("reload", 1, (reloaded,), cell=cell.id)
     compared_names = trainable_names(unwrapped.parameters) if only_adapter else None
     yield from same_values(train, reload, only=compared_names)
@@ -224,10 +228,12 @@ def _renamed(unwrapped: UnwrappedInfo, new_name: Callable[[str], str]) -> Unwrap
     """Return the model with other names for its parameters and buffers."""
     parameters: list[ParameterInfo] = []
     for info in unwrapped.parameters:
-        parameters.append(dataclasses.replace(info, name=new_name(info.name)))
+        name = new_name(info.name)
+        parameters.append(dataclasses.replace(info, name=name))
     buffers: list[ParameterInfo] = []
     for info in unwrapped.buffers:
-        buffers.append(dataclasses.replace(info, name=new_name(info.name)))
+        name = new_name(info.name)
+        buffers.append(dataclasses.replace(info, name=name))
     return dataclasses.replace(unwrapped, parameters=tuple(parameters), buffers=tuple(buffers))
 
 

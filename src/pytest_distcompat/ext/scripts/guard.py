@@ -2,9 +2,9 @@
 
 The *probe* is the code that records an unmodified script's training from inside its processes. The
 script must not notice it. So each hook, wrapper and callback of the probe runs as
-``attempt("Accelerator.save_state", function, ...)``. The first exception is reported to the parent
-process, by the log of the rank, and silences the probe: later calls do nothing, and the script goes
-on. The parent then lets every check of the run fail ("the probe itself failed").
+``attempt("Accelerator.save_state", function, ...)``. The first exception is written to the log of
+the rank, and silences the probe: later calls do nothing, and the script goes on. The process that
+launched the script reads the log, and lets every check of the run fail ("the probe itself failed").
 """
 
 from __future__ import annotations

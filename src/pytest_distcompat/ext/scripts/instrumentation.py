@@ -77,7 +77,7 @@ def _share_gpus() -> None:
 
 def install() -> None:
     """Wrap each library's calls when the library is imported; import none."""
-    # Without a probe, too, the parent must learn how each rank ends.
+    # Without a probe, too, the process that launched the script must learn how each rank ends.
     on_import("torch", _process_groups)
     if not wrappers.probe_config().steps:
         return
@@ -119,6 +119,7 @@ def _process_groups(torch: ModuleType) -> None:
 
     def joined() -> None:
         if claim(torch.distributed.get_rank()) is not None:
+            # The first call makes the recorder of this process.
             wrappers.current_recorder()
 
     @functools.wraps(original)
@@ -339,6 +340,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         # What ``loss.backward()`` calls.
         "autograd.backward": wrappers.trains(_first),
         "compile": wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True),
+        # It compiles in place, so that no new model is wrapped.
         "nn.Module.compile": wrappers.wraps(lambda _result, _args: (), compiles=True),
         "save": wrappers.saves(_second("f"), everyone=False, model=False),
         "load": wrappers.reads_file,
@@ -350,7 +352,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     "torch.optim.swa_utils": {"AveragedModel.__init__": _averages},
     "torch.distributed.fsdp": {
         "FullyShardedDataParallel.__init__": wrappers.constructs,
-        # It wraps in place: one module, or each of a list.
+        # It wraps its first argument in place: one module, or each of a list.
         "fully_shard": wrappers.wraps(lambda _result, args: wrappers.models(_several(args[0]))),
     },
     # In the defining modules too, because a script may import them from there.
@@ -379,11 +381,13 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         ),
         # The argument is the loss before it is divided or scaled.
         "Accelerator.backward": wrappers.trains(_first_of_method),
+        # It returns the path.
         "Accelerator.save_state": wrappers.saves(lambda result, _args, _kwargs: result),
         "Accelerator.load_state": wrappers.loads,
         "Accelerator.register_for_checkpointing": _registers,
     },
     "deepspeed": {
+        # The engine is the first of what it returns.
         "initialize": wrappers.wraps(lambda result, _args: result[:1]),
         "DeepSpeedEngine.backward": wrappers.trains(_first_of_method),
         "DeepSpeedEngine.step": _engine_steps,

@@ -79,6 +79,7 @@ class Parity:
         those of the first step that differs, and those of the final weights.
         """
         for title, run in (("on one rank", self.one), ("on several ranks", self.many)):
+            # Why the probe recorded nothing to compare.
             problem = run.missing_evidence()
             if problem:
                 return [f"the run {title}: {problem}"]
@@ -91,6 +92,7 @@ class Parity:
         """Raise Incompatible with the findings, if there are any."""
         findings = self.findings
         if findings:
+            # A label says what the CPU bridge changed in a library.
             lines = [message(findings), *self.many.labels]
             for run in (self.one, self.many):
                 lines.append(f"logs: {run.directory}")
@@ -337,6 +339,7 @@ def parity(
         )
         compared.check()
     except (Incompatible, RunFailedError):
+        # The directories stay after this process, for the user to read the logs.
         for run in runs:
             leave_directory(run.directory)
         raise

@@ -163,7 +163,7 @@ def wraps(
                 for model in unwrapped:
                     recorder.call_unobserved(recorder.tracked.read_unwrapped, model)
             if compiles and unwrapped:
-                # torch.compile would trace the hooks as a part of the model.
+                # In a compiled model the hooks would break the graph.
                 recorder.remove_hooks()
             result = yield
         if outermost:

@@ -30,13 +30,19 @@ _OPTIONS = frozenset(
         "activation_checkpointing",
         "state_dict",
         "frozen",
+        "param_groups",
+        "reduce_dtype",
+        "float32_norms",
     }
-    | {"param_groups", "reduce_dtype", "float32_norms"}
 )
 
 
 class Simulation:
-    """Simulated ranks in the place of all ranks of suites (``substitute.Substitute``)."""
+    """Simulated ranks in the place of all ranks of suites (``substitute.Substitute``).
+
+    The session reads the attributes: ``title`` is its line in pytest's header, ``needs_ranks`` why
+    a marked test is skipped.
+    """
 
     name = "simulation"
     option = "--distcompat-simulate"

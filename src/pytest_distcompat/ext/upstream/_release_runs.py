@@ -69,7 +69,11 @@ class Run:
 
     @property
     def causes(self) -> dict[tuple[str, str], Cause]:
-        """Return (suite, text) -> the cause of failure, with all verdicts that it explains."""
+        """Return the causes of failure, each with the verdicts that it explains.
+
+        The key is (node id of the suite, message without its numbers), which equals that of the
+        same cause with another release.
+        """
         if self.report is None:
             return {}
         return {cause.key: cause for cause in causes(self.report.results)}

@@ -4,7 +4,9 @@ A *walk* is a sequence of calls of a live trainer, such as ``step(), save(), ste
 one process that makes the same calls. A *check* of a suite is a claim about a *cell* (strategy,
 precision, number of ranks) of a *driver*, the class that builds and calls a trainer. Most checks
 say beforehand which runs they need. This one cannot, since walks are drawn at random and shrunk, so
-it overrides ``execute``, which the runner of suites calls.
+it overrides ``execute``, which the runner of suites calls. An ``Explorer`` draws walks, runs them
+and shrinks those that fail. An ``Execution`` has the recorded runs of the failing walks, none if
+all is well; from these the claim ``walk`` yields its findings.
 
 ``WALK`` is the check of the profile ``walk`` (``profile``), ``OBSERVERS_WALK`` that of the default
 profile (``plugin``).
@@ -66,6 +68,7 @@ class ObserversCheck(Check):
     ) -> Execution:
         """Make every read-only call that is not known to fail."""
         explorer = Explorer(runner, name, cell)
+        # ``may_pass``: calls that are known to fail are left out, so none of these need fail.
         return Execution(explorer.observe(), may_pass=True)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.calls import Call
 from pytest_distcompat.cell import Cell
@@ -125,10 +125,23 @@ def inexact_returned_values(
     title = "what it returned is not the reference's"
     tensors = _wholes(names, snapshots, known_by_rank)
     yield from _inexact_sums(title, tensors, expected, tolerance)
+    yield from _lacking_parameters(reference, expected, known_names)
+
+
+def _lacking_parameters(
+    reference: Snapshot, expected: Collection[str], returned: Collection[str]
+) -> Iterator[str]:
+    """Yield a finding if a call that returned tensors lacks any trained parameter.
+
+    Args:
+        reference: The snapshot of the reference, which says what is trained.
+        expected: The names of the tensors that the reference has to compare with.
+        returned: The names of those that the call returned on any rank.
+    """
     lacking: list[str] = []
     for info in reference.parameters:
         is_expected = info.trainable and info.name in expected
-        if is_expected and info.name not in known_names:
+        if is_expected and info.name not in returned:
             lacking.append(repr(info.name))
     if lacking:
         yield f"what it returned lacks {', '.join(lacking)}"
@@ -165,6 +178,7 @@ def _inexact_sums(
         for sums in copies:
             if name not in expected or not _close(sums, expected[name], tolerance):
                 inexact[name] = sums
+    # One finding that names them, with the sums of the first.
     yield from difference_of(title, expected, inexact, list(inexact))
 
 

@@ -193,7 +193,7 @@ class _Evidence:
 
     @property
     def when(self) -> str:
-        """What it was at, as the end of a sentence; empty if unknown."""
+        """What it was at, as the end of a sentence: `` during 'step'``; empty if unknown."""
         if self.done:
             return " after it had finished its work"
         action = current_action(self.events)

@@ -175,7 +175,7 @@ class Watchdog:
                 continue
             running[rank] = pid
         # It calls ``_wait_in_torch`` only once all main threads have slept for a while, because to
-        # read a stack wakes a rank up.
+        # read a stack may wake a rank up.
         return self._stall_detector.check(running.values(), lambda: self._wait_in_torch(running))
 
     def conclude(
@@ -212,12 +212,15 @@ class Watchdog:
             process = RankProcess(code, rank in killed_here, time, self.files.output(rank))
             self.processes[rank] = self._with_reports(rank, process, events[rank])
         died_of_signal = any(code is not None and code < 0 for code in codes)
+        oom_kills = 0
+        if died_of_signal:
+            oom_kills = out_of_memory_kills()
         self.known = {
             "seconds": clock.now() - self.began,
             "timeout": self.request.timeout,
             "ended_since": self.ended_since,
             "timed_out": self.timed_out,
-            "oom_kills": out_of_memory_kills() if died_of_signal else 0,
+            "oom_kills": oom_kills,
             **more,
         }
         ending = conclude(events, self.processes, **self.known)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch.rank_log import RankLog
 
 #: Seconds that a rank which skipped or xfailed waits for the others in a run started by hand, which
-#: no parent supervises.
+#: no watchdog supervises.
 WAIT_BY_HAND_S = 5.0
 
 
@@ -122,7 +122,7 @@ class RankReporter:
         self.log.write(Excused(kind, message, phase.text))
         deadline = math.inf
         if self.log.by_hand:
-            # There is no parent that ends the ranks.
+            # No watchdog in pytest's process ends the ranks.
             deadline = clock.now() + WAIT_BY_HAND_S
         own_outcome = phase.outcome
         others = list(range(self.world_size))

@@ -116,7 +116,8 @@ def _set_objects(config: pytest.Config, payload: Mapping[str, Any]) -> None:
     """
     for name, value in payload["objects"].items():
         try:
-            setattr(config.option, name, pickle.loads(base64.b64decode(value)))
+            unpickled = pickle.loads(base64.b64decode(value))
+            setattr(config.option, name, unpickled)
         except Exception as error:
             raise pytest.UsageError(
                 f"the option {name!r} has a value that no rank can read "

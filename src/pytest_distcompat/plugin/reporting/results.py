@@ -125,6 +125,7 @@ class Results:
     def _note_collected(self, nodeids: Iterable[str]) -> None:
         """Note which of these tests are items of suites."""
         for nodeid in nodeids:
+            # xdist may have appended ``@group``.
             stripped = strip_group(self.session.config, nodeid)
             if parse_suite_item(stripped) is not None:
                 self.collected[stripped] = None
@@ -147,6 +148,7 @@ class Results:
         if not self.collected or self._progress is not None:
             return
         config = self.session.config
+        # From how long the items took in an earlier session.
         forecast = Forecast(self.session.last_report, self.collected)
         self._progress = Progress(
             config,
@@ -361,6 +363,7 @@ class Results:
         if self._shard:
             number = self._shard["number"]
             about_session["shard"] = {"number": number, "plan": self._shard["plan"]}
+        # A line for each of the user's known issues that excused nothing.
         about_session["remove"] = declared_of(self.session).stale()
         ordered = self.ordered()
         rows = {}
@@ -369,6 +372,7 @@ class Results:
             rows[key] = self.cells[key]
         results = with_device_seconds(ordered, about_session["timeline"])
         report = Report(about_session, results, list(rows.values()), unreached=unreached)
+        # An item that failed outside its check does not know the driver of its suite.
         report.fill_drivers()
         # Only files show what was trained, and to read all trainings again takes seconds.
         report_files = self.session.setting("report").value
@@ -402,8 +406,9 @@ class Results:
         if before is None or self.report is None:
             return
         comparison = compare(before, self.report)
-        # Only a part of the tests was selected. Missing is then what was selected and did not run:
-        # a verdict that is skipped now, or an item that was not reached.
+        # Only a part of the tests was selected, by -k say (``is_narrowed``). Missing is then what
+        # was selected and did not run: a verdict that is skipped now, or an item that was not
+        # reached.
         if self._shard or is_narrowed(session.config):
             missing = []
             for change in comparison.missing:

@@ -156,6 +156,7 @@ def _count_left_out(
             "(--distcompat-profile default runs them)"
         )
         session.left_out[suite.__module__, suite.__qualname__] = line
+        # For the process that has the terminal.
         session.share(LEFT_OUT, [*session.left_out.values()])
 
 

@@ -48,7 +48,8 @@ class MakesAccelerator(TinyDriver):
         project = self.cell.with_settings("ProjectConfiguration", project)
         if project:
             settings["project_config"] = ProjectConfiguration(str(self.save_to), **project)
-        # Taken out, since ``on_cpu`` may bring handlers too, and would override these.
+        # Taken out, since ``on_cpu`` may bring handlers too, and would override these. ``on_cpu``
+        # returns what makes accelerate run FSDP and DeepSpeed without a GPU.
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
@@ -122,7 +123,8 @@ class MakesAccelerator(TinyDriver):
     def _recipe(self) -> list[Any]:
         """Return the handler for fp8 in a list, which is empty for other precisions.
 
-        It does not gather parameters in 8 bits, which DeepSpeed could not do.
+        accelerate calls it a recipe: how linear layers compute in 8 bits. Parameters are not
+        gathered in 8 bits, which DeepSpeed could not do.
         """
         if not self.precision.float8:
             return []

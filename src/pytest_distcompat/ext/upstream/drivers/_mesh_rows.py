@@ -55,6 +55,7 @@ def rows_on_mesh(
     """
     place = directory / name
     model: Any = driver.model_on_mesh(driver.build_model())
+    # Of the loader ``sequential``, for example: ``{"train_sampling_strategy": "sequential"}``.
     settings = _rows.TRAINER_SETTINGS[name]
     trainer = driver.make_trainer(
         model=model,
@@ -66,6 +67,7 @@ def rows_on_mesh(
     # A list for each epoch, of the batches with their rows. ``epochs_callback`` begins an epoch.
     model.fed = []
     hook = model.register_forward_pre_hook(_record, with_kwargs=True)
+    # None at the beginning of the training.
     checkpoint = _rows.checkpoint_at(start, place)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -60,8 +60,6 @@ class TinyReference(TinyTraining):
             number: The number of the step, from 0.
             ranks: How many data parallel ranks the compared run has.
         """
-        from torch.nn.utils import clip_grad_norm_
-
         # At the first step: no ``build`` has made it.
         if self.optimizer is None:
             self.optimizer = self.make_optimizer(model)
@@ -81,6 +79,13 @@ class TinyReference(TinyTraining):
         # A joined batch (``one_batch``) has no micro-batches of single ranks to average.
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
+        self._clip_and_step(model, number)
+        return total
+
+    def _clip_and_step(self, model: Module, number: int) -> None:
+        """Clip the gradients, note their norm, and step the optimizers and schedulers."""
+        from torch.nn.utils import clip_grad_norm_
+
         # Without a largest norm nothing is clipped, and the norm is only measured.
         settings: dict[str, Any] = {"max_norm": self.max_norm or math.inf}
         settings = self.cell.with_settings("clip_grad_norm_", settings)
@@ -92,7 +97,6 @@ class TinyReference(TinyTraining):
             optimizer.step()
         for scheduler in listed(self.scheduler):
             scheduler.step()
-        return total
 
     def ranks_added_up(self, ranks: int) -> int:
         """Return the factor on gradients: 1, or the number of ranks where they are summed.

@@ -117,6 +117,7 @@ class TinyTraining(Driver):
 
         The backend config of a strategy gets it.
         """
+        # ``TinyModel`` explains the fields of ``tiny``.
         return WrapSpec(
             blocks=tuple(self.blocks),
             min_num_params=self.tiny.unit_size,

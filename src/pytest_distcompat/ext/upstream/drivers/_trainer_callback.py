@@ -67,6 +67,8 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
     save_after_steps = _save_steps(plan)
 
     class _Reporter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+        """Callback for one training, which knows what is left of the plan."""
+
         def __init__(self) -> None:
             #: ``load`` or ``build``; empty once it is reported.
             self.first = "load" if "load" in plan.actions else "build"
@@ -85,7 +87,8 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
             self.pending = self.pending[self.pending.index(action) + 1 :]
             while self.pending and self.pending[0].startswith(CALL):
                 call = self.pending.pop(0)
-                report(call, driver.caller.perform(call.removeprefix(CALL)))
+                returned = driver.caller.perform(call.removeprefix(CALL))
+                report(call, returned)
                 driver.read_trainer()
 
         def action_of(self, step: int) -> str:

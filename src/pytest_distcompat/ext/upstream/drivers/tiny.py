@@ -67,8 +67,8 @@ HELD_OUT_BATCH = 999
 class TinyDriver(TinyReference):
     """Driver that trains a tiny model, with a decaying learning rate and clipped gradients."""
 
-    # AdamW8bit quantizes large tensors only, which the model ``wide`` has alone, and that model is
-    # for this optimizer alone.
+    # An option with its value -> other options that a cell with it needs. AdamW8bit quantizes large
+    # tensors only, which the model ``wide`` has alone, and that model is for this optimizer alone.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "optimizer_adam8bit": {"model": "wide"},
         "model_wide": {"optimizer": "adam8bit"},
@@ -283,7 +283,10 @@ class TinyDriver(TinyReference):
             return self.outputs(model)
 
     def reload(self, directory: Path) -> Module:
-        """Load the exported files: by the ``from_pretrained`` of a library, or as a state dict."""
+        """Load the exported files: by the ``from_pretrained`` of a library, or as a state dict.
+
+        Of a LoRA adapter only the adapter is in the files.
+        """
         if not self.cell.option("lora"):
             return self.tiny.reload(directory)
         from peft import PeftModel

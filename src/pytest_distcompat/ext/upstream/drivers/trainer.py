@@ -310,15 +310,21 @@ class TrainerDriver(TrainerArguments):
         model = self.own_model(model)
         if self.cell.option("compile") == "partial":
             _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
+        collator = None
+        if self.cell.option("packed"):
+            collator = self.collator()
         # Models of transformers have a config, and return a loss if they get labels.
         computes_loss = hasattr(model, "config") and not self.tiny.without_loss
+        loss_function = None
+        if not computes_loss:
+            loss_function = self._loss()
         self.trainer = self.make_trainer(
             model=model,
             args=args,
             train_dataset=self.dataset(self.cell.dp_size),
             eval_dataset=self._evaluated_rows(),
-            data_collator=self.collator() if self.cell.option("packed") else None,
-            compute_loss_func=None if computes_loss else self._loss(),
+            data_collator=collator,
+            compute_loss_func=loss_function,
             optimizer_cls_and_kwargs=self.optimizer_class(),
         )
         # It would print each log.
@@ -344,6 +350,8 @@ class TrainerDriver(TrainerArguments):
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of which each rank has read its part of the weights.
+
+        ``distributed_config`` says how transformers cuts it: by layer and by expert.
 
         Args:
             kind: The model's class.
@@ -376,6 +384,7 @@ class TrainerDriver(TrainerArguments):
         Trainer calls it with the model's outputs, the labels, and the number of rows in a step.
         """
         if self.tiny.without_loss:
+            # The distance of the outputs from fixed targets.
             return lambda outputs, *_, **__: loss_to_targets(outputs)
 
         def loss(

@@ -187,6 +187,7 @@ def _preload(model: str) -> tuple[str, ...]:
 
 def _reason(model: str) -> str:
     """Return why there is no tiny model of that model type or class; empty if there is."""
+    # The class for the name, its model type and its task; empty for an unknown name.
     entry = entry_of(model)
     if not entry.model_type:
         return UNKNOWN
@@ -204,20 +205,21 @@ def architecture(name: str) -> TinyModel:
     model = name.removeprefix(PREFIX)
 
     def bound(function: Any) -> Any:
+        """Return the function of this module with ``model`` as its first argument."""
         return functools.partial(function, model)
 
     tasks_with_loss = f"{LABELS_OF_TOKENS}|{LABELS_OF_ROWS}|{OTHER_LABELS}"
     return TinyModel(
         name,
-        # The blocks are known only of the class: see ``find_blocks``.
-        (),
-        bound(_make),
-        bound(_batch),
-        _loss,
-        bound(_count),
-        _outputs,
-        bound(_reload),
+        # Known only once the class is imported: ``find_blocks`` returns them.
+        blocks=(),
         find_blocks=bound(_blocks),
+        make=bound(_make),
+        batch=bound(_batch),
+        loss=_loss,
+        count=bound(_count),
+        outputs=_outputs,
+        reload=bound(_reload),
         in_8_bits=False,
         # 1.3e-3 measured in fp32 after four steps, of Gemma 4, whose gradients agree in the first
         # three.

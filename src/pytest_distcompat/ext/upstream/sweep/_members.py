@@ -105,7 +105,8 @@ def _taken_out(target: Any, keywords: str) -> Iterator[Member]:
     except (OSError, TypeError):
         # It is built in, or its source is not installed.
         return
-    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+    tree = ast.parse(textwrap.dedent(source))
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         if ast.unparse(node.func) != f"{keywords}.pop":

@@ -249,7 +249,8 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
                 cell = shlex.quote(verdict.cell)
                 command = f"distcompat trace {driver} {cell} --check {verdict.check}"
                 print(f"    {command}", flush=True)
-                verdicts.append(_of_pairs(verdict, driver, strategy, len(row), command))
+                reported = _of_pairs(verdict, driver, strategy, len(row), command)
+                verdicts.append(reported)
     return verdicts
 
 

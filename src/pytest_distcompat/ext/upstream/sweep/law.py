@@ -235,7 +235,8 @@ def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
     """
     settings: list[int] = []
     for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
-        if not any(check.claim(cell, _against(reference, trace))):
+        findings = check.claim(cell, _against(reference, trace))
+        if not any(findings):
             settings.append(nth)
     return settings
 
@@ -264,6 +265,7 @@ def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         # The trace has the runs of this check; only checks of the same runs can be judged by it.
         same_runs = other.runs(cell, driver) == check.runs(cell, driver)
+        # ``premature_end``: a run ended before the snapshots that the check needs.
         if other.name in meant or not same_runs or premature_end(other, trace):
             continue
         # A check that agrees with neither has findings of its own.

@@ -33,6 +33,7 @@ def _cells(selection: Selection) -> Iterator[Cell]:
                 continue
             cell = Cell(strategy, setting.precision, selection.world_size)
             cell = with_set(driver, cell, text, **setting.options)
+            # Whether the driver can run the cell on this machine.
             if selection.supported(cell):
                 yield cell
 

@@ -81,12 +81,12 @@ def _fields(source: Source, members: Iterable[Member]) -> Iterator[Field]:
         if not source.means(member.name):
             continue
         yield Field(
-            f"{source.name}.{member.name}",
-            _type_name(member.type),
-            text(member.default),
-            _other_spellings(member),
-            source.strategies,
-            source.precision,
+            name=f"{source.name}.{member.name}",
+            type=_type_name(member.type),
+            default=text(member.default),
+            values=_other_spellings(member),
+            strategies=source.strategies,
+            precision=source.precision,
         )
 
 
