@@ -284,6 +284,7 @@ class TorchDriver(TorchCheckpoints):
 
     def step(self, number: int) -> float:
         """Run each micro-batch, reduce gradients in the last one, then update parameters."""
+        # One optimizer, or two if Muon leaves some parameters to AdamW.
         for optimizer in listed(self.optimizer):
             optimizer.zero_grad()
         if self.pipeline:
