@@ -99,8 +99,9 @@ def gpu_uuids() -> list[str]:
 def gpu_numbers(ids: Sequence[str]) -> list[int] | None:
     """Return the number of each of these GPUs in NVML's order, which is that of their PCI bus.
 
-    None if one of them has no number, as a MIG instance: torch counts no list that mixes numbers
-    and UUIDs (``_parse_visible_devices`` in torch/cuda/__init__.py).
+    Leases (``lease/inventory``) make CUDA_VISIBLE_DEVICES of them. None if one of them has no
+    number, as a MIG instance: torch counts no list that mixes numbers and UUIDs
+    (``_parse_visible_devices`` in torch/cuda/__init__.py).
     """
     # A lost GPU has none.
     number_by_uuid = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
@@ -324,8 +325,11 @@ def _named_device(
     None if it names none. ``devices`` has for each GPU of ``uuids`` the device that stands for it:
     itself, or its first MIG instance.
     """
-    if entry.isdigit() and int(entry) < len(devices) and devices[int(entry)]:
-        return devices[int(entry)]
+    if entry.isdigit() and int(entry) < len(devices):
+        numbered = devices[int(entry)]
+        # A lost GPU has an empty name.
+        if numbered:
+            return numbered
     if entry.startswith("MIG-"):
         named: set[str] = set()
         for instance in instances:

@@ -88,6 +88,11 @@ def judge(
 
 
 def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
+    """Return the verdict of a check in a cell, whatever performed the runs.
+
+    In this order: a crash or a hang; a declared refusal; an error that only a declaration for
+    another check is about; declared bugs; and what nothing declares.
+    """
     expectations = list(expectations)
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     # Without those whose last day is over, and then with a note about them.
@@ -113,6 +118,8 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     else:
         findings = law.findings(check, cell, trace)
     declared = _declared_failures(covering, findings)
+    # The error ended the run before this check, but it may be declared for a check that needs the
+    # same run: then it is known here too.
     if broken_off is not None and not _occurred(declared, findings):
         same_error = []
         for expectation in _of_other_checks(check, cell, expectations):
@@ -126,7 +133,10 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
 
 
 def _undeclared(check: Check, cell: Cell, trace: Trace, findings: list[str]) -> Verdict:
-    """Return the verdict where nothing is declared."""
+    """Return the verdict where nothing is declared.
+
+    The message has the first findings, one a line, and how many more there are.
+    """
     if findings:
         return Verdict(check.name, cell.id, Status.FAILED, message(findings))
     # What reports say beside the claim that holds; usually empty.

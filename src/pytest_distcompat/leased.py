@@ -125,7 +125,9 @@ class LeasedLauncher(Launcher):
         for message in self.give_back():
             self._notice(message)
         who = current_item() or request.directory
-        self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
+        leasing = self._pool().lease(request.world_size, who=who)
+        # This waits until the devices are free.
+        self._lease = self._held.enter_context(leasing)
         for leak in self._lease.leak:
             self._notice(inherited_leak_message(leak))
         return rank_environment(self._lease, request.world_size)

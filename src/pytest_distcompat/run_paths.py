@@ -93,8 +93,8 @@ class RunPaths:
     def clear(self, run: Run, directory: Path, *, first: bool) -> None:
         """Restore the directories to their state before the run, if a user starts it again.
 
-        A trainer may refuse to overwrite a checkpoint. The checkpoint that the run loads stays as
-        it is.
+        Each rank calls it (``worker``). A trainer may refuse to overwrite a checkpoint. The
+        checkpoint that the run loads stays as it is.
 
         Args:
             run: The run.

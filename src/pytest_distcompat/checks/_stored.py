@@ -177,6 +177,7 @@ def _shard_groups(model: _StoredModel, built: Snapshots) -> tuple[Ranks, ...]:
     for snapshot in built:
         for info in snapshot.parameters:
             if not model.is_ignored(info.name):
+                # The ranks that hold one copy of this parameter together.
                 holders[snapshot.rank].update(info.layout.holders)
                 holders[snapshot.rank].add(snapshot.rank)
     sorted_holders: dict[int, Ranks] = {}

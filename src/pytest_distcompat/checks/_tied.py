@@ -42,12 +42,14 @@ def _group_apart(cell: Cell, run: RunTrace) -> Sequence[str]:
     model = _first_model(run)
     if model is None or run.unwrapped is None:
         return ()
+    # ``wrappers`` has each kind of wrapper with the number of its modules: ``{"FSDP2": 3}``.
     if "FSDP2" not in model.wrappers:
         return ()
     tied_modules: set[str] = set()
     for group in run.unwrapped.tied:
         tied_modules |= _owners(group)
     strategy = STRATEGIES.get(cell.strategy)
+    # The names that the units have in the unwrapped model.
     units: set[str] = set()
     for unit in model.units:
         units.add(strategy.canonical(unit, cell, tied_modules))

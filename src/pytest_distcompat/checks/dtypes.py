@@ -276,7 +276,7 @@ def _reduced(
 def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a text if ZeRO adds up the gradients of micro-batches in a wrong dtype.
 
-    ``optimizer.accumulates`` is the dtype of ZeRO's own buffer for them. It is empty for other
+    ``optimizer.accumulates`` is the dtype that DeepSpeed adds up in. It is empty for other
     strategies: they add up in ``parameter.grad``, which the optimizer sees.
     """
     if snapshot.optimizer is None:

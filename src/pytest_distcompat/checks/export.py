@@ -54,6 +54,7 @@ PREFIX = "export/"
 
 
 def _why_not_exported(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the cell does not have the check; None if it does."""
     for action in ("export", "reload", "evaluate"):
         if not driver.can(action):
             return f"the driver has no {action}()"

@@ -45,6 +45,7 @@ _TextByPlace = Mapping[str, str]
 
 
 def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the cell does not have the check; None if it does."""
     if not driver.extra_state_in(cell):
         return "the driver names no state in extra_state"
     if cell.option("save_only_model"):
@@ -74,6 +75,7 @@ def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
     resumed = trace.run("resume")
     saved = train.at("save")
     loaded = resumed.at("load")
+    # Findings for ranks without a snapshot.
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
     snapshots_after = {"build": train.at("build")}

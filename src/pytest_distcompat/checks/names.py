@@ -61,6 +61,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     if run.unwrapped is None:
         yield "the unwrapped model was not recorded"
         return
+    # The parameters that three steps do not update have no optimizer state.
     expected = ExpectedNames(cell, run.unwrapped, unused(run))
     yield from _unlike_initial_models(cell, run)
     for snapshot in run.at("build"):

@@ -31,6 +31,7 @@ _SavedWeights = Mapping[str, set[str]]
 
 
 def _why_optimizer_is_saved(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the cell does not have the check; None if it does."""
     if cell.option("save_only_model"):
         return None
     return "the cell saves the optimizer too"

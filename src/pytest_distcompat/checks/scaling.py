@@ -30,6 +30,7 @@ from pytest_distcompat.trace import Snapshot, Trace
 
 
 def _not_scaled(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the cell does not have the check; None if it does."""
     if not PRECISIONS.get(cell.precision).scaled:
         return f"{cell.precision} needs no scaled loss"
     if cell.option("compile"):
@@ -61,6 +62,7 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     before = run.at("step", 0)
     corrupted = run.at("overflow")
     after = run.at("step", 1)
+    # Findings for ranks without a snapshot.
     yield from every_rank(before, cell.world_size, "the first step")
     yield from every_rank(corrupted, cell.world_size, "the step that overflows")
     yield from every_rank(after, cell.world_size, "the step after the overflow")
@@ -69,6 +71,7 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _unlike_scales(before, "the first step")
     yield from _unlike_scales(corrupted, "the overflow")
     yield from _unlike_scales(after, "the step after it")
+    # Two snapshots of one rank.
     for snapshot_before, snapshot in pairs(before, corrupted):
         yield from _not_skipped(snapshot_before, snapshot)
         yield from _not_shrunk(snapshot_before, snapshot)

@@ -92,6 +92,7 @@ def _doctor(options: argparse.Namespace) -> int:
         ]
         inspected = replace(inspected, torch=torch.result())
     findings = list(_findings(inspected, options.gpus, capabilities))
+    # Those that the installed versions have, each with the names of the drivers concerned.
     known = issues_here(issues, drivers, inspected.device)
     print(
         "\n".join(_lines(inspected, world_size, capabilities, known, findings, whole=options.all))

@@ -286,6 +286,7 @@ def _curves(run: RunTrace, action: str, before: int = 0) -> _Curves:
 
 
 def _mean_loss(snapshots: Iterable[Snapshot]) -> float | None:
+    """Return the mean of the losses that the ranks report; None if no rank reports one."""
     losses: list[float] = []
     for snapshot in snapshots:
         if snapshot.loss is not None:

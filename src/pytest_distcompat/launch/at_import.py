@@ -435,8 +435,11 @@ class Watch:
 
         @functools.wraps(ordinary)
         def watched(file: Any, *args: Any, **kwargs: Any) -> Any:
-            if active is self and (_writes(args, kwargs) or str(file).startswith(_PROCESS_FILES)):
-                self._add_if_own(f"opens {file!s:.200}, not only to read it,", caller())
+            if active is self:
+                differs = _writes(args, kwargs) or str(file).startswith(_PROCESS_FILES)
+                if differs:
+                    # ``caller`` returns the frame that opens the file.
+                    self._add_if_own(f"opens {file!s:.200}, not only to read it,", caller())
             return ordinary(file, *args, **kwargs)
 
         module.open = watched

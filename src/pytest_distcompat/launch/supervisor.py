@@ -30,7 +30,8 @@ def main(path: str) -> None:
         path: The file. It has the ``command`` (a list), its ``environment`` and ``cwd``, the path
             for its ``output``, and the path for the ``status`` at its end.
     """
-    request: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    text = Path(path).read_text(encoding="utf-8")
+    request: dict[str, Any] = json.loads(text)
     adopt_orphans()
     threading.Thread(target=_kill_all_at_end_of_input, daemon=True).start()
     status: dict[str, Any] = {"code": None, "problem": ""}
@@ -49,6 +50,7 @@ def main(path: str) -> None:
         status["problem"] = str(error)
     else:
         while (code := child.poll()) is None:
+            # ``Popen`` itself waits for the command.
             reap_adopted(keep=[child.pid])
             clock.sleep(0.02)
         status["code"] = code

@@ -45,6 +45,8 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
     triton: Any = importlib.import_module("torch.utils._triton")
 
     def answer(by_torch: Callable[..., Any], known: Callable[[], Any]) -> Callable[..., Any]:
+        """Return a function in place of torch's that answers from the known facts."""
+
         @functools.wraps(by_torch)
         def function(*args: Any, **kwargs: Any) -> Any:
             # A call with an argument is about another GPU than the first, for which libraries do

@@ -258,8 +258,11 @@ def _close_to_others(path: Path) -> str | None:
             for name in (*directories, *files):
                 with contextlib.suppress(FileNotFoundError):
                     status = os.lstat(name, dir_fd=place)
-                    own = status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode)
-                    if not own or (name in files and status.st_nlink > 1):
+                    is_link = stat.S_ISLNK(status.st_mode)
+                    own = status.st_uid == os.getuid() and not is_link
+                    # A file with a second name elsewhere may have been linked by another user.
+                    has_other_name = name in files and status.st_nlink > 1
+                    if not own or has_other_name:
                         return name
     finally:
         os.close(directory)

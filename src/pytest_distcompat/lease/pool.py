@@ -407,6 +407,7 @@ class Pool:
         taken: NamesByDevice = {}
 
         def blockers() -> Iterator[Blocker]:
+            """Yield the holders and the tickets that the request waits for."""
             for device in self.inventory.ids:
                 if device not in taken:
                     yield from self._holders(device)

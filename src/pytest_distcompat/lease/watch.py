@@ -211,8 +211,9 @@ class Watch:
         holders = []
         for (who, pid, since), ids in ids_by_lease.items():
             devices = ", ".join(ids)
+            process = _process(pid)
             seconds = max(0.0, clock.wall() - since)
-            holders.append(f"{who} ({_process(pid)}) has had {devices} for {seconds:.0f} s")
+            holders.append(f"{who} ({process}) has had {devices} for {seconds:.0f} s")
         waits_for = "; ".join(holders + tickets)
         return f"{self.who} has waited {waited:.0f} s for {self._devices}: {waits_for}"
 

@@ -4,6 +4,7 @@ Under pipeline parallelism each rank holds a stage, some consecutive layers of t
 and 1 of 4 may hold the first half, ranks 2 and 3 the second: ``{0: 0, 1: 0, 2: 1, 3: 1}`` is the
 stage of each. A check of the parameters' names calls ``by_stage`` and compares the ranks of a stage
 with that part of the unwrapped model. Without a pipeline there is one stage, the whole model.
+``Ranks`` is a tuple of ranks.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:
     )
     if reason is not None:
         return reason
+    # An option of the cell that is not in ``BESIDE`` is a reason too.
     return untried_option_reason("pipeline parallelism", cell, BESIDE)
 
 

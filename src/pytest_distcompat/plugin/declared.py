@@ -98,6 +98,7 @@ def take_xfail_from_hard(report: pytest.TestReport, error: BaseException) -> Non
         error: The exception that the test raised.
     """
     if hasattr(report, "wasxfail") and is_hard(error):
+        # The report is that of a failure then.
         unexcused(report)
 
 
@@ -254,6 +255,7 @@ class Declared:
         nothing is not stale: the tests that it covers may be among those that did not run.
         """
         lines = []
+        # Whether tests were left out: the session broke off, or the user selected some.
         incomplete = self._broken_off or is_partial(self._session.config)
         for issue in self._in_force:
             covered = self._covered[issue.where]

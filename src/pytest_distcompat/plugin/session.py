@@ -616,6 +616,7 @@ class DistcompatSession:
         """
         from pytest_distcompat.known import concerning, shipped
 
+        # Those that the installed versions have, and that are about one of the libraries.
         return concerning((*self.own, *shipped()), libraries, self.device)
 
     def known_of(self, libraries: tuple[str, ...], nodeid: str) -> tuple[KnownIssue, ...]:

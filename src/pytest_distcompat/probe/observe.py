@@ -296,6 +296,7 @@ class Observer:
         if not records_gradients:
             return
         logits = logits_of(output)
+        # Tensors of a stand-in for ranks have no values.
         if logits is None or valueless(logits):
             return
         values = logits.detach()
@@ -346,6 +347,7 @@ class Observer:
             return
         check_by_torch = checkpoint.check_backward_validity
 
+        # torch calls it with the inputs of each re-entrant checkpoint.
         def check(inputs: Iterable[Any]) -> None:
             tensors: list[torch.Tensor] = []
             requires_grad = False

@@ -28,6 +28,7 @@ _NAME = re.compile(r"'[^']*'|\bunder [\w#]+")
 
 #: The last line of a traceback inside a message: an exception of several ranks contains theirs.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+#: The rank that a message names, and the first of several.
 _RANK = re.compile(r"\brank (\d+)\b")
 _RANKS = re.compile(r"\branks (\d+)")
 

@@ -202,6 +202,7 @@ class _Recorder:
 
 
 def _session_span(report: Report) -> _Span:
+    """Return the span of the whole session; its error is how many verdicts are red."""
     session = report.session
     attributes = {}
     for name in ("device", "gpu", "world_size", "ending"):
@@ -212,6 +213,7 @@ def _session_span(report: Report) -> _Span:
 
 
 def _verdict_span(result: Verdict) -> _Span:
+    """Return the span of a verdict; its error is the headline of a red one."""
     attributes = {
         "suite": result.suite,
         "driver": result.driver,

@@ -108,6 +108,7 @@ class RunTrace:
         before = self.first("build_model")
         if not self.tf32 or before is None:
             return False
+        # If nothing was recorded before, nothing is known to have changed.
         return before.products.get("matmul", TF32) != TF32
 
     @property

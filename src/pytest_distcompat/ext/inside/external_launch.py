@@ -289,6 +289,7 @@ class Inside:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
         """Add a subtest to its phase, also on ranks that write no report."""
+        # Only the report of a subtest has a name.
         if name_of(report):
             self._phases.of(report)
             if report.failed and not hasattr(report, "wasxfail") and self._pytest is not None:

@@ -542,6 +542,7 @@ def _waits_in_torch() -> bool:
         return True
     if not may_wait_for_work(os.getpid(), stack):
         return False
+    # A line of JSON from each of torch's recorders: one for NCCL, one for other backends.
     dumped = [dump().strip() for dump in dumps()]
     record = b"\n".join(dumped).decode("utf-8", "replace")
     operation = read_wait_state(record, stack)

@@ -114,7 +114,7 @@ class AnalysedFile:
                 target=target,
                 text=self._text(line),
                 target_text=target_text,
-                # How likely users run into it; no process of that name is meant.
+                # How likely users run into it, not a process that trains.
                 rank=scope.rank(condition),
             )
             branches.append(branch)

@@ -32,6 +32,7 @@ ON_CPU = "DISTCOMPAT_ON_CPU"
 #: The directory that is put on PYTHONPATH: it holds only ``sitecustomize.py``.
 SITE = Path(__file__).parent / "site"
 
+#: The file with a ``ProbeConfig``.
 _PROBE = "probe.json"
 
 

@@ -311,6 +311,7 @@ def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
 
     directory = path if path.is_dir() else path.parent
     digest_by_key: dict[str, str] = {}
+    # As ``read_files`` has them, and with digests of the values.
     for info in _files_of_model(read_saved(directory), path, checkpoints):
         if info.holds == "model":
             digest_by_key.update(info.digests)

@@ -155,12 +155,14 @@ class TrackedObjects:
         """
         from pytest_distcompat.probe.wrapped_optimizers import entries, torch_optimizer
 
+        # The optimizer of torch inside all wrappers.
         given = torch_optimizer(optimizer)
         model_parameters: set[int] = set()
         if model is not None:
             model_parameters = _parameter_ids(model)
         candidates = self._optimizers_with_groups()
         chosen = [given]
+        # By the tensors in its param groups.
         optimized = {id(parameter) for parameter in entries(given)}
         # An optimizer counts if it has parameters of the model that no chosen one has. The latest
         # come first, because an optimizer that another one replaced may still exist, with the same

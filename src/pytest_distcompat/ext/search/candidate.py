@@ -94,6 +94,7 @@ class Candidate:
         return dataclasses.replace(self, cell=cell, calls=tuple(calls))
 
     def _cell_parts(self) -> Iterator[str]:
+        """Yield options and settings: ``model=mlp``, ``set AdamW.eps=0.5``."""
         for name, value in self.cell.options:
             if name != "set":
                 yield f"{name}={value}"
@@ -101,6 +102,7 @@ class Candidate:
             yield f"set {setting}"
 
     def _call_parts(self) -> Iterator[str]:
+        """Yield calls and their arguments: ``1 export``, ``1 max_shard_size=7``."""
         for number, call in enumerate(self.calls):
             yield f"{number} {call.name}"
             for pair in call.arguments:

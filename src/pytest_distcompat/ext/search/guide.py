@@ -218,6 +218,7 @@ class Search:
         trials = 0
 
         def fails_alike(parts: tuple[str, ...]) -> bool:
+            """Try the candidate with these parts only; tell whether it fails for that cause."""
             nonlocal trials
             part = candidate.only(parts)
             # Without calls it would be a candidate of another kind, judged in another way.

@@ -146,6 +146,7 @@ def _releases(options: argparse.Namespace) -> int:
     for release in options.release or ():
         requirements(release)
     directory = (options.into or _cache()).resolve()
+    # An OSError becomes a UsageProblem that names the file.
     with named_in_errors():
         directory.mkdir(parents=True, exist_ok=True)
         if options.output is not None:

@@ -158,7 +158,7 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
     built = _by_rank(first_run.at("build"))
     before = _by_rank(run.at_index(recorded.index - 1))
     expected = reference_snapshots[0]
-    # First what must be equal bit by bit on each rank (``exact``) or is one number on each.
+    # First what each rank has by itself: what must be equal bit by bit (``exact``), and numbers.
     # Most findings are those of all ranks: each is said once.
     ranks_by_finding: dict[str, list[int]] = defaultdict(list)
     for snapshot in snapshots:

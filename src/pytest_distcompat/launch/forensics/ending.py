@@ -320,6 +320,7 @@ def _section_body(end: RankEnd) -> str:
     if end.wait_state is not None and end.wait_state.recorded:
         lines.append(end.wait_state.history())
     if end.status == "stuck":
+        # Only the frames of the test or the trainer.
         stack = without_launcher(end.stack)
         if stack:
             lines.append(f"Python stack at the time limit (most recent call first):\n{stack}")

@@ -77,6 +77,7 @@ class _LoggedPhases:
             for phase in logged:
                 if not phase.subtest:
                     finished[rank].append(phase)
+            # A rank that was killed in a phase has not logged it, but its subtests before that.
             last = unfinished_phase(logged)
             if last is not None:
                 unfinished[rank] = last

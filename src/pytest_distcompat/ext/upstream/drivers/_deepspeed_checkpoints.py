@@ -82,7 +82,9 @@ class DeepSpeedCheckpoints(TinyDriver):
         ``save_random`` has written those beside the tags, and a second save overwrites them.
         """
         prefix = "global_step"
-        steps = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
+        steps = []
+        for path in directory.glob(f"{prefix}*"):
+            steps.append(int(path.name.removeprefix(prefix)))
         settings = {**self.cell.settings("load_checkpoint"), "tag": f"{prefix}{min(steps)}"}
         self.model.load_checkpoint(str(directory), **settings)
 

@@ -120,6 +120,8 @@ class TorchDriver(TorchCheckpoints):
         **TinyDriver.needs_options,
         "tp_4": {"model": "mlp"},
     }
+    # Strategies whose checkpoints load on another number of ranks, and those whose checkpoints load
+    # under another strategy.
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {
         "ddp": "fsdp2",
@@ -195,11 +197,13 @@ class TorchDriver(TorchCheckpoints):
         if not distributed.is_initialized():
             distributed.init_process_group(self.world.backend)
         if self.cell.option("async_save"):
+            # A checkpoint is written while steps go on: its collectives must not pair with theirs.
             self.saving_group = distributed.new_group(backend="gloo")
         if self.cell.cp > 1:
             sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
             self.context = mesh["cp"]
+        # The unwrapped model, for the export.
         self.raw = model
         if self.cell.option("ema"):
             # Before it is wrapped: FSDP2 refuses to copy a model.
@@ -284,6 +288,7 @@ class TorchDriver(TorchCheckpoints):
 
     def step(self, number: int) -> float:
         """Run each micro-batch, reduce gradients in the last one, then update parameters."""
+        # One optimizer, or two if Muon leaves some parameters to AdamW.
         for optimizer in listed(self.optimizer):
             optimizer.zero_grad()
         if self.pipeline:

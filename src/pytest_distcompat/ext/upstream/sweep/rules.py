@@ -7,8 +7,10 @@ in cells (configurations under test) such as ``zero2-fp32-w2-set_ds_config.gradi
 ``settings_of(sources_of(driver))`` is what the profile ``sweep`` and ``distcompat settings`` call.
 It reads which fields there are in the installed release (``read``, in a process of its own) and
 applies the rules to each (``ruled``). A field becomes a ``Setting``: with values from its type,
-with values from a rule, or left out with a reason. ``Field.places`` has the names of other settings
-that say the same: of an argument of accelerate, say, the keys of DeepSpeed's JSON that it changes.
+with values from a rule, or left out with a reason. A ``Field`` has its full name, its default and
+other values as text (``"true"``), the strategies and the precision under which it matters, and
+``places``, the names of other settings that say the same: of an argument of accelerate, say, the
+keys of DeepSpeed's JSON that it changes.
 
 The law of cells with settings (``law.py``) asks what the rules say of a setting: which checks it is
 meant to fail (``meant_to_fail``), whether it concerns checkpoints, which precision's tolerances
@@ -60,9 +62,10 @@ _KEYS = {
     "twice",
     # Further settings of such a cell, a text in front of the two.
     "beside",
-    # The field is one of releases before today's.
+    # The field is one of releases before today's. A test wants all others to exist.
     "older",
     # What asks for the same in place of an excluded setting: a facet of a cell, "cpu_offload=True".
+    # A test wants the facet to exist.
     "axis",
     # The full names of other settings that say the same, beside those of ``Field.places``.
     "places",
