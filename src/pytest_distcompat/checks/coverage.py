@@ -111,6 +111,7 @@ def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
 
 
 def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why ``coverage`` does not apply to a cell; None if it does."""
     if not driver.loaders:
         return "the driver declares no loaders, whose rows() gives the rows"
     return tested_once(cell, driver)
@@ -447,6 +448,7 @@ TOLERANCE = 1e-5
 
 
 def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why ``evaluation`` does not apply to a cell; None if it does."""
     if not driver.can("metrics"):
         return "the driver has no metrics()"
     if not driver.evaluates_in(cell):

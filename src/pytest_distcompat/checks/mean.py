@@ -259,6 +259,7 @@ def _example(rows: list[_Row]) -> str:
 
 
 def _weight(row: _Row) -> float:
+    """Return what rows are compared by: the weight of a token."""
     return row.weight
 
 

@@ -179,6 +179,7 @@ def fragment_place(
 
 
 def _is_flat(value: Any) -> bool:
+    """Tell whether a value of an optimizer's state is a tensor of one dimension."""
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
 

@@ -111,6 +111,7 @@ def read_unwrapped(
 
 
 def _is_evaluating(module: Module) -> bool:
+    """Tell whether a module is in evaluation mode."""
     return not module.training
 
 

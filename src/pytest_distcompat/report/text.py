@@ -268,6 +268,7 @@ def runs_text(
 
 
 def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
+    """Yield a line about the slowest runs; none if no run has a duration."""
     # A run that did not end has no duration.
     timed_runs = [run for run in runs if run["seconds"]]
     timed_runs.sort(key=lambda run: run["seconds"], reverse=True)
@@ -367,6 +368,7 @@ def shortened(names: list[str], shown: int = 3) -> str:
 
 
 def _more(count: int) -> str:
+    """Return `` and 2 more``; an empty text for 0 or less."""
     if count <= 0:
         return ""
     return f" and {count} more"
