@@ -18,10 +18,10 @@ the rank holds. The check yields findings, such as ``rank 0: loss 2 after the se
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
-place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
-``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
-that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
-several runs of its own.
+place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
+tested) does not have the check, or None; ``depends_on`` has the facets of a cell (precision,
+options, ...) on which the outcome depends, so that of cells with equal facets the default profile
+tests only one; ``costly`` says that it needs several runs of its own.
 """
 
 from __future__ import annotations

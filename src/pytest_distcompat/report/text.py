@@ -6,7 +6,8 @@ each a text with the name of its style: ``(("  1. ", ""), ("FAIL", "bad"), (" 2 
 
 The results are *verdicts* (passed, failed, known, ...), each of one *check* in one *cell* of a
 suite. A cell is a configuration of the trainer, as ``fsdp2-fp32-w2``: strategy, precision, 2 ranks.
-A suite is shown as a matrix, with a row for each cell and a column for each check::
+A driver is the trainer, as a class. A suite is shown as a matrix, with a row for each cell and a
+column for each check::
 
     TestMyTrainer (driver my_driver)
                    active  names  resume

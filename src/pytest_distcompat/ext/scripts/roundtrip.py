@@ -4,7 +4,8 @@
 the runs, and calls its ``check()``. With ``save_at=3, total=5`` the runs are
 
 - ``through``: steps 1 to 5 without a stop;
-- ``stopped``: steps 1 to 3, ended by the probe after the checkpoint of step 3;
+- ``stopped``: steps 1 to 3, ended after the checkpoint of step 3 by the *probe*, the code that
+  records the script from inside its processes;
 - ``resumed``: loads that checkpoint, then steps 4 and 5.
 
 Steps 4 and 5 of ``resumed`` must be those of ``through``, bit by bit on the CPU. If they are not,
