@@ -107,7 +107,9 @@ def check_driver(
         for check in chosen_checks:
             reasons[cell, check] = not_applicable(check, cell, driver_class, limits)
     device = choose_device(device, _most_ranks(reasons, driver_class))
-    expectations = (*expect, *applying(shipped(), concerned(driver_class), device))
+    # Beside the caller's expectations those of shipped known issues that concern this driver.
+    known = applying(shipped(), concerned(driver_class), device)
+    expectations = (*expect, *known)
     verdicts: list[Verdict] = []
     with local_runner(
         driver_class, chosen_cells, device=device, timeout=timeout, limits=limits, store=store
@@ -243,6 +245,7 @@ def choose_device(option: str, ranks: int) -> str:
 
 
 def _print_notice(text: str) -> None:
+    """Print what the user should know to stderr."""
     print(f"distcompat: {text}", file=sys.stderr)  # noqa: T201 - there is no pytest whose warnings could hold it
 
 

@@ -186,7 +186,7 @@ class Verdict:
             joined.
         reasons: The reason of each known bug.
         suite: The name of the suite's class: ``TestMyTrainer``.
-        driver: The suite's driver.
+        driver: The name of the suite's driver, the class by which a trainer is tested.
         nodeid: pytest's node id of the item.
         seconds: The duration of the item, with the runs that it was the first to need.
         began: When the item began, in seconds since the session began.

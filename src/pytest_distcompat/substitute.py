@@ -46,7 +46,12 @@ class Substitute(Protocol):
         """
 
     def why_not_supported(self, driver: type[Driver], cell: Cell) -> str | None:
-        """Return why the substitute cannot run a cell; None if it can."""
+        """Return why the substitute cannot run a cell; None if it can.
+
+        Args:
+            driver: The class by which the suite of the cell tests a trainer.
+            cell: The cell.
+        """
 
     def why_not_checked(self, check: str) -> str | None:
         """Return why the substitute cannot decide the check of that name; None if it can."""

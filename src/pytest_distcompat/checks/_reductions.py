@@ -2,8 +2,9 @@
 
 The checks ``active``, ``dtypes`` and ``accumulation`` ask whether, in which dtype and how often a
 rank reduced gradients in a step. A rank's snapshot after the step has all collectives of the step,
-by kind: operator (``allreduce``), dtype, numbers of calls and elements, and ranks.
-Some of them are not of gradients: norms, metrics, flags, and activations.
+by kind: operator (``allreduce``), dtype, numbers of calls and elements, and ranks. Some of them are
+not of gradients: norms, metrics, flags, and activations. The cell, the configuration of the run
+such as ``fsdp2-fp32-w4-tp_2``, says which ranks exchange activations.
 """
 
 from __future__ import annotations

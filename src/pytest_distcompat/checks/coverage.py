@@ -20,10 +20,10 @@ read it:
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
-place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
-``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
-that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
-several runs of its own.
+place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
+tested) does not have the check, or None; ``depends_on`` has the facets of a cell (precision,
+options, ...) on which the outcome depends, so that of cells with equal facets the default profile
+tests only one; ``costly`` says that it needs several runs of its own.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
 
 
 def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why ``coverage`` does not apply to a cell; None if it does."""
     if not driver.loaders:
         return "the driver declares no loaders, whose rows() gives the rows"
     return tested_once(cell, driver)
@@ -447,6 +448,7 @@ TOLERANCE = 1e-5
 
 
 def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why ``evaluation`` does not apply to a cell; None if it does."""
     if not driver.can("metrics"):
         return "the driver has no metrics()"
     if not driver.evaluates_in(cell):

@@ -14,9 +14,10 @@ layers). Ranks of a context-parallel group (``cp``) are fed parts of the same se
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
-place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
-``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
-that of cells with equal facets the default profile tests only one.
+place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
+tested) does not have the check, or None; ``depends_on`` has the facets of a cell (precision,
+options, ...) on which the outcome depends, so that of cells with equal facets the default profile
+tests only one.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ of 9 linear layers are in 8 bits after build; expected all but the first and the
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
-place in lists; ``not_applicable`` returns why a cell does not have the check, or None; ``raises``
-names runs whose exceptions the check itself judges, so that only a crash or a hang is a verdict at
-once.
+place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
+tested) does not have the check, or None; ``raises`` names runs whose exceptions the check itself
+judges, so that only a crash or a hang is a verdict at once.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ the rank is equal.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
-place in lists; ``not_applicable`` returns why a cell does not have the check, or None; ``remark``
-returns what reports say if the check passes.
+place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
+tested) does not have the check, or None; ``remark`` returns what reports say if the check passes.
 """
 
 from __future__ import annotations
@@ -259,6 +259,7 @@ def _example(rows: list[_Row]) -> str:
 
 
 def _weight(row: _Row) -> float:
+    """Return what rows are compared by: the weight of a token."""
     return row.weight
 
 

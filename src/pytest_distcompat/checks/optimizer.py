@@ -217,6 +217,7 @@ def _moved(built: Snapshots, trained: Snapshots) -> set[str]:
 
 
 def _ranks_with_model(snapshots: Snapshots) -> set[int]:
+    """Return the ranks whose snapshot has a model."""
     return {snapshot.rank for snapshot in snapshots if snapshot.model}
 
 

@@ -18,7 +18,8 @@ simple one fits: another kind of mean, or a factor such as the number of ranks.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
-place in lists; ``not_applicable`` returns why a cell does not have the check, or None.
+place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
+tested) does not have the check, or None.
 """
 
 from __future__ import annotations

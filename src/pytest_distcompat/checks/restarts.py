@@ -18,10 +18,10 @@ the rank holds. The check yields findings, such as ``rank 0: loss 2 after the se
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
-place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
-``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
-that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
-several runs of its own.
+place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
+tested) does not have the check, or None; ``depends_on`` has the facets of a cell (precision,
+options, ...) on which the outcome depends, so that of cells with equal facets the default profile
+tests only one; ``costly`` says that it needs several runs of its own.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
 
     It takes several runs, so few cells have it. The check ``resume`` tests what a load restores.
     """
+    # The cell's options without those that only a save or a load reads.
     if not {"grad_accum", "model"}.issuperset(options_beside_checkpoints(cell)):
         return "a second load is tried without that option"
     if "grad_accum" in driver.options and cell.option("grad_accum") == 1:
@@ -110,6 +111,7 @@ def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
     when = "after the second load"
     saved_values = values(second, saved)
     loaded_values = values(third, loaded)
+    # Findings about tensors, then about the numbers of scheduler and param groups.
     yield from differences(saved_values, loaded_values, when)
     yield from settings(saved, loaded, when)
     # A resumed run that is wrong saves what is wrong.

@@ -73,6 +73,8 @@ def _other_parameters(cell: Cell, run: RunTrace, built: Snapshots) -> Iterator[s
         loaded.pop(name, None)
     if not loaded:
         return
+    # Of each kind of tensor: unwrapped name -> the digests of its values, several if replicas
+    # differ (``of``), and unwrapped name -> the dtypes that its parts are stored in (``dtypes``).
     built_values = values(run, built)
     for kind in ("parameter", "master"):
         built_dtypes = built_values.dtypes[kind]

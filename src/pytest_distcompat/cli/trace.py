@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from pytest_distcompat.status import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
 
-#: Makes the value of a table's column from an entry of ``Row.names``, a parameter.
+#: Makes the value of a table's column from an entry of ``Row.names``. Each is about a parameter:
+#: ``{"unwrapped": "layer.weight", "live": "module.layer.weight", "shape": [8, 4], "loaded":
+#: "float32", "dtype": "float32", "kind": "Tensor", "held": 1, "files": [...], ...}``.
 Column = Callable[[dict[str, Any]], object]
 
 
@@ -149,6 +151,7 @@ def _run(
         trace = runner.trace(options.driver, cell, TRAIN)
         for line in lines(cell, trace):
             print(visible(line))
+        # What is expected to fail: the shipped known issues that concern this driver.
         known = applying(shipped(), concerned(driver), device)
         # Whether a session would stay green with each check.
         green: list[bool] = []
@@ -286,7 +289,11 @@ def _steps(evidence: Row) -> Iterator[str]:
 
 
 def _model(run: RunTrace) -> Iterator[str]:
-    """Yield the lines about the whole model and the optimizer."""
+    """Yield the lines about the whole model and the optimizer.
+
+    An entry of the optimizer is a tensor in its param groups; a *foreign* one is no parameter of
+    the live model.
+    """
     # The snapshot of the lowest rank after the trainer has wrapped the model; None if none got
     # there.
     built = run.first("build")

@@ -6,8 +6,8 @@ no news. An issue that accelerate 1.7 has in checkpoints of FSDP1 becomes ``fail
 strategy="fsdp1", match="state is empty", reason="...")``.
 
 A cell is one point of the test matrix, such as ``fsdp1-bf16_upcast-w2``; its facets are strategy,
-precision, world size and options. A marked test is a user's own test that runs on ranks
-(``@pytest.mark.distcompat``).
+precision, world size and options. A driver is the class by which a suite tests a trainer. A marked
+test is a user's own test that runs on ranks (``@pytest.mark.distcompat``).
 """
 
 from __future__ import annotations

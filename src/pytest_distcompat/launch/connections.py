@@ -82,6 +82,7 @@ def _connections() -> list[Any]:
 
 
 def _abort_nccl() -> None:
+    """Abort the communicator of the default process group if it is one of NCCL."""
     from torch import distributed
 
     with contextlib.suppress(RuntimeError, ValueError):

@@ -3,8 +3,8 @@
 A run is one process group from start to end, with a directory of its own. Of rank 1 it has, beside
 the log of events ``rank-1.jsonl`` (``rank_log``):
 
-- ``logs/.../attempt_0/1/stdout.log`` and ``stderr.log``: its output, to which torchrun's agent
-  redirects it;
+- ``logs/.../attempt_0/1/stdout.log`` and ``stderr.log``: its output, which torchrun's agent (it
+  starts and watches the ranks) redirects to them;
 - ``rank-1.stdout.captured`` and ``rank-1.stderr.captured``: what pytest captured on that rank;
 - ``rank-1.log``: records of the module ``logging``;
 - ``recorded-reach-1.json``: what the recorder of an extension wrote;

@@ -3,7 +3,7 @@
 A request (``request.Request``) names the function to call on each rank, as ``worker:run`` for a
 suite's run. The rank gets the path of its file. It logs ``Start``, calls the function, and logs
 ``Done`` or ``Error`` to its file ``rank-0.jsonl``, which the parent reads. The rank's number comes
-from the environment: torchrun's agent sets ``RANK``.
+from the environment: torchrun's agent, which starts and watches the ranks, sets ``RANK``.
 
 The main function is called in three ways:
 

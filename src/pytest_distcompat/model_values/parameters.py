@@ -2,8 +2,9 @@
 
 A live parameter is one of the model as the trainer has wrapped it, as a rank's probe recorded it
 (``ParameterInfo``). Its layout says along which dimensions of the device mesh (a grid of ranks) it
-is sharded: ``dp_shard=Shard(0), tp=Shard(1)``. Checks call these functions to decide how many
-copies of a parameter ranks should hold, and which parameters cannot have changed in training.
+is sharded: ``dp_shard=Shard(0), tp=Shard(1)``. A cell is the configuration of a run, such as
+``fsdp2-fp32-w4-tp_2``. Checks call these functions to decide how many copies of a parameter ranks
+should hold, and which parameters cannot have changed in training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which precision's tolerances apply to the numbers of a run.
 
-Checks compare losses and outputs with a reference in float32, within the tolerance of the cell's
-precision. Some numbers are less exact than the precision says: a GPU may multiply float32 in TF32,
-which has 10 bits of each factor, and the optimizer Muon computes in bfloat16.
+A cell is one configuration under test, such as ``fsdp2-bf16_upcast-w2``. Checks compare losses and
+outputs with a reference in float32, within the tolerance of the cell's precision. Some numbers are
+less exact than the precision says: a GPU may multiply float32 in TF32, which has 10 bits of each
+factor, and the optimizer Muon computes in bfloat16.
 """
 
 from __future__ import annotations

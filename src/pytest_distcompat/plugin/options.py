@@ -120,6 +120,7 @@ def setting(config: pytest.Config, name: str) -> Setting:
         origin = "default"
         where = name
     try:
+        # A file may be relative, so its parser also gets the directory to start from.
         if option.metavar.startswith("FILE"):
             value = option.read(text, _base(config, origin))
         else:

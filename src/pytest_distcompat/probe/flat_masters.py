@@ -7,7 +7,8 @@ elements. The torch optimizer inside ZeRO updates partitions. Checks need values
 this module finds each parameter's fragment, and those of its moments (``exp_avg`` and the like).
 
 ``optimizer`` calls it for the state after an action, ``gradients`` for the gradients of a step, and
-``snapshot`` for sums of values. Nothing here takes part in a collective.
+``snapshot`` for sums of values. A *layout* says which part of a whole tensor this rank has. Nothing
+here takes part in a collective.
 
 Where fragments are found:
 
@@ -179,6 +180,7 @@ def fragment_place(
 
 
 def _is_flat(value: Any) -> bool:
+    """Tell whether a value of an optimizer's state is a tensor of one dimension."""
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
 

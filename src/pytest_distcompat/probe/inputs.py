@@ -1,9 +1,10 @@
 """Digests of what a model is fed, whatever objects the batch is made of.
 
 ``observe.Observer`` calls ``digest_of_inputs`` in a hook before each forward pass of the model,
-with its positional and keyword arguments; ``worker`` calls it with the batches of a pipeline. Two
-ranks that are fed the same batch have the same text. Arguments may be tensors, dictionaries, the
-``BatchEncoding`` of transformers, or objects of any library.
+with its positional and keyword arguments; ``worker`` calls it with the batches of a pipeline. The
+digest of a tensor is a hash of its values, as text. Two ranks that are fed the same batch have the
+same text. Arguments may be tensors, dictionaries, the ``BatchEncoding`` of transformers, or objects
+of any library.
 """
 
 from __future__ import annotations

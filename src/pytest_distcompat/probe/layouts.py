@@ -59,8 +59,9 @@ def starts_of(tensor: Any) -> torch.Tensor | None:
     """Return where the runs of a tensor's local shard start in the flattened full tensor.
 
     A run is a number of consecutive elements, the same for all runs of the tensor. The columns 3 to
-    5 of a matrix of shape (4, 6) are runs of 3 elements that start at 3, 9, 15 and 21. Digests need
-    the starts, since they depend on the position of each element (``digests``).
+    5 of a matrix of shape (4, 6) are runs of 3 elements that start at 3, 9, 15 and 21. Digests
+    (hashes of values) need the starts, since they depend on the position of each element
+    (``digests``).
 
     The starts are int64 and ascending. None stands for a single run that starts at 0.
     """

@@ -1,8 +1,8 @@
 """Reader of models on a rank: unwrapped, then live.
 
-- ``read_unwrapped`` reads a model that nothing wraps yet, as a driver's ``build_model`` returns it.
-  ``worker`` calls it before the trainer is built. Checks expect its names, shapes, dtypes and
-  values of the trained model later.
+- ``read_unwrapped`` reads a model that nothing wraps yet, as ``build_model`` of a driver (the class
+  by which a trainer is tested) returns it. ``worker`` calls it before the trainer is built. Checks
+  expect its names, shapes, dtypes and values of the trained model later.
 - ``read_model`` reads the live model, as the trainer has wrapped it and as this rank stores it.
   ``snapshot`` calls it after each action (``build``, ``step``, ...).
 
@@ -111,6 +111,7 @@ def read_unwrapped(
 
 
 def _is_evaluating(module: Module) -> bool:
+    """Tell whether a module is in evaluation mode."""
     return not module.training
 
 

@@ -1,11 +1,11 @@
 """Reader of a live trainer after an action, for the fields of a ``Snapshot``.
 
 An action is one unit of a rank's work, such as ``build``, ``step`` or ``load``. After each one
-``worker`` (for a driver of a suite) or ``ext.scripts`` (for a user's script) calls
-``read_snapshot_fields`` on each rank with what the trainer has: model, optimizer, scheduler,
-scaler. The result is a dictionary of fields of ``trace.Snapshot``, which the caller writes to the
-rank's log. Nothing here takes part in a collective or changes the trainer, but for
-``fit_first_scale``, which ``worker`` calls once before the first step.
+``worker`` (for a driver, the class by which a suite tests a trainer) or ``ext.scripts`` (for a
+user's script) calls ``read_snapshot_fields`` on each rank with what the trainer has: model,
+optimizer, scheduler, scaler. The result is a dictionary of fields of ``trace.Snapshot``, which the
+caller writes to the rank's log. Nothing here takes part in a collective or changes the trainer, but
+for ``fit_first_scale``, which ``worker`` calls once before the first step.
 """
 
 from __future__ import annotations

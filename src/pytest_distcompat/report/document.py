@@ -231,6 +231,7 @@ def _result_json(result: Verdict) -> dict[str, Any]:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
+    """Return what is known about a cell as a report has it."""
     return {**vars(row), "facets": facets(row.cell)}
 
 
@@ -255,6 +256,7 @@ def _too_deep(data: Any) -> bool:
 
 @functools.cache
 def _schema() -> dict[str, Any]:
+    """Return ``schema.json``, read once."""
     path = Path(__file__).with_name("schema.json")
     schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return schema
@@ -327,6 +329,7 @@ def _schema_types(schema: _Schema) -> list[_SchemaType]:
 
 
 def _has_type(data: Any, types: Iterable[_SchemaType]) -> bool:
+    """Tell whether a value of the JSON has one of the types."""
     # Not isinstance: in Python a bool is an int, in a report it is not.
     return any(type(data) in schema_type.python_types for schema_type in types)
 

@@ -254,4 +254,5 @@ def _axes(results: list[Verdict]) -> dict[str, list[str]]:
 
 
 def _read(name: str) -> str:
+    """Return the text of a file in ``templates/``."""
     return (_TEMPLATES / name).read_text(encoding="utf-8")

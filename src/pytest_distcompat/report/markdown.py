@@ -181,6 +181,7 @@ def _reasons(results: Iterable[Verdict]) -> Iterator[str]:
 
 
 def _table_row(cells: Iterable[str]) -> str:
+    """Return a row of a Markdown table: ``| a | b |``."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -33,16 +33,19 @@ def earlier_verdicts(before: Report, after: Report) -> dict[int, Verdict]:
 
 
 def _by_item(result: Verdict) -> Hashable:
+    """Return a key by which a verdict pairs with that of the same item."""
     # Not by the driver: an item without a verdict may have none.
     return (result.nodeid, result.suite, result.cell, result.check)
 
 
 def _by_place(result: Verdict) -> Hashable:
+    """Return a key by which a verdict pairs with one of a suite of the same node id."""
     # The place is the node id of the suite: ``tests/test_a.py::TestMyTrainer``.
     return (result.place, result.suite, result.cell, result.check)
 
 
 def _by_suite(result: Verdict) -> Hashable:
+    """Return a key by which a verdict pairs with one of a suite of the same name."""
     # The suite is the name of its class, in whatever file.
     return (result.suite, result.cell, result.check)
 

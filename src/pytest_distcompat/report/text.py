@@ -6,7 +6,8 @@ each a text with the name of its style: ``(("  1. ", ""), ("FAIL", "bad"), (" 2 
 
 The results are *verdicts* (passed, failed, known, ...), each of one *check* in one *cell* of a
 suite. A cell is a configuration of the trainer, as ``fsdp2-fp32-w2``: strategy, precision, 2 ranks.
-A suite is shown as a matrix, with a row for each cell and a column for each check::
+A driver is the trainer, as a class. A suite is shown as a matrix, with a row for each cell and a
+column for each check::
 
     TestMyTrainer (driver my_driver)
                    active  names  resume
@@ -268,6 +269,7 @@ def runs_text(
 
 
 def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
+    """Yield a line about the slowest runs; none if no run has a duration."""
     # A run that did not end has no duration.
     timed_runs = [run for run in runs if run["seconds"]]
     timed_runs.sort(key=lambda run: run["seconds"], reverse=True)
@@ -367,6 +369,7 @@ def shortened(names: list[str], shown: int = 3) -> str:
 
 
 def _more(count: int) -> str:
+    """Return `` and 2 more``; an empty text for 0 or less."""
     if count <= 0:
         return ""
     return f" and {count} more"

@@ -4,9 +4,10 @@ FSDP1 joins the parameters of a unit (a block, for example) to one vector, the f
 rank holds a piece of it. With ``use_orig_params`` modules still show parameters under their own
 names, which are views of that piece.
 
-``_torch`` wraps a model for the driver of plain torch, on each rank; accelerate and Trainer get
-arguments by ``_fsdp.py``. ``FSDP1`` is the entry of the registry of strategies: a cell such as
-``fsdp1-bf16_upcast-w2``, one configuration under test, names it.
+``_torch`` wraps a model on each rank, for the driver (the class by which a trainer is tested) of
+plain torch; accelerate and Trainer get arguments by ``_fsdp.py``. ``FSDP1`` is the entry of the
+registry of strategies: a cell such as ``fsdp1-bf16_upcast-w2``, one configuration under test, names
+it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row of ZeRO.
+    """Return the dtypes of ZeRO: its row in the documentation's table of strategies.
 
     Parameters and reductions are in the compute dtype, masters and state in the master dtype.
     """

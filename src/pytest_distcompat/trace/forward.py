@@ -63,7 +63,7 @@ class DropoutInfo:
 
     #: The name of the module.
     name: str
-    #: A digest of its input.
+    #: A digest (a hash, as text) of its input.
     input: str
     #: A digest of where it dropped elements.
     zeros: str

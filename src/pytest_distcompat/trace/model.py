@@ -33,7 +33,7 @@ class ParameterInfo:
     layout: Layout = WHOLE
     #: How many elements this rank stores of it.
     local_numel: int = 0
-    #: A digest of those elements.
+    #: A digest of those elements: a hash, as text.
     digest: str = ""
     #: How many entries of the optimizer's ``param_groups`` are this very tensor: 1 if it is
     #: optimized, 0 if not. None where the optimizer has flat copies instead (ZeRO).

@@ -215,11 +215,13 @@ def distcompat_lent(
     request.node.stash[_LEAKED] = ""
     # Whole GPUs: what the test starts need not keep to a part of one.
     with session.pool.lease(count, who=request.node.nodeid, whole=True) as lease:
+        # Memory that an earlier holder left in use, whose process died.
         for leak in lease.leak:
             session.notice(inherited_leak_message(leak))
         for name, value in rank_environment(lease, count).items():
             monkeypatch.setenv(name, value)
         yield lease
+    # Memory that this test left in use; known only now, after the lease.
     leaks = [leak_message(leak) for leak in lease.own_leak]
     torch: Any = sys.modules.get("torch")
     # A process that uses a GPU itself has its memory until it ends.

@@ -47,6 +47,7 @@ class DistributedTest:
 
     @pytest.fixture(autouse=True)
     def _initialised(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make the process group before a test, unless its class does without."""
         # DeepSpeed's class sets this variable too.
         monkeypatch.setenv("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self.init_distributed:

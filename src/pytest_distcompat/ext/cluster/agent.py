@@ -322,6 +322,7 @@ class _Agent:
         part["spans"] = [dataclasses.asdict(span) for span in read_timeline(self._spans)]
         shutil.rmtree(self._spans, ignore_errors=True)
         part["output"] = {}
+        # The ranks that were started on this node.
         for rank in request.here:
             output = written(self._run, rank, request.here.start)
             part["output"][rank] = dict(output)

@@ -143,12 +143,12 @@ class NodesLauncher(Launcher):
             # Empty if the run's only node leases devices itself: it has recorded the lease then.
             if run.devices:
                 span = Span(
-                    run.devices,
-                    who,
-                    os.getpid(),
-                    requested_at,
-                    granted_at,
-                    clock.now(),
+                    ids=run.devices,
+                    who=who,
+                    pid=os.getpid(),
+                    asked=requested_at,
+                    got=granted_at,
+                    released=clock.now(),
                     worker=self._settings.worker,
                 )
                 # The record is for reports only.
@@ -170,14 +170,16 @@ class NodesLauncher(Launcher):
         """
         self._membership.start()
         settings = self._settings
+        # The name of pytest's own node is empty.
         names = [node.name for node in nodes] or [""]
         if settings.device == "cpu":
             # Ranks can share cores: as many as there are, perhaps none by Ray's count.
-            asked = Asked(names, "CPU", 0, ranks, who)
+            asked = Asked(nodes=names, resource="CPU", least=0, most=ranks, who=who)
         else:
             # Several ranks may share a GPU: the number of GPUs, rounded up.
             least = -(-ranks // settings.ranks_each)
-            asked = Asked(names, "GPU", least, min(ranks, settings.gpus), who)
+            most = min(ranks, settings.gpus)
+            asked = Asked(nodes=names, resource="GPU", least=least, most=most, who=who)
 
         def say(text: str) -> None:
             """Show the user what the run waits for; give up if a node is lost meanwhile."""

@@ -234,6 +234,7 @@ class Membership:
         return False
 
     def _all_processes_have_ended(self) -> bool:
+        """Tell whether all processes that the executor started have ended."""
         return all(process.poll() is not None for process in self._processes)
 
     def _describe_missing(self, present: Sequence[Node]) -> str:
@@ -294,6 +295,7 @@ class Membership:
         return self.taken
 
     def _lost(self) -> list[Node]:
+        """Return the nodes that are lost."""
         return [node for node in list(self._nodes.values()) if node.lost]
 
     def close(self) -> None:

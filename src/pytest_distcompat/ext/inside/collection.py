@@ -37,6 +37,7 @@ def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
 
 
 def _first_or_none(texts: Sequence[str]) -> str:
+    """Return the first text, or the word ``none``."""
     return texts[0] if texts else "none"
 
 

@@ -33,6 +33,10 @@ class _ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return what another finder finds, with a wrapped loader; None for modules not waited for.
+
+        Python calls this for each module that is not imported yet.
+        """
         if fullname not in self.waiting:
             return None
         for finder in sys.meta_path:

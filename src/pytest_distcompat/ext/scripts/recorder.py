@@ -535,4 +535,5 @@ class Recorder:
 
 
 def _is_trainable(module: Module) -> bool:
+    """Tell whether any parameter of a module is trained."""
     return any(parameter.requires_grad for parameter in module.parameters())

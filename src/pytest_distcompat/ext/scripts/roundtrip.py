@@ -4,7 +4,8 @@
 the runs, and calls its ``check()``. With ``save_at=3, total=5`` the runs are
 
 - ``through``: steps 1 to 5 without a stop;
-- ``stopped``: steps 1 to 3, ended by the probe after the checkpoint of step 3;
+- ``stopped``: steps 1 to 3, ended after the checkpoint of step 3 by the *probe*, the code that
+  records the script from inside its processes;
 - ``resumed``: loads that checkpoint, then steps 4 and 5.
 
 Steps 4 and 5 of ``resumed`` must be those of ``through``, bit by bit on the CPU. If they are not,
@@ -180,6 +181,7 @@ class RoundTrip:
         # The digests of whole tensors, put together from those of the ranks' parts.
         saved_values = values(self.stopped.trace, saved)
         loaded_values = values(self.resumed.trace, loaded)
+        # Findings about values, then about dtypes.
         yield from differences(saved_values, loaded_values, when, states=with_states)
         yield from other_dtypes(saved_values, loaded_values, when, states=with_states)
         # The scheduler of a run with steps left is compared step by step.
@@ -212,11 +214,13 @@ class RoundTrip:
         for name in ProbeConfig.read(self.through.directory).extra_state:
             if name not in seen:
                 yield f"extra_state names {name!r}: the script has no such variable while it trains"
+        # Findings about states that differ between ranks, then about those that never change.
         yield from unlike_on_ranks(steps)
         if len(steps) > 1:
             first, *_, last = steps.values()
             yield from unchanged(first, last, f"{len(steps)} steps")
         for before, after in pairs(_at_save(self.stopped, self.save_at), _at_load(self.resumed)):
+            # The state and the place in it, as text, where the two snapshots differ first.
             for difference in other_states(before, after):
                 yield f"rank {after.rank}: {difference} is another after the load than was saved"
 

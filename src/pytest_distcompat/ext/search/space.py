@@ -103,6 +103,7 @@ class DriverSpace:
             self.calls = offered(self.kind.live_calls)
 
     def _can_run(self, cell: Cell) -> bool:
+        """Tell whether the driver can run a cell on CPU ranks."""
         return unsupported_reason(self.kind, cell, "cpu") is None
 
     def sound(self, candidate: Candidate) -> bool:

@@ -1,10 +1,11 @@
 """The profile ``zoo``: the architectures of transformers, each under one strategy of each kind.
 
 A profile decides which cells of a suite a session has, and which checks run in them. A cell is one
-configuration under test. With ``pytest --pyargs pytest_distcompat.suite --distcompat-profile zoo``
-the core calls ``PROFILE``, which an entry point names: ``_cells`` yields
-``ddp-fp32-w2-model_hf:gpt2``, ``fsdp2-fp32-w2-model_hf:gpt2``, and so on for each architecture, in
-place of the suite's matrix; ``_left_out`` leaves out checks that do not depend on the model.
+configuration of the suite's driver, the class by which a trainer is tested. With ``pytest --pyargs
+pytest_distcompat.suite --distcompat-profile zoo`` the core calls ``PROFILE``, which an entry point
+names: ``_cells`` yields ``ddp-fp32-w2-model_hf:gpt2``, ``fsdp2-fp32-w2-model_hf:gpt2``, and so on
+for each architecture, in place of the suite's matrix; ``_left_out`` leaves out checks that do not
+depend on the model.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
     calls = [*map(str, walk.calls), "step()", "step()"]
     methods = [call.partition("(")[0] for call in calls]
     classes = _classes(walk.kind, methods)
+    # The classes of the tiny model ``mlp``, which every walk trains.
     classes.append(inspect.getsource(modules.Block))
     classes.append(inspect.getsource(modules.MLP))
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
@@ -76,6 +77,7 @@ def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
     """
     # The base class comes first, as in a module.
     classes = [base for base in reversed(kind.__mro__) if issubclass(base, Calls)]
+    # The template itself calls these, besides the calls of the walk.
     helpers = {"__init__", "outputs", "save", "load"} & set(dir(kind))
     sources_by_class = _method_sources(classes, helpers | set(names))
     texts = []

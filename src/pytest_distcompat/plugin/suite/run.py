@@ -1,9 +1,9 @@
 """A case that runs: its verdict, its report, and what its ranks wrote.
 
-A *suite* is a subclass of ``CompatSuite``. A *case* is one item of it: one *check* in one *cell*,
-as ``TestMyTrainer::test[fsdp2-fp32-w2:names]`` is the check ``names`` in the cell ``fsdp2-fp32-w2``
-(strategy, precision, 2 ranks). Its function ``test`` calls the value of the fixture
-``distcompat_case``, a ``BoundCase`` of this module:
+A *suite* is a subclass of ``CompatSuite``; it names a *driver*, the trainer as a class. A *case* is
+one item of it: one *check* in one *cell*, as ``TestMyTrainer::test[fsdp2-fp32-w2:names]`` is the
+check ``names`` in the cell ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks). Its function ``test``
+calls the value of the fixture ``distcompat_case``, a ``BoundCase`` of this module:
 
 1. ``engine.run_check`` makes sure that the *runs* that the check needs have run, such as a training
    and a resumed one. A run is one process group from start to end; its *ranks* are processes of

@@ -50,6 +50,7 @@ def _is_fsdp(cell: Cell) -> bool:
 
 
 def _saves_full_state_dict(cell: Cell) -> bool:
+    """Tell whether FSDP gathers a full state dict for a checkpoint."""
     return _is_fsdp(cell) and cell.option("state_dict") == "full"
 
 

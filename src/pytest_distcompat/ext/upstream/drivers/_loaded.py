@@ -7,10 +7,10 @@ example by ``from_pretrained``. A cell, one configuration under test, does so wi
 anew), ``from_config``, ``zero_init`` (under ``deepspeed.zero.Init``). Settings of a cell may give
 embeddings another size.
 
-The drivers call it: ``unsupported_reason`` at collection, ``make`` in ``build`` on each rank. The
-new model gets the values of the given one, so that the reference, which trains in one process, has
-the same. Where the reading itself changes values (``changes_values``), ``build_model`` already
-calls ``read``, in the reference too.
+The drivers, classes by which trainers are tested, call it: ``unsupported_reason`` at collection,
+``make`` in ``build`` on each rank. The new model gets the values of the given one, so that the
+reference, which trains in one process, has the same. Where the reading itself changes values
+(``changes_values``), ``build_model`` already calls ``read``, in the reference too.
 
 ZeRO-3 partitions such models parameter by parameter meanwhile:
 https://huggingface.co/docs/transformers/deepspeed,

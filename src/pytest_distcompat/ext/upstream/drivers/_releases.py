@@ -1,9 +1,10 @@
 """Releases that a cell requires, and TrainingArguments for FSDP in older releases.
 
-At collection ``TinyDriver``, the base of the built-in drivers, asks for each cell (one
-configuration under test, as ``fsdp2-fp32-w2-optimizer_muon``): ``required`` yields requirements
-such as ``torch>=2.9``, and ``missing`` says in one sentence which of them is not installed: then
-the cell is skipped. Installed releases are read from their metadata: no library is imported.
+At collection ``TinyDriver``, the base of the built-in drivers (classes by which trainers are
+tested), asks for each cell (one configuration under test, as ``fsdp2-fp32-w2-optimizer_muon``):
+``required`` yields requirements such as ``torch>=2.9``, and ``missing`` says in one sentence which
+of them is not installed: then the cell is skipped. Installed releases are read from their metadata:
+no library is imported.
 
 On ranks ``TrainerDriver`` asks ``fsdp_for_release`` how to tell an older transformers about FSDP.
 """

@@ -1,10 +1,10 @@
 """Why a cell cannot be run with a tiny model: rules about models, options, precisions, 8 bits.
 
 A cell is one configuration under test, such as ``fsdp2-bf16_upcast-w2-lora``: strategy, precision,
-number of ranks, options. ``TinyDriver._reasons`` (``tiny.py``), the base of the built-in drivers,
-asks these functions before any rank is started. Each returns one sentence, which reports show for
-the skipped cell, or None if its rules have nothing against the cell. Most are tables of
-(condition, reason); the first condition that holds decides.
+number of ranks, options. ``TinyDriver._reasons`` (``tiny.py``), the base of the built-in drivers
+(classes by which trainers are tested), asks these functions before any rank is started. Each
+returns one sentence, which reports show for the skipped cell, or None if its rules have nothing
+against the cell. Most are tables of (condition, reason); the first condition that holds decides.
 """
 
 from __future__ import annotations

@@ -65,6 +65,8 @@ class TorchCheckpoints(TinyDriver):
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
         # ``load`` compares the number of ranks that saved with its own.
         state = {"model": model, "optimizer": optimizer, "ranks": self.world.size}
+        # ``listed`` makes a list of a single one. There are several where there are several
+        # optimizers.
         state["scheduler"] = [scheduler.state_dict() for scheduler in listed(self.scheduler)]
         if self.scaler:
             state["scaler"] = self.scaler.state_dict()

@@ -364,6 +364,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         # With this setting at false ``step`` itself ends the accumulation, and the engine refuses
         # to be told of the last micro-batch.
         managed = self.cell.settings("ds_config").get("managed_gradient_accumulation", True)
+        # Each micro-batch of the step, with whether it is the last.
         for batch, last in self.batches(number):
             if managed:
                 # An epoch's last step has fewer micro-batches than the JSON says.
@@ -438,6 +439,7 @@ class _OneSchedule:
         self._copy_to_all()
 
     def _copy_to_all(self) -> None:
+        """Copy what the schedule changes from the first group to all groups of the optimizer."""
         for group in self._groups:
             for name in self.changed:
                 if name in group:

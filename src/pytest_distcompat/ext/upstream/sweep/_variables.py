@@ -1,11 +1,12 @@
 """Environment variables that an object of a library reads when it is made, found by making it.
 
-The sweep tries each setting of the objects that a driver configures its libraries with. Some can be
-set by environment variables too: accelerate's plugins read ``FSDP_VERSION`` and others when they
-are made. ``reading.py`` calls ``variables_of(source, target)``, in the process that imports the
-libraries. It makes the object while ``os.environ`` records what is looked up; then it makes the
-object again with each of these variables at each value that any field may have. A variable that
-changes a field is a setting, ``env.FSDP_VERSION=2``; the field is another place for the same.
+The sweep tries each setting of the objects that a driver (the class by which a trainer is tested)
+configures its libraries with. Some can be set by environment variables too: accelerate's plugins
+read ``FSDP_VERSION`` and others when they are made. ``reading.py`` calls ``variables_of(source,
+target)``, in the process that imports the libraries. It makes the object while ``os.environ``
+records what is looked up; then it makes the object again with each of these variables at each value
+that any field may have. A variable that changes a field is a setting, ``env.FSDP_VERSION=2``; the
+field is another place for the same.
 """
 
 from __future__ import annotations
