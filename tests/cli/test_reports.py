@@ -27,25 +27,42 @@ SCHEMA = json.loads(Path(report_room.__file__).with_name("schema.json").read_tex
 
 
 def made(place: str = "t.py::S", **statuses: str) -> Report:
-    """A report with one check of these cells: ``ddp_2="passed"``."""
+    """Return a report with one check of these cells: ``ddp_2="passed"``."""
     results = []
     for name, status in statuses.items():
         strategy, _, size = name.partition("_")
         cell = f"{strategy}-fp32-w{size}"
         nodeid = f"{place}::test[{cell}:names]"
         message = "rank 0: is wrong" if status == "failed" else ""
-        results.append(Verdict("names", cell, Status.from_name(status), message, suite="S", driver="d", nodeid=nodeid))
-    run: dict[str, Any] = {"versions": {"torch": "2.12.0", "accelerate": "1.14.0"}, "runs": 3, "seconds": 1.5}
-    settings = {"profile": {"value": "default", "from": "default"}}
+        verdict = Verdict("names", cell, Status.from_name(status), message, suite="S", driver="d", nodeid=nodeid)
+        results.append(verdict)
+    session = {
+        "versions": {"torch": "2.12.0", "accelerate": "1.14.0"},
+        "runs": 3,
+        "seconds": 1.5,
+        "device": "cpu",
+        "world_size": 2,
+        "settings": {"profile": {"value": "default", "from": "default"}},
+        "timeline": [],
+    }
     rows = [Row("S", "d", result.cell, place, runs=["one"]) for result in results]
-    return Report({**run, "device": "cpu", "world_size": 2, "settings": settings, "timeline": []}, results, rows)
+    return Report(session, results, rows)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def assert_fits_schema(path: Path) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(read_json(path))
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
     def write(name: str, report: Report) -> str:
-        write_report(tmp_path / name, report)
-        return str(tmp_path / name)
+        path = tmp_path / name
+        write_report(path, report)
+        return str(path)
 
     return write
 
@@ -63,10 +80,13 @@ def test_a_message_does_nothing_to_the_terminal(write: Any, capsys: pytest.Captu
     assert "\x1b" not in out
     expected = r"rank 0: \x1b[2J\x1b]0;title\x07 is \x9b31m wrong \udc80"
     assert f"newly broken: ddp-fp32-w2:names (d\\n\\x1b[1A): ok -> FAIL: {expected}" in out.splitlines()
-    changed.write_text(json.dumps({**json.loads(after.to_text()), "format": "\x1b[2J"}), encoding="utf-8")
+    data = json.loads(after.to_text())
+    data["format"] = "\x1b[2J"
+    changed.write_text(json.dumps(data), encoding="utf-8")
     assert main(["diff", str(changed), str(changed)]) == 2
-    changed.with_name("\x1b[2J.json").write_text("[]", encoding="utf-8")
-    assert main(["merge", str(changed.with_name("\x1b[2J.json")), "-o", str(tmp_path / "o.json")]) == 2
+    oddly_named = tmp_path / "\x1b[2J.json"
+    oddly_named.write_text("[]", encoding="utf-8")
+    assert main(["merge", str(oddly_named), "-o", str(tmp_path / "o.json")]) == 2
     assert "\x1b" not in capsys.readouterr().err
 
 
@@ -98,16 +118,24 @@ NEWS = [
 ]
 
 
+def with_verdict(status: str) -> Report:
+    """Return a report with this verdict, or without it if the status is empty."""
+    if status:
+        return made(ddp_2=status, fsdp2_2="failed")
+    return made(fsdp2_2="failed")
+
+
 @pytest.mark.parametrize(("before", "after", "kind"), NEWS)
 def test_the_change_of_a_verdict(before: str, after: str, kind: str, write: Any) -> None:
-    old = made(**({"ddp_2": before} if before else {}), fsdp2_2="failed")
-    now = made(**({"ddp_2": after} if after else {}), fsdp2_2="failed")
+    old = with_verdict(before)
+    now = with_verdict(after)
     comparison = compare(old, now)
-    kinds = {name: len(getattr(comparison, name)) for name in ("broken", "missing", "fixed", "still", "new")}
-    expected = dict.fromkeys(kinds, 0) | {"still": 1}
+    # That of fsdp2 is still red.
+    expected = {"broken": 0, "missing": 0, "fixed": 0, "still": 1, "new": 0}
     if kind:
         expected[kind] += 1
-    assert kinds == expected
+    for name, number in expected.items():
+        assert len(getattr(comparison, name)) == number, name
     code = main(["diff", write("old.json", old), write("now.json", now)])
     assert code == (kind in {"broken", "missing"})
 
@@ -154,14 +182,17 @@ def test_diff_as_json_is_what_the_schema_calls_a_baseline(write: Any, capsys: py
     data = json.loads(capsys.readouterr().out)
     schema = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/session/properties/baseline"}
     jsonschema.Draft202012Validator(schema).validate(data)
-    assert [change["after"] for change in data["broken"]] == ["failed"]
+    (change,) = data["broken"]
+    assert change["after"] == "failed"
 
 
 def test_two_suites_of_one_name_are_kept_apart() -> None:
     first = made("a.py::S", ddp_2="passed")
     second = made("b.py::S", ddp_2="failed")
     both = merge([first, second])
-    assert [result.status for result in both.results] == ["passed", "failed"]
+    of_first, of_second = both.results
+    assert of_first.status == "passed"
+    assert of_second.status == "failed"
     moved = merge([made("c/a.py::S", ddp_2="passed"), made("c/b.py::S", ddp_2="failed")])
     comparison = compare(both, moved)
     assert comparison.broken == []
@@ -172,16 +203,19 @@ def test_two_suites_of_one_name_are_kept_apart() -> None:
 
 def test_a_suite_is_compared_with_itself_and_not_with_one_of_its_name() -> None:
     yesterday = made("a.py::S", ddp_2="failed")
-    comparison = compare(yesterday, made("b.py::S", ddp_2="failed"))
+    moved = made("b.py::S", ddp_2="failed")
+    comparison = compare(yesterday, moved)
     assert len(comparison.still) == 1, "it was moved"
     assert comparison.broken == [], "it was moved"
     assert comparison.missing == [], "it was moved"
-    comparison = compare(merge([yesterday, made("b.py::S", ddp_2="passed")]), made("b.py::S", ddp_2="failed"))
+    both_yesterday = merge([yesterday, made("b.py::S", ddp_2="passed")])
+    comparison = compare(both_yesterday, made("b.py::S", ddp_2="failed"))
     assert len(comparison.broken) == 1
     assert len(comparison.missing) == 1
     assert comparison.still == []
     # That of another suite, which is still there, is nobody else's yesterday.
-    comparison = compare(yesterday, merge([made("a.py::S", fsdp1_2="passed"), made("b.py::S", ddp_2="failed")]))
+    both_today = merge([made("a.py::S", fsdp1_2="passed"), made("b.py::S", ddp_2="failed")])
+    comparison = compare(yesterday, both_today)
     assert len(comparison.broken) == 1
     assert len(comparison.missing) == 1
     assert comparison.still == []
@@ -194,8 +228,11 @@ def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
     bad.rows = [dataclasses.replace(row, driver="") for row in bad.rows]
     for order in ([good, bad], [bad, good]):
         both = merge(order)
-        assert [(result.driver, result.status) for result in both.results] == [("d", "error")]
-        assert [row.driver for row in both.rows] == ["d"]
+        (result,) = both.results
+        assert result.driver == "d"
+        assert result.status == "error"
+        (row,) = both.rows
+        assert row.driver == "d"
     comparison = compare(made(ddp_2="error"), bad)
     assert len(comparison.still) == 1
     assert comparison.broken == []
@@ -209,11 +246,13 @@ def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
 
 @pytest.mark.parametrize("order", [("failed", "passed"), ("passed", "failed")])
 def test_the_matrix_shows_the_worst_of_parametrized_items(order: tuple[str, str]) -> None:
+    first, second = map(Status.from_name, order)
     results = [
-        Verdict("names", "ddp-fp32-w2", Status.from_name(status), nodeid=f"t.py::S::test[{name}-ddp-fp32-w2:names]")
-        for name, status in zip("ab", order, strict=True)
+        Verdict("names", "ddp-fp32-w2", first, nodeid="t.py::S::test[a-ddp-fp32-w2:names]"),
+        Verdict("names", "ddp-fp32-w2", second, nodeid="t.py::S::test[b-ddp-fp32-w2:names]"),
     ]
-    assert Table.of(results).word("ddp-fp32-w2", "names") == "FAIL"
+    table = Table.of(results)
+    assert table.word("ddp-fp32-w2", "names") == "FAIL"
     # Compared, each is its own yesterday.
     report = dataclasses.replace(made(), results=results)
     now = dataclasses.replace(made(), results=results[::-1])
@@ -230,7 +269,8 @@ def test_merge_takes_the_worst_and_prefers_what_ran() -> None:
     first.session["ending"] = "interrupted"
     second.session["versions"] = {"torch": "2.13.0"}
     both = merge([first, second])
-    assert {result.cell: result.status for result in both.results} == {
+    statuses = {result.cell: result.status for result in both.results}
+    assert statuses == {
         "ddp-fp32-w2": "crashed",
         "fsdp1-fp32-w2": "passed",
         "fsdp2-fp32-w2": "failed",
@@ -258,59 +298,76 @@ def test_merge_says_which_shard_is_missing(write: Any, capsys: pytest.CaptureFix
     first = write("1.json", shard(1, *plan))
     second = write("2.json", shard(2, *plan))
     out = str(tmp_path / "out.json")
+    markdown = tmp_path / "out.md"
+    html = tmp_path / "out.html"
     # The third has no tests, so that nothing is missing without its report.
     assert main(["merge", second, first, "-o", out]) == 0
     assert Report.read(Path(out)).session["ending"] == "finished"
     capsys.readouterr()
-    assert main(["merge", first, "-o", out, "-o", str(tmp_path / "out.md"), "-o", str(tmp_path / "out.html")]) == 1
+    assert main(["merge", first, "-o", out, "-o", str(markdown), "-o", str(html)]) == 1
     line = "shard 2/3 is missing: t.py::S[b], test_c.py"
     assert capsys.readouterr().out == f"1 selected, 1 ran, 0 skipped: 1 passed; {line}\n"
     merged = Report.read(Path(out))
     assert merged.session["missing"] == [line]
     assert merged.session["ending"] == "stopped"
-    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(Path(out).read_text(encoding="utf-8")))
-    assert "shard 2/3 is missing: t.py::S\\[b\\]" in (tmp_path / "out.md").read_text(encoding="utf-8")
-    assert line in (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert_fits_schema(Path(out))
+    assert "shard 2/3 is missing: t.py::S\\[b\\]" in markdown.read_text(encoding="utf-8")
+    assert line in html.read_text(encoding="utf-8")
     # Only merge fails for it; and it is still missing when that report is merged with others.
     assert main(["report", out, "-o", str(tmp_path / "again.md")]) == 0
     assert main(["merge", out, second, "-o", str(tmp_path / "more.json")]) == 1
 
 
-def test_merge_says_that_shards_divided_the_tests_otherwise(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_says_that_shards_divided_the_tests_otherwise(
+    write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = str(tmp_path / "out.json")
     first = write("1.json", shard(1, ["a.py"], ["b.py"]))
     second = write("2.json", shard(2, ["b.py"], ["a.py"]))
-    assert main(["merge", first, second, "-o", first.replace("1.json", "out.json")]) == 1
-    assert capsys.readouterr().out.strip().split("; ", 1)[1] == (
-        "shard 2/2 is missing: b.py; shard 1/2 is missing: b.py; "
-        "the shards divided the tests in different ways; expected the same tests and baseline for all"
-    )
+    assert main(["merge", first, second, "-o", out]) == 1
+    _, *problems = capsys.readouterr().out.strip().split("; ")
+    assert problems == [
+        "shard 2/2 is missing: b.py",
+        "shard 1/2 is missing: b.py",
+        "the shards divided the tests in different ways",
+        "expected the same tests and baseline for all",
+    ]
     # Two complete sessions, of other versions perhaps, may differ.
-    others = [write("3.json", shard(2, ["a.py"], ["b.py"])), write("4.json", shard(1, ["b.py"], ["a.py"]))]
-    assert main(["merge", first, second, *others, "-o", first.replace("1.json", "out.json")]) == 0
+    third = write("3.json", shard(2, ["a.py"], ["b.py"]))
+    fourth = write("4.json", shard(1, ["b.py"], ["a.py"]))
+    assert main(["merge", first, second, third, fourth, "-o", out]) == 0
 
 
 def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "both.json"
-    assert main(["merge", str(REAL), str(REAL), "-o", str(out), "-o", str(tmp_path / "both.html")]) == 0
-    data = json.loads(out.read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator(SCHEMA).validate(data)
+    html = tmp_path / "both.html"
+    assert main(["merge", str(REAL), str(REAL), "-o", str(out), "-o", str(html)]) == 0
+    assert_fits_schema(out)
+    data = read_json(out)
     real = Report.read(REAL)
-    assert [(r["nodeid"], r["status"]) for r in data["results"]] == [(r.nodeid, r.status) for r in real.results]
-    assert {run for cell in data["cells"] for run in cell["runs"]} == {run["id"] for run in data["runs"]}
+    for result, expected in zip(data["results"], real.results, strict=True):
+        assert result["nodeid"] == expected.nodeid
+        assert result["status"] == expected.status
+    runs = {run["id"] for run in data["runs"]}
+    runs_of_cells: set[str] = set()
+    for cell in data["cells"]:
+        runs_of_cells.update(cell["runs"])
+    assert runs_of_cells == runs
     assert len(data["runs"]) == 2 * len(real.runs)
-    assert "<title>Distributed compatibility: 49 failed" in (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<title>Distributed compatibility: 49 failed" in html.read_text(encoding="utf-8")
     assert capsys.readouterr().out.startswith("96 selected, 94 ran, 2 skipped: ")
 
 
 def test_a_report_in_other_formats(tmp_path: Path) -> None:
-    names = [f"out{suffix}" for suffix in (".md", ".html", ".txt", ".json")]
-    outputs = [argument for name in names for argument in ("-o", str(tmp_path / name))]
-    assert main(["report", str(REAL), *outputs]) == 0
-    for name in names:
-        assert (tmp_path / name).stat().st_size
+    paths = [tmp_path / name for name in ("out.md", "out.html", "out.txt", "out.json")]
+    arguments = ["report", str(REAL)]
+    for path in paths:
+        arguments += ["-o", str(path)]
+    assert main(arguments) == 0
+    for path in paths:
+        assert path.stat().st_size
     # As data: a whole number in a field of real numbers is written as one.
-    written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert written == json.loads(REAL.read_text(encoding="utf-8"))
+    assert read_json(tmp_path / "out.json") == read_json(REAL)
 
 
 @pytest.mark.parametrize(

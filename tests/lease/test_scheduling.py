@@ -49,10 +49,33 @@ class Worker:
 
     def next_test(self) -> int | None:
         """Return the test that it starts now, if any."""
-        if self.busy or not self.queue or (len(self.queue) == 1 and not self.shutting_down):
+        if self.busy or not self.queue:
+            return None
+        knows_the_next = len(self.queue) > 1 or self.shutting_down
+        if not knows_the_next:
             return None
         self.busy = True
         return self.queue.popleft()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A test that a worker has begun, and that waits for devices."""
+
+    ticket: Ticket
+    worker: Worker
+    index: int
+
+
+@dataclass(frozen=True, order=True)
+class Running:
+    """A test that has its devices; ordered by the time at which it ends."""
+
+    end: float
+    number: int
+    worker: Worker = field(compare=False)
+    index: int = field(compare=False)
+    devices: list[str] = field(compare=False)
 
 
 @dataclass
@@ -64,35 +87,57 @@ class Play:
     demands: Mapping[int, Demand]
     began: list[int] = field(default_factory=list)
     time: float = 0.0
+    free: set[str] = field(default_factory=lambda: set(IDS))
+    waiting: list[Waiting] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
 
     def run(self) -> Play:
-        """Until nothing happens any more."""
-        free, number = set(IDS), 0
-        waiting: list[tuple[Ticket, Worker, int]] = []
-        running: list[tuple[float, int, Worker, int, list[str]]] = []
+        """Run until nothing happens any more."""
         while True:
-            for worker in self.workers:
-                index = worker.next_test()
-                if index is not None:
-                    number += 1
-                    self.began.append(index)
-                    size = self.demands[index].world_size if index in self.demands else 0
-                    waiting.append((Ticket(number, IDS if size else (), size, str(index)), worker, index))
-            for request in list(waiting):
-                ticket, worker, index = request
-                if ticket.count <= len(free) and not ahead(ticket, (other for other, _, _ in waiting)):
-                    waiting.remove(request)
-                    taken = sorted(free)[: ticket.count]
-                    free.difference_update(taken)
-                    lasts = self.demands[index].expected() if index in self.demands else 0.0
-                    heapq.heappush(running, (self.time + lasts, ticket.number, worker, index, taken))
-            if not running:
+            self.begin_tests()
+            self.grant_devices()
+            if not self.running:
                 return self
-            self.time, _, worker, index, taken = heapq.heappop(running)
-            free.update(taken)
-            worker.busy = False
-            worker.done.append(index)
-            self.scheduler.mark_test_complete(worker, index, 0.0)
+            self.end_test()
+
+    def begin_tests(self) -> None:
+        """Let each worker that can begin its next test ask for devices."""
+        for worker in self.workers:
+            index = worker.next_test()
+            if index is None:
+                continue
+            self.began.append(index)
+            number = len(self.began)
+            demand = self.demands.get(index)
+            if demand is None:
+                ticket = Ticket(number, (), 0, str(index))
+            else:
+                ticket = Ticket(number, IDS, demand.world_size, str(index))
+            self.waiting.append(Waiting(ticket, worker, index))
+
+    def grant_devices(self) -> None:
+        """Let each test run that has enough devices, and that no earlier one is ahead of."""
+        for request in list(self.waiting):
+            ticket = request.ticket
+            tickets = [other.ticket for other in self.waiting]
+            if ticket.count > len(self.free) or ahead(ticket, tickets):
+                continue
+            self.waiting.remove(request)
+            taken = sorted(self.free)[: ticket.count]
+            self.free.difference_update(taken)
+            demand = self.demands.get(request.index)
+            seconds = 0.0 if demand is None else demand.expected()
+            end = self.time + seconds
+            heapq.heappush(self.running, Running(end, ticket.number, request.worker, request.index, taken))
+
+    def end_test(self) -> None:
+        """End the test that ends first."""
+        ended = heapq.heappop(self.running)
+        self.time = ended.end
+        self.free.update(ended.devices)
+        ended.worker.busy = False
+        ended.worker.done.append(ended.index)
+        self.scheduler.mark_test_complete(ended.worker, ended.index, 0.0)
 
 
 Start = Callable[..., Play]
@@ -106,10 +151,7 @@ def start(pytester: pytest.Pytester) -> Start:
         config = pytester.parseconfig("--dist=load", f"--tx={workers}*popen", *more)
         scheduler: Any = PackedScheduling(config, None, plan)
         made = [Worker(f"gw{number}") for number in range(workers)]
-        for worker in made:
-            scheduler.add_node(worker)
-        for worker in made:
-            scheduler.add_node_collection(worker, [f"test_{number}" for number in range(tests)])
+        collect(scheduler, made, tests)
         assert scheduler.collection_is_completed
         scheduler.schedule()
         return Play(scheduler, made, {})
@@ -117,13 +159,32 @@ def start(pytester: pytest.Pytester) -> Start:
     return begin
 
 
+def collect(scheduler: Any, workers: Sequence[Worker], tests: int) -> None:
+    """Tell the scheduler that these workers have collected as many tests."""
+    for worker in workers:
+        scheduler.add_node(worker)
+    names = [f"test_{number}" for number in range(tests)]
+    for worker in workers:
+        scheduler.add_node_collection(worker, names)
+
+
+def plan_nothing(collection: Sequence[str], workers: int) -> Units:
+    return []
+
+
 def forty(seed: int) -> dict[int, Demand]:
     chance = random.Random(seed)
-    return {number: Demand(str(number), chance.choice((1, 2, 4)), chance.uniform(5, 60)) for number in range(40)}
+    demands = {}
+    for number in range(40):
+        world_size = chance.choice((1, 2, 4))
+        seconds = chance.uniform(5, 60)
+        demands[number] = Demand(str(number), world_size, seconds)
+    return demands
 
 
 def in_order_of(demands: Sequence[Demand]) -> Callable[[Sequence[str], int], Units]:
-    return lambda collection, workers: [[int(demand.id)] for demand in demands]
+    units = [[int(demand.id)] for demand in demands]
+    return lambda collection, workers: units
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -132,53 +193,63 @@ def test_forty_tests_on_eight_gpus_end_near_the_ideal_and_when_the_simulation_sa
     order = pack(demands.values(), DEVICES, 8)
     play = start(40, 8, in_order_of(order))
     play.demands = demands
-    assert sorted(play.run().began) == list(range(40))
-    assert play.time == pytest.approx(simulate(order, DEVICES, 8).makespan)
+    play.run()
+    assert sorted(play.began) == list(range(40))
+    schedule = simulate(order, DEVICES, 8)
+    assert play.time == pytest.approx(schedule.makespan)
     assert play.time <= 1.15 * ideal(demands.values(), DEVICES, 8)
 
 
 def test_xdists_own_order_takes_longer(start: Start) -> None:
     """The broken twin: nothing is planned."""
-    play = start(40, 8, lambda collection, workers: [])
+    play = start(40, 8, plan_nothing)
     play.demands = forty(1)
-    assert play.run().time > 1.15 * ideal(play.demands.values(), DEVICES, 8)
+    play.run()
+    assert play.time > 1.15 * ideal(play.demands.values(), DEVICES, 8)
 
 
 def test_the_items_of_a_group_run_on_one_worker_in_a_row(start: Start) -> None:
     units = [[3, 4, 5, 6], [10, 12, 14], [0], [1, 2], [7, 8, 9]]
     play = start(20, 2, lambda collection, workers: units).run()
     for unit in units:
-        (worker,) = [worker for worker in play.workers if set(unit) & set(worker.done)]
+        (worker,) = workers_of(unit, play)
         place = worker.done.index(unit[0])
         assert worker.done[place : place + len(unit)] == unit
     assert sorted(play.began) == list(range(20))
-    without = start(20, 2, lambda collection, workers: []).run()
-    assert any(len([worker for worker in without.workers if set(unit) & set(worker.done)]) > 1 for unit in units)
+    without = start(20, 2, plan_nothing).run()
+    numbers = [len(workers_of(unit, without)) for unit in units]
+    assert max(numbers) > 1
+
+
+def workers_of(unit: list[int], play: Play) -> list[Worker]:
+    """Return the workers that have run a test of this unit."""
+    return [worker for worker in play.workers if not set(unit).isdisjoint(worker.done)]
 
 
 def test_ordinary_tests_come_last_in_their_order(start: Start) -> None:
     play = start(30, 1, lambda collection, workers: [[20], [5]]).run()
-    assert play.workers[0].done == [20, 5, *(number for number in range(30) if number not in {5, 20})]
+    others = [*range(5), *range(6, 20), *range(21, 30)]
+    assert play.workers[0].done == [20, 5, *others]
 
 
 def test_the_users_chunks_are_for_ordinary_tests(start: Start) -> None:
     play = start(40, 2, lambda collection, workers: [[39], [38], [37], [36]], "--maxschedchunk=5")
-    assert [list(worker.queue) for worker in play.workers] == [[39, 37, *range(5)], [38, 36, *range(5, 10)]]
+    first, second = play.workers
+    assert list(first.queue) == [39, 37, 0, 1, 2, 3, 4]
+    assert list(second.queue) == [38, 36, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_without_tests_on_ranks_xdist_schedules_as_usual(workers: int, start: Start) -> None:
     from xdist.scheduler import LoadScheduling
 
-    play = start(25, workers, lambda collection, workers: [])
+    play = start(25, workers, plan_nothing)
     own = LoadScheduling(play.scheduler.config)
     theirs = [Worker(worker.name) for worker in play.workers]
-    for worker in theirs:
-        own.add_node(worker)
-    for worker in theirs:
-        own.add_node_collection(worker, [f"test_{number}" for number in range(25)])
+    collect(own, theirs, 25)
     own.schedule()
-    assert [worker.queue for worker in play.workers] == [worker.queue for worker in theirs]
+    for worker, expected in zip(play.workers, theirs, strict=True):
+        assert worker.queue == expected.queue
 
 
 @pytest.mark.parametrize("tests", [1, 2, 5, 9])
@@ -195,10 +266,10 @@ def test_a_test_that_kills_its_worker_is_not_run_again_and_the_rest_of_its_unit_
     assert play.scheduler.remove_node(dead) == "test_0"
     replacement = Worker("gw2")
     play.workers.append(replacement)
-    play.scheduler.add_node(replacement)
-    play.scheduler.add_node_collection(replacement, [f"test_{number}" for number in range(8)])
+    collect(play.scheduler, [replacement], 8)
     play.scheduler.schedule()
-    assert sorted(play.run().began) == [1, 2, 3, 4, 5, 6, 7]
+    play.run()
+    assert sorted(play.began) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_workers_with_different_collections_are_reported_by_xdist(pytester: pytest.Pytester) -> None:
@@ -207,12 +278,13 @@ def test_workers_with_different_collections_are_reported_by_xdist(pytester: pyte
     # pluggy reads the argument's name.
     config.pluginmanager.register(SimpleNamespace(pytest_collectreport=lambda report: collected.append(report)))  # noqa: PLW0108
     scheduler: Any = PackedScheduling(config, None, lambda collection, workers: pytest.fail("planned"))
-    made = [Worker("gw0"), Worker("gw1")]
-    for worker in made:
-        scheduler.add_node(worker)
-    scheduler.add_node_collection(made[0], ["test_a", "test_b"])
-    scheduler.add_node_collection(made[1], ["test_b", "test_a"])
+    first = Worker("gw0")
+    second = Worker("gw1")
+    scheduler.add_node(first)
+    scheduler.add_node(second)
+    scheduler.add_node_collection(first, ["test_a", "test_b"])
+    scheduler.add_node_collection(second, ["test_b", "test_a"])
     scheduler.schedule()
-    assert len(collected) == 1
-    assert "Different tests were collected" in collected[0].longrepr
-    assert not made[0].queue
+    (report,) = collected
+    assert "Different tests were collected" in report.longrepr
+    assert not first.queue

@@ -18,6 +18,10 @@ def show(text: str, *lines: str) -> None:
     pytest.LineMatcher(text.splitlines()).fnmatch_lines(lines)
 
 
+def phases_that_failed(run: Run) -> list[str]:
+    return [report["when"] for report in run.reports if report["outcome"] == "failed"]
+
+
 # Verdicts.
 
 ENDS = {
@@ -101,9 +105,15 @@ def verdicts(torchrun: Torchrun) -> Run:
 
 
 def test_every_test_has_one_verdict_and_never_a_weaker_one_than_its_worst_rank(verdicts: Run) -> None:
-    outcomes = {name: end for name, end in verdicts.outcomes.items() if "TestSuite" not in name}
-    assert outcomes == ENDS, verdicts.out
-    assert {end for name, end in verdicts.outcomes.items() if "TestSuite" in name} == {"skipped"}
+    of_functions = {}
+    of_suite = {}
+    for name, outcome in verdicts.outcomes.items():
+        if "TestSuite" in name:
+            of_suite[name] = outcome
+        else:
+            of_functions[name] = outcome
+    assert of_functions == ENDS, verdicts.out
+    assert set(of_suite.values()) == {"skipped"}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -114,7 +124,8 @@ def test_a_failure_shows_all_ranks(name: str, verdicts: Run) -> None:
 def test_a_rank_that_lost_its_peer_is_no_error_of_its_own(verdicts: Run) -> None:
     """The fixture waits for a rank whose connections are cut: that is reported once, with the call."""
     reports = [report for report in verdicts.reports if report["nodeid"].endswith("a_fixture_waits")]
-    assert [(report["when"], report["outcome"]) for report in reports] == [
+    phases = [(report["when"], report["outcome"]) for report in reports]
+    assert phases == [
         ("setup", "passed"),
         ("call", "failed"),
         ("teardown", "passed"),
@@ -123,23 +134,26 @@ def test_a_rank_that_lost_its_peer_is_no_error_of_its_own(verdicts: Run) -> None
 
 def test_rank_0_alone_reports(verdicts: Run) -> None:
     assert verdicts.out.count("test session starts") == 1
-    assert len({(r["nodeid"], r["when"]) for r in verdicts.reports}) == len(verdicts.reports)
-    cases = list(ET.parse(verdicts.directory / "junit.xml").getroot().iter("testcase"))
-    properties = next(case for case in cases if case.get("name") == "test_property").iter("property")
-    expected = [("same", "2"), ("of rank", "0"), ("of rank (rank 1)", "1")]
-    assert [
-        (prop.get("name"), prop.get("value")) for prop in properties if "distcompat" not in str(prop.get("name"))
-    ] == expected
-    assert len(cases) == len({case.get("name") for case in cases}) == len(verdicts.outcomes)
+    phases = {(report["nodeid"], report["when"]) for report in verdicts.reports}
+    assert len(phases) == len(verdicts.reports)
+    junit = ET.parse(verdicts.directory / "junit.xml")
+    cases = list(junit.iter("testcase"))
+    case_by_name = {case.get("name"): case for case in cases}
+    assert len(cases) == len(case_by_name) == len(verdicts.outcomes)
+    properties = []
+    for element in case_by_name["test_property"].iter("property"):
+        name = str(element.get("name"))
+        if "distcompat" not in name:
+            properties.append((name, element.get("value")))
+    assert properties == [("same", "2"), ("of rank", "0"), ("of rank (rank 1)", "1")]
     assert verdicts.sections("test_one_fails")["Captured stdout call (rank 1)"] == "printed by 1\n"
     show(verdicts.out, "distcompat: inside a launch of 2 ranks, on cpu")
 
 
 def test_an_entry_that_no_rank_matches_is_to_be_removed(verdicts: Run) -> None:
-    expected = [line for line in verdicts.out.splitlines() if line.startswith("remove me")]
-    assert expected == ["remove me: known issues known.toml: issue 3 (org/repo#3): covers 1 that ran, excused none"], (
-        verdicts.out
-    )
+    lines = [line for line in verdicts.out.splitlines() if line.startswith("remove me")]
+    expected = "remove me: known issues known.toml: issue 3 (org/repo#3): covers 1 that ran, excused none"
+    assert lines == [expected], verdicts.out
     assert "declared to fail" not in verdicts.out
 
 
@@ -154,7 +168,9 @@ def test_a_launch_without_failures_exits_with_0(torchrun: Torchrun) -> None:
         "import pytest\n@pytest.mark.distcompat\ndef test(process_group): pass\n@pytest.mark.skip\ndef test_b(): pass\n"
     )
     run = torchrun(source)
-    assert (run.code, run.outcomes, codes(run)) == (0, {"test": "passed", "test_b": "skipped"}, {}), run.out
+    assert run.code == 0, run.out
+    assert run.outcomes == {"test": "passed", "test_b": "skipped"}
+    assert codes(run) == {}
 
 
 @pytest.mark.nightly
@@ -165,22 +181,29 @@ def test_a_launcher_without_a_store_works(environment: dict[str, str], tmp_path:
         port = str(free.getsockname()[1])
     source = Path(__file__).with_name("inside_launch.py").read_text(encoding="utf-8")
     (tmp_path / "test_launch.py").write_text(source, encoding="utf-8")
-    ranks = []
-    for rank in ("0", "1"):
-        variables = {
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "group or one_fails"]
+
+    def start(rank: str) -> subprocess.Popen[str]:
+        env = {
+            **environment,
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
         }
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "group or one_fails"]
-        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**environment, **variables}, **piped))  # type: ignore[call-overload]
-    outs = [rank.communicate(timeout=150)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], outs
-    show(outs[0], "*= 3 failed, 3 passed, *deselected, 1 xfailed in *")
-    assert "passed" not in outs[1]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    rank_0 = start("0")
+    rank_1 = start("1")
+    out_0, _ = rank_0.communicate(timeout=150)
+    out_1, _ = rank_1.communicate(timeout=150)
+    assert rank_0.returncode == 1, out_0
+    assert rank_1.returncode == 1, out_1
+    show(out_0, "*= 3 failed, 3 passed, *deselected, 1 xfailed in *")
+    assert "passed" not in out_1
 
 
 # What ends the session.
@@ -253,10 +276,11 @@ def test_a_dead_or_hung_rank_is_reported_and_ends_the_session(
 ) -> None:
     run = torchrun(DIES.format(body=body, limit=limit), "--junitxml=junit.xml")
     assert run.outcomes == {"test_before": "passed", "test_it": "failed"}, run.out
-    assert [report["when"] for report in run.reports if report["outcome"] == "failed"] == ["call"]
+    assert phases_that_failed(run) == ["call"]
     show(run.text("test_it"), *expected)
     show(run.out, "*= 1 failed, 1 passed in *")
-    assert (run.code, codes(run)) == (1, ended), run.out
+    assert run.code == 1, run.out
+    assert codes(run) == ended
     assert "test_it" in (run.directory / "junit.xml").read_text(encoding="utf-8")
 
 
@@ -286,7 +310,8 @@ def test_a_rank_that_leaves_says_why(body: str, expected: str, torchrun: Torchru
     run = torchrun(f"{source}def test_next(): pass\n")
     failed = [name for name, outcome in run.outcomes.items() if outcome == "failed"]
     assert len(failed) == 1, run.out
-    show(run.text(failed[0]), expected)
+    (name,) = failed
+    show(run.text(name), expected)
     assert run.code == 1
 
 
@@ -297,7 +322,7 @@ def test_a_rank_that_hangs_on_after_sigterm_ends_the_session(torchrun: Torchrun)
     source += "    if RANK == '1':\n        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(100)\n"
     run = torchrun(f"{source}def test_next(): pass\n")
     assert run.outcomes == {"test_it": "failed"}, run.out
-    assert [report["when"] for report in run.reports if report["outcome"] == "failed"] == ["call"]
+    assert phases_that_failed(run) == ["call"]
     show(run.text("test_it"), "rank 1 was killed by SIGTERM")
     assert run.code == 1
 
@@ -342,7 +367,8 @@ def test_ranks_that_collect_different_tests_run_nothing(body: str, expected: lis
     run = torchrun(COLLECTED.format(body=body))
     show(run.out, *expected)
     assert not run.reports
-    assert (run.code, codes(run)) == (1, {0: 4, 1: 4}), run.out
+    assert run.code == 1, run.out
+    assert codes(run) == {0: 4, 1: 4}
 
 
 @pytest.mark.nightly
@@ -354,12 +380,12 @@ def test_a_rank_that_ends_during_collection_is_reported(torchrun: Torchrun) -> N
     )
     run = torchrun(COLLECTED.format(body=body))
     show(run.out, "ERROR: pytest inside a launch: rank 1 ended before it had collected its tests")
-    assert (run.code, codes(run)) == (1, {0: 4, 1: 3}), run.out
+    assert run.code == 1, run.out
+    assert codes(run) == {0: 4, 1: 3}
 
 
 def test_xdist_inside_a_launch_is_a_usage_error(torchrun: Torchrun) -> None:
     run = torchrun("def test(): pass", "-n", "2")
-    show(
-        run.out, "*ERROR: pytest inside a launch: its ranks cannot share tests out with xdist; leave out -n and --dist"
-    )
+    message = "its ranks cannot share tests out with xdist; leave out -n and --dist"
+    show(run.out, f"*ERROR: pytest inside a launch: {message}")
     assert run.code == 1

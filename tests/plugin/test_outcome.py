@@ -59,7 +59,8 @@ def test_all_pass(ranks: FakeRanks) -> None:
 
 
 def test_one_fails(ranks: FakeRanks) -> None:
-    ending = ranks.ending((rank(0, "stopped", "was killed by SIGTERM"), ()), (failed(1), ()))
+    stopped = rank(0, "stopped", "was killed by SIGTERM")
+    ending = ranks.ending((stopped, ()), (failed(1), ()))
     outcome = merge(ending)
     assert outcome.kind == "failed"
     assert not outcome.hard
@@ -78,11 +79,13 @@ def test_all_skip(ranks: FakeRanks) -> None:
 
 
 def test_some_skip_and_the_others_pass(ranks: FakeRanks) -> None:
-    ending = ranks.ending((rank(0), ranks.phases()), (rank(1), ranks.phases(call=SKIPPED)))
+    passed = (rank(0), ranks.phases())
+    skipped = (rank(1), ranks.phases(call=SKIPPED))
+    ending = ranks.ending(passed, skipped)
     outcome = merge(ending)
     assert outcome.kind == "failed"
     assert outcome.text == "ranks disagree: rank 0 passed; rank 1 skipped (no need)"
-    ending = ranks.ending((rank(0), ranks.phases()), (skipped_alone(1), [SKIPPED]))
+    ending = ranks.ending(passed, (skipped_alone(1), [SKIPPED]))
     outcome = merge(ending)
     assert outcome.kind == "failed"
     assert outcome.text.splitlines()[0] == "rank 1 skipped (no need) while other ranks went on"
@@ -96,7 +99,14 @@ def test_one_skips_and_one_fails(ranks: FakeRanks) -> None:
 
 
 def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
-    for other in (xfailed(0), rank(0), rank(0, "stopped"), rank(0, "lost peer"), skipped_alone(0)):
+    others = (
+        xfailed(0),
+        rank(0),
+        rank(0, "stopped"),
+        rank(0, "lost peer"),
+        skipped_alone(0),
+    )
+    for other in others:
         ending = ranks.ending((other, ranks.phases()), (xfailed(1), ()))
         outcome = merge(ending)
         assert outcome.kind == "xfailed", other
@@ -106,7 +116,9 @@ def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
 @pytest.mark.parametrize("status", ["killed", "exited", "missing", "stuck"])
 @pytest.mark.parametrize("first", [True, False], ids=["crash first", "xfail first"])
 def test_xfail_on_one_does_not_hide_a_crash_of_another(status: str, first: bool, ranks: FakeRanks) -> None:
-    crashed = rank(0, status, "is gone", time=0.5 if first else 1.5)
+    # The others end at 1.
+    time = 0.5 if first else 1.5
+    crashed = rank(0, status, "is gone", time=time)
     for other in (xfailed(1), failed(1)):
         ending = ranks.ending((crashed, ()), (other, ()))
         outcome = merge(ending)
@@ -117,22 +129,29 @@ def test_xfail_on_one_does_not_hide_a_crash_of_another(status: str, first: bool,
 def test_a_strict_xpass_on_all_ranks_outweighs_an_xfail_in_a_teardown(ranks: FakeRanks) -> None:
     strict = Phase("call", "passed", "", "[XPASS(strict)] known")
     down = Phase("teardown", "xfailed", "known")
-    both = [(rank(0), ranks.phases(call=strict, teardown=down)), (rank(1), ranks.phases(call=strict))]
-    left = [(xfailed(0), ranks.phases(call=strict, teardown=down)), (rank(1, "stopped"), ranks.phases(call=strict))]
-    for ending in (both, left):
-        outcome = merge(ranks.ending(*ending))
+    unexpected = ranks.phases(call=strict)
+    unexpected_then_xfailed = ranks.phases(call=strict, teardown=down)
+    done = ranks.ending((rank(0), unexpected_then_xfailed), (rank(1), unexpected))
+    stopped = ranks.ending((xfailed(0), unexpected_then_xfailed), (rank(1, "stopped"), unexpected))
+    for ending in (done, stopped):
+        outcome = merge(ending)
         assert outcome.kind == "passed"
         assert outcome.text == "[XPASS(strict)] known"
-    mixed = merge(ranks.ending((rank(0), ranks.phases(call=Phase("call", "xfailed", "known"))), both[1]))
+    expected = ranks.phases(call=Phase("call", "xfailed", "known"))
+    mixed = merge(ranks.ending((rank(0), expected), (rank(1), unexpected)))
     assert mixed.kind == "xfailed"
     assert mixed.text == "known"
 
 
 def test_a_hang_is_hard_and_so_is_a_launch_that_failed(ranks: FakeRanks) -> None:
-    hung = ranks.ending((rank(0, "stuck"), ()), (xfailed(1), ()), timed_out=True, timeout=3)
-    assert (merge(hung).kind, merge(hung).hard) == ("failed", True)
-    hung = ranks.ending((rank(0, "stuck"), ()), (rank(1), ranks.phases()), timed_out=True, timeout=3)
-    assert merge(hung).text.splitlines()[0] == "time limit of 3 s: rank 0 still running"
+    stuck = (rank(0, "stuck"), ())
+    ending = ranks.ending(stuck, (xfailed(1), ()), timed_out=True, timeout=3)
+    hung = merge(ending)
+    assert hung.kind == "failed"
+    assert hung.hard is True
+    ending = ranks.ending(stuck, (rank(1), ranks.phases()), timed_out=True, timeout=3)
+    hung = merge(ending)
+    assert hung.text.splitlines()[0] == "time limit of 3 s: rank 0 still running"
     ending = ranks.ending((rank(0, "missing"), ()), launch_error="Traceback\nOSError: no")
     dead = merge(ending)
     assert dead.kind == "failed"
@@ -150,9 +169,11 @@ def test_a_rank_that_did_not_run_the_test_is_a_failure(ranks: FakeRanks) -> None
 
 
 def test_output_of_all_ranks_has_sections_of_its_own(ranks: FakeRanks) -> None:
-    phases = ranks.phases(teardown=Phase("teardown", "passed", sections=(("Captured stdout call", "hello"),)))
-    ends = [RankEnd(number, DONE, output="from C\n" if number else "  \n") for number in range(2)]
-    ending = ranks.ending(*((end, phases) for end in ends))
+    sections = (("Captured stdout call", "hello"),)
+    phases = ranks.phases(teardown=Phase("teardown", "passed", sections=sections))
+    without_words = RankEnd(0, DONE, output="  \n")
+    with_words = RankEnd(1, DONE, output="from C\n")
+    ending = ranks.ending((without_words, phases), (with_words, phases))
     outcome = merge(ending)
     assert dict(outcome.sections) == {
         "Captured stdout call (rank 0)": "hello",
@@ -162,12 +183,14 @@ def test_output_of_all_ranks_has_sections_of_its_own(ranks: FakeRanks) -> None:
 
 
 def test_properties_are_those_of_all_ranks_each_once(ranks: FakeRanks) -> None:
-    def phases(who: int) -> tuple[Phase, ...]:
-        properties = (("same", 1), ("who", who), *((("alone", 2),) if who else ()))
+    def phases(*properties: tuple[str, int]) -> tuple[Phase, ...]:
         return tuple(Phase(when, "passed", properties=properties) for when in ("setup", "call", "teardown"))
 
-    properties = merge(ranks.ending((rank(0), phases(0)), (rank(1), phases(1)))).properties
-    assert properties == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
+    of_rank_0 = phases(("same", 1), ("who", 0))
+    of_rank_1 = phases(("same", 1), ("who", 1), ("alone", 2))
+    ending = ranks.ending((rank(0), of_rank_0), (rank(1), of_rank_1))
+    outcome = merge(ending)
+    assert outcome.properties == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
 
 
 @pytest.mark.parametrize(
@@ -188,10 +211,12 @@ def test_xfail_marks_of_the_parent(
     ends: list[RankEnd], expected: dict[str, int], pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     pytester.makepyfile(MARKS)
+    reported: list[tuple[RankEnd, tuple[Phase, ...]]] = []
+    for end in ends:
+        phases = ranks.phases() if end.status == DONE else ()
+        reported.append((end, phases))
     timed_out = any(end.status == "stuck" for end in ends)
-    ranks.answer = lambda request: ranks.ending(
-        *((end, ranks.phases() if end.status == DONE else ()) for end in ends), timed_out=timed_out
-    )
+    ranks.answer = lambda request: ranks.ending(*reported, timed_out=timed_out)
     counts = pytester.runpytest_inprocess().parseoutcomes()
     assert counts == expected
 
@@ -201,9 +226,8 @@ def test_a_notice_is_a_warning_and_never_an_error(
     args: list[str], warnings_: int, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     pytester.makepyfile(MARKS)
-    ranks.answer = lambda request: ranks.ending(
-        (rank(0), ranks.phases()), (failed(1), ()), notice="what is to be known"
-    )
+    ending = ranks.ending((rank(0), ranks.phases()), (failed(1), ()), notice="what is to be known")
+    ranks.answer = lambda request: ending
     result = pytester.runpytest_inprocess("-k", "unmarked", *args)
     result.assert_outcomes(failed=1, warnings=warnings_)
     result.stdout.fnmatch_lines(["rank 1 failed: ValueError: no"])
@@ -213,11 +237,12 @@ def test_a_notice_is_a_warning_and_never_an_error(
 def test_a_strict_mark_that_a_rank_added_is_not_lost(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile(MARKS)
     unexpected = ranks.phases(call=Phase("call", "passed", text="[XPASS(strict)] added"))
-    ranks.answer = lambda request: ranks.ending((rank(0), ranks.phases()), (rank(1), unexpected))
+    ending = ranks.ending((rank(0), ranks.phases()), (rank(1), unexpected))
+    ranks.answer = lambda request: ending
     result = pytester.runpytest_inprocess("-k", "unmarked")
     result.assert_outcomes(failed=1)
     # pytest 8 gives no reason that is a text.
-    why = " - [[]XPASS(strict)[]] added" * (pytest.version_tuple >= (9,))
+    why = " - [[]XPASS(strict)[]] added" if pytest.version_tuple >= (9,) else ""
     result.stdout.fnmatch_lines(["[[]XPASS(strict)[]] added", f"FAILED *::test_unmarked{why}"])
 
 
@@ -238,17 +263,20 @@ RAISES = Phase("call", "failed", "ValueError: no")
 def test_a_failure_by_assertions_alone_is_an_assertion(
     calls: tuple[Phase | None, ...], expected: bool, ranks: FakeRanks
 ) -> None:
-    ended = [
-        (failed(n, call.message) if call else rank(n, "stopped"), [call] if call else [])
-        for n, call in enumerate(calls)
-    ]
-    ending = ranks.ending(*ended)
+    reported: list[tuple[RankEnd, list[Phase]]] = []
+    for number, call in enumerate(calls):
+        if call is None:
+            reported.append((rank(number, "stopped"), []))
+        else:
+            reported.append((failed(number, call.message), [call]))
+    ending = ranks.ending(*reported)
     outcome = merge(ending)
     assert isinstance(outcome.failure("text"), AssertionError) is expected
 
 
 def test_a_crash_beside_an_assertion_is_none(ranks: FakeRanks) -> None:
-    ending = ranks.ending((failed(0), [ASSERTS]), (rank(1, "killed", "was killed by SIGKILL"), ()))
+    crashed = rank(1, "killed", "was killed by SIGKILL")
+    ending = ranks.ending((failed(0), [ASSERTS]), (crashed, ()))
     outcome = merge(ending)
     assert not isinstance(outcome.failure("text"), AssertionError)
 
@@ -278,17 +306,19 @@ def test_ranks_say_whether_they_failed_by_an_assertion(pytester: pytest.Pytester
     )
     pytester.makepyfile(FAILING)
     pytester.runpytest_subprocess("-p", "no:randomly")
-    said = [line.split() for line in (pytester.path / "said").read_text(encoding="utf-8").splitlines()]
-    assert said == [
-        ["test_asserts", "True"],
-        ["test_calls_fail", "True"],
-        ["test_raises", "False"],
+    said = (pytester.path / "said").read_text(encoding="utf-8")
+    assert said.splitlines() == [
+        "test_asserts True",
+        "test_calls_fail True",
+        "test_raises False",
     ]
 
 
 @pytest.mark.parametrize("other", [True, False])
 def test_subtests_that_assert_fail_their_test_by_assertions(other: bool) -> None:
     parts = [
-        Phase("call", "failed", "no", subtest=f"[{name}]", assertion=kind) for name, kind in (("a", True), ("b", other))
+        Phase("call", "failed", "no", subtest="[a]", assertion=True),
+        Phase("call", "failed", "no", subtest="[b]", assertion=other),
     ]
-    assert with_subtests(Phase("call", "passed"), parts).assertion is other
+    phase = with_subtests(Phase("call", "passed"), parts)
+    assert phase.assertion is other

@@ -77,7 +77,7 @@ def test_several_optimizers_are_read_as_one() -> None:
     assert times_held(model, [*both, sgd]) == {"weight": 2, "bias": 1}
 
 
-def times_held(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
+def times_held(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, int | None]:
     """Return how often optimizers have each parameter, by its name."""
     info = read_model(model, optimizers, None)
     return {parameter.name: parameter.held for parameter in info.parameters}

@@ -58,8 +58,10 @@ def stage(stages: Any, name: str, ending: str = "passes", **fields: Any) -> Any:
 
 def run(stages: Any, tmp_path: Path, *chosen: Any, seconds: float = 300.0, session_seconds: float = 300.0) -> Any:
     """A call, in a working directory of its own, as on a machine that is new each time."""
-    work = tmp_path / f"work-{len(list(tmp_path.glob('work-*')))}"
-    runner = stages.Runner(chosen, tmp_path / "output", work, time.monotonic() + seconds, session_seconds)
+    earlier = list(tmp_path.glob("work-*"))
+    work = tmp_path / f"work-{len(earlier)}"
+    deadline = time.monotonic() + seconds
+    runner = stages.Runner(chosen, tmp_path / "output", work, deadline, session_seconds)
     runner.run()
     return runner
 
@@ -69,7 +71,11 @@ def statuses(runner: Any) -> dict[str, str]:
 
 
 def test_stages_run_once_whatever_becomes_of_them(stages: Any, tmp_path: Path) -> None:
-    chosen = [stage(stages, "good"), stage(stages, "bad", "fails"), stage(stages, "silent", "writes nothing")]
+    chosen = [
+        stage(stages, "good"),
+        stage(stages, "bad", "fails"),
+        stage(stages, "silent", "writes nothing"),
+    ]
     first = run(stages, tmp_path, *chosen)
     assert statuses(first) == {"good": "passed", "bad": "failed", "silent": "failed"}
     assert first.outcomes["good"].result == {"name": "good.0.json"}
@@ -104,8 +110,9 @@ def test_a_stage_that_the_time_limit_cuts_off_runs_again_once(
     assert statuses(first) == {"long": "cut off"}
     # It was interrupted as by Ctrl-C, and what it had started is gone.
     assert first.outcomes["long"].result == {"interrupted": True}
-    child = int((tmp_path / "work-0" / "child").read_text())
-    assert not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text()
+    child = (tmp_path / "work-0" / "child").read_text()
+    process = Path("/proc", child)
+    assert not process.exists() or "zombie" in (process / "status").read_text()
     second = run(stages, tmp_path, *chosen, seconds=6.0)
     assert statuses(second) == {"long": "too long"}
     third = run(stages, tmp_path, *chosen)
@@ -156,7 +163,8 @@ def test_remaining_time_goes_to_a_stage_that_fits(stages: Any, tmp_path: Path) -
     assert statuses(runner) == {"short": "passed"}
     assert runner.open() == ["long"]
     # With a whole call before it the first stage runs, however long it may take.
-    assert statuses(run(stages, tmp_path, *chosen, seconds=100.0, session_seconds=100.0))["long"] == "passed"
+    runner = run(stages, tmp_path, *chosen, seconds=100.0, session_seconds=100.0)
+    assert statuses(runner)["long"] == "passed"
 
 
 #: Ends only when the other command has begun too, and says where its temporary files lie.
@@ -179,13 +187,16 @@ def test_stages_beside_one_another_run_at_the_same_time_and_share_no_lease(stage
 
         return stages.Stage(name, command, 0.0, beside="both")
 
-    runner = run(stages, tmp_path, meeting("one", "two"), meeting("two", "one"), stage(stages, "next"))
+    chosen = [meeting("one", "two"), meeting("two", "one"), stage(stages, "next")]
+    runner = run(stages, tmp_path, *chosen)
     assert statuses(runner) == {"one": "passed", "two": "passed", "next": "passed"}
-    results = [runner.outcomes[name].result for name in ("one", "two")]
-    assert [result["met"] for result in results] == [True, True]
-    directories = {result["temporary"] for result in results}
-    assert len(directories) == 2
-    assert not [path for path in directories if Path(path).exists()]
+    first = runner.outcomes["one"].result
+    second = runner.outcomes["two"].result
+    assert first["met"] is True
+    assert second["met"] is True
+    assert first["temporary"] != second["temporary"]
+    assert not Path(first["temporary"]).exists()
+    assert not Path(second["temporary"]).exists()
 
 
 def test_results_move_to_another_machine(stages: Any, tmp_path: Path) -> None:
@@ -194,9 +205,9 @@ def test_results_move_to_another_machine(stages: Any, tmp_path: Path) -> None:
     for path in back.iterdir():
         path.chmod(0o444)
     stages.take(back, tmp_path / "new")
-    runner = stages.Runner(
-        [stage(stages, "one"), stage(stages, "two")], tmp_path / "new", tmp_path / "work", time.monotonic() + 99, 99
-    )
+    chosen = [stage(stages, "one"), stage(stages, "two")]
+    deadline = time.monotonic() + 99
+    runner = stages.Runner(chosen, tmp_path / "new", tmp_path / "work", deadline, 99)
     assert runner.open() == ["two"]
     runner.forget(["one"])
     runner.run()
@@ -205,7 +216,9 @@ def test_results_move_to_another_machine(stages: Any, tmp_path: Path) -> None:
 
 def wheel(directory: Path, name: str, version: str, *requires: str) -> Path:
     path = directory / f"{name}-{version}-py3-none-any.whl"
-    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {requirement}" for requirement in requires)]
+    lines = [f"Name: {name}", f"Version: {version}"]
+    for requirement in requires:
+        lines.append(f"Requires-Dist: {requirement}")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines))
     return path
@@ -220,7 +233,8 @@ def test_wheels_are_for_what_the_machine_lacks(stages: Any, tmp_path: Path) -> N
         wheel(tmp_path, "DeepSpeed", "0.19.8"),
     ]
     read = [install.read(path) for path in wheels]
-    assert [str(requirement) for requirement in read[0].requires] == ["pytest>=8"]
+    (requirement,) = read[0].requires
+    assert str(requirement) == "pytest>=8"
 
     def needed(**installed: str) -> list[str]:
         return [wheel.name for wheel in install.needed(read, installed)]
@@ -232,15 +246,16 @@ def test_wheels_are_for_what_the_machine_lacks(stages: Any, tmp_path: Path) -> N
 
 def test_the_plan_is_the_same_with_and_without_a_gpu(stages: Any, tmp_path: Path) -> None:
     proof = importlib.import_module("proof")
-    plans = [proof.stages(tmp_path, cpu=cpu) for cpu in (True, False)]
-    names = [[stage.name for stage in plan] for plan in plans]
-    assert names[0] == names[1]
-    for plan in plans:
-        for stage in plan:
-            command = stage.command(tmp_path, tmp_path / f"{stage.name}.0.json")
-            for argument in command[1:]:
-                if str(argument).startswith(str(HERE.parents[1])):
-                    assert Path(argument).exists(), command
+    on_cpu = proof.stages(tmp_path, cpu=True)
+    on_gpu = proof.stages(tmp_path, cpu=False)
+    names = [stage.name for stage in on_cpu]
+    assert names == [stage.name for stage in on_gpu]
+    root = str(HERE.parents[1])
+    for stage in (*on_cpu, *on_gpu):
+        command = stage.command(tmp_path, tmp_path / f"{stage.name}.0.json")
+        for argument in map(str, command[1:]):
+            if argument.startswith(root):
+                assert Path(argument).exists(), command
 
 
 def test_verdicts_come_before_figures_and_a_call_has_room_for_them(
@@ -249,18 +264,30 @@ def test_verdicts_come_before_figures_and_a_call_has_room_for_them(
     proof = importlib.import_module("proof")
     monkeypatch.setattr(proof.os, "cpu_count", lambda: 16)
     plan = proof.stages(tmp_path, cpu=False)
-    kinds = list(dict.fromkeys(stage.name.partition("-")[0] for stage in plan))
+    kinds = list(dict.fromkeys(map(kind_of, plan)))
     assert kinds == ["facts", "gpu", "smoke", "shared", "groups", "default", "throughput", "convergence"]
-    (suite,) = [stage for stage in plan if stage.name == "gpu-suite"]
+    suite = stage_named("gpu-suite", plan)
     assert "-n" in suite.command(tmp_path, tmp_path / "gpu-suite.0.json")
+    limit = 9 * 60 - stages.GRACE
     seconds = 0.0
     for kind in kinds[:6]:
-        of_kind = [stage for stage in plan if stage.name.partition("-")[0] == kind]
-        alone = [stage.seconds for stage in of_kind if not stage.beside]
+        alone = [stage.seconds for stage in plan if kind_of(stage) == kind and not stage.beside]
         beside = [stage.seconds for stage in plan if stage.beside == kind]
         seconds += sum(alone) + max(beside, default=0.0)
-    assert seconds <= 9 * 60 - stages.GRACE
-    assert sum(stage.seconds for stage in proof.stages(tmp_path, cpu=True)) <= 9 * 60 - stages.GRACE
+    assert seconds <= limit
+    seconds_on_cpu = sum(stage.seconds for stage in proof.stages(tmp_path, cpu=True))
+    assert seconds_on_cpu <= limit
+
+
+def kind_of(stage: Any) -> str:
+    """Return the first word of a stage's name."""
+    kind: str = stage.name.partition("-")[0]
+    return kind
+
+
+def stage_named(name: str, plan: list[Any]) -> Any:
+    (stage,) = [stage for stage in plan if stage.name == name]
+    return stage
 
 
 @pytest.mark.parametrize(
@@ -275,10 +302,11 @@ def test_all_drivers_have_one_rank_then_each_two_that_share_the_gpu(
     name: str, expected: set[str], stages: Any, tmp_path: Path
 ) -> None:
     proof = importlib.import_module("proof")
-    (chosen,) = [stage for stage in proof.stages(tmp_path, cpu=False) if stage.name == name]
+    chosen = stage_named(name, proof.stages(tmp_path, cpu=False))
     given = set(chosen.command(tmp_path, tmp_path / f"{name}.0.json"))
     assert expected | {"--distcompat-gpus=1"} <= given
-    assert ("--distcompat-profile=smoke" in given) == ("--distcompat-profile=smoke" in expected)
+    profile = "--distcompat-profile=smoke"
+    assert (profile in given) == (profile in expected)
 
 
 def test_the_list_has_the_order_and_the_seconds(stages: Any) -> None:
@@ -313,9 +341,8 @@ def test_gpu_tests_say_how_many_ranks_a_gpu_has() -> None:
     from tests.gpu.conftest import ONE_RANK
 
     assert ONE_RANK == ("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=1")
-    runs = re.findall(
-        r"run_without_warnings\(pytester, (.*?)\)\n", (HERE / "test_marked.py").read_text(), flags=re.DOTALL
-    )
+    source = (HERE / "test_marked.py").read_text()
+    runs = re.findall(r"run_without_warnings\(pytester, (.*?)\)\n", source, flags=re.DOTALL)
     unsaid = [arguments for arguments in runs if "ONE_RANK" not in arguments and "ranks-per-gpu" not in arguments]
     # The one that is about the default.
     assert unsaid == ['"--distcompat-gpus=1"']
@@ -323,39 +350,56 @@ def test_gpu_tests_say_how_many_ranks_a_gpu_has() -> None:
 
 def test_a_resumed_suite_skips_items_with_a_result(stages: Any, tmp_path: Path) -> None:
     proof = importlib.import_module("proof")
-    nodeids = ["pytest_distcompat/suite.py::TestTorch::test[a]", "pytest_distcompat/suite.py::TestTorch::test[b]"]
-    for name, nodeid in zip(("smoke-torch.0.json", "default-torch.0.json"), nodeids, strict=True):
-        (tmp_path / name).write_text(json.dumps({"results": [{"nodeid": nodeid}]}))
+    first = "pytest_distcompat/suite.py::TestTorch::test[a]"
+    second = "pytest_distcompat/suite.py::TestTorch::test[b]"
+    (tmp_path / "smoke-torch.0.json").write_text(json.dumps({"results": [{"nodeid": first}]}))
+    (tmp_path / "default-torch.0.json").write_text(json.dumps({"results": [{"nodeid": second}]}))
     make = proof.suite("torch", earlier="smoke default")
-    (given,) = [argument for argument in make(tmp_path, tmp_path / "default-torch.1.json") if argument.startswith("@")]
-    assert Path(given[1:]).read_text().splitlines() == [f"--deselect={nodeid}" for nodeid in nodeids]
+    command = make(tmp_path, tmp_path / "default-torch.1.json")
+    (file,) = argument_files(command)
+    assert file.read_text().splitlines() == [f"--deselect={first}", f"--deselect={second}"]
     make = proof.suite("torch", earlier="shared")
-    assert not [argument for argument in make(tmp_path, tmp_path / "shared-torch.0.json") if argument.startswith("@")]
+    command = make(tmp_path, tmp_path / "shared-torch.0.json")
+    assert argument_files(command) == []
+
+
+def argument_files(command: list[str]) -> list[Path]:
+    """Return the files of further arguments, which pytest is given as ``@file``."""
+    return [Path(argument.removeprefix("@")) for argument in command if argument.startswith("@")]
 
 
 def test_the_summary_has_every_figure(stages: Any, tmp_path: Path) -> None:
     proof = importlib.import_module("proof")
-    row = {"sequence": 2048, "seconds": 2.0, "tokens_per_second": 8192.0, "mfu": 0.41, "mfu_attention": 0.45}
+    row = {
+        "sequence": 2048,
+        "seconds": 2.0,
+        "tokens_per_second": 8192.0,
+        "mfu": 0.41,
+        "mfu_attention": 0.45,
+        "peak_bytes": 100 << 30,
+    }
     throughput = {
         "back_end": "fsdp2",
         "upcast": True,
         "masters": "float32",
         "moments": "float32",
         "batch": 8,
-        "rows": [{**row, "peak_bytes": 100 << 30}, {"sequence": 4096, "out_of_memory": "CUDA out of memory"}],
+        "rows": [row, {"sequence": 4096, "out_of_memory": "CUDA out of memory"}],
     }
     curve = {"back_end": "zero3", "upcast": False, "masters": "bfloat16", "losses": [5.0, 4.0]}
+    marked = {"count": {"failure": 1}, "findings": {"test_a": "failure: no"}}
+    groups = {
+        "ranks": 1,
+        "seconds": {"ours": [0.1, 0.3, 0.2], "later": []},
+        "steps": {"CUDA context": 0.4},
+    }
+    convergence = {"rate": 1e-4, "curves": [curve, {"name": "ddp", "error": "ended with 1"}]}
     outcomes = {
         "facts": stages.Outcome("failed", tail="no such file"),
-        "gpu-marked": stages.Outcome("failed", result={"count": {"failure": 1}, "findings": {"test_a": "failure: no"}}),
+        "gpu-marked": stages.Outcome("failed", result=marked),
         "throughput-fsdp2-upcast": stages.Outcome("passed", result=throughput),
-        "groups": stages.Outcome(
-            "timed out",
-            result={"ranks": 1, "seconds": {"ours": [0.1, 0.3, 0.2], "later": []}, "steps": {"CUDA context": 0.4}},
-        ),
-        "convergence": stages.Outcome(
-            "failed", result={"rate": 1e-4, "curves": [curve, {"name": "ddp", "error": "ended with 1"}]}
-        ),
+        "groups": stages.Outcome("timed out", result=groups),
+        "convergence": stages.Outcome("failed", result=convergence),
     }
     suites = {"count": {"failed": 1}, "findings": {"smoke-torch: torch ddp-fp32-w1:names": "failed: rank 0"}}
     text = proof.markdown(outcomes, ["default-torch"], suites)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -81,7 +81,9 @@ class _Functions(TorchFunctionMode):
         if func is torch.Tensor.to:
             return self._move(*args, **kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            return tree_map_only(torch.Tensor, self.gpu.put, func(*args, **kwargs | {"device": CPU}))
+            kwargs["device"] = CPU
+            result = func(*args, **kwargs)
+            return tree_map_only(torch.Tensor, self.gpu.put, result)
         return func(*args, **kwargs)
 
     def _place(self, tensor: torch.Tensor) -> torch.device:
@@ -94,8 +96,12 @@ class _Functions(TorchFunctionMode):
         wanted = current if device is None else device
         if args and isinstance(args[0], torch.Tensor):
             wanted = self._place(args[0])
-        moved = tensor.to(dtype or tensor.dtype, copy=copy or wanted.type != current.type)
-        return self.gpu.put(moved) if wanted.type == "cuda" else self.gpu.take(moved)
+        if wanted.type != current.type:
+            copy = True
+        moved = tensor.to(dtype or tensor.dtype, copy=copy)
+        if wanted.type == "cuda":
+            return self.gpu.put(moved)
+        return self.gpu.take(moved)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
@@ -107,12 +113,14 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = func._schema.name.split("::")[1]
         if name in CROSSING:
             return result
         # A number from the CPU may take part on a GPU.
-        if len({self.gpu.has(tensor) for tensor in given if tensor.dim()}) > 1:
+        devices = {self.gpu.has(tensor) for tensor in given if tensor.dim()}
+        if len(devices) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, but got cpu and cuda:0 in {name}")
         if any(map(self.gpu.has, given)):
             tree_map_only(torch.Tensor, self.gpu.put, result)
@@ -143,16 +151,36 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
 def perform(driver: Driver, run: Run, directory: Path) -> list[dict[str, Any]]:
     """Perform a run of one process, and return its snapshots."""
     log = Log()
-    Rank(driver, run, RunPaths(directory, directory, directory, 2), Observer(), cast("RankLog", log)).perform()
+    rank_of(driver, run, directory, log).perform()
     return log.snapshots
 
 
+def rank_of(driver: Driver, run: Run, directory: Path, log: Log) -> Rank:
+    """Return the only rank of a run, all of whose files are in this directory."""
+    return Rank(driver, run, paths_in(directory), Observer(), cast("RankLog", log))
+
+
+def paths_in(directory: Path) -> RunPaths:
+    return RunPaths(directory, directory, directory, 2)
+
+
 def make(name: str, strategy: str, option: str = "model_mlp") -> Any:
-    return DRIVERS.get(name)(Cell.parse(f"{strategy}-fp32-w1-{option}"), World(0, 1, 0, str(GPU)))
+    kind = DRIVERS.get(name)
+    return kind(Cell.parse(f"{strategy}-fp32-w1-{option}"), World(0, 1, 0, str(GPU)))
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    return {tensor.device for tensor in tensors}
 
 
 ALL = pytest.mark.parametrize(
-    ("name", "strategy"), [("torch", "ddp"), ("accelerate", "fsdp2"), ("trainer", "ddp"), ("deepspeed", "zero2")]
+    ("name", "strategy"),
+    [
+        ("torch", "ddp"),
+        ("accelerate", "fsdp2"),
+        ("trainer", "ddp"),
+        ("deepspeed", "zero2"),
+    ],
 )
 #: With tied weights, with buffers, and with an adapter.
 OPTIONS = pytest.mark.parametrize("option", ["model_mlp", "model_llama", "model_llama_tied", "model_batchnorm", "lora"])
@@ -177,13 +205,17 @@ def test_reference_is_where_its_batches_are(
     name: str, strategy: str, option: str, gpu: PretendedGPU, tmp_path: Path
 ) -> None:
     driver = make(name, strategy, option)
-    _, *steps = perform(driver, Run("reference", ("build_model", "reference", "reference")), tmp_path)
+    run = Run("reference", ("build_model", "reference", "reference"))
+    _, *steps = perform(driver, run, tmp_path)
     assert len(steps) == 2
     for step in steps:
         assert step["loss"] > 0
         assert step["grad_norm"] > 0
-    state = [value for state_of_parameter in driver.optimizer.state.values() for value in state_of_parameter.values()]
-    assert {value.device for value in state if value.dim()} == {GPU}
+    states = []
+    for state in driver.optimizer.state.values():
+        # The count of steps is a number, which stays on the CPU.
+        states += [value for value in state.values() if value.dim()]
+    assert devices_of(states) == {GPU}
 
 
 @ALL
@@ -193,17 +225,18 @@ def test_reloaded_model_is_where_the_held_out_batch_is(
 ) -> None:
     driver = make(name, strategy, option)
     built = driver.build_model()
-    paths = RunPaths(tmp_path, tmp_path, tmp_path, 2)
-    state = {
-        key: tensor for key, tensor in built.state_dict().items() if "tied" not in option or key != "lm_head.weight"
-    }
-    paths.export.mkdir(parents=True, exist_ok=True)
-    _options.write_whole(built, state, paths.export)
-    log: Any = Log()
-    rank = Rank(driver, Run("reload", ("reload", "evaluate")), paths, Observer(), log)
+    state = built.state_dict()
+    if "tied" in option:
+        del state["lm_head.weight"]
+    export = paths_in(tmp_path).export
+    export.mkdir(parents=True, exist_ok=True)
+    _options.write_whole(built, state, export)
+    log = Log()
+    rank = rank_of(driver, Run("reload", ("reload", "evaluate")), tmp_path, log)
     rank.perform()
     assert log.snapshots[1]["outputs"]
-    assert {parameter.device for parameter in rank.unwrapped.parameters()} == {GPU}  # type: ignore[union-attr]
+    assert rank.unwrapped is not None
+    assert devices_of(rank.unwrapped.parameters()) == {GPU}
 
 
 @ALL
@@ -220,7 +253,7 @@ def test_model_for_the_trainer_stays_where_the_driver_made_it(
     monkeypatch.setattr(driver, "train", train)
     monkeypatch.setattr(Rank, "_snapshot", lambda *_, **__: {})
     perform(driver, Run("train", ("build_model", "build")), tmp_path)
-    assert {parameter.device for parameter in given[0].parameters()} == {CPU}
+    assert devices_of(given[0].parameters()) == {CPU}
 
 
 @ALL
@@ -237,10 +270,12 @@ def test_walk_in_one_process_is_where_its_batches_are(
         "evaluate()",
         "accessors()",
     )
-    run = Run("called", ("build_model", *(f"{REFERENCE_CALL}{call}" for call in calls)), records_calls=True)
+    actions = [f"{REFERENCE_CALL}{call}" for call in calls]
+    run = Run("called", ("build_model", *actions), records_calls=True)
     driver = make(name, strategy)
-    assert len(perform(driver, run, tmp_path)) == 1 + len(calls)
-    assert {parameter.device for parameter in driver.model.parameters()} == {GPU}
+    snapshots = perform(driver, run, tmp_path)
+    assert len(snapshots) == 1 + len(calls)
+    assert devices_of(driver.model.parameters()) == {GPU}
 
 
 @ALL
@@ -250,7 +285,8 @@ def test_overflow_evaluation_and_loss_of_a_model_on_the_gpu(name: str, strategy:
     move_to_device(driver.model, str(GPU))
     with driver.overflowing():
         driver.loss(driver.model, 0, 0).backward()
-    assert any(parameter.grad.isinf().any() or parameter.grad.isnan().any() for parameter in driver.model.parameters())
+    gradients = [parameter.grad for parameter in driver.model.parameters() if parameter.grad is not None]
+    assert not all(gradient.isfinite().all() for gradient in gradients)
     assert driver.evaluate(driver.model).device == GPU
 
 
@@ -295,12 +331,14 @@ def test_loaders_and_metrics_are_of_the_ranks_device(
         raise StoppedError
 
     monkeypatch.setattr(made, stop)
-    driver = DRIVERS.get(name)(Cell.parse(f"{strategy}-fp32-w1"), World(0, 1, 0, device))
+    kind = DRIVERS.get(name)
+    driver = kind(Cell.parse(f"{strategy}-fp32-w1"), World(0, 1, 0, device))
     with pytest.raises(StoppedError):
         list(driver.rows("shuffle", 4, (0, 0), tmp_path))
     with pytest.raises(StoppedError):
         driver.metrics(4)
-    assert asked == [device == "cpu"] * 2
+    on_cpu = device == "cpu"
+    assert asked == [on_cpu, on_cpu]
 
 
 class Own(Driver):
@@ -319,14 +357,15 @@ class Own(Driver):
         return self.build_model()
 
     def evaluate(self, model: Module) -> torch.Tensor:
+        rows = torch.ones(2, 3, device=self.world.device)
         with torch.no_grad():
-            outputs: torch.Tensor = model.eval()(torch.ones(2, 3, device=self.world.device))
+            outputs: torch.Tensor = model.eval()(rows)
         return outputs
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
-        rows = torch.arange(6.0).view(2, 3).to(self.world.device) + number + rank
-        loss_tensor: torch.Tensor = model(rows).square().mean()
-        return loss_tensor
+        rows = torch.arange(6.0).view(2, 3) + number + rank
+        outputs: torch.Tensor = model(rows.to(self.world.device))
+        return outputs.square().mean()
 
     def make_optimizer(self, model: Module) -> Any:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -335,11 +374,11 @@ class Own(Driver):
 @pytest.mark.parametrize("actions", [("build_model", "reference", "reference"), ("reload", "evaluate")])
 def test_models_of_a_driver_of_ones_own_are_moved(actions: tuple[str, ...], gpu: PretendedGPU, tmp_path: Path) -> None:
     driver = Own(Cell.parse("ddp-fp32-w1"), World(0, 1, 0, str(GPU)))
-    log: Any = Log()
-    rank = Rank(driver, Run("own", actions), RunPaths(tmp_path, tmp_path, tmp_path, 2), Observer(), log)
+    rank = rank_of(driver, Run("own", actions), tmp_path, Log())
     rank.perform()
     model: Any = rank.unwrapped
-    assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {GPU}
+    assert devices_of(model.parameters()) == {GPU}
+    assert devices_of(model.buffers()) == {GPU}
     assert model[0].weight is model[2].weight
 
 
@@ -355,7 +394,11 @@ def test_hooks_and_optimizer_of_a_moved_model_stay(gpu: PretendedGPU) -> None:
 
 
 def test_tensors_without_values_stay_and_the_others_are_moved(gpu: PretendedGPU) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 2),
+        torch.nn.Linear(2, 2, device="meta"),
+        torch.nn.Linear(2, 2),
+    )
     model[2].weight = model[0].weight
     move_to_device(model, "cuda:0")
     assert model[2].weight is model[0].weight

@@ -27,6 +27,7 @@ from pytest_distcompat.ext.upstream.sweep import rules
 from pytest_distcompat.ext.upstream.sweep.fields import Field, Source
 from pytest_distcompat.ext.upstream.sweep.pairs import covering_rows, reduced_failures, smallest
 from pytest_distcompat.ext.upstream.sweep.reading import read_fields
+from pytest_distcompat.ext.upstream.sweep.rules import Setting
 from pytest_distcompat.ext.upstream.sweep.slice import SLICE
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge
@@ -620,7 +621,7 @@ def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_sett
     assert len(distinct) > 400
 
 
-def names_beside(field: Field) -> set[str]:
+def names_beside(field: Setting) -> set[str]:
     """Return the settings that say the same as this field in other places."""
     names = set()
     for text in field.twice:
