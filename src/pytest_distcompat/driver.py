@@ -15,7 +15,7 @@ driver has an ability if it overrides the methods. All others are inherited from
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,8 +51,8 @@ class Plan:
     """Actions of one training, in order.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or a call of
-            the live trainer, ``call step(clip='no')``.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow``, ``save`` and ``again``,
+            or a call of the live trainer, ``call step(clip='no')``.
         first_step: The number of the first step, from 0; more than 0 after a load.
         save_to: The directory to save into; it exists and is the same for all ranks, for those of
             one node in a cell with ``checkpoints="node"``.
@@ -70,6 +70,27 @@ class Plan:
     def last_step(self) -> int:
         """Return the number of steps taken at the end of the plan, including those before it."""
         return self.first_step + len(self.steps)
+
+    def trainings(self) -> list[Plan]:
+        """Return the plan of each training, of which there are several in one trainer.
+
+        Each but the first begins with ``again``, or with a ``load`` of what the first one saved.
+        """
+        starts = [0]
+        for index, action in enumerate(self.actions):
+            loads_own_save = action == "load" and "save" in self.actions[:index]
+            if action == "again" or loads_own_save:
+                starts.append(index)
+        trainings: list[Plan] = []
+        for start, end in zip(starts, [*starts[1:], len(self.actions)], strict=True):
+            first_step = self.first_step
+            if self.actions[start] == "again":
+                first_step = 0
+            elif start:
+                until_save = replace(self, actions=self.actions[: self.actions.index("save")])
+                first_step = until_save.last_step
+            trainings.append(replace(self, actions=self.actions[start:end], first_step=first_step))
+        return trainings
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -334,6 +355,26 @@ class KeepsSaves(LiveTrainer):
         raise NotImplementedError
 
 
+class TrainsAgain(LiveTrainer):
+    """Ability to begin a second training in the same trainer, for the check ``again``."""
+
+    def again(self) -> None:
+        """Begin a second training in the trainer that trained before, with batch 0.
+
+        Its schedule begins anew, and its optimizer keeps its state: override ``reference_again``
+        for a trainer that does otherwise.
+        """
+        raise NotImplementedError
+
+    def reference_again(self) -> None:
+        """Begin the second training of the reference, which ``reference`` goes on with.
+
+        By default the optimizer keeps its state, and gets a new schedule.
+        """
+        assert isinstance(self, HasReference)
+        self.scheduler = self.make_scheduler(self.optimizer)
+
+
 class HasPipeline(LiveTrainer):
     """What a driver with pipeline parallelism says of its pipeline.
 
@@ -374,6 +415,7 @@ class Driver(
     HasMetrics,
     HasExtraState,
     KeepsSaves,
+    TrainsAgain,
     RenamesKeys,
     HasPipeline,
     HasBlocks,
@@ -508,6 +550,10 @@ class Driver(
                 report(action)
             elif action == "save":
                 self.save(plan.save_to)
+                report(action)
+            elif action == "again":
+                self.again()
+                number = 0
                 report(action)
             else:
                 load = self.load_first if plan.loads_first else self.load

@@ -40,8 +40,9 @@ class Run:
       ``damage`` corrupts the checkpoint on rank 0. ``evaluate`` computes outputs of a fixed batch.
     - ``rows`` reads two epochs of the trainer's data loaders, ``resumed_rows`` and ``moved_rows``
       read loaders that resume, the latter at another world size. ``metrics`` runs an evaluation.
+    - ``again`` begins a second training in the same trainer, with the first batch.
     - ``reference`` is a step of the same training in one process, in float32 and without wrappers;
-      ``rounded`` is the same step under autocast.
+      ``rounded`` is the same step under autocast, and ``reference_again`` begins a second training.
     - ``call step(clip='no')`` calls a method that the driver offers beside these (``calls``);
       ``reference step(clip='no')`` makes the same call in one process.
     """
@@ -268,6 +269,7 @@ REFERENCE_RUN = Run(
         "param_groups",
         "use_orig_params",
         "optimizer",
+        "ema",
         "set",
     ),
     follows=FOLLOWED,
@@ -277,6 +279,28 @@ REFERENCE_RUN = Run(
 #: the user's own.
 ROUNDED_RUN = dataclasses.replace(
     REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS)
+)
+
+#: One trainer that trains three times: a training of five steps with a save, a second training of
+#: three steps with a new schedule, and one that resumes from that save.
+AGAIN_RUN = Run(
+    "again",
+    (
+        *_BUILD,
+        *("step",) * SAVED,
+        "save",
+        *("step",) * 2,
+        "again",
+        *("step",) * 3,
+        "load",
+        *("step",) * 2,
+    ),
+)
+#: The same two trainings in one process.
+AGAIN_REFERENCE_RUN = dataclasses.replace(
+    REFERENCE_RUN,
+    name="again_reference",
+    actions=("build_model", *("reference",) * 5, "reference_again", *("reference",) * 3),
 )
 
 #: Loads the exported model with the model's own library, without the trainer.
@@ -346,6 +370,7 @@ RESTARTS = Scenario("restarts", (TRAIN_RUN, SECOND_RUN, THIRD_RUN))
 RESTARTS_OF_BOTH = Scenario("restarts", (*RESTARTS.runs, FIRST_SAVE_RUN))
 PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
+AGAIN = Scenario("again", (AGAIN_RUN, AGAIN_REFERENCE_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
 PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_RUN))
 #: For a trainer that is given the directory when it is built. It should reject a bad one then.

@@ -68,7 +68,7 @@ for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
 EpochAndBatch = tuple[int, int]
 
 #: The actions that are methods of the trainer: it may do several of them in one call.
-TRAINING = STEP_ACTIONS | {"build", "load", "save"}
+TRAINING = STEP_ACTIONS | {"build", "load", "save", "again"}
 
 
 def is_training(action: str) -> bool:
@@ -184,6 +184,8 @@ class Rank:
         #: How many steps this training has taken, those before the checkpoint that it loads
         #: included.
         self.number = run.first_step
+        #: How many it had taken at its last save.
+        self.number_saved = run.first_step
         #: The model that nothing wraps, from ``build_model`` until the trainer gets it.
         self.unwrapped: Module | None = None
         # The observer records the steps of the trainer, by hooks: gradients, collectives, inputs.
@@ -366,11 +368,22 @@ class Rank:
         elif action == "load":
             # A load that trains again reaches the same state: only its steps show it.
             infos["steps"] = tuple(self.observer.steps)
+        self._count_anew(action)
         self._end(infos, seconds)
         while self._next == "files":
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
         self.observer.record_operators(on=self._observes_operators)
+
+    def _count_anew(self, action: str) -> None:
+        """Set the number of the next step after an action that goes on elsewhere in the data."""
+        if action == "save":
+            self.number_saved = self.number
+        elif action == "again":
+            self.number = 0
+        elif action == "load" and not self.run.after:
+            # It has loaded what this run has saved itself.
+            self.number = self.number_saved
 
     def _observe_built(self) -> None:
         """Attach the observer to the model that the trainer has built, before its first step.
@@ -607,7 +620,25 @@ class Rank:
                 "reference() is to set self.optimizer to the optimizer that it steps, "
                 "as train() does"
             )
+        if whole:
+            infos |= self._extra_of_reference()
         return infos | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
+
+    def _extra_of_reference(self) -> dict[str, Any]:
+        """Return the extra state that the driver has in the reference, too."""
+        named = self.driver.extra_state_in(self.driver.cell)
+        states = {name: expected for name, expected in named.items() if expected.in_reference}
+        if not states:
+            return {}
+        from pytest_distcompat.probe.extra import read_extra_state
+
+        return {"extra": read_extra_state(self.driver, states)}
+
+    def _reference_again(self) -> dict[str, Any]:
+        """Begin a second training of the reference, with the first batch."""
+        self.driver.reference_again()
+        self.number = 0
+        return {}
 
     def _rounded(self) -> dict[str, Any]:
         """Take a step of the reference under autocast, which shows how far rounding alone moves it.

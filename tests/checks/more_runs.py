@@ -34,6 +34,8 @@ from pytest_distcompat.trace import (
 SHAPES = {"inlet.weight": (3, 3), "frozen.weight": (5, 5), "outlet.weight": (2, 7)}
 TRAINABLE = ("inlet.weight", "outlet.weight")
 TIED = ("inlet.weight", "head.weight")
+#: The actions that take a step.
+STEPS = frozenset({"step", "reference"})
 SAVED = (*SHAPES, "head.weight", "scale")
 
 
@@ -118,6 +120,7 @@ def _run(cell: Cell, run: Run) -> RunTrace:
     run_cell = run.cell(cell)
     snapshots = []
     done = 0
+    saved = 0
     end = None
     for index, action in enumerate(run.actions):
         if action == "load" and run.damage:
@@ -128,7 +131,16 @@ def _run(cell: Cell, run: Run) -> RunTrace:
             message = f"FileExistsError: File exists: '{run.directory}'"
             end = RunFailure("raised", f"rank 0 raised {message}", f"rank 0 raised {message}\n...", action, index)
             break
-        done = 20 if action == "reload" else run.first_step if action == "load" else done + (action == "step")
+        if action == "reload":
+            done = 20
+        elif action == "load":
+            done = run.first_step if run.after else saved
+        elif action in {"again", "reference_again"}:
+            done = 0
+        else:
+            done += action in STEPS
+        if action == "save":
+            saved = done
         snapshots += [_snapshot(Place(run_cell, run, index, done, rank)) for rank in range(run_cell.world_size)]
     return RunTrace(run.name, run_cell.world_size, tuple(snapshots), end, run_cell.id)
 
@@ -145,7 +157,7 @@ def _snapshot(place: Place) -> Snapshot:
         infos["outputs"] = (0.25, -2.0, 1.5)
     else:
         infos |= {"model": _model(place), "optimizer": _optimizer(place), "scheduler": f"last_epoch={place.done}"}
-        if place.action == "step":
+        if place.action in STEPS:
             infos["loss"] = 1 / place.done
     return Snapshot(place.rank, place.run.name, place.action, place.index, **infos)
 

@@ -178,6 +178,13 @@ EXAMPLES: Mapping[str, Example] = {
         "ddp-fp32-w2",
         lambda cell: runs_of(cell, "restarts").snapshot("step", {"loss": 0.5}, run="third", nth=0),
     ),
+    "again": Example(
+        "goes on with the spent schedule of its first training",
+        "ddp-fp32-w2",
+        lambda cell: runs_of(cell, "again").optimizer(
+            {"param_groups": ({"lr": 0.003, "weight_decay": 0.01},)}, run="again", action="step", nth=5
+        ),
+    ),
     "best": Example(
         "keeps the weights of its last step, where it was to go back to its best checkpoint",
         "ddp-fp32-w2",

@@ -312,7 +312,7 @@ def beside_axes() -> str:
 
 
 #: Methods that a driver need not have.
-OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow", "metrics")
+OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow", "metrics", "again")
 #: The method that an action of a run calls, where it has another name; other actions call none, or the method of their name.
 CALLED = {"rounded": "reference", "resumed_rows": "rows", "moved_rows": "rows"}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers._average import DECAY, AverageOfWeights
 from pytest_distcompat.trace import ExtraState
 
 from .declare import Torch, name_of, twin
@@ -33,11 +34,11 @@ class Averages(Torch):
 
     def step(self, number: int) -> float:
         loss = super().step(number)
-        self.update_average()
+        self.move_average()
         self.seen += self.world.size
         return loss
 
-    def update_average(self) -> None:
+    def move_average(self) -> None:
         """Move the average towards the weights."""
         for name, parameter in self.model.named_parameters():
             self.average[name].lerp_(parameter.detach(), self.decay)
@@ -84,9 +85,9 @@ class AverageNotSaved(Averages):
 class AverageOnRankZero(Averages):
     """Only the rank that evaluates keeps the average."""
 
-    def update_average(self) -> None:
+    def move_average(self) -> None:
         if self.world.rank == 0:
-            super().update_average()
+            super().move_average()
 
 
 @twin(
@@ -173,3 +174,43 @@ class ProgressNotLoaded(AccelerateDriver):
     def load(self, directory: Path) -> None:
         super().load(directory)
         self.progress.batches = 0
+
+
+@twin(
+    "extra_state",
+    "zero3-fp32-w2-model_mlp-ema",
+    match=r"^rank 0: averaged_model has not changed in three steps\nrank 1: averaged_model has not changed in three steps$",
+    also={"parity": r"^step 1: averaged_model: state_dict\.[\w.]+ has norm 0; [\d.]+ in the reference"},
+)
+class AveragesPlaceholders(AccelerateDriver):
+    """The average is of what ZeRO-3 leaves on a rank between two steps: of empty tensors."""
+
+    def make_average(self, model: Module) -> Any:
+        return _OfLocalWeights(model)
+
+
+class _OfLocalWeights(AverageOfWeights):
+    """Gathers nothing."""
+
+    def __init__(self, model: Module) -> None:
+        self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model: Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.weights[name].lerp_(parameter.detach(), 1 - DECAY)
+
+
+@twin(
+    "parity",
+    "fsdp1-fp32-w2-model_mlp-ema",
+    "fsdp2-fp32-w2-model_mlp-ema",
+    match=r"^step 1: averaged_model: module\.[\w.]+ has norm [\d.]+; [\d.]+ in the reference \(.* off, 2\.0e-04 allowed\)$",
+)
+class AveragesBeforeTheStep(TorchDriver):
+    """The average takes in the weights of the step before: it changes, comes back, and is alike on all ranks."""
+
+    def update(self) -> None:
+        self.update_average(self.model)
+        average, self.averaged_model = self.averaged_model, None
+        super().update()
+        self.averaged_model = average

@@ -342,6 +342,37 @@ def test_a_setting_that_rounds_has_the_tolerances_of_a_precision(setting: str, c
     assert asked == [precision]
 
 
+@pytest.mark.parametrize(
+    ("setting", "check", "of_own_precision", "expected"),
+    [
+        ("ds_config.torch_autocast.enabled=true", "parity", ["off"], []),
+        ("ds_config.torch_autocast.enabled=true", "parity", [], ["rounds nothing"]),
+        ("ds_config.torch_autocast.enabled=false", "parity", [], []),
+        ("ds_config.torch_autocast.enabled=true", "export", [], []),
+        ("ds_config.zero_optimization.zero_quantized_weights=true", "parity", [], []),
+    ],
+)
+def test_rounding_that_must_show_does_so_by_the_tolerances_of_the_own_precision(
+    setting: str, check: str, of_own_precision: list[str], expected: list[str]
+) -> None:
+    from types import SimpleNamespace
+
+    from pytest_distcompat.ext.upstream.sweep.law import SWEEP
+
+    def findings(cell: Cell, trace: Any) -> list[str]:
+        return of_own_precision if cell.precision == "fp32" else []
+
+    judging: Any = SimpleNamespace(name=check, findings=findings, claim=findings)
+    cell = Cell.of("zero2", "fp32", set=setting)
+    trace: Any = SimpleNamespace(runs={}, stand_in=None)
+    actual = SWEEP.findings(judging, cell, trace)
+    assert len(actual) == len(expected)
+    for finding, words in zip(actual, expected, strict=True):
+        assert finding.startswith(f"{setting} {words}: ")
+    trace.stand_in = "simulated"
+    assert SWEEP.findings(judging, cell, trace) == []
+
+
 @pytest.mark.parametrize("field", ["label_smoothing_factor", "average_tokens_across_devices"])
 def test_what_the_reference_follows_is_compared_with_it(field: str) -> None:
     from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail

@@ -71,17 +71,28 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
 
     They are relative to the reference's number: ``([2e-5, 2e-5, ...], [2e-4, 2e-4, ...])``.
     """
-    # The cell's precision, or a lower one where its optimizer or GPU rounds more.
-    precision = rounding_of(cell, trace.run())
-    # The built-in model that the cell names; None for the driver's own.
-    model = known_model(cell)
-    loss_tolerance = precision.loss_tolerance * _spread(model, precision, trace.run())
-    norm_tolerance = precision.norm_tolerance
-    if model is not None:
-        norm_tolerance *= model.norm_spread
+    loss_tolerance, norm_tolerance = table_tolerances(cell, trace.run())
     losses = allowed_deviations(loss_tolerance, trace, _loss)
     norms = allowed_deviations(norm_tolerance, trace, _grad_norm)
     return losses, norms
+
+
+def table_tolerances(cell: Cell, run: RunTrace) -> tuple[float, float]:
+    """Return the tolerances of the loss and of the gradient norm by the table, for any step.
+
+    Args:
+        cell: The cell.
+        run: The run on the cell's ranks.
+    """
+    # The cell's precision, or a lower one where its optimizer or GPU rounds more.
+    precision = rounding_of(cell, run)
+    # The built-in model that the cell names; None for the driver's own.
+    model = known_model(cell)
+    loss_tolerance = precision.loss_tolerance * _spread(model, precision, run)
+    norm_tolerance = precision.norm_tolerance
+    if model is not None:
+        norm_tolerance *= model.norm_spread
+    return loss_tolerance, norm_tolerance
 
 
 def _loss(snapshot: Snapshot) -> float | None:

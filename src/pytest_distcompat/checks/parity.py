@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import Snapshots, check, every_rank, finite_losses
+from pytest_distcompat.checks._extra_norms import other_extra_state
 from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._hyperparameters import (
     NumbersOfParameters,
@@ -61,11 +62,12 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
     Loss and reported gradient norm agree within the precision's tolerance, learning rate, weight
-    decay and the like of each parameter exactly. The ranks' losses are a mean if their average is
-    the reference's; if instead their sum is, each rank reports its part of a sum, and gradients
-    equal to the reference's in every step must prove it. Ranks, steps and micro-batches have
-    different numbers of tokens, and the last step of an epoch has fewer micro-batches than the
-    others.
+    decay and the like of each parameter exactly. Tensors of extra state that the reference has too,
+    such as an average of the weights, have the same norms as there. The ranks' losses are a mean if
+    their average is the reference's; if instead their sum is, each rank reports its part of a sum,
+    and gradients equal to the reference's in every step must prove it. Ranks, steps and
+    micro-batches have different numbers of tokens, and the last step of an epoch has fewer
+    micro-batches than the others.
 
     If it fails: a loss that is off from the first step on is computed differently, such as a mean
     of unequal micro-batches' means; the finding then says what counts alike. One that is off later
@@ -112,6 +114,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         expected_numbers = reference_numbers.after_step(references)
         rate_findings = list(other_rates(snapshots, reference))
         findings += rate_findings
+        findings += other_extra_state(snapshots, reference, norm_allowance.tolerance)
         # Other learning rates are among the hyperparameters, too; they are reported only once.
         if not rate_findings:
             findings += other_hyperparameters(cell, snapshots, numbers_by_rank, expected_numbers)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pytest_distcompat.probe.layouts import layout_of
-from pytest_distcompat.probe.tensors import digest
+from pytest_distcompat.probe.tensors import digest, local_of
 from pytest_distcompat.trace import ExtraState, ExtraStateInfo
 
 #: Types whose values are compared by their text.
@@ -37,11 +37,13 @@ class _Value:
         text: The value, or a digest of it.
         exact: Whether it is the same in whatever order it is computed; a number with a fraction
             may be rounded in another way.
+        square: The sum of the squares of a tensor's local values; None for anything else.
     """
 
     place: str
     text: str
     exact: bool = True
+    square: float | None = None
 
 
 def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[ExtraStateInfo, ...]:
@@ -59,12 +61,15 @@ def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[Ext
     for name, expected in states.items():
         exact: dict[str, str] = {}
         rounded: dict[str, str] = {}
+        squares: dict[str, float] = {}
         for value in _values(_attribute(driver, name), "", name):
             if value.exact:
                 exact[value.place] = value.text
             else:
                 rounded[value.place] = value.text
-        infos.append(ExtraStateInfo(name, expected, exact, rounded))
+            if expected.in_reference and value.square is not None:
+                squares[value.place] = value.square
+        infos.append(ExtraStateInfo(name, expected, exact, rounded, squares))
     return tuple(infos)
 
 
@@ -92,8 +97,11 @@ def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
         region = layout_of(value).region
         if region:
             place = f"{place} {region}"
-        is_exact = not value.is_floating_point()
-        yield _Value(place, digest(value), is_exact)
+        if not value.is_floating_point():
+            yield _Value(place, digest(value))
+            return
+        square = float(local_of(value).detach().double().square().sum())
+        yield _Value(place, digest(value), exact=False, square=square)
     else:
         for key, part in _parts(value, name):
             part_place = f"{place}.{key}".lstrip(".")

@@ -68,11 +68,14 @@ class ExtraState:
         alike: All ranks have the same. Shards of a DTensor are compared where ranks hold the same
             part.
         comes_back: A checkpoint brings it back.
+        in_reference: The driver has it in ``reference`` too, under the same names, and its tensors
+            are the same as there (``parity``).
     """
 
     changes: bool = True
     alike: bool = True
     comes_back: bool = True
+    in_reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class ExtraStateInfo:
     #: The same of numbers and tensors with fractions, which computing the same in another order may
     #: change.
     rounded: Mapping[str, str] = field(default_factory=dict)
+    #: Place in the state -> the sum of the squares of the tensor there, or of this rank's shard of
+    #: it: for a state that the reference has too.
+    squares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def values(self) -> Mapping[str, str]:

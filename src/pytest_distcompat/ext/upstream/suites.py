@@ -57,7 +57,13 @@ class TestTorch(CompatSuite):
                 ),
             ),
             Matrix(
-                ("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})
+                ("fsdp1",),
+                ("fp32",),
+                options=(
+                    {"state_dict": "full"},
+                    {"use_orig_params": False},
+                    {"ema": True, "model": "mlp"},
+                ),
             ),
             Matrix(
                 ("fsdp1",),
@@ -153,6 +159,8 @@ class TestAccelerate(CompatSuite):
                 ("bf16_upcast",),
                 options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2}),
             ),
+            # The average is of the whole weights, which each rank gathers.
+            Matrix(("zero3",), ("fp32",), options=({"ema": True, "model": "mlp"},)),
         ),
     )
 

@@ -5,7 +5,9 @@ torch and accelerate, by which these trainers are tested, have it:
 
 - With option ``ema`` of a cell (``fsdp2-fp32-w2-model_mlp-ema``) they keep an exponential moving
   average of the weights: ``averaged``, torch's own object, or ``AverageOfWeights``, an object that
-  accelerate registers. ``build`` makes it, ``step`` updates it.
+  accelerate registers. ``build`` makes it, ``step`` updates it, and so does the reference. Under
+  DDP and FSDP2 each rank averages what it has of the weights; under FSDP1 and ZeRO-3, where that is
+  a piece of a flattened tensor, each gathers them first (``whole_weights``).
 - The driver for accelerate registers a ``Progress`` in every cell.
 
 ``unsupported_by_torch`` and ``unsupported_by_accelerate`` say at collection which cells have no
@@ -14,7 +16,8 @@ average.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.parallel.reasons import first_reason
@@ -35,31 +38,24 @@ _BESIDE = frozenset(
 #: The same of the drivers for torch and accelerate.
 _OF_TORCH = _BESIDE | {"state_dict", "cpu_offload", "async_save", "reshard_after_forward"}
 _OF_ACCELERATE = _BESIDE | {"reshard_after_forward"}
+#: The same where ranks gather the weights for it.
+_GATHERED = frozenset({"model", "ema"})
 
 
 def unsupported_by_torch(cell: Cell) -> str | None:
     """Return why the torch driver keeps no average in the cell; None if it does."""
+    tried = _GATHERED if cell.strategy == "fsdp1" else _OF_TORCH
     return first_reason(
-        (
-            cell.strategy == "fsdp1",
-            "FSDP1 gathers the weights for an average; FSDP2 shards it as it does the model",
-        ),
-        (_is_untried(cell, _OF_TORCH), "an average beside some of these options is not tried"),
+        (_is_untried(cell, tried), "an average beside some of these options is not tried"),
     )
 
 
 def unsupported_by_accelerate(cell: Cell) -> str | None:
     """Return why the accelerate driver registers no average in the cell; None if it does."""
-    strategy = STRATEGIES.get(cell.strategy)
+    gathers = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).zero_stage == 3
+    tried = _GATHERED if gathers else _OF_ACCELERATE
     return first_reason(
-        (
-            cell.strategy == "fsdp1" or strategy.zero_stage == 3,
-            f"{cell.strategy} gathers the weights for an average, which a step does not",
-        ),
-        (
-            _is_untried(cell, _OF_ACCELERATE),
-            "an average beside some of these options is not tried",
-        ),
+        (_is_untried(cell, tried), "an average beside some of these options is not tried"),
     )
 
 
@@ -77,6 +73,28 @@ def averaged(model: Module) -> Any:
 
     moving_average = get_ema_multi_avg_fn(DECAY)  # type: ignore[no-untyped-call]
     return AveragedModel(model, multi_avg_fn=moving_average)
+
+
+@contextlib.contextmanager
+def whole_weights(model: Module) -> Iterator[None]:
+    """Have each rank hold the whole weights in this context, of a model under FSDP1 or ZeRO-3.
+
+    https://docs.pytorch.org/docs/stable/fsdp.html (summon_full_params),
+    https://deepspeed.readthedocs.io/en/latest/zero3.html (GatheredParameters)
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    parameters = list(model.parameters())
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            yield
+    elif any(hasattr(parameter, "ds_id") for parameter in parameters):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters):
+            yield
+    else:
+        yield
 
 
 class Progress:
@@ -97,19 +115,23 @@ class Progress:
 class AverageOfWeights:
     """An average of what this rank has of the weights, as diffusers' ``EMAModel`` keeps it.
 
+    Under FSDP1 and ZeRO-3 it is that of the whole weights.
+
     Args:
-        model: The prepared model.
+        model: The prepared model, without DDP and DeepSpeed's engine around it.
     """
 
     def __init__(self, model: Module) -> None:
         self.weights: dict[str, Any] = {}
-        for name, parameter in model.named_parameters():
-            self.weights[name] = parameter.detach().clone()
+        with whole_weights(model):
+            for name, parameter in model.named_parameters():
+                self.weights[name] = parameter.detach().clone()
 
     def update(self, model: Module) -> None:
         """Move the average towards the weights."""
-        for name, parameter in model.named_parameters():
-            self.weights[name].lerp_(parameter.detach(), 1 - DECAY)
+        with whole_weights(model):
+            for name, parameter in model.named_parameters():
+                self.weights[name].lerp_(parameter.detach(), 1 - DECAY)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names of the parameters."""

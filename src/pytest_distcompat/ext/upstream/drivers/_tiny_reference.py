@@ -35,6 +35,9 @@ class TinyReference(TinyTraining):
     ``ranks_added_up``, ``early_schedule_steps``.
     """
 
+    #: An average of the weights; None without one.
+    averaged_model: Any = None
+
     def _joined(self, index: int, ranks: int) -> Batch:
         """Return the rows of all ranks' micro-batches with that index as one batch."""
         import torch
@@ -62,8 +65,7 @@ class TinyReference(TinyTraining):
         """
         # At the first step: no ``build`` has made it.
         if self.optimizer is None:
-            self.optimizer = self.make_optimizer(model)
-            self.scheduler = self.make_scheduler(self.optimizer)
+            self._build_reference(model)
         for optimizer in listed(self.optimizer):
             optimizer.zero_grad()
         batches = self._reference_batches(number, ranks)
@@ -90,6 +92,18 @@ class TinyReference(TinyTraining):
         settings: dict[str, Any] = {"max_norm": self.max_norm or math.inf}
         settings = self.cell.with_settings("clip_grad_norm_", settings)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), **settings))
+        self._update_reference(model, number)
+        return total
+
+    def _build_reference(self, model: Module) -> None:
+        """Make what ``build`` makes: optimizer, scheduler, and an average in a cell with one."""
+        self.optimizer = self.make_optimizer(model)
+        self.scheduler = self.make_scheduler(self.optimizer)
+        if self.cell.option("ema"):
+            self.averaged_model = self.make_average(model)
+
+    def _update_reference(self, model: Module, number: int) -> None:
+        """Step optimizer and scheduler of the reference, and update its average."""
         for scheduler in listed(self.scheduler):
             for _ in range(self.early_schedule_steps(number)):
                 scheduler.step()
@@ -97,6 +111,16 @@ class TinyReference(TinyTraining):
             optimizer.step()
         for scheduler in listed(self.scheduler):
             scheduler.step()
+        if self.averaged_model is not None:
+            self.update_average(model)
+
+    def make_average(self, model: Module) -> Any:
+        """Return an average of the weights, for a driver with option ``ema``."""
+        raise NotImplementedError
+
+    def update_average(self, model: Module) -> None:
+        """Move ``averaged_model`` towards the weights of a model."""
+        raise NotImplementedError
 
     def ranks_added_up(self, ranks: int) -> int:
         """Return the factor on gradients: 1, or the number of ranks where they are summed.

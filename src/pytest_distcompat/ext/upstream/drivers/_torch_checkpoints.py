@@ -40,8 +40,6 @@ class TorchCheckpoints(TinyDriver):
     #: Whether a checkpoint has the optimizer's state by the name of each parameter alone, so that
     #: each stage has its own.
     flat: bool = False
-    #: The average of the weights; None without one.
-    averaged_model: Any = None
 
     def _state_dict_options(self) -> Any:
         """Return the ``StateDictOptions`` of a checkpoint, which the cell's settings may change."""

@@ -39,6 +39,14 @@ def _save_steps(plan: Plan) -> set[int]:
     return steps
 
 
+def _first_action(plan: Plan) -> str:
+    """Return the action that is reported at the beginning of the first step."""
+    for action in ("load", "again"):
+        if action in plan.actions:
+            return action
+    return "build"
+
+
 def _tokens_of_step(driver: Any, number: int) -> int:
     """Return how many tokens or samples this rank is trained on in a step."""
     rank = driver.cell.dp_rank(driver.world.rank)
@@ -53,9 +61,9 @@ def _tokens_of_step(driver: Any, number: int) -> int:
 def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C901 - its class needs transformers, so it is defined inside
     """Return a callback that reports each action, and asks for a checkpoint where the plan saves.
 
-    It reports ``build`` or ``load`` at the beginning of the first step: only then is all restored,
-    random states last. It reports a step from ``on_log``, when optimizer and scheduler have stepped
-    and no checkpoint is saved yet.
+    It reports ``build``, ``load`` or ``again`` at the beginning of the first step: only then is all
+    restored, random states last. It reports a step from ``on_log``, when optimizer and scheduler
+    have stepped and no checkpoint is saved yet.
 
     Args:
         driver: The Trainer's driver.
@@ -70,8 +78,8 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
         """Callback for one training, which knows what is left of the plan."""
 
         def __init__(self) -> None:
-            #: ``load`` or ``build``; empty once it is reported.
-            self.first = "load" if "load" in plan.actions else "build"
+            #: ``load``, ``again`` or ``build``; empty once it is reported.
+            self.first = _first_action(plan)
             #: The context of a step whose gradients overflow; empty in other steps.
             self.step = contextlib.ExitStack()
             #: The actions that are not reported yet, calls of a walk among them.
@@ -100,7 +108,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
             return plan.steps[step - plan.first_step]
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
-            """Report ``build`` or ``load`` before the first step; begin an overflowing step."""
+            """Report the action before the first step; begin an overflowing step."""
             if self.first:
                 driver.read_trainer()
                 action = self.first

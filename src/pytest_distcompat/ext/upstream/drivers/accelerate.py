@@ -153,8 +153,6 @@ class AccelerateDriver(MakesAccelerator):
     accelerator: Any = None
     #: A registered object that counts micro-batches.
     progress: Any = None
-    #: A registered average of the weights; None without one.
-    averaged_model: Any = None
     #: The endless iterator over the prepared loader; None before the first batch.
     _stream: Iterator[Batch] | None = None
 
@@ -171,7 +169,7 @@ class AccelerateDriver(MakesAccelerator):
         """Return what every cell has, and the average of the weights in a cell that has one."""
         if not cell.option("ema"):
             return cls.extra_state
-        return {**cls.extra_state, "averaged_model": ExtraState()}
+        return {**cls.extra_state, "averaged_model": ExtraState(in_reference=True)}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -263,8 +261,16 @@ class AccelerateDriver(MakesAccelerator):
         self.progress = _average.Progress()
         self.accelerator.register_for_checkpointing(self.progress)
         if self.cell.option("ema"):
-            self.averaged_model = _average.AverageOfWeights(self.model)
+            self.averaged_model = self.make_average(self.accelerator.unwrap_model(self.model))
             self.accelerator.register_for_checkpointing(self.averaged_model)
+
+    def make_average(self, model: Module) -> Any:
+        """Return an average that begins with the weights of a model, in the reference too."""
+        return _average.AverageOfWeights(model)
+
+    def update_average(self, model: Module) -> None:
+        """Move the average towards the weights of a model."""
+        self.averaged_model.update(model)
 
     def _recompute(self, model: Any) -> None:
         """Turn on activation checkpointing in the model, unless accelerate does so.
@@ -342,7 +348,7 @@ class AccelerateDriver(MakesAccelerator):
             self.progress.batches += 1
             total += float(loss.detach()) / self.accumulate
         if self.averaged_model is not None:
-            self.averaged_model.update(self.model)
+            self.update_average(self.accelerator.unwrap_model(self.model))
         return total
 
     def _count(self, batch: Batch) -> int:

@@ -142,7 +142,7 @@ class TorchDriver(TorchCheckpoints):
         """Return what every cell has, and the average of the weights in a cell that has one."""
         if not cell.option("ema"):
             return cls.extra_state
-        return {**cls.extra_state, "averaged_model": ExtraState()}
+        return {**cls.extra_state, "averaged_model": ExtraState(in_reference=True)}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -207,7 +207,7 @@ class TorchDriver(TorchCheckpoints):
         self.raw = model
         if self.cell.option("ema"):
             # Before it is wrapped: FSDP2 refuses to copy a model.
-            self.averaged_model = _average.averaged(model)
+            self.averaged_model = self.make_average(model)
         if self.cell.pp > 1:
             self._build_stages(model, device)
         else:
@@ -348,11 +348,20 @@ class TorchDriver(TorchCheckpoints):
         for scheduler in listed(self.scheduler):
             scheduler.step()
         if self.averaged_model is not None:
-            self.averaged_model.update_parameters(self.model)
+            self.update_average(self.model)
         if self.saving:
             # A checkpoint that began before this step: the step must not disturb it.
             self.saving.result()
             self.saving = None
+
+    def make_average(self, model: Module) -> Any:
+        """Return torch's average of a model that nothing wraps yet, in the reference too."""
+        return _average.averaged(model)
+
+    def update_average(self, model: Module) -> None:
+        """Move the average towards the weights of a model, which FSDP1 gathers for it."""
+        with _average.whole_weights(model):
+            self.averaged_model.update_parameters(model)
 
     def _clip(self) -> float:
         """Clip gradients, and return their norm over all ranks before that."""

@@ -230,6 +230,8 @@ class TrainerDriver(TrainerArguments):
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan in one call of ``Trainer.train``, in which a callback reports the actions.
 
+        A plan with several trainings (``again``) is done in one call for each, of one Trainer.
+
         An error while the Trainer is created counts as one of the action ``build``. In a plan with
         a load ``build`` is reported here, before ``Trainer.train``; all that happens up to the
         first step then counts as ``load``.
@@ -239,6 +241,7 @@ class TrainerDriver(TrainerArguments):
         from transformers.trainer_utils import get_last_checkpoint
 
         self.run_directory = plan.save_to.parent
+        plan, *later_plans = plan.trainings()
         os.environ.update(self.environment())
         self.compile_nothing()
         model_class: Any = type(model)
@@ -260,12 +263,29 @@ class TrainerDriver(TrainerArguments):
                 plan = dataclasses.replace(plan, first_step=0)
                 self._create_trainer(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
-        self.trainer.add_callback(make_callback(self, plan, report))
+        self._train_by_plan(plan, report, checkpoint)
+        for later_plan in later_plans:
+            self.trainer.args.max_steps = later_plan.last_step
+            saved = None
+            if "load" in later_plan.actions:
+                saved = get_last_checkpoint(str(later_plan.save_to))
+            else:
+                self.again()
+            self._train_by_plan(later_plan, report, saved)
+
+    def _train_by_plan(self, plan: Plan, report: OnAction, checkpoint: str | None) -> None:
+        """Call ``Trainer.train`` once, with the callback that reports the plan's actions."""
+        callback = make_callback(self, plan, report)
+        self.trainer.add_callback(callback)
         resumption = self._resumption(checkpoint)
         # The callback raises it where the plan ends with a load: nothing else stops Trainer before
         # its first step.
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(**resumption)
+        self.trainer.remove_callback(callback)
+
+    def again(self) -> None:
+        """Do nothing: the next call of ``Trainer.train`` begins a training anew."""
 
     def _resumption(self, checkpoint: str | None) -> dict[str, Any]:
         """Return the arguments of ``Trainer.train``: the checkpoint to resume from, None for none.

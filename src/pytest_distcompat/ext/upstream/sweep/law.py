@@ -96,10 +96,17 @@ class SweepLaw(Law):
 
         If the check holds against one reference, it has no findings, but for one: that another
         check holds against the other reference alone. A setting that is meant to change what the
-        check looks at must have findings; without any it had no effect.
+        check looks at must have findings; without any it had no effect. So must one that rounds, by
+        the tolerances of the cell's own precision.
         """
+        unrounded = cell
         cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
+        rounding = rules.shows_rounding(cell.set, check.name)
+        must_show = bool(rounding) and not findings and trace.stand_in is None
+        # By the tolerances of the cell's own precision it must have some.
+        if must_show and not check.findings(unrounded, trace):
+            return [_not_rounded(rounding, unrounded)]
         # The setting that is meant to change what the check looks at; empty if there is none.
         changing = rules.changes(cell.set, check.name)
         if changing:
@@ -171,6 +178,12 @@ class SweepLaw(Law):
 def _no_effect(setting: str) -> str:
     """Return the finding that a training with a setting is the one without it."""
     return f"{setting} has no effect: the training equals the reference, which is without it"
+
+
+def _not_rounded(setting: str, cell: Cell) -> str:
+    """Return the finding that a setting which rounds leaves the training as exact as without it."""
+    exact = f"the training equals the reference as one in {cell.precision} does"
+    return f"{setting} rounds nothing: {exact}"
 
 
 def _as_rounded(check: CheckLike, cell: Cell) -> Cell:

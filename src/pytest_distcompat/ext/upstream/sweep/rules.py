@@ -76,6 +76,9 @@ _KEYS = {
     "changes",
     # The precision whose tolerances apply.
     "rounds_as",
+    # Checks by which the rounding must show: by the tolerances of the cell's own precision they
+    # have findings.
+    "shows_in",
 }
 
 
@@ -211,6 +214,15 @@ def rounds_as(settings: Iterable[str]) -> str:
         precision: str = rule_of(setting.partition("=")[0]).get("rounds_as", "")
         if precision:
             return precision
+    return ""
+
+
+def shows_rounding(settings: Iterable[str], check: str) -> str:
+    """Return the first of the settings whose rounding must show in a check; empty if none must."""
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if value != "false" and check in rule_of(name).get("shows_in", ()):
+            return setting
     return ""
 
 

@@ -1,0 +1,160 @@
+"""Check ``again``: a second training in the same trainer equals that of one process.
+
+Users train in stages, go on after an early stop, or search for hyperparameters with one trainer
+object. Its wrapper, its optimizer and its scheduler then exist already: a trainer may wrap the
+model twice, go on with a spent schedule, or step an optimizer of parameters that are no longer
+trained.
+
+``judge.judge`` calls the check once both runs have ended. It gets a cell, one point of the test
+matrix such as ``fsdp2-fp32-w2``, and a trace of two runs (a run is one process group from start to
+end):
+
+- ``again``, on the cell's ranks: a training of 5 steps, with a save after 3; a second training of 3
+  steps (action ``again``); and one that loads that save and takes 2 steps, in one trainer object.
+- ``again_reference``, in one process, in float32 and without any wrapper: the first two trainings.
+
+For each rank and action there is a snapshot: losses, gradient norms, learning rates, and digests
+(hashes) of what the rank holds. The check yields findings, such as ``step 1 of the second training:
+the learning rate is 0.0008; 0.001 in the reference``.
+
+Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
+last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
+place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
+``depends_on`` has the facets of a cell on which the outcome depends, so that of cells with equal
+facets the default profile tests only one; ``costly`` says that it needs several runs of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import Snapshots, check, every_rank, pairs, with_rank
+from pytest_distcompat.checks._hyperparameters import other_rates
+from pytest_distcompat.checks._reference import Allowance, has_reference, table_tolerances
+from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import differences, settings, unlike, values
+from pytest_distcompat.scenario import AGAIN, SAVED
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+
+#: The steps of the first and the second training, and of the one that loads the save.
+FIRST_STEPS, SECOND_STEPS, LOADED_STEPS = 5, 3, 2
+
+
+def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply to the cell; None if it does."""
+    if not driver.can("again"):
+        return "the driver has no again(), which begins a second training in the same trainer"
+    others = [name for name, _ in cell.options if name != "model"]
+    if cell.precision != "fp32" or others:
+        return "a second training is tried in fp32 and without that option"
+    return has_reference(cell, driver)
+
+
+@check(
+    scenario=AGAIN,
+    until=(
+        ("again", "step", FIRST_STEPS + SECOND_STEPS + LOADED_STEPS - 1),
+        ("again_reference", "reference", FIRST_STEPS + SECOND_STEPS - 1),
+    ),
+    order=10,
+    not_applicable=_tested_elsewhere,
+    costly=True,
+    depends_on=frozenset(),
+)
+def again(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that a second training in one trainer equals that of one process with the same calls.
+
+    A trainer that has trained trains again, from the first batch on, with a schedule that begins
+    anew: its losses, gradient norms and learning rates are those of one process in float32 that
+    does the same, with the optimizer that it had. Then the trainer loads a checkpoint of its first
+    training: all is bit by bit what was saved, and the next steps are those that followed the save.
+
+    If it fails: the second training wraps the model again, goes on with the schedule of the first
+    one, or steps an optimizer whose parameters are no longer the model's; or a load restores only
+    what a new trainer lacks.
+    """
+    run = trace.run("again")
+    reference = trace.run("again_reference")
+    second = list(_second_training(cell, run, reference))
+    yield from second
+    saved = run.at("save")
+    loaded = run.at("load")
+    when = "after the load in the trainer that saved"
+    yield from every_rank(saved, cell.world_size, "the save")
+    yield from every_rank(loaded, cell.world_size, "the load in the trainer that saved")
+    yield from differences(values(run, saved), values(run, loaded), when)
+    yield from settings(saved, loaded, when)
+    for nth in range(LOADED_STEPS):
+        followed = run.at("step", SAVED + nth)
+        repeated = run.at("step", FIRST_STEPS + SECOND_STEPS + nth)
+        wrong: list[str] = []
+        for expected, snapshot in pairs(followed, repeated):
+            wrong += with_rank(snapshot, _other_step(expected, snapshot, f"{nth + 1} {when}"))
+        yield from wrong
+        if wrong:
+            return
+
+
+def _second_training(cell: Cell, run: RunTrace, reference: RunTrace) -> Iterator[str]:
+    """Yield findings for the first step of the second training that is not the reference's."""
+    yield from every_rank(run.at("again"), cell.world_size, "the start of the second training")
+    loss_tolerance, norm_tolerance = table_tolerances(cell, run)
+    for nth in range(SECOND_STEPS):
+        step = f"step {nth + 1} of the second training"
+        snapshots = run.at("step", FIRST_STEPS + nth)
+        references = reference.at("reference", FIRST_STEPS + nth)
+        yield from every_rank(snapshots, cell.world_size, step)
+        if not snapshots or not references:
+            yield f"{step}: no reference to compare with"
+            return
+        findings = [
+            *_other_loss(snapshots, references[0], loss_tolerance),
+            *_other_norms(snapshots, references[0], norm_tolerance),
+            *other_rates(snapshots, references[0]),
+        ]
+        for finding in findings:
+            yield f"{step}: {finding}"
+        if findings:
+            # Later deviations follow from this one.
+            return
+
+
+def _other_loss(snapshots: Snapshots, reference: Snapshot, tolerance: float) -> Iterator[str]:
+    """Yield a finding if the average of the ranks' losses is not the reference's loss."""
+    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
+    if len(losses) != len(snapshots) or reference.loss is None:
+        yield "no loss to compare; expected step() to return it on every rank, and reference()"
+        return
+    loss = sum(losses) / len(losses)
+    allowance = Allowance(tolerance, abs(reference.loss))
+    if not allowance.covers(loss, reference.loss):
+        yield f"the loss is {loss:.6g}; {allowance.deviation(loss, reference.loss)}"
+
+
+def _other_norms(snapshots: Snapshots, reference: Snapshot, tolerance: float) -> Iterator[str]:
+    """Yield a finding for each rank that reports another gradient norm than the reference."""
+    expected = reference.grad_norm
+    if expected is None:
+        return
+    allowance = Allowance(tolerance, abs(expected))
+    for snapshot in snapshots:
+        norm = snapshot.grad_norm
+        if norm is not None and not allowance.covers(norm, expected):
+            deviation = allowance.deviation(norm, expected)
+            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {deviation}"
+
+
+def _other_step(expected: Snapshot, snapshot: Snapshot, step: str) -> Iterator[str]:
+    """Yield texts about a rank's step that is not the one that followed the save."""
+    if expected.loss is None or snapshot.loss is None:
+        yield f"no loss to compare in step {step}; expected step() to return it"
+    elif not math.isclose(expected.loss, snapshot.loss, rel_tol=LOSS_TOLERANCE):
+        yield f"loss {step} is {snapshot.loss:.6g}; {expected.loss:.6g} when it was saved"
+    for number in unlike(expected.param_groups, snapshot.param_groups, RATE_TOLERANCE):
+        if number.before is None or number.after is None:
+            continue
+        setting = f"{number.key} of the optimizer's group {number.group}"
+        yield f"{setting} is {number.after:.6g} in step {step}; {number.before:.6g} after the save"
