@@ -229,6 +229,7 @@ FOLLOWED = (
     "Adafactor",
     "Muon",
     "AdamW8bit",
+    "LoraConfig",
     "ds_config.optimizer",
     "ds_config.scheduler",
     "ds_config.gradient_clipping",

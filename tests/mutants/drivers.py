@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,6 +79,38 @@ class FewRows(AccelerateDriver):
                 yield epoch, batch.tolist()
 
 
+class SplitRows(AccelerateDriver):
+    """One more loader: single rows that ranks share out by ``split_between_processes``.
+
+    https://github.com/huggingface/accelerate/pull/4052
+    """
+
+    split: ClassVar[str] = "split_between_processes"
+    loaders: ClassVar[Mapping[str, Loader]] = {
+        **AccelerateDriver.loaders,
+        split: Loader(shuffled=False, filled=False, resumes=False, moves=False),
+    }
+
+    @classmethod
+    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
+        """Return those of the built-in driver and the one more."""
+        return {**super().loaders_in(cell), cls.split: cls.loaders[cls.split]}
+
+    def rows(self, loader: str, count: int, *more: Any) -> Iterator[tuple[int, Sequence[int]]]:
+        """Read two epochs of it."""
+        if loader != self.split:
+            yield from super().rows(loader, count, *more)
+            return
+        from accelerate import PartialState
+
+        state = PartialState(cpu=True)
+        for epoch in range(2):
+            for row in range(count):
+                with state.split_between_processes([row]) as rows_of_rank:
+                    if rows_of_rank:
+                        yield epoch, rows_of_rank
+
+
 class PartlyCompiled(AccelerateDriver):
     """One block is compiled, not the model: https://github.com/huggingface/accelerate/pull/3881."""
 
@@ -129,6 +162,25 @@ class SecondModel(DeepSpeedDriver):
         with deepspeed.zero.Init():
             second.make()
         second.loss(second.make(), second.batch(0, 0))
+
+
+class Attached(DeepSpeedDriver):
+    """A module is attached to the model that an engine has already: https://github.com/deepspeedai/DeepSpeed/pull/8009."""
+
+    def build(self, model: Module) -> None:
+        """Attach one without parameters, as those are that measure."""
+        from torch import nn
+
+        super().build(model)
+        model.add_module("attached", nn.Identity())
+
+
+class NodesOfOneRank(DeepSpeedDriver):
+    """Each rank is the first of its node: https://github.com/deepspeedai/DeepSpeed/pull/7601."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        os.environ["LOCAL_RANK"] = "0"
 
 
 class MixedAutocast(DeepSpeedDriver):
@@ -263,6 +315,70 @@ class CompiledStep(TorchDriver):
         for name in self.tiny.frozen_modules:
             model.get_submodule(name).requires_grad_(number != 1)
         return super().reference(model, number, ranks)
+
+
+class Merged(TorchDriver):
+    """An adapter, also of the embeddings, is merged and taken out again before training.
+
+    https://github.com/huggingface/peft/pull/3396
+    """
+
+    def build_model(self) -> Module:
+        """Adapt a projection too."""
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
+        model: Any = super().build_model()
+        return get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[no-any-return]
+
+    def build(self, model: Module) -> None:
+        """Merge what adds zero: the second factor of an adapter begins so."""
+        super().build(model)
+        adapted: Any = self.raw
+        adapted.merge_adapter()
+        adapted.unmerge_adapter()
+
+
+class Prefixed(TorchDriver):
+    """Keys and values before those of the tokens are trained: https://github.com/huggingface/peft/pull/2883."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        self.tiny = dataclasses.replace(architecture("hf:qwen3"), make=_with_wide_heads)
+
+    def build_model(self) -> Module:
+        """Let PEFT make them."""
+        from peft import PrefixTuningConfig, get_peft_model
+
+        model: Any = super().build_model()
+        config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return get_peft_model(model, config)  # type: ignore[no-any-return]
+
+
+def _with_wide_heads() -> Module:
+    """Return a model whose heads together are wider than its hidden states."""
+    import copy
+
+    model: Any = architecture("hf:qwen3").make()
+    config = copy.deepcopy(model.config)
+    config.head_dim = 2 * config.hidden_size // config.num_attention_heads
+    return type(model)(config)  # type: ignore[no-any-return]
+
+
+class Prompted(TorchDriver):
+    """Embeddings before those of the tokens are trained: https://github.com/huggingface/peft/pull/3109."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        self.tiny = architecture("hf:mpt")
+
+    def build_model(self) -> Module:
+        """Let PEFT make them. It finds no number of heads in this config, which it does not need either."""
+        from peft import PromptTuningConfig, get_peft_model
+
+        model: Any = super().build_model()
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, num_attention_heads=4)
+        return get_peft_model(model, config)  # type: ignore[no-any-return]
 
 
 class NeverCleared(TorchDriver):

@@ -113,6 +113,23 @@ MUTANTS = (
         stand_in=True,
     ),
     Mutant(
+        "acc-3443-json-without-tp",
+        (PULLS + "3443",),
+        "DeepSpeed's JSON without tensor parallelism: KeyError in prepare",
+        (
+            Edit(
+                ACCELERATOR,
+                'tp_size = deepspeed_plugin.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0)',
+                'tp_size = deepspeed_plugin.deepspeed_config["tensor_parallel"].get("autotp_size", 0)',
+            ),
+            Edit(
+                ACCELERATOR,
+                'tp_sharding = self.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1',
+                'tp_sharding = self.deepspeed_config["tensor_parallel"].get("autotp_size", 0) > 1',
+            ),
+        ),
+    ),
+    Mutant(
         "acc-3459-unseeded-generator",
         (PULLS + "3459",),
         "the generator of a shuffling loader is not seeded: one order whatever the user's seed",
@@ -359,6 +376,18 @@ MUTANTS = (
                 FSDP,
                 "    fsdp2_plugin.set_auto_wrap_policy(model)\n",
                 "    fsdp2_plugin.set_auto_wrap_policy(model)\n    original_sd = model.state_dict()\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-4052-split-rows",
+        (PULLS + "4052",),
+        "split_between_processes gives ranks without a row the last one, although it is not to fill up",
+        (
+            Edit(
+                STATE,
+                "                result = inputs[start_index:end_index]\n",
+                "                result = inputs[start_index:end_index] if start_index < len(inputs) else inputs[-1:]\n",
             ),
         ),
     ),

@@ -10,6 +10,7 @@ UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
 UTILS = "deepspeed/runtime/utils.py"
 ULYSSES = "deepspeed/runtime/sequence_parallel/ulysses_sp.py"
 ZERO12 = "deepspeed/runtime/zero/stage_1_and_2.py"
+ZERO3 = "deepspeed/runtime/zero/stage3.py"
 ZERO3_PARTS = "deepspeed/runtime/zero/partition_parameters.py"
 ZERO3_HOOKS = "deepspeed/runtime/zero/parameter_offload.py"
 
@@ -106,6 +107,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "ds-7601-local-rank",
+        (PULLS + "7601",),
+        "a universal checkpoint is loaded by ZeRO-3 by the number of the rank on its node: wrong parts on several nodes",
+        (
+            Edit(
+                ZERO3,
+                "        rank = dist.get_rank(group=partition_group)\n\n        # Load tensors from files",
+                "        rank = dist.get_local_rank()\n\n        # Load tensors from files",
+            ),
+        ),
+    ),
+    Mutant(
         "ds-7659-scalar-state",
         (PULLS + "7659", ISSUES + "7650"),
         "an elastic checkpoint slices state without dimensions, as the step of AdamW: IndexError on save",
@@ -144,6 +157,35 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "ds-7829-tiled-gradients",
+        (PULLS + "7829",),
+        "ZeRO-2 takes each part of a gradient of a tiled computation for a whole one: AssertionError in backward",
+        (
+            Edit(
+                ZERO12,
+                """\
+        if not getattr(param, "ds_grad_is_ready", True):
+            return
+
+        self._maybe_reduce_autoep_folding_tp_gradient(param, grad_reduc)
+""",
+                "        self._maybe_reduce_autoep_folding_tp_gradient(param, grad_reduc)\n",
+            ),
+            Edit(
+                ZERO12,
+                """\
+        bucket.grads.append(grad_reduc)
+        bucket.params.append((i, param.param_idx_in_group, param_id))
+""",
+                """\
+        if getattr(param, "ds_grad_is_ready", True):
+            bucket.grads.append(grad_reduc)
+            bucket.params.append((i, param.param_idx_in_group, param_id))
+""",
+            ),
+        ),
+    ),
+    Mutant(
         "ds-7839-z0-zero-grad",
         (PULLS + "7839", ISSUES + "7837"),
         "stage 0 in bf16: gradients are not cleared after a step",
@@ -168,6 +210,20 @@ MUTANTS = (
         (PULLS + "7969",),
         "WarmupCosineLR gives the first of several param groups alone its first learning rate",
         (Edit(SCHEDULES, "            return [0.0 for _ in self.org_lrs]\n", "            return [0.0]\n"),),
+    ),
+    Mutant(
+        "ds-8009-attached-module",
+        (PULLS + "8009", ISSUES + "6961"),
+        "ZeRO-3: AttributeError in the forward of a model to which a module was attached after initialize",
+        (
+            Edit(ENGINE, "                ensure_zero_ordered_dict(module)\n", ""),
+            Edit(
+                ENGINE,
+                "                if isinstance(module._parameters, ZeROOrderedDict):\n"
+                "                    module._parameters._in_forward = False\n",
+                "                module._parameters._in_forward = False\n",
+            ),
+        ),
     ),
     Mutant(
         "ds-8029-frozen-masters",

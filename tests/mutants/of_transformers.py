@@ -10,6 +10,8 @@ EXPERTS = "transformers/distributed/expert_parallel.py"
 
 ISSUES = "https://github.com/huggingface/transformers/issues/"
 PULLS = "https://github.com/huggingface/transformers/pull/"
+#: What a release changed, of fixes that were drawn from two releases and not from the history.
+COMPARED = "https://github.com/huggingface/transformers/compare/"
 
 MUTANTS = (
     Mutant(
@@ -118,6 +120,55 @@ MUTANTS = (
                 EXPERTS,
                 "top_k_weights.masked_fill(off_rank, 0.0))",
                 "top_k_weights - (top_k_weights * off_rank).detach())",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-dp-size",
+        (COMPARED + "v5.17.0...v5.20.2",),
+        "the ranks beside those of tensor parallelism are not in the mesh that accelerate gets: ValueError",
+        (
+            Edit(
+                TRAINER,
+                "ParallelismConfig(tp_size=model_tp_size, dp_shard_size=model_dp_size)",
+                "ParallelismConfig(tp_size=model_tp_size)",
+            ),
+            Edit(TRAINER, '                args["parallelism_config"].dp_shard_size = model_dp_size\n', ""),
+        ),
+    ),
+    Mutant(
+        "tr-cpu-device",
+        (COMPARED + "v5.17.0...v5.20.2",),
+        "Trainer asks torch.load for the device cpu:0, which it does not know: RuntimeError on resume",
+        (
+            Edit(
+                TRAINER,
+                'self.args.device if self.args.world_size > 1 and self.args.device.type != "cpu" else "cpu"',
+                'self.args.device if self.args.world_size > 1 else "cpu"',
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-mesh-groups",
+        (COMPARED + "v5.17.0...v5.20.2",),
+        "a fused optimizer gets the experts' parts and whole parameters in one param group: RuntimeError in the first step",
+        (
+            Edit(
+                TRAINER,
+                '            if has_mixed_dtensor(p for group in optimizer_grouped_parameters for p in group["params"]):\n',
+                "            if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-nan-losses",
+        (COMPARED + "v5.22.0...v5.23.0",),
+        "one batch without labels makes the loss of an evaluation NaN",
+        (
+            Edit(
+                TRAINER,
+                "            if self.args.logging_nan_inf_filter and finite.any():\n",
+                "            if False:\n",
             ),
         ),
     ),

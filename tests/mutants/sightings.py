@@ -11,6 +11,10 @@ _SCHEDULED = (
     "+ds_config.scheduler.params.warmup_num_steps=1+ds_config.scheduler.params.total_num_steps=20"
 )
 
+_CALLED_WITH_KEYWORDS = (
+    "ddp-fp32-w2-lora-set_LoraConfig.modules_to_save=(self_attn)+LoraConfig.target_modules=(up_proj,down_proj)"
+)
+
 SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-1755-fsdp1-optim-args": (Sighting("accelerate", "fsdp1-fp32-w2", "resume", "unhashable type: 'dict'"),),
     "acc-2674-fsdp1-upcast": (Sighting("accelerate", "fsdp1-bf16_upcast-w2", "dtypes", _MASTERS),),
@@ -19,6 +23,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
     "acc-3361-fp8-ds": (Sighting("accelerate", "zero2-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
+    "acc-3443-json-without-tp": (Sighting("accelerate", "zero2-fp32-w2", "active", "KeyError: 'tensor_parallel'"),),
     "acc-3459-unseeded-generator": (
         Sighting("accelerate", "ddp-fp32-w2", "coverage", "set_seed: its order is that of shuffle"),
     ),
@@ -76,6 +81,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "other values after build than were loaded",
         ),
     ),
+    "acc-4052-split-rows": (
+        Sighting("mutants.drivers:SplitRows", "ddp-fp32-w2", "coverage", "split_between_processes: "),
+    ),
     "acc-4071-skipped-epoch": (
         Sighting("accelerate", "ddp-fp32-w2", "coverage", "seedable: resumed in the middle of epoch 2"),
     ),
@@ -123,6 +131,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         ),
     ),
     "ds-7586-z0-load-path": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "AttributeError"),),
+    "ds-7601-local-rank": (
+        Sighting("mutants.drivers:NodesOfOneRank", "zero3-fp32-w2", "reshard", "other values after the load"),
+    ),
     "ds-7659-scalar-state": (
         Sighting(
             "deepspeed",
@@ -133,10 +144,16 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "optimizer"),),
     "ds-7790-sums-without-zero": (Sighting("deepspeed", "zero0-bf16_upcast-w2-grad_accum_dtype_fp32", "active", "."),),
+    "ds-7829-tiled-gradients": (
+        Sighting("deepspeed", "zero2-fp32-w2-model_tiled", "parity", "step 1: .*the gradient norm is"),
+    ),
     "ds-7839-z0-zero-grad": (
         Sighting("deepspeed", "zero0-bf16_upcast-w2", "parity", "step [23]: .*the gradient norm"),
     ),
     "ds-7969-first-rates": (Sighting("deepspeed", _SCHEDULED, "parity", r"step 1: all ranks: lr of blocks"),),
+    "ds-8009-attached-module": (
+        Sighting("mutants.drivers:Attached", "zero3-fp32-w2", "active", "no attribute '_in_forward'"),
+    ),
     "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_upcast-w2-frozen", "memory", "elements are trained"),),
     "ds-8113-two-dtypes": (
         Sighting("mutants.drivers:MixedAutocast", "zero3-bf16_upcast-w2", "active", "must have the same dtype"),
@@ -152,6 +169,19 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "parity",
             "the loss of this step is nan",
         ),
+    ),
+    "peft-2567-conv-groups": (
+        Sighting("accelerate", "fsdp2-fp32-w2-model_convolutions-lora", "active", "The size of tensor a .* must match"),
+    ),
+    "peft-2883-head-dim": (Sighting("mutants.drivers:Prefixed", "ddp-fp32-w2", "active", "RuntimeError"),),
+    "peft-3109-layers-of-config": (
+        Sighting("mutants.drivers:Prompted", "ddp-fp32-w2", "active", "Please specify `num_layers`"),
+    ),
+    "peft-3199-keywords-alone": (
+        Sighting("accelerate", _CALLED_WITH_KEYWORDS, "active", "missing 1 required positional argument: 'x'"),
+    ),
+    "peft-3396-merged-adapter": (
+        Sighting("mutants.drivers:Merged", "ddp-bf16_upcast-w2", "optimizer", "finished reduction in the prior"),
     ),
     "pt-115607-compiled-step": (
         Sighting("mutants.drivers:CompiledStep", "ddp-fp32-w2", "parity", r"step [34]: .*in the reference"),
@@ -196,6 +226,19 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             r"step 1: .*the gradient of model\.layers\.\d\.mlp\.router",
         ),
     ),
+    "tr-cpu-device": (Sighting("trainer", "ddp-fp32-w2", "resume", "tagged with cpu:0"),),
+    "tr-dp-size": (
+        Sighting("trainer", "fsdp2-fp32-w4-tp_2-save_only_model", "active", "does not match num_processes"),
+    ),
     "tr-fsdp-version-ignored": (Sighting("trainer", "fsdp2-fp32-w2", "active", "expected FSDP2"),),
+    "tr-mesh-groups": (
+        Sighting(
+            "mutants.drivers:SharedBatch",
+            "fsdp2-fp32-w2-tp_2-save_only_model",
+            "optimizer",
+            "mixed torch.Tensor and DTensor",
+        ),
+    ),
+    "tr-nan-losses": (Sighting("trainer", "ddp-fp32-w2", "evaluation", "no labels: loss is nan"),),
     "tr-shift-count": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
 }

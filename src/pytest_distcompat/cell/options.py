@@ -104,6 +104,8 @@ OPTIONS: dict[str, Option] = {
                 "moe",
                 "moe_fused",
                 "moe_deepspeed",
+                "convolutions",
+                "tiled",
                 "wide",
             ),
             "which tiny model the built-in drivers train; "

@@ -91,6 +91,8 @@ class TinyModel:
             in each row of their first dimension, DeepSpeed's has a module for each. Empty without
             one.
         driver: Name of the only driver that can train it, empty if all can.
+        only_zero: Whether it is trained under ZeRO alone: it calls functions of DeepSpeed, which
+            its engine must know of.
         stages: How pipeline parallelism cuts it; None if it cannot.
         random: Whether its forward draws random numbers. The reference, which is the same training
             in one process, cannot draw those of several ranks.
@@ -130,6 +132,7 @@ class TinyModel:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""
     driver: str = ""
+    only_zero: bool = False
     stages: Stages | None = None
     random: bool = False
     only_float32: bool = False

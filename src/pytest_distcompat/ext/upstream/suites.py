@@ -13,8 +13,9 @@ test more.
 
 Option ``model`` names a tiny model: ``mlp`` is the quickest; ``twice`` runs one block two times;
 ``odd`` has an empty parameter, one of a single number and buffers of many dtypes; half of the ranks
-leave out a layer of ``branch`` in each step. Without the option it is a Llama. Under ``conflict``
-DeepSpeed's JSON asks for another precision than the trainer, which must win or be refused.
+leave out a layer of ``branch`` in each step; ``tiled`` has a backward pass in the backward pass.
+Without the option it is a Llama. Under ``conflict`` DeepSpeed's JSON asks for another precision
+than the trainer, which must win or be refused.
 
 ``SLICE`` has the cells with single settings of the libraries (``sweep/slice.py``) that every
 session tests, as ``zero2-fp32-w2-model_mlp-set_ds_config...``.
@@ -122,6 +123,7 @@ class TestAccelerate(CompatSuite):
                     {"wrap_policy": "size"},
                     {"frozen": True},
                     {"lora": True},
+                    {"lora": True, "model": "convolutions"},
                     {"param_groups": True},
                     {"ignored_modules": True, "model": "mlp"},
                     {"ema": True, "model": "mlp"},
@@ -199,6 +201,13 @@ class TestTrainer(CompatSuite):
                     {"save_only_model": True, "ep": 2, "model": "hf:gpt_oss"},
                 ),
             ),
+            # Ranks beside those that hold the parts of each layer.
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(4,),
+                options=({"save_only_model": True, "tp": 2},),
+            ),
             Matrix(("fsdp2",), ("fp16_mixed",)),
             Matrix(("zero2",), ("bf16_upcast",), options=({"grad_accum": 2}, {"conflict": True})),
             Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
@@ -231,6 +240,7 @@ class TestDeepSpeed(CompatSuite):
                     {"compile": "aot_eager", "model": "mlp"},
                     {"lora": True},
                     {"model": "odd"},
+                    {"model": "tiled"},
                 ),
             ),
             Matrix(

@@ -36,6 +36,10 @@ def model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
         ),
         (bool(tiny.unsupported_reason), tiny.unsupported_reason),
         (device == "cpu" and bool(tiny.not_on_cpu), tiny.not_on_cpu),
+        (
+            tiny.only_zero and STRATEGIES.get(cell.strategy).zero_stage is None,
+            f"a DeepSpeed engine alone knows when the gradients of {tiny.name} are whole",
+        ),
     )
 
 

@@ -93,7 +93,6 @@ class TinyReference(TinyTraining):
         settings = self.cell.with_settings("clip_grad_norm_", settings)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), **settings))
         self._update_reference(model, number)
-        return total
 
     def _build_reference(self, model: Module) -> None:
         """Make what ``build`` makes: optimizer, scheduler, and an average in a cell with one."""

@@ -140,13 +140,14 @@ class TinyTraining(Driver):
         # A LoRA adapter around the frozen model.
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(
-            r=4,
-            lora_alpha=8,
-            target_modules=list(self.tiny.lora_targets),
-            lora_dropout=0.0,
-            modules_to_save=trained_layers,
-        )
+        settings = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": list(self.tiny.lora_targets),
+            "lora_dropout": 0.0,
+            "modules_to_save": trained_layers,
+        }
+        config = LoraConfig(**self.cell.with_settings("LoraConfig", settings))
         adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
         return adapted
 

@@ -83,6 +83,9 @@ class TrainerArguments(TrainerReference):
             "remove_unused_columns": False,
             "dataloader_pin_memory": False,
         }
+        if self.in_parts and self.cell.option("optimizer") == "adamw":
+            # Trainer's own default, which is fused: it updates parameters of one mesh together.
+            del settings["optim"]
         if self.loads_best(self.cell):
             # A callback requests an evaluation, too, where the plan saves.
             steps = {"eval_strategy": "steps", "eval_steps": NEVER}

@@ -120,6 +120,7 @@ class AccelerateDriver(MakesAccelerator):
         Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
         Source("Muon", "torch.optim.Muon", ("ddp", "fsdp2")),
         Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
+        Source("LoraConfig", "peft.LoraConfig", ("ddp", "fsdp2", "zero3")),
         Source("Accelerator", "accelerate.Accelerator", ("ddp", "zero2"), "environment"),
         Source(
             "FullyShardedDataParallelPlugin",

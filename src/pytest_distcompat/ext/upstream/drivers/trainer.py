@@ -40,6 +40,7 @@ from pytest_distcompat.ext.upstream.drivers import (
     _options,
     _preload,
     _rows,
+    _trainer_evaluation,
     _trainer_reasons,
 )
 from pytest_distcompat.ext.upstream.drivers._trainer_arguments import TrainerArguments
@@ -497,7 +498,8 @@ class TrainerDriver(TrainerArguments):
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``, for the check ``evaluation``."""
-        return _rows.trainer_metrics(count, self.world.device)
+        device = self.world.device
+        return {**_rows.trainer_metrics(count, device), **_trainer_evaluation.metrics(device)}
 
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - one of its kind without its values is written
         """Return the names that ``save_pretrained`` gives to the model's tensors.

@@ -206,8 +206,14 @@ MOE_DEEPSPEED = _classifier(
     spread=2.5,
     order=12,
 )
+#: Convolutions, whose weights have three dimensions, one of them in groups of channels.
+CONVOLUTIONS = _classifier(
+    "convolutions", "Convolutions", lora_targets=("widen", "grouped", "linear"), order=13
+)
+#: A backward pass within the backward pass, by DeepSpeed's tiled computation.
+TILED = _classifier("tiled", "Tiled", only_zero=True, order=14)
 #: MLP whose layers are wide enough for quantized optimizer state, on each of four ranks that shard
 #: it. 2.1e-3 measured in bf16_upcast, with optimizer state in 8 bits up to 6.8e-3.
 WIDE = _classifier(
-    "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=13
+    "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=15
 )

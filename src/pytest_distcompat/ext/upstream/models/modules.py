@@ -16,7 +16,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -454,3 +454,52 @@ class Branch(OneBlock):
             x = x + self.branch(x) * needed
         logits: torch.Tensor = self.outlet(x)
         return logits
+
+
+class Convolutions(nn.Module):
+    """Classifier with convolutions along the hidden features, one of them in groups of channels."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.widen = nn.Conv1d(1, 4, kernel_size=3, padding=1)
+        self.grouped = nn.Conv1d(4, 4, kernel_size=3, padding=1, groups=2)
+        self.block = Block(width)
+        self.outlet = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = _enter(self.inlet, x)
+        channels = torch.tanh(self.widen(x[:, None]))
+        x = x + self.grouped(channels).sum(1)
+        logits: torch.Tensor = self.outlet(self.block(x))
+        return logits
+
+
+class Tiled(OneBlock):
+    """Classifier whose block takes the rows in two parts by DeepSpeed's ``TiledMLP``.
+
+    https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism
+
+    The backward pass has one of its own for each part, so that a gradient is whole only after the
+    last. ``TiledMLP`` says so to the engine.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = _enter(self.inlet, x)
+        # The reference takes all rows at once, in one process.
+        if distributed.is_initialized():
+            from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+            x = TiledMLP.apply(_call, self.block, x, 2, list(self.block.parameters()))
+        else:
+            x = self.block(x)
+        logits: torch.Tensor = self.outlet(x)
+        return logits
+
+
+def _call(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return what a module computes of some rows: the function that ``TiledMLP`` takes."""
+    computed: torch.Tensor = module(rows)
+    return computed

@@ -28,6 +28,11 @@ SLICE = {
         "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
         "fsdp2-fp32-w2-model_mlp-set_FullyShardedDataParallelPlugin.fsdp_version=7",
         "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.use_multi_rank_bucket_allreduce=false",
+        # A layer beside the adapter that is called with keywords alone.
+        (
+            "ddp-fp32-w2-lora-set_LoraConfig.modules_to_save=(self_attn)"
+            "+LoraConfig.target_modules=(up_proj,down_proj)"
+        ),
     ),
     "trainer": (
         (
