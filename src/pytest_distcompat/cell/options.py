@@ -77,8 +77,7 @@ class Option:
 #: item.
 _SETTING = r"\w+\.[\w.]+=[^\s+\[\]-]+"
 
-#: Without transformers the default is what needs none, so that a first run has cells, and known
-#: issues know which.
+#: Without transformers the default is what needs none, so that a first run has cells.
 _FIRST_MODELS = ("llama", "llama_tied", "mlp")
 if not version_of("transformers"):
     _FIRST_MODELS = ("mlp", "llama", "llama_tied")

@@ -149,8 +149,8 @@ def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
         stage = stage_of_rank.get(snapshot.rank, 0)
         for step in snapshot.steps:
             for info in step.gradients:
-                # A rank's share of the sum counts a gradient as a part if several ranks hold it
-                # together, see ``trace.together``. What is subtracted must be that part.
+                # What is subtracted must be scaled as in the total (``trace.together``): a shard
+                # counts whole, a replica by this rank's part, since other ranks report the rest.
                 holders_of_gradient = max(1, len(info.layout.holders))
                 part = info.square * holders_of_gradient / max(1, len(holders))
                 squares[names(info.name)][stage] += part

@@ -172,6 +172,7 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
     expected = set(unwrapped.blocks)
     # A rank of an interleaved pipeline has several stages. Each is wrapped as a model of its own,
     # so that no root is among the units.
+    # With one stage a rank (or without a pipeline) the whole wrapped model, "", is the root.
     if cell.stages == cell.pp:
         expected.add("")
     # Embeddings and heads may be units of their own.

@@ -62,6 +62,7 @@ def _exported_sizes(train: RunTrace, reloaded: UnwrappedInfo) -> dict[str, int]:
     """Return in how many bytes an element of each parameter is exported."""
     # The dtype in the file, not the loaded one: PEFT widens what it loads.
     dtype_in_file: dict[str, str] = {}
+    # Files are read first after a save and then after the export.
     for snapshot in train.at("files", 1):
         for file in snapshot.files:
             dtype_in_file.update(file.dtypes)

@@ -40,6 +40,7 @@ def tp_copies(info: ParameterInfo, cell: Cell, rank: int) -> int:
         rank: That rank.
     """
     peers = set(cell.tp_peers(rank))
+    # The ranks that together hold the copy to which this rank's shard belongs.
     if peers.issubset(info.layout.holders):
         return 1
     return cell.tp
@@ -48,6 +49,7 @@ def tp_copies(info: ParameterInfo, cell: Cell, rank: int) -> int:
 def expert_parts(info: ParameterInfo) -> int:
     """Return the degree of expert parallelism of a parameter; 1 if it is no expert's."""
     dim = info.layout.dim("ep")
+    # Placed as a stage of a pipeline is: the rank alone holds the tensor, here its own experts.
     if dim is None or dim.placement != STAGE:
         return 1
     return dim.size

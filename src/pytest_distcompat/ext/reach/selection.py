@@ -7,6 +7,9 @@ places of a library, each with who executes it (``changed``). It calls ``select`
 
 A *cell* is one configuration of the tests: driver and strategy, precision, number of ranks, such as
 ``accelerate/fsdp2-fp32-w2``. An *action* is what a rank does in it, such as ``build`` or ``step``.
+A *changed place* is a run of neighbouring lines of the library that the change replaces. A *way*
+through it is one of its old statements, or one branch that leaves an old line: a replaced ``if``
+has two, and a cell may execute one of them alone.
 """
 
 from __future__ import annotations
@@ -112,7 +115,8 @@ def _executed_by_cell(reached: Sequence[PlaceReach]) -> _WaysByCell:
         for way, contexts in enumerate(place_reach.ways):
             for context in contexts:
                 executed = Executed(number, way, context.action)
-                ways_by_cell.setdefault(context.place, set()).add(executed)
+                cell = context.place
+                ways_by_cell.setdefault(cell, set()).add(executed)
     return ways_by_cell
 
 
@@ -126,8 +130,10 @@ def _import_users(reach_map: ReachMap, reached: Sequence[PlaceReach]) -> _WaysBy
         # An import comes before the first action of a rank.
         executed = Executed(number, 0, BEFORE)
         file_reach = reach_map.coverage_of(file_id)
-        for context in file_reach.contexts_of_lines(file_reach.union.lines):
-            ways_by_cell.setdefault(context.place, set()).add(executed)
+        lines_of_any_cell = file_reach.union.lines
+        for context in file_reach.contexts_of_lines(lines_of_any_cell):
+            cell = context.place
+            ways_by_cell.setdefault(cell, set()).add(executed)
     return ways_by_cell
 
 
@@ -183,8 +189,8 @@ def file_lines(
 
     The cells of the first turn come first. Then a line with ``*`` stands for cells that the map
     does not have, such as cells that only the new release can run. The cells of later turns follow.
-    Lines with ``-`` name the cells of the map that execute nothing of the change, so that ``*``
-    does not stand for them.
+    Lines with ``-`` name the cells of the map that were not selected, so that ``*`` does not stand
+    for them.
 
     Args:
         change: What has changed.
@@ -204,9 +210,9 @@ def file_lines(
         if cell.turn > 1:
             yield str(cell)
     named = {cell.cell for cell in selected}
-    for place in dict.fromkeys(context.place for context in reach_map.contexts()):
-        if place not in named:
-            yield f"- {place}"
+    for cell_of_map in dict.fromkeys(context.place for context in reach_map.contexts()):
+        if cell_of_map not in named:
+            yield f"- {cell_of_map}"
 
 
 def summary(selected: Sequence[SelectedCell]) -> str:

@@ -97,8 +97,8 @@ class RankReporter:
         phase = self.phases.of(report)
         self.log.write(phase)
         # None after a phase that passed. Else what the error is called, and its message:
-        # ``("failed", "failed in setup: RuntimeError: no GPU")``, or ``("skip", ...)`` and
-        # ``("xfail", ...)``.
+        # ``("failed", "failed in setup: RuntimeError: no GPU")``, or ``(SKIPPED_ELSEWHERE, ...)``
+        # and ``(XFAILED, ...)``.
         if phase.ending is None:
             return
         kind, message = phase.ending

@@ -103,6 +103,7 @@ class SweepLaw(Law):
         cell = _as_rounded(check, cell)
         findings = check.findings(cell, trace)
         rounding = rules.shows_rounding(cell.set, check.name)
+        # A process that stands in for the ranks records shapes without values, so nothing rounds.
         must_show = bool(rounding) and not findings and trace.stand_in is None
         # By the tolerances of the cell's own precision it must have some.
         if must_show and not check.findings(unrounded, trace):
@@ -248,6 +249,7 @@ def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
     """
     settings: list[int] = []
     for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
+        # The claim alone, without this law, which would compare with both references again.
         findings = check.claim(cell, _against(reference, trace))
         if not any(findings):
             settings.append(nth)
