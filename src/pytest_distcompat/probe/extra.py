@@ -64,7 +64,8 @@ def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[Ext
                 exact[value.place] = value.text
             else:
                 rounded[value.place] = value.text
-        infos.append(ExtraStateInfo(name, expected, exact, rounded))
+        info = ExtraStateInfo(name=name, expected=expected, exact=exact, rounded=rounded)
+        infos.append(info)
     return tuple(infos)
 
 
