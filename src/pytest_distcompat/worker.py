@@ -101,7 +101,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     # An extension may record something on each rank, such as the executed lines, for the cell whose
     # check needs this run.
     recorded_rank = RecordedRank(
-        suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank
+        driver=suite_payload.driver,
+        cell=suite_payload.asking_cell,
+        directory=log.path.parent,
+        rank=log.rank,
     )
     with recording(suite_payload.recorders, recorded_rank) as recorders:
         driver = find_driver(suite_payload.driver)(cell, world)
@@ -300,10 +303,10 @@ class Rank:
         # A run that damages a checkpoint damages a copy, which stands where it saves.
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
         plan = Plan(
-            tuple(actions),
-            self.number,
-            self.run_paths.save_to,
-            load_from,
+            actions=tuple(actions),
+            first_step=self.number,
+            save_to=self.run_paths.save_to,
+            load_from=load_from,
             loads_first=self.run.loads_first,
         )
         # What performs the calls of a walk (``call step()``), on this rank's batches.

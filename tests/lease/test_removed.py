@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,3 +128,18 @@ def test_processes_that_create_it_together_get_one_of_the_right_mode(tmp_path: P
         contender.communicate("go\n", timeout=60)
     assert [contender.returncode for contender in both] == [0, 0]
     assert (mode(directory), mode(directory / "queue")) == (0o700, 0o700)
+
+
+def test_a_removal_while_the_directory_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places of a device are looked for in the directory; between two system calls it may be gone."""
+    pool = Pool(tmp_path / "leases", Inventory("gpu", IDS))
+    read = Path.glob
+
+    def remove_and_read(path: Path, pattern: str) -> Iterator[Path]:
+        if path == pool.directory:
+            raise FileNotFoundError(path)
+        yield from read(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", remove_and_read)
+    with pool.lease(4, who="meanwhile", timeout=60) as lease:
+        assert lease.ids == IDS

@@ -559,8 +559,10 @@ class Pool:
             return [device]
         files = self._directory.path.glob(self._path(device, "place-*.lock").name)
         names = set(self._directory.claimed(device))
-        for path in files:
-            names.add(unquote(path.stem))
+        # A cleaner of temporary directories may remove the directory while it is read.
+        with contextlib.suppress(FileNotFoundError):
+            for path in files:
+                names.add(unquote(path.stem))
         return sorted(names, key=lambda name: (len(name), name))
 
     def _is_held(self, name: str) -> bool:

@@ -44,4 +44,5 @@ def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | 
     agreement = p * p + (1 - p) ** 2
     if int(visible.sum()) * -math.log2(agreement) < CHANCE:
         return None
-    return DropoutInfo(name, digest(given), digest((output == 0) & visible))
+    dropped = (output == 0) & visible
+    return DropoutInfo(name=name, input=digest(given), zeros=digest(dropped))

@@ -69,7 +69,10 @@ def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[Ext
                 rounded[value.place] = value.text
             if expected.in_reference and value.square is not None:
                 squares[value.place] = value.square
-        infos.append(ExtraStateInfo(name, expected, exact, rounded, squares))
+        info = ExtraStateInfo(
+            name=name, expected=expected, exact=exact, rounded=rounded, squares=squares
+        )
+        infos.append(info)
     return tuple(infos)
 
 

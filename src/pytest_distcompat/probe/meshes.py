@@ -148,7 +148,7 @@ def dtensor_layout(
     for name, size, index, placement in zip(
         names, place.sizes, place.coordinate, placements, strict=True
     ):
-        dims.append(MeshDim(name, size, index, placement.text))
+        dims.append(MeshDim(name, size, coordinate=index, placement=placement.text))
         if placement.dim is None:
             selection.append(index)
         else:

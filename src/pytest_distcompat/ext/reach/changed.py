@@ -80,7 +80,7 @@ def reached_places(reach_map: ReachMap, places: Iterable[ChangedPlace]) -> list[
     reached = []
     for place in places:
         if place.file not in reach_map.files or place.defines:
-            reached.append(PlaceReach(place, "", (), ()))
+            reached.append(PlaceReach(place, function="", contexts=(), ways=()))
         else:
             file_reach = reach_map.coverage_of(place.file)
             reached.append(_reached_place(file_reach, place))

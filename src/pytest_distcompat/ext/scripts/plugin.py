@@ -61,11 +61,11 @@ class Distcompat:
         if problem:
             pytest.skip(problem)
         return Host(
-            session.device,
-            session.world_size,
-            session.pool,
-            session.timeout,
-            session.store / "scripts",
+            device=session.device,
+            world_size=session.world_size,
+            pool=session.pool,
+            timeout=session.timeout,
+            directory=session.store / "scripts",
         )
 
     def launch(self, script: str | Path, *args: str | Path, **settings: Any) -> ScriptRun:

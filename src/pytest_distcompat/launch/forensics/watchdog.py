@@ -209,7 +209,12 @@ class Watchdog:
         killed_here = {*self.ended_by_us, *also_ended}
         self.processes = {}
         for rank, code, time in zip(ranks, codes, ended_at, strict=True):
-            process = RankProcess(code, rank in killed_here, time, self.files.output(rank))
+            process = RankProcess(
+                code=code,
+                ended_by_us=rank in killed_here,
+                ended_at=time,
+                output=self.files.output(rank),
+            )
             self.processes[rank] = self._with_reports(rank, process, events[rank])
         died_of_signal = any(code is not None and code < 0 for code in codes)
         oom_kills = 0

@@ -62,7 +62,10 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     for cell, reasons in not_applicable.items():
         for check in CHECKS.by_name.values():
             if check.name not in reasons:
-                selected.append(Case(suite, cell, check, reasons, unsupported[cell]))
+                case = Case(
+                    suite, cell, check, not_applicable=reasons, unsupported=unsupported[cell]
+                )
+                selected.append(case)
                 # One skipped item is enough for a cell that cannot run.
                 if unsupported[cell]:
                     break

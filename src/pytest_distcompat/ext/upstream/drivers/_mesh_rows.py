@@ -119,7 +119,7 @@ def _arguments(driver: Any, settings: Mapping[str, Any], count: int, directory: 
     from transformers import TrainingArguments
 
     # Any plan with a step: the arguments that follow from it are overridden.
-    plan = Plan(("build", "step"), 0, directory, directory)
+    plan = Plan(("build", "step"), first_step=0, save_to=directory, load_from=directory)
     arguments = driver.arguments(plan)
     # The driver's trainings sample in order; each loader has a strategy of its own.
     del arguments["train_sampling_strategy"]
