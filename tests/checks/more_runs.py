@@ -68,12 +68,18 @@ class Claims(Driver):
 
 def trace_of(cell: Cell, check: str) -> Trace:
     """Return the snapshots in the runs of that check when nothing is wrong."""
-    return Trace.of("hand-made", [_run(cell, run) for run in CHECKS.get(check).runs(cell, Claims).runs])
+    scenario = CHECKS.get(check).runs(cell, Claims)
+    return Trace.of("hand-made", [_run(cell, run) for run in scenario.runs])
 
 
 def words(name: str, done: int, numel: int) -> list[int]:
-    """The values of a tensor after so many steps."""
-    return [hash((len(name), name[0] == "o", n)) % 1000 + 7 * done + ord(name[-1]) for n in range(numel)]
+    """Return the values of a tensor after so many steps."""
+    offset = 7 * done + ord(name[-1])
+    values = []
+    for number in range(numel):
+        drawn = hash((len(name), name[0] == "o", number)) % 1000
+        values.append(drawn + offset)
+    return values
 
 
 def digest_of(values: list[int]) -> str:
@@ -102,7 +108,8 @@ class Place:
 
     def part(self, name: str, kind: str, numel: int, *, split: bool) -> dict[str, Any]:
         """The digest of what this rank holds, its size and its layout."""
-        all_values = words(name + kind, self.done * (name in TRAINABLE), numel)
+        done = self.done if name in TRAINABLE else 0
+        all_values = words(name + kind, done, numel)
         part = layout(self.cell, self.rank, name) if split else Layout()
         holders = part.holders or (self.rank,)
         size = math.ceil(numel / len(holders))
@@ -111,7 +118,8 @@ class Place:
         digest = digest_of(own)
         if split and not part.flat:
             # The digest of a DTensor's shard knows its place in the whole.
-            _, hashes = digests.read(digest_of([0] * start + own))
+            before = [0] * start
+            _, hashes = digests.read(digest_of(before + own))
             digest = digests.form(len(own), hashes)
         return {"digest": digest, "numel": len(own), "layout": part}
 
@@ -137,11 +145,13 @@ def _run(cell: Cell, run: Run) -> RunTrace:
             done = run.first_step if run.after else saved
         elif action in {"again", "reference_again"}:
             done = 0
-        else:
-            done += action in STEPS
+        elif action in STEPS:
+            done += 1
         if action == "save":
             saved = done
-        snapshots += [_snapshot(Place(run_cell, run, index, done, rank)) for rank in range(run_cell.world_size)]
+        for rank in range(run_cell.world_size):
+            place = Place(run_cell, run, index, done, rank)
+            snapshots.append(_snapshot(place))
     return RunTrace(run.name, run_cell.world_size, tuple(snapshots), end, run_cell.id)
 
 
@@ -152,11 +162,14 @@ def _snapshot(place: Place) -> Snapshot:
     elif place.action == "files":
         infos["files"] = _files() if place.rank == 0 else ()
     elif place.action == "damage":
-        infos["files"] = (FileInfo("checkpoint/shard_0.pt", "", place.run.damage, ()),) if place.rank == 0 else ()
+        damaged = FileInfo("checkpoint/shard_0.pt", "", place.run.damage, ())
+        infos["files"] = (damaged,) if place.rank == 0 else ()
     elif place.action == "evaluate":
         infos["outputs"] = (0.25, -2.0, 1.5)
     else:
-        infos |= {"model": _model(place), "optimizer": _optimizer(place), "scheduler": f"last_epoch={place.done}"}
+        infos["model"] = _model(place)
+        infos["optimizer"] = _optimizer(place)
+        infos["scheduler"] = f"last_epoch={place.done}"
         if place.action in STEPS:
             infos["loss"] = 1 / place.done
     return Snapshot(place.rank, place.run.name, place.action, place.index, **infos)
@@ -178,7 +191,8 @@ def _unwrapped(done: int) -> UnwrappedInfo:
 
 
 def _after(name: str, done: int) -> list[int]:
-    return words(name, done * (name in TRAINABLE), math.prod(SHAPES[name]))
+    numel = math.prod(SHAPES[name])
+    return words(name, done if name in TRAINABLE else 0, numel)
 
 
 def _scale() -> ParameterInfo:
@@ -190,19 +204,17 @@ def _model(place: Place) -> ModelInfo:
     parameters = []
     for name, shape in SHAPES.items():
         part = place.part(name, "", math.prod(shape), split=strategy.shards)
-        info = ParameterInfo(place.live(name), shape, "float32", name in TRAINABLE, strategy.kind)
-        parameters.append(
-            ParameterInfo(
-                info.name,
-                shape,
-                info.dtype,
-                info.trainable,
-                info.kind,
-                layout=part["layout"],
-                local_numel=part["numel"],
-                digest=part["digest"],
-            )
+        info = ParameterInfo(
+            place.live(name),
+            shape,
+            "float32",
+            name in TRAINABLE,
+            strategy.kind,
+            layout=part["layout"],
+            local_numel=part["numel"],
+            digest=part["digest"],
         )
+        parameters.append(info)
     return ModelInfo(
         "Toy",
         {strategy.wrapper: 1},
@@ -216,14 +228,19 @@ def _optimizer(place: Place) -> OptimizerInfo:
     strategy = STRATEGIES.get(place.cell.strategy)
     groups = ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
     steps = {"digest": digest_of([place.done]), "numel": 1, "layout": Layout()}
+    is_split = strategy.shards or strategy.flat_masters
     states: list[StateInfo] = []
     masters: list[StateInfo] = []
     for name in TRAINABLE:
         numel = math.prod(SHAPES[name])
         owner = place.live(name)
         for key in ("exp_avg", "exp_avg_sq"):
-            part = place.part(name, key, numel, split=strategy.shards or strategy.flat_masters)
-            (masters if strategy.flat_masters else states).append(StateInfo(owner, key, "float32", **_as_state(part)))
+            part = place.part(name, key, numel, split=is_split)
+            moment = StateInfo(owner, key, "float32", **_as_state(part))
+            if strategy.flat_masters:
+                masters.append(moment)
+            else:
+                states.append(moment)
         if strategy.flat_masters:
             part = place.part(name, "", numel, split=True)
             masters.append(StateInfo(owner, "master", "float32", **_as_state(part)))

@@ -100,7 +100,8 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     if action == "build_model":
         return replace(snapshot, unwrapped=_unwrapped(cell))
     if action == "files":
-        return replace(snapshot, files=_files() if rank == 0 else ())
+        # Rank 0 reads the files for all.
+        return replace(snapshot, files=_files()) if rank == 0 else snapshot
     if action == "evaluate":
         return snapshot
     optimizer = _optimizer(cell, done, rank)
@@ -195,6 +196,12 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
         wrappers["OptimizedModule"] = 1
         compiled = ("",)
     buffer_dtype = strategy.dtypes(precision).buffer or "float32"
+    units: tuple[str, ...] = ()
+    if strategy.wrapper.startswith("FSDP"):
+        units = ("", *blocks)
+    checkpointed: tuple[str, ...] = ()
+    if cell.option("activation_checkpointing"):
+        checkpointed = blocks
     return ModelInfo(
         "Toy",
         wrappers,
@@ -203,10 +210,10 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
         world_size=cell.world_size,
         trainer_world_size=cell.world_size,
         zero_stage=strategy.zero_stage,
-        units=("", *blocks) if strategy.wrapper.startswith("FSDP") else (),
-        checkpointed=blocks if cell.option("activation_checkpointing") else (),
+        units=units,
+        checkpointed=checkpointed,
         compiled=compiled,
-        float8=2 if precision.float8 else 0,
+        float8=2 * precision.float8,
         graphs=int(bool(method)),
     )
 
@@ -216,14 +223,9 @@ def _parameter(cell: Cell, name: str, done: int, rank: int) -> ParameterInfo:
     strategy = STRATEGIES.get(cell.strategy)
     precision = PRECISIONS.get(cell.precision)
     trained = name in TRAINABLE
-    info = ParameterInfo(
-        live_name(cell, name),
-        SHAPES[name],
-        strategy.dtypes(precision).storage if trained else precision.load,
-        trained,
-        strategy.kind,
-        held=None if strategy.flat_masters else int(trained),
-    )
+    dtype = strategy.dtypes(precision).storage if trained else precision.load
+    held = None if strategy.flat_masters else int(trained)
+    info = ParameterInfo(live_name(cell, name), SHAPES[name], dtype, trained, strategy.kind, held=held)
     digest = f"{name} after {done * trained}"
     numel = math.prod(SHAPES[name])
     if strategy.shards and not _is_ignored(cell, name):
@@ -248,21 +250,30 @@ def shared_by(cell: Cell) -> int:
 
 def holders_of(cell: Cell, name: str) -> int:
     """How many ranks hold a copy of the parameter."""
-    return shared_by(cell) * (cell.tp if name in CUT else 1)
+    if name in CUT:
+        return shared_by(cell) * cell.tp
+    return shared_by(cell)
 
 
 def layout(cell: Cell, rank: int, name: str = "") -> Layout:
     """The shard of a rank: neighbours hold a copy, as a mesh of copies, shards and parts of tensor parallelism has them."""
     size = shared_by(cell)
-    at = rank // cell.tp % shared_by(cell)
+    tp_rank = rank % cell.tp
+    at = rank // cell.tp % size
     placement = "Shard(0)" if cell.strategy == "fsdp2" else FLAT
-    first = rank - rank % cell.tp - at * cell.tp
-    columns = range(cell.tp) if name in CUT else (rank % cell.tp,)
-    holders = tuple(first + cell.tp * row + column for row in range(size) for column in columns)
+    first = rank - tp_rank - at * cell.tp
+    copy = range(first, first + size * cell.tp)
     dims = [MeshDim("dp_shard", size, at, placement)]
-    if cell.tp > 1 and name in CUT:
-        dims.append(MeshDim("tp", cell.tp, rank % cell.tp, CUT[name]))
-    return Layout(tuple(dims), holders if len(holders) > 1 else ())
+    if name in CUT:
+        holders = tuple(copy)
+        if cell.tp > 1:
+            dims.append(MeshDim("tp", cell.tp, tp_rank, CUT[name]))
+    else:
+        # One on each rank of tensor parallelism.
+        holders = tuple(copy[tp_rank :: cell.tp])
+    if len(holders) == 1:
+        holders = ()
+    return Layout(tuple(dims), holders)
 
 
 def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
@@ -279,7 +290,9 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
         keys = ("master", *MOMENTS)
         partitioned = dict.fromkeys(names, 8 // cell.world_size)
     states = []
-    for owner, name in owners.items() if done else ():
+    for owner, name in owners.items():
+        if not done:
+            break
         part, holders = _shard(cell, rank, name)
         for key in keys:
             digest = f"{owner} {key} after {done} of {part.region}"
@@ -333,9 +346,14 @@ def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
 def _activations(cell: Cell, micros: int, rank: int) -> tuple[CollectiveInfo, ...]:
     """What ranks that are fed the same rows tell each other in forward and backward: four sums a micro-batch."""
     op = "reduce_scatter_tensor" if cell.option("sp") else "all_reduce"
-    sums = CollectiveInfo(op, "float32", 4 * micros, 64, 256 * micros, cell.tp_peers(rank))
-    keys = CollectiveInfo("all_gather_into_tensor", "float32", 4 * micros, 64, 256 * micros, cell.cp_peers(rank))
-    return (*((sums,) if cell.tp > 1 else ()), *((keys,) if cell.cp > 1 else ()))
+    calls = 4 * micros
+    numel = 256 * micros
+    collectives = []
+    if cell.tp > 1:
+        collectives.append(CollectiveInfo(op, "float32", calls, 64, numel, cell.tp_peers(rank)))
+    if cell.cp > 1:
+        collectives.append(CollectiveInfo("all_gather_into_tensor", "float32", calls, 64, numel, cell.cp_peers(rank)))
+    return tuple(collectives)
 
 
 def _files() -> tuple[FileInfo, ...]:

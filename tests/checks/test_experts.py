@@ -9,6 +9,8 @@ from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.trace import REPLICATE, STAGE, Layout, MeshDim, together
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.checks.traces import Sound, Story
 
     from pytest_distcompat.trace import Snapshot
@@ -26,7 +28,10 @@ def spread(story: Story) -> Story:
         other_expert = story.live(EXPERTS[1 - at])
         own_expert = story.live(EXPERTS[at])
         holders = (snapshot.rank - at, snapshot.rank - at + 1)
-        dims = MeshDim("dp_replicate", 2, snapshot.rank // 2, REPLICATE), MeshDim("ep", 2, at, STAGE)
+        dims = (
+            MeshDim("dp_replicate", 2, snapshot.rank // 2, REPLICATE),
+            MeshDim("ep", 2, at, STAGE),
+        )
         own_layout = Layout(dims, holders)
 
         def layout_of(name: str, layout: Layout) -> Layout:
@@ -57,14 +62,28 @@ def spread(story: Story) -> Story:
                 if gradient.name != other_expert:
                     layout = layout_of(gradient.name, gradient.layout)
                     gradients.append(replace(gradient, layout=layout))
-            ranks, square = together((info.layout.holders, info.square) for info in gradients)
+            squares = [(info.layout.holders, info.square) for info in gradients]
+            ranks, square = together(squares)
             steps.append(replace(step, gradients=tuple(gradients), square=square, holders=ranks))
         return replace(snapshot, steps=tuple(steps))
 
-    story = replace(story, cell=replace(story.cell, options=(*story.cell.options, ("ep", 2))))
+    story = story.with_option("ep", 2)
     for run in ("train", "resume"):
         story = story.alter(change, run=run)
     return story
+
+
+def with_layouts(snapshot: Snapshot, name: str, change: Callable[[Layout], Layout]) -> Snapshot:
+    """Return the snapshot with another layout of one parameter of the live model."""
+    if snapshot.model is None:
+        return snapshot
+    parameters = []
+    for info in snapshot.parameters:
+        if info.name == name:
+            parameters.append(replace(info, layout=change(info.layout)))
+        else:
+            parameters.append(info)
+    return replace(snapshot, model=replace(snapshot.model, parameters=tuple(parameters)))
 
 
 def test_experts_on_two_ranks_each(sound: Sound) -> None:
@@ -79,21 +98,17 @@ def test_experts_spread_over_the_ranks_of_tensor_parallelism(sound: Sound) -> No
     expert = story.live("inlet.weight")
 
     def over_peers(layout: Layout) -> Layout:
-        return replace(
-            layout, dims=tuple(replace(dim, name={"tp": "ep"}.get(dim.name, dim.name)) for dim in layout.dims)
-        )
+        dims = []
+        for dim in layout.dims:
+            dims.append(replace(dim, name="ep") if dim.name == "tp" else dim)
+        return replace(layout, dims=tuple(dims))
 
     def change(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.model
-        parameters = tuple(
-            replace(info, layout=over_peers(info.layout)) if info.name == expert else info
-            for info in snapshot.parameters
-        )
-        return replace(snapshot, model=replace(snapshot.model, parameters=parameters))
+        return with_layouts(snapshot, expert, over_peers)
 
-    story = replace(story, cell=replace(story.cell, options=(*story.cell.options, ("ep", 2))))
+    story = story.with_option("ep", 2)
     for run in ("train", "resume"):
-        story = story.alter(lambda snapshot: change(snapshot) if snapshot.model else snapshot, run=run)
+        story = story.alter(change, run=run)
     for check in TRAINED:
         assert story.findings(check) == [], check
 
@@ -110,18 +125,21 @@ def test_the_page_draws_experts_at_their_own_coordinates(sound: Sound) -> None:
     story = spread(sound("ddp-fp32-w4"))
 
     def replicate(snapshot: Snapshot) -> Snapshot:
-        dims = (MeshDim("dp_replicate", 4, snapshot.rank, REPLICATE),)
-        frozen = story.live("frozen.weight")
+        layout = Layout((MeshDim("dp_replicate", 4, snapshot.rank, REPLICATE),))
+        snapshot = with_layouts(snapshot, story.live("frozen.weight"), lambda _: layout)
         assert snapshot.model
-        parameters = tuple(
-            replace(info, layout=Layout(dims)) if info.name == frozen else info for info in snapshot.parameters
-        )
-        return replace(snapshot, model=replace(snapshot.model, parameters=(*parameters[1:], parameters[0])))
+        first, *others = snapshot.parameters
+        return replace(snapshot, model=replace(snapshot.model, parameters=(*others, first)))
 
-    drawn = mesh(story.cell, story.alter(replicate, action="build").trace.run())
+    replicated = story.alter(replicate, action="build")
+    drawn = mesh(story.cell, replicated.trace.run())
     assert drawn
     assert drawn["dims"] == [{"name": "dp_replicate", "size": 2}, {"name": "ep", "size": 2}]
-    assert [rank["at"] for rank in drawn["ranks"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    parts = {layout["names"][0]: layout["parts"] for layout in drawn["layouts"]}
+    coordinates = [rank["at"] for rank in drawn["ranks"]]
+    assert coordinates == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    parts = {}
+    for layout in drawn["layouts"]:
+        first_name, *_ = layout["names"]
+        parts[first_name] = layout["parts"]
     assert parts["inlet.weight"] == ["all", "none", "all", "none"]
-    assert parts["frozen.weight"] == ["all"] * 4
+    assert parts["frozen.weight"] == ["all", "all", "all", "all"]

@@ -31,8 +31,19 @@ def test_sound(runs_of: RunsOf, cell: str) -> None:
 
 def with_file(story: Story, **changes: Any) -> Story:
     def change(snapshot: Snapshot) -> Snapshot:
-        files = tuple(replace(f, **changes) if f.path == FILE else f for f in snapshot.files)
-        return replace(snapshot, files=files)
+        files = []
+        for file in snapshot.files:
+            files.append(replace(file, **changes) if file.path == FILE else file)
+        return replace(snapshot, files=tuple(files))
+
+    return story.alter(change, action="files", rank=0)
+
+
+def with_another_file(story: Story, file: FileInfo) -> Story:
+    """Return the story with a file beside those that were exported."""
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, files=(*snapshot.files, file))
 
     return story.alter(change, action="files", rank=0)
 
@@ -55,9 +66,8 @@ def test_a_name_with_a_segment_too_many(runs_of: RunsOf, cell: str, prefix: str,
 
 
 def test_names_with_one_extra_prefix(runs_of: RunsOf) -> None:
-    keys = tuple(
-        f"module.{name}" for name in ("inlet.weight", "frozen.weight", "outlet.weight", "head.weight", "scale")
-    )
+    names = ("inlet.weight", "frozen.weight", "outlet.weight", "head.weight", "scale")
+    keys = tuple(f"module.{name}" for name in names)
     story = with_file(runs_of("ddp-fp32-w2", "export"), keys=keys)
     first, _ = story.findings("export")
     others = "key 'module.frozen.weight' and 4 others are none of the model's own; expected 'frozen.weight'"
@@ -108,9 +118,7 @@ def test_another_shape(runs_of: RunsOf) -> None:
 
 def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
     extra = FileInfo("export/optimizer.bin", "torch", "optimizer", ("inlet.weight",))
-    story = runs_of("fsdp2-fp32-w2", "export").alter(
-        lambda snapshot: replace(snapshot, files=(*snapshot.files, extra)), action="files", rank=0
-    )
+    story = with_another_file(runs_of("fsdp2-fp32-w2", "export"), extra)
     assert story.findings("export") == [
         "file 'export/optimizer.bin' holds 1 keys of an optimizer; expected the model alone"
     ]
@@ -119,25 +127,22 @@ def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
 def test_an_index_has_each_key_in_its_file(runs_of: RunsOf) -> None:
     story = runs_of("fsdp2-fp32-w2", "export")
     path = "export/model.safetensors.index.json"
-    keys = next(
-        file.keys for snapshot in story.trace.run("train").snapshots for file in snapshot.files if file.path == FILE
-    )
+    files = story.trace.run("train").at("files")[0].files
+    (exported,) = [file for file in files if file.path == FILE]
 
     def findings_of(files: dict[str, str]) -> list[str]:
         index = FileInfo(path, "index", "index", tuple(files), files=files)
-        return story.alter(
-            lambda snapshot: replace(snapshot, files=(*snapshot.files, index)), action="files", rank=0
-        ).findings("export")
+        return with_another_file(story, index).findings("export")
 
     name = FILE.rpartition("/")[2]
-    assert findings_of(dict.fromkeys(keys, name)) == []
-    assert findings_of({**dict.fromkeys(keys, name), "scale": "lost.safetensors"}) == [
+    complete = dict.fromkeys(exported.keys, name)
+    assert findings_of(complete) == []
+    assert findings_of({**complete, "scale": "lost.safetensors"}) == [
         f"file {path!r}: it names 1 keys that are not in their files, first 'scale' in 'lost.safetensors'",
         f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}",
     ]
-    assert findings_of({key: name for key in keys if key != "scale"}) == [
-        f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}"
-    ]
+    del complete["scale"]
+    assert findings_of(complete) == [f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}"]
 
 
 def test_an_index_has_the_size_of_its_tensors_and_one_file_for_each(runs_of: RunsOf) -> None:
@@ -146,17 +151,18 @@ def test_an_index_has_the_size_of_its_tensors_and_one_file_for_each(runs_of: Run
 
     def findings_of(size: int | None, dtype: str = "bfloat16", second: tuple[str, ...] = ()) -> list[str]:
         files = dict.fromkeys(shapes, "a.safetensors")
-        own = FileInfo(
-            "export/a.safetensors", "safetensors", "model", tuple(shapes), shapes, dict.fromkeys(shapes, dtype)
-        )
+        names = tuple(shapes)
+        dtypes = dict.fromkeys(shapes, dtype)
+        own = FileInfo("export/a.safetensors", "safetensors", "model", names, shapes, dtypes)
         other = FileInfo("export/b.safetensors", "safetensors", "model", second)
-        index = FileInfo(
-            "export/i.safetensors.index.json", "index", "index", tuple(files), files=files, total_size=size
-        )
+        path = "export/i.safetensors.index.json"
+        index = FileInfo(path, "index", "index", names, files=files, total_size=size)
         changed = sound.snapshot("files", {"files": (own, other, index)}, rank=0)
         return [text for text in changed.findings("export") if "index" in text]
 
-    assert findings_of(66) == findings_of(None) == findings_of(1, dtype="complex64") == []
+    assert findings_of(66) == []
+    assert findings_of(None) == []
+    assert findings_of(1, dtype="complex64") == []
     path = "file 'export/i.safetensors.index.json'"
     assert findings_of(132) == [f"{path}: total_size is 132; the tensors that it names have 66 bytes"]
     assert findings_of(66, second=("scale",)) == [
@@ -185,17 +191,17 @@ def test_ranks_hold_other_values_than_one_another_before_the_export(runs_of: Run
 
 
 def reloaded(story: Story, **changes: dict[str, Any]) -> Story:
-    """Other facts of ``outlet.weight`` or of the buffer in the reloaded model."""
+    """Return the story with other fields of ``outlet.weight`` or of the buffer in the reloaded model."""
 
     def change(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
-        parts: dict[str, Any] = {
-            name: tuple(
-                replace(info, **more) if info.name in {"outlet.weight", "scale"} else info
-                for info in getattr(snapshot.unwrapped, name)
-            )
-            for name, more in changes.items()
-        }
+        parts: dict[str, Any] = {}
+        for part, fields in changes.items():
+            infos = []
+            for info in getattr(snapshot.unwrapped, part):
+                is_chosen = info.name in {"outlet.weight", "scale"}
+                infos.append(replace(info, **fields) if is_chosen else info)
+            parts[part] = tuple(infos)
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, **parts))
 
     return story.alter(change, run="reload", action="reload")

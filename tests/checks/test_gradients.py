@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,34 +14,42 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.trace import GradientInfo, ParameterInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from tests.checks.traces import Sound, Story
 
-    from pytest_distcompat.trace import Snapshot
+    from pytest_distcompat.trace import Snapshot, StepInfo
 
 REPLICAS = ("ddp-fp32-w2", "zero0-fp32-w2")
 PARTS = ("fsdp1-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
 
 
+def with_gradients(
+    story: Story, change: Callable[[tuple[GradientInfo, ...]], Iterable[GradientInfo]], **where: Any
+) -> Story:
+    """Return the story with other gradients at the optimizer."""
+
+    def change_step(step: StepInfo) -> StepInfo:
+        return replace(step, gradients=tuple(change(step.gradients)))
+
+    def change_snapshot(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, steps=tuple(map(change_step, snapshot.steps)))
+
+    return story.alter(change_snapshot, **{"action": "step", **where})
+
+
 def scaled(story: Story, factors: dict[str, float], *, nth: int | None = 0, **where: Any) -> Story:
-    """The norms of these gradients are multiplied; of those by 0 none is left."""
+    """Return the story with the norms of these gradients multiplied; of those by 0 none is left."""
     live = story.live if where.get("run") != "reference" else str
-    lives = {live(name): factor for name, factor in factors.items()}
+    factor_by_name = {live(name): factor for name, factor in factors.items()}
 
-    def change(snapshot: Snapshot) -> Snapshot:
-        steps = tuple(
-            replace(
-                step,
-                gradients=tuple(
-                    replace(info, square=info.square * lives.get(info.name, 1.0) ** 2)
-                    for info in step.gradients
-                    if lives.get(info.name, 1.0)
-                ),
-            )
-            for step in snapshot.steps
-        )
-        return replace(snapshot, steps=steps)
+    def change(gradients: tuple[GradientInfo, ...]) -> Iterator[GradientInfo]:
+        for info in gradients:
+            factor = factor_by_name.get(info.name, 1.0)
+            if factor:
+                yield replace(info, square=info.square * factor**2)
 
-    return story.alter(change, nth=nth, **{"action": "step", **where})
+    return with_gradients(story, change, nth=nth, **where)
 
 
 @pytest.mark.parametrize("cell", [*REPLICAS, *PARTS, "fsdp2-fp32-w4-dp_replicate_2", "ddp-fp32-w2-grad_accum_2"])
@@ -69,8 +78,10 @@ def test_each_replica_is_compared(sound: Sound, cell: str) -> None:
 def test_all_parameters_are_off_by_the_micro_batches(sound: Sound) -> None:
     story = scaled(sound("ddp-fp32-w3-grad_accum_2"), {"inlet.weight": 2.0, "outlet.weight": 2.0})
     ratio = "all 2 parameters is 2 times the reference's (= micro-batches a step)"
-    expected = [f"step 1: rank {rank}: the gradient of {ratio}" for rank in range(3)]
-    assert [finding.partition(": '")[0] for finding in story.findings("gradients")] == expected
+    findings = story.findings("gradients")
+    assert len(findings) == 3
+    for rank, finding in enumerate(findings):
+        assert finding.startswith(f"step 1: rank {rank}: the gradient of {ratio}: '")
 
 
 def test_a_gradient_that_is_missing(sound: Sound) -> None:
@@ -91,20 +102,15 @@ def test_parts_that_do_not_make_a_whole_gradient(sound: Sound) -> None:
 def compared(story: Story, norms: dict[str, tuple[float, float]]) -> list[str]:
     """Return the findings for one-element parameters with these norms in the first step: the trainer's and the reference's."""
     infos = tuple(ParameterInfo(name, (1,), "float32") for name in norms)
-    for run, action, which in (("train", "step", 0), ("reference", "reference", 1)):
-
-        def change(snapshot: Snapshot, which: int = which) -> Snapshot:
-            if snapshot.unwrapped:
-                return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=infos))
-            gradients = tuple(GradientInfo(name, 1, both[which] ** 2) for name, both in norms.items())
-            return replace(snapshot, steps=tuple(replace(step, gradients=gradients) for step in snapshot.steps))
-
-        story = story.alter(change, run=run, action="build_model").alter(change, run=run, action=action)
-    return [
-        text.removeprefix("step 1: rank 0: the gradient of ")
-        for text in story.findings("gradients")
-        if "rank 0" in text
-    ]
+    own = [GradientInfo(name, 1, norm**2) for name, (norm, _) in norms.items()]
+    of_reference = [GradientInfo(name, 1, norm**2) for name, (_, norm) in norms.items()]
+    story = story.unwrapped({"parameters": infos}, run="train", action="build_model")
+    story = story.unwrapped({"parameters": infos}, run="reference", action="build_model")
+    story = with_gradients(story, lambda _: own)
+    story = with_gradients(story, lambda _: of_reference, run="reference", action="reference")
+    start = "step 1: rank 0: the gradient of "
+    of_rank_0 = [text for text in story.findings("gradients") if "rank 0" in text]
+    return [text.removeprefix(start) for text in of_rank_0]
 
 
 def test_a_gradient_of_nothing_but_rounding(sound: Sound) -> None:
@@ -113,7 +119,9 @@ def test_a_gradient_of_nothing_but_rounding(sound: Sound) -> None:
 
 
 def test_names_that_differ_in_their_numbers(sound: Sound) -> None:
-    norms = {f"layers.{n}.{kind}.weight": (1.0, 1.0) for n in range(3) for kind in ("router", "expert", "norm", "gate")}
+    norms = {}
+    for layer, kind in itertools.product(range(3), ("router", "expert", "norm", "gate")):
+        norms[f"layers.{layer}.{kind}.weight"] = (1.0, 1.0)
     wrong = {name: (2.0, 1.0) for name in norms if "router" in name}
     [finding] = compared(sound("ddp-fp32-w2"), norms | wrong)
     assert finding.startswith(
@@ -124,7 +132,8 @@ def test_names_that_differ_in_their_numbers(sound: Sound) -> None:
 
 
 def test_clipping_makes_the_others_smaller(sound: Sound) -> None:
-    norms = {f"layers.{n}.weight": (0.9, 1.0) for n in range(6)} | {"final.weight": (1.8, 1.0)}
+    norms = {f"layers.{layer}.weight": (0.9, 1.0) for layer in range(6)}
+    norms["final.weight"] = (1.8, 1.0)
     [finding] = compared(sound("ddp-fp32-w2"), norms)
     ratio = "1.8 times the reference's, 2 times as much as the others (= the number of ranks)"
     assert finding == f"final.weight is {ratio}: 'final.weight' has norm 1.8; 1 in the reference (4e-04 allowed)"
@@ -133,13 +142,16 @@ def test_clipping_makes_the_others_smaller(sound: Sound) -> None:
 def test_a_gradient_that_the_reference_has_not(sound: Sound) -> None:
     [finding] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "frozen.weight": (1.0, 0.0)})
     assert finding.startswith("frozen.weight is not finite, or has none in the reference: ")
-    [finding] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "inlet.weight": (float("nan"), 1.0)})
+    nan = float("nan")
+    [finding] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "inlet.weight": (nan, 1.0)})
     assert finding.startswith("inlet.weight is not finite")
 
 
 def test_most_parameters_are_frozen_in_the_reference(sound: Sound) -> None:
     """They are the finding, and no measure for the others, which clipping has made smaller."""
-    norms = {f"layers.{n}.weight": (1.0, 0.0) for n in range(6)} | {f"lora.{n}.weight": (0.6688, 1.0) for n in range(2)}
+    norms = {f"layers.{layer}.weight": (1.0, 0.0) for layer in range(6)}
+    norms["lora.0.weight"] = (0.6688, 1.0)
+    norms["lora.1.weight"] = (0.6688, 1.0)
     smaller, frozen = compared(sound("ddp-fp32-w2"), norms)
     assert smaller.startswith("lora.*.weight is 0.6688 times the reference's: ")
     assert frozen.startswith("layers.*.weight is not finite, or has none in the reference: ")
@@ -147,34 +159,26 @@ def test_most_parameters_are_frozen_in_the_reference(sound: Sound) -> None:
 
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
     story = scaled(sound("fsdp2-bf16_upcast-w2"), {"outlet.weight": 1.1})
-    exact = story.trace.run("reference")
-    rounded = scaled(story, {"outlet.weight": 1.06}, nth=None, run="reference", action="reference").trace.run(
-        "reference"
-    )
-    snapshots = tuple(
-        replace(snapshot, action=snapshot.action.replace("reference", "rounded")) for snapshot in rounded.snapshots
-    )
-    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", snapshots=snapshots)}
     assert len(story.findings("gradients")) == 1
-    changed = replace(story, trace=replace(story.trace, runs=runs))
+    off = scaled(story, {"outlet.weight": 1.06}, nth=None, run="reference", action="reference")
+    reference = off.trace.run("reference")
+    snapshots = []
+    for snapshot in reference.snapshots:
+        action = snapshot.action.replace("reference", "rounded")
+        snapshots.append(replace(snapshot, action=action))
+    changed = story.with_run(replace(reference, name="rounded", snapshots=tuple(snapshots)))
     assert changed.findings("gradients") == []
 
 
 def test_flat_parameters_have_no_gradients_of_their_own() -> None:
     cell = Cell.parse("fsdp1-fp32-w2-no_use_orig_params")
-    assert (
-        CHECKS.get("gradients").not_applicable(cell, Able)
-        == "a flat parameter has one gradient for all the parameters in it"
-    )
+    reason = CHECKS.get("gradients").not_applicable(cell, Able)
+    assert reason == "a flat parameter has one gradient for all the parameters in it"
 
 
 def test_an_unknown_name_is_no_finding_of_this_check(sound: Sound) -> None:
-    def change(snapshot: Snapshot) -> Snapshot:
-        steps = tuple(
-            replace(step, gradients=tuple(replace(info, name=f"engine.{info.name}") for info in step.gradients))
-            for step in snapshot.steps
-        )
-        return replace(snapshot, steps=steps)
+    def change(gradients: tuple[GradientInfo, ...]) -> list[GradientInfo]:
+        return [replace(info, name=f"engine.{info.name}") for info in gradients]
 
-    story = sound("fsdp2-fp32-w2").alter(change, action="step")
+    story = with_gradients(sound("fsdp2-fp32-w2"), change)
     assert story.findings("gradients") == []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.checks.traces import Sound, Story
 
-    from pytest_distcompat.trace import OptimizerInfo, Snapshot
+    from pytest_distcompat.trace import OptimizerInfo, ParameterInfo, Snapshot
 
 REPLICAS_AND_SHARDS = ("ddp-fp32-w2", "fsdp2-fp32-w2")
 
@@ -22,15 +22,18 @@ REPLICAS_AND_SHARDS = ("ddp-fp32-w2", "fsdp2-fp32-w2")
 def with_states(
     story: Story, change: Callable[[OptimizerInfo], tuple[StateInfo, ...]], dtypes: tuple[str, ...]
 ) -> Story:
-    """With other states in all runs and snapshots."""
+    """Return the story with other states in all runs and snapshots."""
 
     def altered(snapshot: Snapshot) -> Snapshot:
+        optimizer = snapshot.optimizer
+        if optimizer is not None:
+            optimizer = replace(optimizer, states=change(optimizer))
         steps = tuple(replace(step, state=dtypes) for step in snapshot.steps)
-        optimizer = snapshot.optimizer and replace(snapshot.optimizer, states=change(snapshot.optimizer))
         return replace(snapshot, optimizer=optimizer, steps=steps)
 
-    runs = {name: replace(run, snapshots=tuple(map(altered, run.snapshots))) for name, run in story.trace.runs.items()}
-    return replace(story, trace=replace(story.trace, runs=runs))
+    for run in story.trace.runs:
+        story = story.alter(altered, run=run)
+    return story
 
 
 @pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
@@ -47,11 +50,15 @@ def test_state_that_is_missing_of_one_parameter_only(sound: Sound, cell: str) ->
 
     story = with_states(sound(cell), without_one, ("float32",))
     assert story.findings("names") == ["the optimizer of no rank keeps state for 'outlet.weight'"]
-    expected = [
-        f"all ranks together keep {8 if cell.startswith('fsdp2') else 16} elements of {key!r}"
-        for key in ("exp_avg", "exp_avg_sq")
-    ]
-    assert [text.partition(";")[0] for text in story.findings("memory")] == expected
+    first, second = story.findings("memory")
+    kept = 8 if cell == "fsdp2-fp32-w2" else 16
+    assert first.startswith(f"all ranks together keep {kept} elements of 'exp_avg';")
+    assert second.startswith(f"all ranks together keep {kept} elements of 'exp_avg_sq';")
+
+
+def owners_of(optimizer: OptimizerInfo) -> list[str]:
+    """Return the names of the parameters of which the optimizer keeps state."""
+    return sorted({state.owner for state in optimizer.states})
 
 
 @pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
@@ -59,8 +66,8 @@ def test_a_number_beside_the_moments(sound: Sound, cell: str) -> None:
     """As NAdam keeps one."""
 
     def more(optimizer: OptimizerInfo) -> tuple[StateInfo, ...]:
-        owners = dict.fromkeys(state.owner for state in optimizer.states)
-        return (*optimizer.states, *(StateInfo(owner, "mu_product", "float32", 1, "1:1") for owner in owners))
+        products = [StateInfo(owner, "mu_product", "float32", 1, "1:1") for owner in owners_of(optimizer)]
+        return (*optimizer.states, *products)
 
     story = with_states(sound(cell), more, ("float32",))
     assert story.findings("memory") == []
@@ -71,11 +78,14 @@ def test_factors_instead_of_moments(sound: Sound, cell: str) -> None:
     """As Adafactor keeps them, of matrices; of vectors it keeps something else."""
 
     def factored(optimizer: OptimizerInfo) -> tuple[StateInfo, ...]:
-        owners = sorted({state.owner for state in optimizer.states})
+        owners = owners_of(optimizer)
         if not owners:
             return ()
-        matrix = [StateInfo(owners[0], key, "float32", 2, "2:1") for key in ("row_var", "col_var")]
-        return (*matrix, *(StateInfo(owner, "variance", "float32", 8, "8:1") for owner in owners[1:]))
+        matrix, *vectors = owners
+        rows = StateInfo(matrix, "row_var", "float32", 2, "2:1")
+        columns = StateInfo(matrix, "col_var", "float32", 2, "2:1")
+        variances = [StateInfo(vector, "variance", "float32", 8, "8:1") for vector in vectors]
+        return (rows, columns, *variances)
 
     story = with_states(sound(cell), factored, ("float32",))
     assert story.findings("memory") == []
@@ -83,11 +93,13 @@ def test_factors_instead_of_moments(sound: Sound, cell: str) -> None:
 
 @pytest.mark.parametrize(("products", "silent"), [(0, True), (1, False), (None, False)])
 def test_a_model_without_matrix_products(sound: Sound, products: int | None, silent: bool) -> None:
-    def altered(snapshot: Snapshot) -> Snapshot:
-        return replace(snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, products=products))
-
-    story = sound("ddp-fp32-w2").alter(altered, action="build_model").snapshot("step", {"compute": ()}, nth=2, rank=1)
-    assert story.findings("dtypes") == ([] if silent else ["rank 1: matrix products ran in nothing; expected float32"])
+    story = sound("ddp-fp32-w2").unwrapped({"products": products}, action="build_model")
+    story = story.snapshot("step", {"compute": ()}, nth=2, rank=1)
+    findings = story.findings("dtypes")
+    if silent:
+        assert findings == []
+    else:
+        assert findings == ["rank 1: matrix products ran in nothing; expected float32"]
 
 
 def test_a_dtype_that_nobody_knows_is_no_crash(sound: Sound) -> None:
@@ -97,21 +109,27 @@ def test_a_dtype_that_nobody_knows_is_no_crash(sound: Sound) -> None:
 
 def test_a_batch_without_a_tensor(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").snapshot("step", {"inputs": ("",)}, nth=1)
-    expected = [
-        f"rank {rank}: no tensor was found in the inputs of step 2, so ranks cannot be compared" for rank in (0, 1)
+    assert story.findings("data") == [
+        "rank 0: no tensor was found in the inputs of step 2, so ranks cannot be compared",
+        "rank 1: no tensor was found in the inputs of step 2, so ranks cannot be compared",
     ]
-    assert story.findings("data") == expected
 
 
 def buffers(digests: tuple[str, str]) -> Callable[[Snapshot], Snapshot]:
-    """Another digest of the buffer on each rank."""
+    """Return a change by which the buffer has another digest on each rank."""
 
     def altered(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
-        buffers = tuple(replace(info, digest=digests[snapshot.rank]) for info in snapshot.model.buffers)
-        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
+        (scale,) = snapshot.model.buffers
+        return with_buffers(snapshot, replace(scale, digest=digests[snapshot.rank]))
 
     return altered
+
+
+def with_buffers(snapshot: Snapshot, *buffers: ParameterInfo) -> Snapshot:
+    """Return the snapshot with other buffers of the live model."""
+    assert snapshot.model is not None
+    return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
 
 
 @pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
@@ -137,9 +155,8 @@ def test_statistics_that_each_rank_has_its_own_of(
 
 def test_a_save_that_changes_statistics(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").alter(buffers(("zero", "one")), action="step", nth=2)
-    story = story.alter(buffers(("zero", "zero")), action="save").alter(
-        buffers(("zero", "zero")), run="resume", action="load"
-    )
+    story = story.alter(buffers(("zero", "zero")), action="save")
+    story = story.alter(buffers(("zero", "zero")), run="resume", action="load")
     assert story.findings("resume") == ["rank 1: buffer 'scale': other values after the save"]
 
 
@@ -147,63 +164,62 @@ def test_a_save_that_changes_statistics(sound: Sound) -> None:
 def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[str, Any] | None) -> None:
     """A rotary table that grew with the texts, or a cache that the first forward made."""
 
-    def loose(snapshot: Snapshot) -> Snapshot:
-        unwrapped = snapshot.unwrapped
-        return replace(
-            snapshot,
-            unwrapped=unwrapped
-            and replace(unwrapped, buffers=tuple(replace(info, persistent=False) for info in unwrapped.buffers)),
-        )
+    def without_buffers(snapshot: Snapshot) -> Snapshot:
+        return with_buffers(snapshot)
+
+    story = unwrapped_buffers(sound("fsdp2-fp32-w2"), {"persistent": False})
+    if changed is None:
+        story = story.alter(without_buffers, run="resume", action="load")
+    else:
+        story = story.buffers(changed, run="resume", action="load")
+    assert story.findings("resume") == []
+
+
+def unwrapped_buffers(story: Story, changes: dict[str, Any]) -> Story:
+    """Return the story with other fields of each buffer of the unwrapped model."""
 
     def altered(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.model is not None
-        buffers = tuple(replace(info, **changed) for info in snapshot.model.buffers) if changed else ()
-        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
+        assert snapshot.unwrapped is not None
+        buffers = tuple(replace(info, **changes) for info in snapshot.unwrapped.buffers)
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, buffers=buffers))
 
-    story = sound("fsdp2-fp32-w2").alter(loose, action="build_model").alter(altered, run="resume", action="load")
-    assert story.findings("resume") == []
+    return story.alter(altered, action="build_model")
 
 
 def test_a_learning_rate_that_begins_anew(sound: Sound) -> None:
     """Set at the end of each step, so that no loss of the first two shows it."""
-    story = sound("ddp-fp32-w2").optimizer({"param_groups": ({"lr": 0.5},)}, run="resume", action="step", nth=0, rank=1)
+    groups = ({"lr": 0.5},)
+    story = sound("ddp-fp32-w2").optimizer({"param_groups": groups}, run="resume", action="step", nth=0, rank=1)
     assert story.findings("resume") == [
         "rank 1: lr of the optimizer's group 0 is 0.5 after step 1 of the resumed run; 0.1 in the run that never stopped"
     ]
 
 
 def test_a_learning_rate_may_be_rounded(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"param_groups": ({"lr": 0.1 + 1e-16},)}, run="resume", action="step", nth=0)
+    groups = ({"lr": 0.1 + 1e-16},)
+    story = sound("ddp-fp32-w2").optimizer({"param_groups": groups}, run="resume", action="step", nth=0)
     assert story.findings("resume") == []
 
 
 def test_one_narrow_buffer_does_not_excuse_another(sound: Sound) -> None:
     def both(snapshot: Snapshot) -> Snapshot:
-        unwrapped = snapshot.unwrapped
-        narrow = unwrapped and replace(unwrapped.buffers[0], name="narrow", dtype="bfloat16")
-        return replace(snapshot, unwrapped=unwrapped and replace(unwrapped, buffers=(*unwrapped.buffers, narrow)))  # type: ignore[arg-type]
+        assert snapshot.unwrapped is not None
+        (scale,) = snapshot.unwrapped.buffers
+        narrow = replace(scale, name="narrow", dtype="bfloat16")
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, buffers=(scale, narrow)))
 
     def rounded(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
-        scale = snapshot.model.buffers[0]
-        buffers = (
-            replace(scale, dtype="bfloat16"),
-            replace(scale, name=f"{scale.name}".replace("scale", "narrow"), dtype="bfloat16"),
-        )
-        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
+        (scale,) = snapshot.model.buffers
+        rounded_scale = replace(scale, dtype="bfloat16")
+        narrow = replace(rounded_scale, name=scale.name.replace("scale", "narrow"))
+        return with_buffers(snapshot, rounded_scale, narrow)
 
-    story = sound("fsdp2-fp32-w2").alter(both, action="build_model").alter(rounded, action="step", nth=2, rank=0)
+    story = sound("fsdp2-fp32-w2").alter(both, action="build_model")
+    story = story.alter(rounded, action="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: 1 buffers are in bfloat16, first 'scale'; expected float32"]
 
 
 def test_an_ordinary_buffer_on_the_meta_device_had_no_values(sound: Sound) -> None:
-    def meta(snapshot: Snapshot) -> Snapshot:
-        unwrapped = snapshot.unwrapped
-        return replace(
-            snapshot,
-            unwrapped=unwrapped
-            and replace(unwrapped, buffers=tuple(replace(buffer, digest="0:0") for buffer in unwrapped.buffers)),
-        )
-
-    story = sound("fsdp2-fp32-w2").alter(meta, action="build_model")
+    story = unwrapped_buffers(sound("fsdp2-fp32-w2"), {"digest": "0:0"})
     assert story.findings("names") == []

@@ -37,43 +37,54 @@ Change = Callable[[Snapshot], Snapshot]
 
 
 def snapshot(rank: int, index: int, action: str, *, observes: bool = False) -> Snapshot:
-    live = "" if action.startswith("reference") else "module."
-    parameter = dataclasses.replace(PARAMETER, name=f"{live}weight")
+    name = "weight" if action.startswith("reference") else "module.weight"
+    loss = 0.5 if "step" in action else None
+    unwrapped = None
+    if action == "build_model":
+        unwrapped = UnwrappedInfo((PARAMETER,), state_dict=("weight",))
+    parameter = dataclasses.replace(PARAMETER, name=name)
     return Snapshot(
         rank,
         "",
         action,
         index,
-        loss=0.5 if "step" in action else None,
+        loss=loss,
         grad_norm=1.0,
         outputs=(1.0, 2.0),
         rng="rng",
-        unwrapped=UnwrappedInfo((PARAMETER,), state_dict=("weight",)) if action == "build_model" else None,
+        unwrapped=unwrapped,
         model=ModelInfo("DDP", {}, (parameter,)),
         optimizer=OptimizerInfo(("AdamW",), 1, param_groups=({"lr": 0.1},)),
-        call=CallInfo(observes, {f"{live}weight": "4:2"}, (), {f"{live}weight": SUMS}),
+        call=CallInfo(observes, {name: "4:2"}, (), {name: SUMS}),
     )
 
 
 def run(name: str, ranks: int, *actions: str) -> RunTrace:
-    snapshots = [
-        snapshot(rank, index, action, observes="evaluate" in action)
-        for rank in range(ranks)
-        for index, action in enumerate(actions)
-    ]
+    snapshots = []
+    for rank in range(ranks):
+        for index, action in enumerate(actions):
+            snapshots.append(snapshot(rank, index, action, observes="evaluate" in action))
     return RunTrace(name, ranks, tuple(snapshots), cell=CELL.id)
 
 
 def walked(change: Change = lambda snapshot: snapshot, *, of: str = "walk-1-0") -> Trace:
-    runs = [
-        run("walk-1-0", 2, "build_model", "build", "call step()", "call evaluate()", "save"),
-        run("walk-1-1", 2, "build_model", "build", "load", "call step()"),
-        run("walk-1-reference", 1, "build_model", *(f"reference {call}" for call in CALLS)),
-    ]
-    changed = [
-        dataclasses.replace(run, snapshots=tuple(map(change, run.snapshots))) if run.name == of else run for run in runs
-    ]
-    return Trace.of("torch", changed)
+    reference_calls = [f"reference {call}" for call in CALLS]
+    trace = Trace.of(
+        "torch",
+        [
+            run("walk-1-0", 2, "build_model", "build", "call step()", "call evaluate()", "save"),
+            run("walk-1-1", 2, "build_model", "build", "load", "call step()"),
+            run("walk-1-reference", 1, "build_model", *reference_calls),
+        ],
+    )
+    snapshots = tuple(map(change, trace.run(of).snapshots))
+    return with_run(trace, of, snapshots=snapshots)
+
+
+def with_run(trace: Trace, name: str, **fields: Any) -> Trace:
+    """Return the trace with other fields of the run of that name."""
+    changed = dataclasses.replace(trace.run(name), **fields)
+    return dataclasses.replace(trace, runs={**trace.runs, name: changed})
 
 
 def findings_of(trace: Trace) -> list[str]:
@@ -82,7 +93,9 @@ def findings_of(trace: Trace) -> list[str]:
 
 def at(action: str, **fields: Any) -> Change:
     def change(snapshot: Snapshot) -> Snapshot:
-        return dataclasses.replace(snapshot, **fields) if snapshot.action == action and snapshot.rank == 1 else snapshot
+        if snapshot.action == action and snapshot.rank == 1:
+            return dataclasses.replace(snapshot, **fields)
+        return snapshot
 
     return change
 
@@ -124,8 +137,9 @@ def test_shards_are_added_up_before_they_are_compared() -> None:
     def half(snapshot: Snapshot) -> Snapshot:
         if snapshot.call is None or snapshot.action == "build_model":
             return snapshot
-        part = (2, 0.5, 1.0) if snapshot.rank else (2, 1.5, 2.0)
-        return dataclasses.replace(snapshot, call=dataclasses.replace(snapshot.call, sums={"module.weight": part}))
+        part = HALVES[1] if snapshot.rank else HALVES[0]
+        call = dataclasses.replace(snapshot.call, sums={"module.weight": part})
+        return dataclasses.replace(snapshot, call=call)
 
     assert findings_of(walked(half)) == []
 
@@ -153,14 +167,16 @@ def in_two_replicas(halves_by_rank: Mapping[int, Sums], returned: Mapping[int, S
                 snapshots.append(made)
                 continue
             rank = made.rank
-            layout = Layout(holders=(0, 1) if rank < 2 else (2, 3))
+            holders = (0, 1) if rank < 2 else (2, 3)
+            layout = Layout(holders=holders)
             info = dataclasses.replace(PARAMETER, kind="DTensor", local_numel=2, layout=layout)
             sums = {"weight": halves_by_rank.get(rank, HALVES[rank % 2])}
             answer = None
             if returned is not None and made.action != "build":
                 answer = {"weight": returned.get(rank, HALVES[rank % 2])}
             model = ModelInfo("FSDPBlock", {}, (info,))
-            snapshots.append(dataclasses.replace(made, model=model, call=CallInfo(True, {}, (), sums, answer)))
+            call = CallInfo(True, {}, (), sums, answer)
+            snapshots.append(dataclasses.replace(made, model=model, call=call))
         runs.append(RunTrace(name, ranks, tuple(snapshots), cell=HSDP.id))
     return WALK.findings(HSDP, Trace.of("torch", runs))
 
@@ -184,21 +200,26 @@ WHOLE = CallInfo(True, {"module.weight": "4:2"}, (), {"module.weight": SUMS}, {"
 
 def returning(**of_ranks: dict[str, Sums]) -> Change:
     def change(snapshot: Snapshot) -> Snapshot:
+        if snapshot.index != 3:
+            return snapshot
         returned = of_ranks.get(f"rank{snapshot.rank}", {})
-        return (
-            dataclasses.replace(snapshot, call=dataclasses.replace(WHOLE, returned=returned))
-            if snapshot.index == 3
-            else snapshot
-        )
+        call = dataclasses.replace(WHOLE, returned=returned)
+        return dataclasses.replace(snapshot, call=call)
 
     return change
 
 
 def test_what_a_call_returns_on_one_rank_or_in_parts_is_compared() -> None:
-    assert findings_of(walked(returning(rank0={"weight": SUMS}))) == []
-    assert findings_of(walked(returning(rank0={"weight": (2, 0.5, 1.0)}, rank1={"weight": (2, 1.5, 2.0)}))) == []
-    assert findings_of(walked(returning(rank0={"weight": SUMS}, rank1={"weight": SUMS}))) == []
-    (finding,) = findings_of(walked(returning(rank0={"weight": SUMS}, rank1={"weight": (4, 2.5, 3.0)})))
+    whole = {"weight": SUMS}
+    first, second = HALVES
+    on_rank_0 = returning(rank0=whole)
+    assert findings_of(walked(on_rank_0)) == []
+    in_parts = returning(rank0={"weight": second}, rank1={"weight": first})
+    assert findings_of(walked(in_parts)) == []
+    on_both = returning(rank0=whole, rank1=whole)
+    assert findings_of(walked(on_both)) == []
+    off = returning(rank0=whole, rank1={"weight": (4, 2.5, 3.0)})
+    (finding,) = findings_of(walked(off))
     assert finding.startswith("step(), evaluate(): evaluate(): what it returned is not the reference's: 'weight'")
 
 
@@ -210,12 +231,14 @@ def test_what_a_call_does_not_return_is_named() -> None:
 def test_an_observer_may_change_no_gradient_and_no_mode() -> None:
     other = CallInfo(True, {"module.weight": "4:9"}, ("module",), {"module.weight": SUMS})
     findings = findings_of(walked(at("call evaluate()", call=other)))
-    assert any("gradients changed: 'module.weight': '4:9'; expected '4:2'" in text for text in findings)
-    assert any("1 modules are in evaluation mode; 0 were" in text for text in findings)
+    text = "\n".join(findings)
+    assert "gradients changed: 'module.weight': '4:9'; expected '4:2'" in text
+    assert "1 modules are in evaluation mode; 0 were" in text
 
 
 def test_a_call_that_changes_a_dtype_is_named_though_it_trains() -> None:
-    cast = ModelInfo("DDP", {}, (dataclasses.replace(PARAMETER, name="module.weight", dtype="bfloat16"),))
+    parameter = dataclasses.replace(PARAMETER, name="module.weight", dtype="bfloat16")
+    cast = ModelInfo("DDP", {}, (parameter,))
     (finding,) = findings_of(walked(at("call step()", model=cast)))
     assert "parameters are not as built: 'module.weight'" in finding
 
@@ -228,24 +251,18 @@ def test_what_a_resumed_group_loaded_is_compared_too() -> None:
 
 def test_an_exception_is_a_finding_of_the_call_that_raised() -> None:
     trace = walked()
-    broken = trace.runs["walk-1-0"]
     end = RunFailure("raised", "rank 1 raised ValueError: no", "", "call evaluate()", 3, 1)
-    kept = tuple(snapshot for snapshot in broken.snapshots if snapshot.index < 3)
-    runs = {**trace.runs, "walk-1-0": dataclasses.replace(broken, snapshots=kept, end=end)}
-    assert findings_of(dataclasses.replace(trace, runs=runs)) == [
-        "step(), evaluate(): evaluate(): raised: ValueError: no"
-    ]
+    kept = tuple(snapshot for snapshot in trace.run("walk-1-0").snapshots if snapshot.index < 3)
+    broken = with_run(trace, "walk-1-0", snapshots=kept, end=end)
+    assert findings_of(broken) == ["step(), evaluate(): evaluate(): raised: ValueError: no"]
 
 
 def test_a_reference_that_raised_is_no_pass() -> None:
     trace = walked()
-    reference = trace.runs["walk-1-reference"]
+    built, *_ = trace.run("walk-1-reference").snapshots
     end = RunFailure("raised", "rank 0 raised NameError: x", "", "reference step()", 1, 0)
-    runs = {
-        **trace.runs,
-        "walk-1-reference": dataclasses.replace(reference, snapshots=reference.snapshots[:1], end=end),
-    }
-    (finding,) = findings_of(dataclasses.replace(trace, runs=runs))
+    broken = with_run(trace, "walk-1-reference", snapshots=(built,), end=end)
+    (finding,) = findings_of(broken)
     assert "the reference: rank 0 raised NameError: x" in finding
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.trace import ParameterInfo, Snapshot, StateInfo, Trace
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, StateInfo, Trace
 
 
 class Able(Driver):
@@ -66,8 +66,7 @@ class Story:
             changed = change(snapshot) if snapshot in chosen else snapshot
             if changed is not None:
                 altered.append(changed)
-        new = replace(old, snapshots=tuple(altered))
-        return replace(self, trace=replace(self.trace, runs={**self.trace.runs, run: new}))
+        return self.with_run(replace(old, snapshots=tuple(altered)))
 
     def without(self, action: str, **where: Any) -> Story:
         """Return the story without the snapshots after that action."""
@@ -80,6 +79,20 @@ class Story:
     def model(self, changes: dict[str, Any], **where: Any) -> Story:
         """Return the story with other fields of the live model."""
         return self._part("model", lambda model: replace(model, **changes), where)
+
+    def unwrapped(self, changes: dict[str, Any], **where: Any) -> Story:
+        """Return the story with other fields of the unwrapped model."""
+        return self._part("unwrapped", lambda unwrapped: replace(unwrapped, **changes), where)
+
+    def with_option(self, name: str, value: bool | str | int) -> Story:
+        """Return the story as that of a cell with one more option."""
+        options = (*self.cell.options, (name, value))
+        return replace(self, cell=replace(self.cell, options=options))
+
+    def with_run(self, run: RunTrace) -> Story:
+        """Return the story with one more run, or another one of that name."""
+        runs = {**self.trace.runs, run.name: run}
+        return replace(self, trace=replace(self.trace, runs=runs))
 
     def optimizer(self, changes: dict[str, Any], **where: Any) -> Story:
         """Return the story with other fields of the optimizer."""

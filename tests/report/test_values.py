@@ -18,7 +18,7 @@ from pytest_distcompat.evidence.values import values_of
 from pytest_distcompat.report.compare import compare
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
-from pytest_distcompat.report.values import Extent, value_changes, value_lines
+from pytest_distcompat.report.values import Extent, ValueChange, value_changes, value_lines
 from pytest_distcompat.report.write import write_report
 from pytest_distcompat.trace import (
     FileInfo,
@@ -78,8 +78,15 @@ def report(values: dict[str, Any], **more: Any) -> Report:
 
 
 def changed(before: RunTrace, after: RunTrace, **more: Any) -> list[tuple[Extent, str]]:
-    changes = value_changes(report(values_of(CELL, before)), report(values_of(CELL, after), **more))
-    return [(change.extent, change.what) for change in changes]
+    earlier = report(values_of(CELL, before))
+    later = report(values_of(CELL, after), **more)
+    return [(change.extent, change.what) for change in value_changes(earlier, later)]
+
+
+def first_change(before: dict[str, Any], after: dict[str, Any], **more: Any) -> ValueChange:
+    """Return the change between two reports with these values, of which there is one."""
+    (change,) = value_changes(report(before), report(after, **more))
+    return change
 
 
 def test_equal_values_are_no_news() -> None:
@@ -110,10 +117,11 @@ def test_later_steps_may_differ_by_what_parity_allows(
     losses: list[float], allowed: list[float | None] | None, extent: Extent
 ) -> None:
     """The first that differs may not."""
-    before, after = values_of(CELL, trained()), values_of(CELL, trained())
+    before = values_of(CELL, trained())
+    after = values_of(CELL, trained())
     after["numbers"]["loss"] = losses
     steps = {} if allowed is None else {"loss_tolerance": allowed}
-    (change,) = value_changes(report(before), report(after, steps=steps))
+    change = first_change(before, after, steps=steps)
     assert change.extent is extent
     assert change.first.startswith("loss of step ")
 
@@ -126,24 +134,26 @@ def test_a_loss_that_is_no_number_any_more_is_beyond_rounding() -> None:
 
 def test_what_differs_first_is_named() -> None:
     """A digest of the first step comes before a number of the second."""
-    before, after = values_of(CELL, trained()), values_of(CELL, trained())
+    before = values_of(CELL, trained())
+    after = values_of(CELL, trained())
     after["numbers"]["loss"][1] = 2.5
-    assert [change.first for change in value_changes(report(before), report(after))] == ["loss of step 2"]
+    assert first_change(before, after).first == "loss of step 2"
     after["digests"]["step 1 parameter"] = "other"
-    assert [change.first for change in value_changes(report(before), report(after))] == ["step 1 parameter"]
+    assert first_change(before, after).first == "step 1 parameter"
     after["numbers"]["loss"][0] = 2.5
-    assert [change.first for change in value_changes(report(before), report(after))] == ["loss of step 1"]
+    assert first_change(before, after).first == "loss of step 1"
     outputs = values_of(CELL, trained())
     outputs["numbers"]["outputs"][0] = 0.5
-    (change,) = value_changes(report(before), report(outputs))
-    assert change.first == "the outputs of the trained model"
+    assert first_change(before, outputs).first == "the outputs of the trained model"
 
 
 def test_a_format_is_news_of_its_own() -> None:
-    assert changed(trained(), trained(keys=("b",))) == [(Extent.FORMAT, "model.pt has other keys, shapes or dtypes")]
-    before, after = values_of(CELL, trained()), values_of(CELL, trained())
+    other_keys = trained(keys=("b",))
+    assert changed(trained(), other_keys) == [(Extent.FORMAT, "model.pt has other keys, shapes or dtypes")]
+    before = values_of(CELL, trained())
+    after = values_of(CELL, trained())
     after["files"] = {f"{number}.pt": "torch model x" for number in range(3)}
-    (change,) = value_changes(report(before), report(after))
+    change = first_change(before, after)
     assert change.what == "model.pt is gone, 0.pt is new, 1.pt is new and 1 more"
 
 
@@ -155,10 +165,15 @@ def test_only_cells_of_both_reports_are_compared() -> None:
 
 
 def test_the_lines_group_what_differs_alike() -> None:
-    before = Report(rows=[Row("S", "d", f"c{n}", values=values_of(CELL, trained())) for n in range(5)])
-    after = Report(rows=[Row("S", "d", f"c{n}", values=values_of(CELL, trained("4:8"))) for n in range(5)])
+    before = Report()
+    after = Report()
+    for number in range(5):
+        cell = f"c{number}"
+        before.rows.append(Row("S", "d", cell, values=values_of(CELL, trained())))
+        after.rows.append(Row("S", "d", cell, values=values_of(CELL, trained("4:8"))))
     after.rows[4].values = values_of(CELL, trained(loss=2.0))
-    assert list(value_lines(value_changes(before, after))) == [
+    changes = value_changes(before, after)
+    assert list(value_lines(changes)) == [
         "values changed beyond rounding: 1 cell",
         "  loss of step 1; numbers differ by up to 0.5 of them: c4 (d)",
         "values changed within rounding: 4 cells",
@@ -168,15 +183,17 @@ def test_the_lines_group_what_differs_alike() -> None:
 
 def test_diff_shows_them_apart_from_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are news where every law holds, and no failure."""
-    paths = [tmp_path / "last.json", tmp_path / "today.json"]
-    for path, digest in zip(paths, ("4:7", "4:8"), strict=True):
-        write_report(path, report(values_of(CELL, trained(digest))))
-    assert main(["diff", *map(str, paths)]) == 0
+    last = tmp_path / "last.json"
+    today = tmp_path / "today.json"
+    write_report(last, report(values_of(CELL, trained("4:7"))))
+    write_report(today, report(values_of(CELL, trained("4:8"))))
+    assert main(["diff", str(last), str(today)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "values changed within rounding: 1 cell",
         "  build parameter; no number of a step shows it: ddp-fp32-w2 (d)",
     ]
-    assert compare(*map(Report.read, paths)).to_json("last.json")["values"] == [
+    comparison = compare(Report.read(last), Report.read(today))
+    assert comparison.to_json("last.json")["values"] == [
         {
             "driver": "d",
             "cell": "ddp-fp32-w2",
@@ -236,11 +253,12 @@ def test_twins_of_a_driver_are_told_apart(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
         reports[twin] = Report.read(path)
-    changes_by_twin = {
-        twin: {change.extent: change.first for change in value_changes(reports["sound"], reports[twin])}
-        for twin in ("again", "bit", "factor", "format")
-    }
-    assert changes_by_twin["again"] == {}
-    assert changes_by_twin["bit"] == {Extent.ROUNDED: "step 2 parameter"}
-    assert changes_by_twin["factor"] == {Extent.BEYOND: "grad_norm of step 1"}
-    assert changes_by_twin["format"] == {Extent.FORMAT: "export/pytorch_model.bin is new"}
+
+    def first_changes(twin: str) -> dict[Extent, str]:
+        changes = value_changes(reports["sound"], reports[twin])
+        return {change.extent: change.first for change in changes}
+
+    assert first_changes("again") == {}
+    assert first_changes("bit") == {Extent.ROUNDED: "step 2 parameter"}
+    assert first_changes("factor") == {Extent.BEYOND: "grad_norm of step 1"}
+    assert first_changes("format") == {Extent.FORMAT: "export/pytorch_model.bin is new"}

@@ -152,10 +152,10 @@ class PredictsByRank(Trainers):
         from transformers import Trainer
 
         def predict(trainer: Any, rows: Any) -> Any:
-            found = Trainer.predict(trainer, rows)
+            predicted = Trainer.predict(trainer, rows)
             count = len(rows) // 4
             order = [0, 1, *range(4, 4 + 2 * (count - 1)), 2, 3]
-            return found._replace(predictions=found.predictions[order])
+            return predicted._replace(predictions=predicted.predictions[order])
 
         return {"predict": predict}
 

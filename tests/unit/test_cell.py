@@ -47,7 +47,8 @@ def test_every_value_of_every_option_has_a_token_of_its_own(name: str) -> None:
         cell = Cell("ddp", "fp32", 4, ((name, value),))
         assert Cell.parse(cell.id) == cell
         assert cell.option(name) == value
-    assert len({option.token(value) for value in option.values}) == len(option.values)
+    tokens = {option.token(value) for value in option.values}
+    assert len(tokens) == len(option.values)
 
 
 def test_facets_are_strategy_precision_world_size_and_options() -> None:
@@ -124,7 +125,8 @@ def test_peers_of_tensor_parallelism_are_neighbours_and_share_a_batch() -> None:
     cell = Cell.of("fsdp2", "fp32", 8, tp=2, dp_replicate=2)
     assert cell.tp == 2
     assert cell.dp_size == 4
-    assert [cell.dp_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    dp_ranks = [cell.dp_rank(rank) for rank in range(8)]
+    assert dp_ranks == [0, 0, 1, 1, 2, 2, 3, 3]
     assert Cell("ddp", "fp32", 3).dp_size == 3
 
 
@@ -132,12 +134,16 @@ def test_parts_of_a_sequence_are_beside_those_of_a_layer() -> None:
     cell = Cell.of("fsdp2", "fp32", 8, tp=2, cp=2)
     assert cell.cp == 2
     assert cell.dp_size == 2
-    assert [cell.dp_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [cell.tp_peers(rank) for rank in (1, 6)] == [(0, 1), (6, 7)]
-    assert [cell.cp_peers(rank) for rank in (0, 1, 2, 7)] == [(0, 2), (1, 3), (0, 2), (5, 7)]
-    with pytest.raises(
-        ValueError, match=r"^cp 4 does not divide 2 ranks, those of each part of tp; with these cp can be 1, 2$"
-    ):
+    dp_ranks = [cell.dp_rank(rank) for rank in range(8)]
+    assert dp_ranks == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert cell.tp_peers(1) == (0, 1)
+    assert cell.tp_peers(6) == (6, 7)
+    assert cell.cp_peers(0) == (0, 2)
+    assert cell.cp_peers(1) == (1, 3)
+    assert cell.cp_peers(2) == (0, 2)
+    assert cell.cp_peers(7) == (5, 7)
+    message = r"^cp 4 does not divide 2 ranks, those of each part of tp; with these cp can be 1, 2$"
+    with pytest.raises(ValueError, match=message):
         Cell.of("fsdp2", "fp32", 4, tp=2, cp=4)
 
 
@@ -157,7 +163,8 @@ def test_an_unknown_option_is_an_error() -> None:
 
 def test_equal_cells_have_one_id() -> None:
     cell: Any = 1
-    assert Cell.of("ddp", "fp32", compile=cell).id == Cell.of("ddp", "fp32", compile=True).id
+    expected = Cell.of("ddp", "fp32", compile=True)
+    assert Cell.of("ddp", "fp32", compile=cell).id == expected.id
 
 
 def ids(matrix: Matrix) -> list[str]:
@@ -228,7 +235,8 @@ def test_ranks_that_nodes_do_not_divide() -> None:
 
 def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:
     beside = Matrix(("fsdp2",), ("bf16_upcast",), options=({"model": "mlp"},))
-    matrix = Matrix(("ddp",), ("fp32",), extra=(beside, Cell("ddp", "fp32", 4), Cell("zero1", "fp32", 2)))
+    extra = (beside, Cell("ddp", "fp32", 4), Cell("zero1", "fp32", 2))
+    matrix = Matrix(("ddp",), ("fp32",), extra=extra)
     ids = [cell.id for cell in matrix.cells((), (), 4)]
     assert ids == ["ddp-fp32-w4", "fsdp2-bf16_upcast-w4-model_mlp", "zero1-fp32-w2"]
 
