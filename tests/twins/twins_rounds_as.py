@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 
-from .declare import twin
+from .declare import GRADIENTS, twin
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ AUTOCAST = "zero2-fp32-w2-model_mlp-set_ds_config.torch_autocast.dtype=bfloat16+
     AUTOCAST,
     match=r"^step 1: the loss is [\d.]+; [\d.]+ in the reference \([\d.]+e-0\d off, 1\.7e-03 allowed\)",
     # Of the setting, not of the defect: the sweep does not run the check under it.
-    also={"dtypes": r"^rank 0: matrix products ran in bfloat16; expected float32"},
+    also={"dtypes": r"^rank 0: matrix products ran in bfloat16; expected float32"} | GRADIENTS,
 )
 class RoundsToEightBits(DeepSpeedDriver):
     """Products are rounded to 8 bits, where the setting says 16."""

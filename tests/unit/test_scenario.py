@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Plan
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.scenario import EXPORT, PARITY, REFERENCE_RUN, RESUME, TRAIN, Run, Scenario, reshard
 
@@ -21,10 +24,13 @@ ALL = {
 
 
 @pytest.mark.parametrize("scenario", ALL.values(), ids=list(ALL))
-def test_a_run_loads_what_an_earlier_one_saved(scenario: Scenario) -> None:
+def test_a_run_loads_what_an_earlier_one_saved_or_itself(scenario: Scenario) -> None:
     saved: set[tuple[str, str]] = set()
     for run in scenario.runs:
         needs = {action for action in ("load", "reload") if action in run.actions}
+        if "load" in run.actions and "save" in run.actions[: run.actions.index("load")]:
+            # It loads what it has saved itself.
+            needs.discard("load")
         assert bool(needs) == bool(run.after)
         for action in needs:
             assert (run.after, {"load": "save", "reload": "export"}[action]) in saved
@@ -71,3 +77,14 @@ def test_a_run_on_one_rank_is_on_one_node() -> None:
     cell = Cell("ddp", "fp32", 4, nodes=2)
     nodes = [(run.name, run.cell(cell).world_size, run.cell(cell).nodes) for run in reshard(cell).runs]
     assert nodes == [("train", 4, 2), ("up", 8, 2), ("back", 4, 2), ("one", 1, 1)]
+
+
+def test_a_plan_is_cut_into_the_trainings_of_one_trainer() -> None:
+    again = next(run for run in ALL["again-trainer"].runs if run.name == "again")
+    plan = Plan(again.actions[1:], 0, Path("here"), Path("here"))
+    first, second, third = plan.trainings()
+    assert first.actions == ("build", "step", "step", "step", "save", "step", "step")
+    assert (second.actions, second.first_step, second.last_step) == (("again", *("step",) * 3), 0, 3)
+    assert (third.actions, third.first_step, third.last_step) == (("load", "step", "step"), 3, 5)
+    resumed = Plan(("build", "load", "step", "save", "step"), 3, Path("here"), Path("there"))
+    assert resumed.trainings() == [resumed]
