@@ -679,11 +679,15 @@ class Rank:
 
     def _resumed_rows(self) -> dict[str, Any]:
         """Read the loaders that can resume, from where an earlier run left them."""
-        resumed: list[str] = []
+        rows: list[RowsInfo] = []
         for name, loader in self._loaders.items():
-            if loader.resumes:
-                resumed.append(name)
-        return self._loaded(resumed, RESUME_AT, self.run_paths.load_from)
+            if not loader.resumes:
+                continue
+            for epoch, batch in RESUME_AT:
+                if loader.midway or batch == 0:
+                    info = self._rows_of_loader(name, epoch, batch, self.run_paths.load_from)
+                    rows.append(info)
+        return {"rows": tuple(rows)}
 
     def _moved_rows(self) -> dict[str, Any]:
         """Read the loaders that can resume with another number of ranks: with twice as many."""

@@ -319,12 +319,14 @@ class OnlyBfloat16(TorchDriver):
         ("fsdp2-fp32-w2-model_moe_fused-ep_2", TorchDriver, ""),
         ("fsdp2-fp16_mixed-w4-tp_2", TorchDriver, "where it is tested"),
         ("fsdp2-fp32-w4-activation_checkpointing-tp_2", TorchDriver, "as they are without activation_checkpointing"),
-        ("zero2-fp32-w4-cp_2", AccelerateDriver, "not made for this mesh"),
+        ("zero2-fp32-w4-cp_2", AccelerateDriver, ""),
+        ("zero1-fp32-w4-tp_2", AccelerateDriver, "not made for this mesh"),
+        ("zero2-fp32-w2-cp_2", TrainerDriver, ""),
         ("fsdp2-fp32-w4-dp_replicate_2", TrainerDriver, ""),
         ("fsdp2-fp32-w4-tp_2-save_only_model", TrainerDriver, ""),
         ("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, ""),
-        ("fsdp2-fp32-w2-tp_2-save_only_model", TrainerDriver, "not made for this mesh"),
-        ("fsdp2-fp32-w2-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, "not made for this mesh"),
+        ("fsdp2-fp32-w2-tp_2-save_only_model", TrainerDriver, ""),
+        ("fsdp2-fp32-w2-model_hf:gpt_oss-ep_2-save_only_model", TrainerDriver, ""),
         ("fsdp2-fp32-w4-model_mlp-dp_replicate_2", TrainerDriver, "not made for this mesh"),
     ],
 )
@@ -343,7 +345,33 @@ def test_trainer_evaluates_without_a_mesh_alone() -> None:
 def test_a_model_that_transformers_cuts_is_not_resumed() -> None:
     cut = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w4-tp_2-save_only_model"))
     copied = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w4-dp_replicate_2"))
-    assert cut.keys() == copied.keys() == TrainerDriver.loaders.keys()
+    assert copied == TrainerDriver.loaders
+    # Ranks of one model would be given batches of unequal size.
+    assert copied.keys() - cut.keys() == {"batch_rebalance"}
     for loader in cut.values():
         assert not loader.resumes
-    assert all(loader.resumes for loader in copied.values())
+
+
+def test_loaders_are_few_where_all_ranks_read_the_same_few_rows() -> None:
+    loaders = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w2-tp_2-save_only_model"))
+    assert 5 < len(loaders) < len(TrainerDriver.loaders)
+    assert {loader.rows for loader in loaders.values()} == {7}
+
+
+def test_under_ulysses_trainer_resumes_between_epochs_alone() -> None:
+    loaders = TrainerDriver.loaders_in(Cell.parse("zero2-fp32-w2-cp_2"))
+    assert loaders["shuffle"].resumes
+    assert not any(loader.midway for loader in loaders.values())
+    assert not loaders["iterable"].resumes
+    assert not loaders.keys() & {"split_batches", "get_eval_dataloader", "batch_rebalance"}
+
+
+def test_accelerate_has_loaders_of_equal_batches_under_ulysses() -> None:
+    cell = Cell.parse("zero2-fp32-w2-cp_2")
+    loaders = AccelerateDriver.loaders_in(cell)
+    assert {"shuffle", "dispatch_batches", "split_batches", "iterable"} <= loaders.keys()
+    for loader in loaders.values():
+        assert loader.filled
+        assert not loader.dropped
+        assert not loader.resumes
+    assert "not computed on this mesh" in (CHECKS.get("evaluation").not_applicable(cell, AccelerateDriver) or "")

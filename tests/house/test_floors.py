@@ -34,6 +34,7 @@ NEED_TORCH = {
     "parallel.placeholder",
     "launch.agent",
     "ext.upstream.drivers._joined",
+    "ext.upstream.drivers._iterables",
     "ext.upstream.drivers._samplers",
 } | {
     f"probe.{m}"

@@ -445,3 +445,13 @@ def test_what_waits_until_cuda_is_opened() -> None:
     import torch
 
     assert callable(getattr(torch.cuda, "_lazy_call", None)), "gone from torch: torch.cuda._lazy_call, see world.py"
+
+
+@needs_deepspeed
+def test_the_groups_of_ulysses() -> None:
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
+        assert hasattr(parallel_state_sp, name), (
+            f"deepspeed has no {name} any more: see parallel/context_parallel.py:one_ulysses_of_several"
+        )

@@ -213,6 +213,43 @@ class ResumesTheEpoch(Rows):
         return self.read((start[0], 0))
 
 
+class Files(TorchDriver):
+    """A data set that deals files out to ranks, with a state per rank."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {_rows.BY_RANK: _rows.TORCH[_rows.BY_RANK]}
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^iterable by rank: resumed in the middle of epoch 2 rank 0 is given rows [\d, .]+; .*\n.* rank 1 is given rows ",
+    sound="twins.twins_rows:Files",
+    daily=True,
+)
+class ForgetsPlace(Files):
+    """The data set saves its state, and does not take it over."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        from pytest_distcompat.ext.upstream.drivers._iterables import FilesOfRank
+
+        FilesOfRank.load_state_dict = lambda *_: None  # type: ignore[method-assign]
+        return super().rows(loader, count, start, directory)
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^iterable by rank: resumed in the middle of epoch 2 rank 1 is given rows [\d, .]+; [\d, .]+ in the run that never stopped$",
+    sound="twins.twins_rows:Files",
+    daily=True,
+)
+class LoadsStateOfFirst(Files):
+    """All ranks take over the state of rank 0."""
+
+    def state_file(self, start: Start) -> str:
+        return super().state_file(start) if start == (0, 0) else "0"
+
+
 class Evaluates(AccelerateDriver):
     """accelerate with one loader, to be got wrong."""
 

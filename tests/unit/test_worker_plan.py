@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,11 +19,14 @@ from pytest_distcompat.driver import Driver, Plan
 from pytest_distcompat.events import Event, SnapshotTaken
 from pytest_distcompat.probe import snapshot
 from pytest_distcompat.run_paths import RunPaths
-from pytest_distcompat.scenario import RESUME_RUN, TRAIN_RUN, Run
+from pytest_distcompat.scenario import RESUME_RUN, RESUMED_ROWS_RUN, ROWS, TRAIN_RUN, Run
+from pytest_distcompat.trace import Loader
 from pytest_distcompat.worker import Rank
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from pytest_distcompat.driver import OnAction
 
 SHORT = Run("short", ("build_model", "build", "step", "save", "files", "step", "export"), first_step=3)
@@ -165,6 +168,29 @@ def test_a_missing_method_is_named(probe: FakeProbe, action: str, monkeypatch: p
 def test_a_resumed_run_loads_from_the_saved_directory(probe: FakeProbe) -> None:
     driver = run_plan(RecordingDriver, RESUME_RUN, probe)
     assert driver.calls == [("build", "build_model"), ("load", "old"), ("step", 3), ("step", 4)]
+
+
+class ReadsRows(RecordingDriver):
+    """Driver that records where its loaders begin."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {
+        "all": Loader(),
+        "between epochs": Loader(midway=False),
+        "never": Loader(resumes=False),
+    }
+
+    def rows(self, loader: str, count: int, start: tuple[int, int], directory: Path) -> Iterator[Any]:
+        self.calls.append((loader, start, count, directory.name))
+        return iter(())
+
+
+def test_loaders_resume_where_they_can(probe: FakeProbe) -> None:
+    driver = run_plan(ReadsRows, RESUMED_ROWS_RUN, probe)
+    assert driver.calls == [
+        ("all", (1, 0), ROWS, "old"),
+        ("all", (1, 2), ROWS, "old"),
+        ("between epochs", (1, 0), ROWS, "old"),
+    ]
 
 
 def test_all_of_a_training_is_one_plan(probe: FakeProbe) -> None:

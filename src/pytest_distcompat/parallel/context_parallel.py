@@ -203,6 +203,27 @@ def positions_of(tokens: torch.Tensor) -> torch.Tensor:
     return row_positions.expand_as(tokens).contiguous()
 
 
+@contextlib.contextmanager
+def one_ulysses_of_several() -> Iterator[None]:
+    """Undo what DeepSpeed's Ulysses changes in a process, so that another training can follow.
+
+    It refuses to make its groups of ranks twice, and has only private names for them;
+    ``tests/launch/test_private_names.py`` fails when they go away. It also replaces each attention
+    function of transformers by one that calls the function before it.
+    """
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    functions = dict(ALL_ATTENTION_FUNCTIONS)
+    peers._SEQUENCE_PARALLEL_GROUP = None  # noqa: SLF001
+    peers._SEQUENCE_DATA_PARALLEL_GROUP = None  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            ALL_ATTENTION_FUNCTIONS[name] = function
+
+
 def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
     """Return the loss of full rows, the same on all ranks of a sequence.
 

@@ -24,7 +24,8 @@ class Loader:
         filled: The last batches are filled with rows of the beginning, so that all ranks have
             equally many.
         dropped: Rows that fill no batch are left out.
-        resumes: It goes on in the middle of an epoch, in a fresh process group.
+        resumes: It goes on in a fresh process group, from where it was saved.
+        midway: If it resumes, it does so in the middle of an epoch too, not only at the beginning.
         moves: It does so with another number of ranks too.
         rows: The number of its rows, if not that of all loaders (``scenario.ROWS``): a data set may
             have fewer than there are ranks.
@@ -36,6 +37,7 @@ class Loader:
     filled: bool = True
     dropped: bool = False
     resumes: bool = True
+    midway: bool = True
     moves: bool = True
     rows: int = 0
     reseeded: str = ""

@@ -13,32 +13,81 @@ batch, such as ``(0, [7, 2])``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.driver import Plan
 from pytest_distcompat.ext.upstream.drivers import _rows
+from pytest_distcompat.parallel import context_parallel
 from pytest_distcompat.trace import Loader
+
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
 
 #: How many tokens a row has when it reaches the model.
 TOKENS = 4
 
 
-def loaders(*, in_parts: bool) -> Mapping[str, Loader]:
-    """Return Trainer's loaders on a mesh: name -> what the loader must do.
+#: The loaders tested where a model is split among all ranks: those that a mesh may change.
+OF_ALL_RANKS = frozenset(
+    {
+        "shuffle",
+        "dispatch_batches",
+        "split_batches",
+        "iterable",
+        "iterable, dispatch_batches=False",
+        "iterable, dataloader_drop_last",
+        "group_by_length",
+        "dataloader_num_workers=1",
+        "get_eval_dataloader",
+    }
+)
+#: The number of rows that they have: four batches of an epoch.
+ROWS_OF_ALL_RANKS = 7
 
-    Args:
-        in_parts: Whether transformers shards the model while it loads it: such a training cannot be
-            resumed.
-    """
-    if not in_parts:
-        return _rows.TRAINER
-    not_resumed: dict[str, Loader] = {}
+
+def loaders(cell: Cell) -> Mapping[str, Loader]:
+    """Return Trainer's loaders on the cell's mesh: name -> what the loader must do."""
+    by_name: dict[str, Loader] = {}
     for name, loader in _rows.TRAINER.items():
-        not_resumed[name] = dataclasses.replace(loader, resumes=False, moves=False)
-    return not_resumed
+        if _is_tested(name, cell):
+            by_name[name] = _on_mesh(name, loader, cell)
+    return by_name
+
+
+def _is_tested(name: str, cell: Cell) -> bool:
+    """Tell whether Trainer's loader of that name is tested on the cell's mesh."""
+    # Batches of ranks of one model differ even in their size, so that such a training ends in a
+    # crash: docs/upstream/transformers_rebalance_mesh.py.
+    if name == "batch_rebalance" and cell.dp_size < cell.world_size:
+        return False
+    # Ulysses expects the batch before it is split, and no rank of it evaluates with the others.
+    if cell.cp > 1 and ("split_batches" in name or name == _rows.EVALUATION_LOADER):
+        return False
+    return not _split_among_all(cell) or name in OF_ALL_RANKS
+
+
+def _split_among_all(cell: Cell) -> bool:
+    """Tell whether all ranks split one model among them."""
+    return cell.tp * cell.cp * cell.ep == cell.world_size
+
+
+def _on_mesh(name: str, loader: Loader, cell: Cell) -> Loader:
+    """Return what a loader must do on the cell's mesh."""
+    if _split_among_all(cell):
+        loader = dataclasses.replace(loader, rows=ROWS_OF_ALL_RANKS)
+    if cell.tp * cell.ep > 1:
+        # transformers shards the model while it loads it: such a training cannot be resumed.
+        return dataclasses.replace(loader, resumes=False, moves=False)
+    if cell.cp > 1:
+        # Batches of Ulysses cannot be skipped (docs/upstream/accelerate_ulysses_skip.py), as
+        # Trainer does for each data set without a length.
+        resumes = loader.resumes and "iterable" not in name
+        return dataclasses.replace(loader, resumes=resumes, midway=False)
+    return loader
 
 
 def rows_on_mesh(
@@ -57,20 +106,31 @@ def rows_on_mesh(
     model: Any = driver.model_on_mesh(driver.build_model())
     # Of the loader ``sequential``, for example: ``{"train_sampling_strategy": "sequential"}``.
     settings = _rows.TRAINER_SETTINGS[name]
+    data = _dataset(count, settings)
     trainer = driver.make_trainer(
         model=model,
         args=_arguments(driver, settings, count, place),
-        train_dataset=_dataset(count, settings),
+        train_dataset=data,
+        eval_dataset=data,
         data_collator=_collated,
-        callbacks=[_rows.epochs_callback()],
+        callbacks=[_rows.epochs_callback(saves=not driver.in_parts)],
     )
+    if name == _rows.EVALUATION_LOADER:
+        for epoch in range(_rows.EPOCHS):
+            for evaluated in trainer.get_eval_dataloader():
+                yield epoch, evaluated["input_ids"][:, 0].tolist()
+        return
     # A list for each epoch, of the batches with their rows. ``epochs_callback`` begins an epoch.
     model.fed = []
     hook = model.register_forward_pre_hook(_record, with_kwargs=True)
     # None at the beginning of the training.
     checkpoint = _rows.checkpoint_at(start, place)
+    ulysses: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if driver.cell.cp > 1:
+        ulysses = context_parallel.one_ulysses_of_several()
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with ulysses:
+            trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         hook.remove()
     # A training that resumes has recorded its first epoch as the first list.
@@ -104,7 +164,9 @@ def _collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     import torch
 
     tokens = torch.stack([row["input_ids"][:1].repeat(TOKENS) for row in rows])
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    # Ulysses, which cuts sequences, needs the place of each token.
+    positions = torch.arange(TOKENS).repeat(len(rows), 1)
+    return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions}
 
 
 def _arguments(driver: Any, settings: Mapping[str, Any], count: int, directory: Path) -> Any:

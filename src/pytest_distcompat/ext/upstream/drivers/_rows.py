@@ -22,6 +22,7 @@ The check ``evaluation`` compares the metrics with those of one process. The tab
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,8 +48,29 @@ _Batches = Iterator[tuple[int, Sequence[int]]]
 _Start = tuple[int, int]
 
 #: torchdata's loader saves and restores its position itself.
-_STATEFUL = {
-    "use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}
+_STATEFUL: dict[str, dict[str, Any]] = {
+    "use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True},
+    "use_stateful_dataloader, in order": {"use_stateful_dataloader": True, "shuffle": False},
+    "use_stateful_dataloader, num_workers=1": {
+        "use_stateful_dataloader": True,
+        "shuffle": False,
+        "num_workers": 1,
+    },
+    "use_stateful_dataloader, dispatch_batches": {
+        "use_stateful_dataloader": True,
+        "shuffle": False,
+        "dispatch_batches": True,
+    },
+    "use_stateful_dataloader, even_batches=False": {
+        "use_stateful_dataloader": True,
+        "shuffle": False,
+        "even_batches": False,
+    },
+    "use_stateful_dataloader, iterable": {
+        "use_stateful_dataloader": True,
+        "iterable": True,
+        "dispatch_batches": False,
+    },
 }
 #: Settings of accelerate's loaders, by the loader's name: those of DataLoaderConfiguration and
 #: those of DataLoader together. Two keys are about the data set: ``rows`` is the number of its
@@ -177,6 +199,8 @@ def _expected(name: str) -> Loader:
         dropped="drop_last" in settings,
         # An epoch of one batch has no middle to resume in.
         resumes="rows" not in settings,
+        # Which rank's state is saved is chance: docs/upstream/accelerate_stateful_dispatch.py.
+        midway=not {"use_stateful_dataloader", "dispatch_batches"}.issubset(settings),
         moves=repeatable and not counts_own_batches and "rows" not in settings,
         rows=settings.get("rows", 0),
         reseeded=_RESEEDED.get(name, ""),
@@ -214,6 +238,29 @@ def iterable(rows: Sequence[Any]) -> Any:
     return Rows()
 
 
+def _taken_apart(name: str, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of DataLoaderConfiguration, and those of DataLoader.
+
+    Args:
+        name: One of ``ACCELERATE``.
+        count: The number of rows.
+    """
+    from pytest_distcompat.ext.upstream.drivers._samplers import sampling
+
+    configuration = dict(_ACCELERATE[name])
+    for key in ("rows", "calls_set_epoch", "seed"):
+        configuration.pop(key, None)
+    is_iterable = configuration.pop("iterable", False)
+    samples = configuration.pop("samples", None)
+    arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not is_iterable}
+    for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
+        if key in configuration:
+            arguments[key] = configuration.pop(key)
+    if samples:
+        arguments = sampling(samples, range(count), BATCH, arguments.get("drop_last", False))
+    return configuration, arguments
+
+
 def accelerate_loader(
     name: str, count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Any, Any]:
@@ -231,31 +278,21 @@ def accelerate_loader(
     from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
 
-    from pytest_distcompat.ext.upstream.drivers._samplers import WholeBatches, sampling
+    from pytest_distcompat.ext.upstream.drivers._samplers import WholeBatches
 
-    settings = dict(_ACCELERATE[name])
-    settings.pop("rows", None)
-    settings.pop("calls_set_epoch", None)
-    seed = settings.pop("seed", 0)
-    is_iterable = settings.pop("iterable", False)
-    samples = settings.pop("samples", None)
-    arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not is_iterable}
-    for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
-        if key in settings:
-            arguments[key] = settings.pop(key)
-    if samples:
-        arguments = sampling(samples, range(count), BATCH, arguments.get("drop_last", False))
+    configuration, arguments = _taken_apart(name, count)
     # The arguments for a mesh choose the device already.
     on_device = parallel or {"cpu": device == "cpu"}
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings), **on_device)
-    set_seed(seed)
+    dataloader_config = DataLoaderConfiguration(**configuration)
+    accelerator = Accelerator(dataloader_config=dataloader_config, **on_device)
+    set_seed(_ACCELERATE[name].get("seed", 0))
     data: Any = range(count)
-    if is_iterable:
+    if "iterable" in _ACCELERATE[name]:
         data = iterable(data)
-    if samples in _WHOLE_BATCHES:
+    if _has_whole_batches(name):
         data = WholeBatches(count)
     loader: DataLoader[Any] = DataLoader(data, **arguments)
-    if samples in _WHOLE_BATCHES and accelerator.num_processes == 1:
+    if _has_whole_batches(name) and accelerator.num_processes == 1:
         # accelerate can prepare it for several ranks alone; one rank reads all its rows anyway.
         return accelerator, loader
     return accelerator, accelerator.prepare(loader)
@@ -315,6 +352,57 @@ def accelerate_rows(
             accelerator.save_state(str(state))
 
 
+def ulysses_loaders() -> dict[str, Loader]:
+    """Return the loaders of accelerate that are tested under DeepSpeed's Ulysses.
+
+    None resumes: docs/upstream/accelerate_ulysses_skip.py. Ulysses gathers one batch of each rank
+    of a sequence, and gives them all, one after the other. So all these ranks need as many batches,
+    of as many rows, and an epoch may lack, or repeat, those of several batches.
+    """
+    loaders: dict[str, Loader] = {}
+    for name, loader in ACCELERATE.items():
+        unequal = not loader.filled or loader.dropped or loader.rows > 0
+        stateful = "use_stateful_dataloader" in _ACCELERATE[name]
+        if unequal or stateful or _has_whole_batches(name):
+            continue
+        loaders[name] = dataclasses.replace(loader, resumes=False, moves=False)
+    return loaders
+
+
+def ulysses_rows(name: str, count: int, accelerator: Any, model: Any, tokens: int) -> _Batches:
+    """Yield the epoch and the rows of each batch that Ulysses gives this rank a part of.
+
+    All tokens of a row are its number.
+
+    Args:
+        name: One of ``ulysses_loaders``.
+        count: The number of rows.
+        accelerator: The Accelerator with which the model was prepared.
+        model: The prepared model.
+        tokens: The number of tokens of a row.
+    """
+    import torch
+    from accelerate import DataLoaderConfiguration
+    from accelerate.utils import set_seed
+    from torch.utils.data import DataLoader
+
+    configuration, arguments = _taken_apart(name, count)
+    accelerator.dataloader_config = DataLoaderConfiguration(**configuration)
+    set_seed(_ACCELERATE[name].get("seed", 0))
+    data: Any = []
+    for row in range(count):
+        row_tokens = torch.full((tokens,), row)
+        positions = torch.arange(tokens)
+        data.append({"input_ids": row_tokens, "labels": row_tokens, "position_ids": positions})
+    if "iterable" in _ACCELERATE[name]:
+        data = iterable(data)
+    prepared = accelerator.prepare(DataLoader(data, **arguments))
+    loader = accelerator.deepspeed_ulysses_dl_adapter(prepared, model)
+    for epoch in range(EPOCHS):
+        for batch in loader:
+            yield epoch, batch["input_ids"][:, 0].tolist()
+
+
 def accelerate_metrics(
     count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
@@ -342,6 +430,9 @@ def accelerate_metrics(
         if expected.reseeded or not _ACCELERATE[name].get("calls_set_epoch", True):
             # They differ from another loader in the order of their rows.
             continue
+        if name.startswith("use_stateful_dataloader, "):
+            # They differ from another loader in how they resume.
+            continue
         accelerator, loader = accelerate_loader(name, count, device, parallel)
         gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
         squares = torch.cat(gathered).double() ** 2
@@ -350,6 +441,8 @@ def accelerate_metrics(
     return metrics
 
 
+#: The name of the loader that Trainer evaluates with. No training reads it.
+EVALUATION_LOADER = "get_eval_dataloader"
 #: Settings of Trainer's loaders, by the loader's name: those of its ``accelerator_config`` and
 #: those of TrainingArguments together, which ``loader_arguments`` takes apart. ``iterable`` is
 #: about the data set: it makes one without a length.
@@ -362,6 +455,8 @@ TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
     "sequential": {"train_sampling_strategy": "sequential"},
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "dataloader_num_workers=1": {"dataloader_num_workers": 1},
     "seed": {"seed": 1},
     "data_seed": {"data_seed": 7, "seed": 1},
     "use_seedable_sampler=False": {"use_seedable_sampler": False},
@@ -384,13 +479,17 @@ TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
         "even_batches": False,
         "dataloader_drop_last": True,
     },
+    EVALUATION_LOADER: {"per_device_eval_batch_size": BATCH},
 }
+#: The strategies of sampling that ask for the length of each row.
+BY_LENGTH = frozenset({"group_by_length", "batch_rebalance"})
 #: No loader of Trainer moves to another number of ranks: Trainer saves its position in steps, of
 #: which an epoch then has another number.
 TRAINER: dict[str, Loader] = {
     name: Loader(
-        shuffled="iterable" not in name and name != "sequential",
+        shuffled="iterable" not in name and name not in {"sequential", EVALUATION_LOADER},
         dropped="drop_last" in name,
+        resumes=name != EVALUATION_LOADER,
         moves=False,
         reseeded={"seed": "shuffle", "data_seed": "seed"}.get(name, ""),
     )
@@ -458,10 +557,13 @@ def _recorder() -> Any:
     return _Recorder()
 
 
-def epochs_callback() -> Any:
+def epochs_callback(*, saves: bool = True) -> Any:
     """Return a callback that begins the recorder's epochs, and saves where others resume.
 
     The model must have ``fed``, as ``_recorder`` has it; ``_mesh_rows`` gives it to another model.
+
+    Args:
+        saves: Whether a training can be resumed at all.
     """
     from transformers import TrainerCallback
 
@@ -473,7 +575,7 @@ def epochs_callback() -> Any:
             steps_per_epoch = state.max_steps // EPOCHS
             # Trainer counts steps over all epochs; ``RESUME_AT`` has (epoch, batches of it).
             save_steps = [epoch * steps_per_epoch + done for epoch, done in RESUME_AT]
-            control.should_save = state.global_step in save_steps
+            control.should_save = saves and state.global_step in save_steps
 
     return _Epochs()
 
@@ -573,7 +675,7 @@ def _trainer(
     """
     from transformers import PrinterCallback, Trainer
 
-    rows = _numbered(count, tokens=settings.get("train_sampling_strategy") == "group_by_length")
+    rows = _numbered(count, tokens=settings.get("train_sampling_strategy") in BY_LENGTH)
     data = iterable(rows) if settings.get("iterable") else rows
     trainer = Trainer(
         model=_recorder(),
@@ -594,6 +696,8 @@ def trainer_rows(
 ) -> _Batches:
     """Train two epochs, or what is left of them after a checkpoint; yield what this rank read.
 
+    With the loader of evaluations nothing is trained.
+
     Args:
         name: One of ``TRAINER``.
         count: The number of rows.
@@ -603,6 +707,11 @@ def trainer_rows(
         device: ``cpu`` or that of this rank.
     """
     trainer = _trainer(count, directory / name, TRAINER_SETTINGS[name], device, world)
+    if name == EVALUATION_LOADER:
+        for epoch in range(EPOCHS):
+            for evaluated in trainer.get_eval_dataloader():
+                yield epoch, evaluated["x"].flatten().int().tolist()
+        return
     trainer.train(resume_from_checkpoint=checkpoint_at(start, directory / name))
     # A training that resumes has recorded its first epoch as the first list.
     for epoch, batches in enumerate(trainer.model.fed, start[0]):
@@ -684,14 +793,28 @@ def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
             yield epoch, batch.tolist()
 
 
-#: Name of a loader of torch -> what it must do. It is torch's own, as its tutorials make it: with
-#: a DistributedSampler and ``set_epoch``.
+#: The loader of a data set that deals its files out to ranks, see ``_iterables``.
+BY_RANK = "iterable by rank"
+#: Loaders of torch and torchdata that keep a state per rank -> their number of workers.
+TORCH_STATEFUL: dict[str, int] = {BY_RANK: 0}
+if version_of("torchdata"):
+    TORCH_STATEFUL |= {
+        "StatefulDataLoader": 0,
+        "StatefulDataLoader, num_workers=2": 2,
+        f"StatefulDataLoader, {BY_RANK}": 0,
+        f"StatefulDataLoader, {BY_RANK}, num_workers=2": 2,
+    }
+#: Name of a loader of torch -> what it must do. The first are torch's own, as its tutorials make
+#: them: with a DistributedSampler and ``set_epoch``.
 TORCH: dict[str, Loader] = {
     "shuffle": Loader(),
     "in order": Loader(shuffled=False),
     "drop_last": Loader(filled=False, dropped=True, moves=False),
     "one row": Loader(shuffled=False, resumes=False, moves=False, rows=1),
 }
+for _name in TORCH_STATEFUL:
+    # The state of a rank is of no use to other ranks. Nothing makes ranks equal that read files.
+    TORCH[_name] = Loader(filled=BY_RANK not in _name, moves=False)
 
 
 def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> _Batches:

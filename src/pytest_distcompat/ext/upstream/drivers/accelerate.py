@@ -449,7 +449,15 @@ class AccelerateDriver(MakesAccelerator):
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that a prepared loader gives, for the check ``coverage``."""
+        """Yield the rows that a prepared loader gives, for the check ``coverage``.
+
+        Under Ulysses a prepared model is needed, which all loaders share.
+        """
+        if self.cell.cp > 1:
+            if self.accelerator is None:
+                self.build(self.build_model())
+            tokens = 2 * self.cell.cp
+            return _rows.ulysses_rows(loader, count, self.accelerator, self.model, tokens)
         return _rows.accelerate_rows(
             loader,
             count,
@@ -462,6 +470,11 @@ class AccelerateDriver(MakesAccelerator):
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate with ``gather_for_metrics``, for the check ``evaluation``."""
         return _rows.accelerate_metrics(count, self.world.device, self._mesh_settings())
+
+    @classmethod
+    def evaluates_in(cls, cell: Cell) -> bool:
+        """Tell whether ``metrics`` evaluates in the cell: not under Ulysses, without its model."""
+        return cell.cp == 1
 
     def _mesh_settings(self) -> Mapping[str, Any]:
         """Return the arguments of Accelerator for the cell's mesh; empty if it has one dimension.
@@ -482,11 +495,11 @@ class AccelerateDriver(MakesAccelerator):
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
         """Return the loaders that can be tested in the cell.
 
-        Under DeepSpeed's parallelism there are none, as a loader is changed when a model is
-        prepared.
+        There are none under tensor parallelism of DeepSpeed.
         """
-        parallel_ranks = cell.tp * cell.cp * cell.ep
-        if cell.strategy != "fsdp2" and parallel_ranks > 1:
+        if cell.cp > 1:
+            return _rows.ulysses_loaders()
+        if cell.strategy != "fsdp2" and cell.tp * cell.ep > 1:
             return {}
         prepared = _rows.accelerate_loaders(cell.dp_size)
         return {name: loader for name, loader in cls.loaders.items() if name in prepared}

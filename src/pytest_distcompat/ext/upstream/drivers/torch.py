@@ -403,15 +403,25 @@ class TorchDriver(TorchCheckpoints):
         )
 
     def rows(
-        self,
-        loader: str,
-        count: int,
-        start: tuple[int, int],
-        directory: Path,  # noqa: ARG002 - nothing is saved
+        self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that torch's loader gives, for the check ``coverage``."""
         rank = self.cell.dp_rank(self.world.rank)
-        return _rows.torch_rows(loader, count, start, rank, self.cell.dp_size)
+        if loader not in _rows.TORCH_STATEFUL:
+            return _rows.torch_rows(loader, count, start, rank, self.cell.dp_size)
+        from pytest_distcompat.ext.upstream.drivers import _iterables
+
+        part = (rank, self.cell.dp_size)
+        file = self.state_file(start)
+        return _iterables.rows(loader, count, start, directory, part=part, file=file)
+
+    def state_file(self, start: tuple[int, int]) -> str:  # noqa: ARG002 - for those who override it
+        """Return the name of this rank's states of loaders; those of all ranks differ.
+
+        Args:
+            start: The epoch and the batch with which reading begins.
+        """
+        return str(self.world.rank)
 
     def evaluate(self, model: Module) -> torch.Tensor:
         """Return the logits on a batch that no step trains on, in evaluation mode.

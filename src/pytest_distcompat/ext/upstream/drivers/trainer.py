@@ -469,18 +469,16 @@ class TrainerDriver(TrainerArguments):
     def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
         """Return the loaders that can be tested in the cell, by name.
 
-        They are all, but on a mesh: none where no ranks are data parallel, under context
-        parallelism, or of a model without tokens, since on a mesh the model itself shows its rows.
+        They are all, but on a mesh: none of a model without tokens, since the model itself shows
+        its rows there.
         """
         if not cls._on_mesh(cell):
             return cls.loaders
         # On a mesh the model itself records the tokens that it gets, by which rows are told apart.
         reads_tokens = "transformers" in model_of(cell).preload
-        # All ranks read the same rows.
-        alone = cell.tp * cell.cp * cell.ep == cell.world_size
-        if alone or cell.cp > 1 or not reads_tokens:
+        if not reads_tokens:
             return {}
-        return _mesh_rows.loaders(in_parts=cell.tp * cell.ep > 1)
+        return _mesh_rows.loaders(cell)
 
     @staticmethod
     def _on_mesh(cell: Cell) -> bool:
