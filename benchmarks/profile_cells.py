@@ -69,7 +69,7 @@ def executed_branches(reach_map: ReachMap) -> dict[str, set[Branch]]:
     branches_by_cell: dict[str, set[Branch]] = {}
     for file_number, by_context in enumerate(reach_map.executed.values()):
         for context, executed in by_context.items():
-            branches = branches_by_cell.setdefault(context.place, set())
+            branches = branches_by_cell.setdefault(context.driver_and_cell, set())
             for branch in numbers_of(executed.branches):
                 branches.add((file_number, branch))
     return branches_by_cell

@@ -179,15 +179,15 @@ def test_branches_of_a_real_cell_have_its_name_and_action(tmp_path: Path, run_py
     by_name = {function.function.name: function for function in accelerator.functions()}
     ddp, fsdp2 = (f"accelerate/{strategy}-fp32-w2" for strategy in ("ddp", "fsdp2"))
     prepared = by_name["Accelerator.prepare"].contexts
-    assert {(branch.place, branch.action) for branch in prepared} == {(ddp, "build"), (fsdp2, "build")}
+    assert {(context.driver_and_cell, context.action) for context in prepared} == {(ddp, "build"), (fsdp2, "build")}
     # A branch with its way: only FSDP2 is prepared here.
     branches = by_name["Accelerator.prepare"].branches
-    own = [branch for branch in branches if {context.place for context in branch.contexts} == {fsdp2}]
+    own = [branch for branch in branches if {context.driver_and_cell for context in branch.contexts} == {fsdp2}]
     assert "fsdp" in " ".join(branch.branch.text for branch in own)
     # Steps and saves are told apart from what is built.
     sharded = reach_map.coverage_of(FileId("torch", "distributed/fsdp/_fully_shard/_fsdp_param_group.py"))
     unshard = next(function for function in sharded.functions() if function.function.name == "FSDPParamGroup.unshard")
-    assert {context.place for context in unshard.contexts} == {fsdp2}
+    assert {context.driver_and_cell for context in unshard.contexts} == {fsdp2}
     assert "step" in {context.action for context in unshard.contexts}
     assert "build" not in {context.action for context in unshard.contexts}
 
@@ -250,7 +250,7 @@ def test_ranks_of_other_nodes_are_in_the_map(tmp_path: Path, run_pytest: RunPyte
     run = run_pytest(tmp_path, "--distcompat-nodes=2", "--distcompat-reach=r.sqlite", "-k", "ddp and names")
     assert run.code == 0, run.out
     reach_map = read_map(tmp_path / "r.sqlite")
-    assert {context.place for context in reach_map.contexts()} == {"accelerate/ddp-fp32-w2-n2"}
+    assert {context.driver_and_cell for context in reach_map.contexts()} == {"accelerate/ddp-fp32-w2-n2"}
     accelerator = reach_map.coverage_of(FileId("accelerate", "accelerator.py"))
     assert next(
         function for function in accelerator.functions() if function.function.name == "Accelerator.prepare"
@@ -269,4 +269,6 @@ def test_a_rank_that_fails_leaves_what_it_executed(tmp_path: Path, run_pytest: R
     reach_map = read_map(tmp_path / "r.sqlite")
     prepare = reach_map.coverage_of(FileId("accelerate", "accelerator.py")).functions()
     (contexts,) = (branch.contexts for branch in prepare if branch.function.name == "Accelerator.prepare")
-    assert [(context.place, context.action) for context in contexts] == [("my_driver:Fails/ddp-fp32-w2", "build")]
+    assert [(context.driver_and_cell, context.action) for context in contexts] == [
+        ("my_driver:Fails/ddp-fp32-w2", "build")
+    ]

@@ -172,7 +172,7 @@ def test_a_changed_signature_concerns_all_that_call_the_function(
     path.write_text(OLD.replace("shard=False", "shard=True"), encoding="utf-8")
     places = changed_between(*copies)
     (place,) = reached_places(reach_map, places)
-    assert set(place.cells) == {BUILD.place, DDP.place}
+    assert set(place.cells) == {BUILD.driver_and_cell, DDP.driver_and_cell}
 
 
 def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
@@ -180,8 +180,8 @@ def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], reach_map
     places = changed_between(*copies)
     reached = reached_places(reach_map, [everywhere, places[0]])
     specific, general = cells_by_specificity(reached)
-    assert (specific.cell, specific.places, specific.alone) == (BUILD.place, 2, 1)
-    assert (general.cell, general.places, general.alone) == (DDP.place, 1, 0)
+    assert (specific.cell, specific.places, specific.alone) == (BUILD.driver_and_cell, 2, 1)
+    assert (general.cell, general.places, general.alone) == (DDP.driver_and_cell, 1, 0)
 
 
 def test_text(copies: tuple[Path, Path], reach_map: ReachMap) -> None:

@@ -58,11 +58,13 @@ def _other_norms(
     name: str, norms: Mapping[str, float], expected: Mapping[str, float], tolerance: float
 ) -> Iterator[str]:
     """Yield a finding for the first tensor that is missing, or has another norm."""
+    # What a deviation is relative to where the reference's norm is 0: for a bias of zeros, say.
+    largest = max(expected.values(), default=0.0)
     for place in sorted(expected):
         if place not in norms:
             yield f"{name} has no {place}; the reference has"
             return
-        allowance = Allowance(tolerance, max(expected.values()))
+        allowance = Allowance(tolerance, largest)
         if not allowance.covers(norms[place], expected[place]):
             deviation = allowance.deviation(norms[place], expected[place])
             yield f"{name}: {place} has norm {norms[place]:.6g}; {deviation}"

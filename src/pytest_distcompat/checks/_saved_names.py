@@ -7,6 +7,15 @@ record of each file of the checkpoint, and at the end of the run also of the exp
 holds (``model``, ``optimizer``, ``index``), keys and shapes. The function yields findings, such as
 ``file 'model.safetensors': 9 keys have the extra prefix `_orig_mod.`: key
 '_orig_mod.lm_head.weight' is no name of the unwrapped model; expected 'lm_head.weight'``.
+
+It asks ``ExpectedNames`` about each file:
+
+- ``known_in``: which keys it may have, without a finding;
+- ``renamed_in``: its other keys, those together that differ from names in the same part;
+- ``names_in``: which tensors it has, by the model's names and with renamed keys resolved;
+- ``has_key_of_model``: whether any of its keys is such a name, perhaps a changed one.
+
+A tied tensor has several names, and counts under the first of them (``first_name``).
 """
 
 from __future__ import annotations
@@ -44,8 +53,8 @@ def wrong_names_in_files(expected: ExpectedNames, trace: Trace) -> Iterator[str]
         written.append(files)
     if written:
         yield from _checkpoint(expected, written[0], run)
-    # A script that saved nothing, or a process without values that stands in for ranks, has no
-    # files. Any other run without files lacks all names.
+    # A script that saved nothing has no files, and nor has the simulation of ranks by one process,
+    # whose tensors have no values. Any other run without files lacks all names.
     elif trace.saves and run.has_values:
         yield from _checkpoint(expected, [], run)
     for later_files in written[1:]:
@@ -60,6 +69,8 @@ def _checkpoint(expected: ExpectedNames, files: list[FileInfo], run: RunTrace) -
     for file in files:
         if file.holds == "model":
             in_models |= expected.names_in(file)
+        # An index (``model.safetensors.index.json``) holds no tensors, but says in which files they
+        # are: its keys do not count as saved.
         elif file.holds != "index":
             in_optimizers |= expected.names_in(file)
     yield from _missing_of_model(expected, in_models, run)
@@ -82,7 +93,8 @@ def _missing_of_model(expected: ExpectedNames, saved: set[str], run: RunTrace) -
         parameters = expected.trainable
         buffers = set()
     if expected.written_by_library(saved) and not parameters <= saved:
-        # The model's library writes names of its own, so all of those must be there instead.
+        # The model's library writes names of its own (``Driver.written_names``), so all of those
+        # must be there instead. ``saved`` has first names.
         kind = "names that the library writes"
         parameters = {expected.first_name(name) for name in expected.written}
         buffers = set()

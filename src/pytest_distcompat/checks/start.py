@@ -58,7 +58,8 @@ def start(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in built:
         yield from with_rank(snapshot, _other_buffers(snapshot, run.unwrapped, names))
         yield from with_rank(snapshot, _other_flags(snapshot, run.unwrapped, names))
-    for snapshot in run.at("step"):
+    # Of each rank the snapshot after the first step.
+    for snapshot in run.at("step", 0):
         yield from with_rank(snapshot, _evaluating(snapshot, run.unwrapped, names))
 
 
@@ -139,9 +140,11 @@ def _expected_values(
         loaded: The record of the parameter in the unwrapped model.
         dtypes: The dtypes in which ranks store it after the build.
     """
-    flat_masters = STRATEGIES.get(cell.strategy).flat_masters
-    if kind == "master" or flat_masters:
-        # DeepSpeed may cast the model before it copies the masters from it.
+    # ZeRO from stage 1 on: all masters are in one vector, of which each rank updates a piece.
+    has_flat_masters = STRATEGIES.get(cell.strategy).flat_masters
+    if kind == "master" or has_flat_masters:
+        # DeepSpeed may cast the model before it copies the masters from it. Then parameters and
+        # masters have rounded values, in whatever dtype they are stored.
         return {loaded.digest, loaded.rounded or loaded.digest}
     compute = PRECISIONS.get(cell.precision).compute
     if loaded.rounded and set(dtypes) == {compute}:

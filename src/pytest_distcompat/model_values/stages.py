@@ -2,8 +2,10 @@
 
 Under pipeline parallelism each rank holds a stage, some consecutive layers of the model. Ranks 0
 and 1 of 4 may hold the first half, ranks 2 and 3 the second: ``{0: 0, 1: 0, 2: 1, 3: 1}`` is the
-stage of each. A check of the parameters' names calls ``by_stage`` and compares the ranks of a stage
-with that part of the unwrapped model. Without a pipeline there is one stage, the whole model.
+stage of each. A check of single tensors, such as ``memory``, calls ``by_stage`` and compares the
+ranks of a stage with their part of the unwrapped model. That part is what they hold, so a parameter
+that no stage holds is in none. The check ``names`` reports it, since it looks at all stages of a
+pipeline together (``across_stages``). Without a pipeline there is one stage, the whole model.
 ``Ranks`` is a tuple of ranks.
 """
 
@@ -51,6 +53,8 @@ def by_stage(
     if not stage_of_rank or unwrapped is None:
         yield snapshots, unwrapped
         return
+    # ``names(...)`` takes a name of the wrapped or the unwrapped model, and returns that in the
+    # unwrapped one; of tied parameters the first.
     names = Names(run, unwrapped)
     for stage in sorted(set(stage_of_rank.values())):
         stage_names: set[str] = set()
@@ -67,7 +71,10 @@ def by_stage(
 
 
 def _part_of_model(unwrapped: UnwrappedInfo, names: Names, stage_names: set[str]) -> UnwrappedInfo:
-    """Return the unwrapped model with only the parameters, buffers and blocks of one stage."""
+    """Return the unwrapped model with only the parameters, buffers and blocks of one stage.
+
+    Blocks are the modules that are wrapped one by one: ``layers.0``.
+    """
     parameters = []
     for info in unwrapped.parameters:
         if names(info.name) in stage_names:

@@ -37,13 +37,14 @@ class ModelFamily:
     make: Callable[[str], TinyModel]
 
 
+# ``has_modules=False``: no module of this package defines any; all come from entry points.
 #: The models by name: ``llama``, ``mlp``.
 MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model", has_modules=False)
 #: The families by name: ``hf``.
 FAMILIES: Registry[ModelFamily] = Registry(
     "pytest_distcompat.model_families", ModelFamily, "family of models", has_modules=False
 )
-#: Names of the models that are a Llama.
+#: Names of the models that are a Llama: context and tensor parallelism have rules for them alone.
 LLAMAS = ("llama", "llama_tied", "llama_dropout")
 
 __all__ = [
@@ -72,6 +73,10 @@ def known_model(cell: Cell) -> TinyModel | None:
     """Return the model of a cell; None if no model of that name is registered.
 
     That is so without the models of ``ext.upstream``: every driver has a model of its own then.
+
+    Raises:
+        UsageProblem: The name has a family that does not exist, as ``hg:gpt2``. A user has written
+            it: no default has a colon.
     """
     name = str(cell.option("model"))
     if name in MODELS.by_name or ":" in name:

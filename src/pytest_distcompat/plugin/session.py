@@ -20,6 +20,8 @@ Words in this file:
 - *lease*: the right of a run to use some devices for a while. A *pool* gives leases, so that all
   processes on the machine together do not use a device twice.
 - *store*: a directory of the session, in which all its processes share files.
+- *substitute*: an extension that runs the cells of suites without ranks, as by one process whose
+  tensors have no values.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def substitute(self) -> Substitute | None:
-        """What an extension has in the place of ranks, by a command-line option; None for ranks."""
+        """The substitute that a command-line option turns on; None for ranks."""
         chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
         return chosen
 
@@ -484,7 +486,7 @@ class DistcompatSession:
     def cold_launcher(self) -> Launcher:
         """The launcher for tests that are run a second time (``--distcompat-verify``).
 
-        It runs the cold ``torchrun`` command.
+        It runs the cold ``torchrun`` command. ``plain`` gives its ranks the user's own environment.
         """
         from pytest_distcompat.launch.request import Warmth
         from pytest_distcompat.launch.torchrun import TorchrunLauncher

@@ -2,11 +2,11 @@
 
 Some facts cannot be read from a model after a step: the dtypes of its matrix products, the
 collectives that were sent, the gradients that the optimizer got. The ``Observer`` records them
-while the trainer runs. ``worker`` makes one on each rank of a suite, ``ext.scripts`` one in each
-rank of a user's script. They ``attach`` it to the model before anything wraps that, and let the
-trainer run inside ``watching()``. An action is one unit of a rank's work: ``build``, ``step``,
-``save``. After each action of the trainer they put what ``infos`` returns into the snapshot, and
-call ``restart``.
+while the trainer runs. ``worker`` makes one on each rank of a suite, calls ``attach`` with the
+model before anything wraps that, and lets the trainer run inside ``watching()``. ``ext.scripts``
+makes one in each rank of a user's script, and calls ``attach_to_layers`` once the model is wrapped.
+An action is one unit of a rank's work: ``build``, ``step``, ``save``. After each action of the
+trainer both put what ``infos`` returns into the snapshot, and call ``restart``.
 
 How it records:
 
@@ -126,8 +126,8 @@ class Observer:
         """Register the step hooks.
 
         Args:
-            guarded: Wraps each function that torch calls; in a user's script to keep exceptions of
-                the observer away from it.
+            guarded: Wraps the functions that torch calls in a user's script, to keep exceptions of
+                the observer away from it. Hooks that only suites have need not be wrapped.
         """
         self._guarded = guarded
 
@@ -195,6 +195,8 @@ class Observer:
         """
         self._attached.update(dict.fromkeys(model.modules()))
         self.attach_to_layers(model)
+        # Not guarded: only suites register it. In a user's script a guarded hook of ``ext.scripts``
+        # calls the method.
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
         model.register_forward_hook(
             Hook(self._guarded("what a model returned", self._await_gradient))

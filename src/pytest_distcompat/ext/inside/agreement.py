@@ -29,8 +29,8 @@ from pytest_distcompat.plugin.reporting.representation import represent
 
 #: The outcome of a phase that passed on all ranks. Each rank keeps its own report then.
 SAME = "same"
-#: The outcome of a setup that raised an expected exception on some ranks only. The others go on to
-#: the call, where they may still fail; the ranks with the exception raise it there again.
+#: The outcome of a setup that raised an xfail on some ranks and passed on others. The latter go on
+#: to the call, where they may still fail; all others raise their exception there again.
 POSTPONED = "postponed"
 #: The problem of a rank that was still in the phase at the time limit.
 STUCK = "stuck"
@@ -112,8 +112,8 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
     timed_out = any(report.stuck for report in reports.values())
     outcome = merge(conclude(events, processes, timed_out=timed_out, timeout=limit))
     any_passed_setup = any(map(_passed_setup, phases.values()))
-    # A setup that raised an expected exception on some ranks only. Those that passed must still run
-    # the call.
+    # Ranks on which a setup passed must still run the call if it xfailed on others. If ranks only
+    # skipped, while others passed, ``merge`` has made a failure of it.
     if outcome.kind == "xfailed" and any_passed_setup:
         return dataclasses.replace(outcome, kind=POSTPONED)
     return outcome
@@ -148,6 +148,7 @@ def _outcome_of_passed(reports: Mapping[int, PhaseReport], phases: Mapping[int, 
             f"{name_ranks(terminated)} received SIGTERM, "
             "which ends a process that has no handler of its own"
         )
+        # Hard: no xfail mark and no known issue excuses that.
         return Outcome("failed", text, hard=True)
     properties_by_rank = {rank: phase.properties for rank, phase in phases.items()}
     properties = of_all_ranks(properties_by_rank)
@@ -177,6 +178,7 @@ def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Ev
     # ``Excused`` is for a skip or an expected failure, which the test allows.
     kind = Error if phase.outcome == "failed" else Excused
     ending, message = phase.ending
+    # ``lost``: the rank failed only because another rank is gone, so it is not the cause.
     yield kind(ending, message, phase.text, lost=phase.lost, cut=report.cut, **common)
 
 

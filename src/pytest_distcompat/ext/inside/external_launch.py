@@ -115,7 +115,8 @@ class Inside:
         #: The time limit in seconds, and when it ends, in seconds of CLOCK_MONOTONIC.
         self._limit = 0.0
         self._deadline = 0.0
-        #: Whether the connections of any rank were closed in this test.
+        #: Whether any rank's ``Lockstep`` has closed the rank's connections in this test, because
+        #: another rank had left the phase without passing it.
         self._cut = False
         #: The exception of this rank's setup, to be raised in the call (``agreement.POSTPONED``).
         self._postponed: BaseException | None = None
@@ -245,7 +246,8 @@ class Inside:
         if self._is_of_subtest(call):
             # Other ranks need not have the same subtests.
             return report
-        # A setup or teardown that failed only because another rank is gone.
+        # A setup or teardown that failed only because another rank is gone: ``mark_exception`` has
+        # set the attribute ``LOST``.
         is_lost = call.when != "call" and report.failed and getattr(report, LOST, False)
         if is_lost and (self._over or self._cut):
             # A fixture has waited for its peers in vain again. The report of the call has the
@@ -265,9 +267,8 @@ class Inside:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         outcome = agreement.outcome
         self._cut = self._cut or agreement.cut
-        # A setup in which some ranks raised an expected exception (a skip, an xfail), and others
-        # did not. These go on to the call and may still fail; a rank with the exception raises it
-        # there.
+        # A setup in which some ranks raised an xfail, and others passed. These go on to the call,
+        # and may still fail. The rest, some of which may have skipped, raise their exception there.
         if outcome.kind == POSTPONED and call.excinfo is not None:
             self._postponed = call.excinfo.value
         # The report now shows the outcome of all ranks.
@@ -320,7 +321,8 @@ class Inside:
     ) -> None:
         """Turn a failure of the call into an xfail if a known issue explains it.
 
-        A known issue is a bug of a library that this package, or the user, has declared.
+        A known issue is a bug of a library. Here those count that the user has declared
+        (``session.own``); none excuses a hard failure, which is a crash, a hang or a leak.
         """
         if report.when == "call" and self._session.own:
             apply_known_issues(item, report, hard=outcome.hard, outcome=outcome)

@@ -40,16 +40,17 @@ class PlaceReach:
 
     @property
     def on_import(self) -> bool:
-        """Whether it is outside all functions, so that it runs when the module is imported.
+        """Whether no known function has it, so that it runs when the module is imported.
 
-        Ranks are forked from a process that has imported it, so no map says who executes it.
+        Ranks are forked from a process that has imported it, so no map says who executes it. Of a
+        file that the map lacks no function is known: all its places but new functions count.
         """
         return not self.function and not self.place.defines
 
     @property
     def cells(self) -> list[str]:
         """Return the cells that execute it."""
-        return list(dict.fromkeys(context.place for context in self.contexts))
+        return list(dict.fromkeys(context.driver_and_cell for context in self.contexts))
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
         if statement & function.body:
             statements[statement] = None
         else:
-            # A changed signature, or the first lines of a body: all that execute the function.
+            # ``body`` has all lines after the signature, but the last statement that begins at or
+            # before this line is outside of it, as the ``def`` itself is: the line ends the
+            # signature, or comes before the first statement. So all that execute the function.
             statements[function.body] = None
     bits = 0
     ways: dict[tuple[Context, ...], None] = {}

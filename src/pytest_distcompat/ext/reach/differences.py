@@ -79,11 +79,11 @@ def function_differences(
         change: The cell, and which of its values differ.
     """
     actions = actions_before(change)
-    place = f"{change.driver}/{change.cell}"
+    cell = f"{change.driver}/{change.cell}"
     differences: list[FunctionDifference] = []
     for file_id in dict.fromkeys((*earlier.files, *later.files)):
-        before = _profiles(earlier, file_id, place, actions)
-        after = _profiles(later, file_id, place, actions)
+        before = _profiles(earlier, file_id, cell, actions)
+        after = _profiles(later, file_id, cell, actions)
         for name in dict.fromkeys((*before, *after)):
             how = _difference(before.get(name), after.get(name))
             if how:
@@ -107,22 +107,22 @@ def actions_before(change: ValueChange) -> frozenset[str] | None:
     return None
 
 
-def _is_before(context: Context, place: str, actions: frozenset[str] | None) -> bool:
-    """Tell whether a context is one of these actions of the cell at that place."""
-    if context.place != place:
+def _is_before(context: Context, cell: str, actions: frozenset[str] | None) -> bool:
+    """Tell whether a context is one of these actions of a cell, with its driver."""
+    if context.driver_and_cell != cell:
         return False
     return actions is None or context.action in actions
 
 
 def _profiles(
-    reach_map: ReachMap, file_id: FileId, place: str, actions: frozenset[str] | None
+    reach_map: ReachMap, file_id: FileId, cell: str, actions: frozenset[str] | None
 ) -> dict[str, _Profile]:
     """Return the profile of each function of a file by its name; empty if the map lacks the file.
 
     Args:
         reach_map: The map.
         file_id: The file.
-        place: Driver and cell: ``accelerate/fsdp2-fp32-w2``.
+        cell: Driver and cell: ``accelerate/fsdp2-fp32-w2``.
         actions: The actions that count; None for all.
     """
     if file_id not in reach_map.files:
@@ -130,7 +130,7 @@ def _profiles(
     # The lines and branches that count, each as the bits of one integer.
     executed = Executed()
     for context, executed_by_context in reach_map.executed.get(file_id, {}).items():
-        if _is_before(context, place, actions):
+        if _is_before(context, cell, actions):
             executed |= executed_by_context
     file = reach_map.files[file_id]
     #: The name of a function -> its branches.

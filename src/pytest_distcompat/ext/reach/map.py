@@ -37,7 +37,7 @@ class Context:
     action: str
 
     @property
-    def place(self) -> str:
+    def driver_and_cell(self) -> str:
         """Return driver and cell as one text: ``accelerate/fsdp2-fp32-w2``."""
         return f"{self.driver}/{self.cell}"
 
@@ -45,7 +45,7 @@ class Context:
         """Tell whether a pattern fits the cell (``fsdp2-*``) or driver and cell (``torch/*``)."""
         if fnmatch.fnmatchcase(self.cell, pattern):
             return True
-        return fnmatch.fnmatchcase(self.place, pattern)
+        return fnmatch.fnmatchcase(self.driver_and_cell, pattern)
 
 
 #: What each context executed of one file.

@@ -115,7 +115,7 @@ def _executed_by_cell(reached: Sequence[PlaceReach]) -> _WaysByCell:
         for way, contexts in enumerate(place_reach.ways):
             for context in contexts:
                 executed = Executed(number, way, context.action)
-                cell = context.place
+                cell = context.driver_and_cell
                 ways_by_cell.setdefault(cell, set()).add(executed)
     return ways_by_cell
 
@@ -132,7 +132,7 @@ def _import_users(reach_map: ReachMap, reached: Sequence[PlaceReach]) -> _WaysBy
         file_reach = reach_map.coverage_of(file_id)
         lines_of_any_cell = file_reach.union.lines
         for context in file_reach.contexts_of_lines(lines_of_any_cell):
-            cell = context.place
+            cell = context.driver_and_cell
             ways_by_cell.setdefault(cell, set()).add(executed)
     return ways_by_cell
 
@@ -210,7 +210,7 @@ def file_lines(
         if cell.turn > 1:
             yield str(cell)
     named = {cell.cell for cell in selected}
-    for cell_of_map in dict.fromkeys(context.place for context in reach_map.contexts()):
+    for cell_of_map in dict.fromkeys(context.driver_and_cell for context in reach_map.contexts()):
         if cell_of_map not in named:
             yield f"- {cell_of_map}"
 

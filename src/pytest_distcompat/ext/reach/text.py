@@ -48,7 +48,7 @@ def headline(reach_map: ReachMap) -> str:
     cells: set[str] = set()
     drivers: set[str] = set()
     for context in reach_map.contexts():
-        cells.add(context.place)
+        cells.add(context.driver_and_cell)
         drivers.add(context.driver)
     branches = f"{counts.reached_branches} of {counts.branches} branches"
     cells_counted = _counted(len(cells), "cell")
@@ -188,7 +188,7 @@ def cells_text(contexts: Sequence[Context]) -> str:
     cells: dict[str, None] = {}
     actions: dict[str, None] = {}
     for context in contexts:
-        cells[context.place] = None
+        cells[context.driver_and_cell] = None
         actions[context.action] = None
     names = list(cells)[:CELLS_NAMED]
     counted = _counted(len(cells), "cell")

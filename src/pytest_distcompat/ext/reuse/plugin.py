@@ -64,16 +64,17 @@ def pytest_distcompat_mark_arguments() -> list[AddedArgument]:
 def pytest_distcompat_preload() -> tuple[str, ...]:
     """Have fork servers, from which ranks are forked, import what shared ranks need.
 
-    ``rank_item`` is not among it, because it imports pytest, which ranks of suites do without.
+    ``rank_item`` is not among it, because it imports pytest. The same servers fork the ranks of
+    suites (subclasses of ``CompatSuite``), which run a driver and need no pytest.
     """
     return ("pytest_distcompat.ext.reuse.request_loop",)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_configure(config: pytest.Config) -> None:
-    """Import what runs an item, in the process that collects tests for ranks.
+    """Import what runs an item on a rank, so that ranks from a fork server need not.
 
-    Ranks that are forked from it then need not import it.
+    A fork server that collects tests has ``ON_RANK`` in its configuration, as its forks are ranks.
     """
     if ON_RANK in config.stash:
         from pytest_distcompat.ext.reuse import rank_item  # noqa: F401 - see the docstring
@@ -89,9 +90,12 @@ def pytest_distcompat_session(session: DistcompatSession) -> None:
         session.config.pluginmanager.register(shared, "distcompat-shared-ranks")
 
 
-# These two are hooks of the plugin itself, so that those of a conftest come around them.
+# These two are hooks of this module, which pytest registers before any conftest.py, and not of
+# ``SharedRanks``. So a conftest's wrapper of the same priority comes around them.
 
 
+# ``tryfirst``: ranks have ended before wrappers without it begin the item. The other hook acts
+# after the item's teardown, and needs no such order.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None

@@ -65,7 +65,7 @@ def resume_roundtrip(
             saved. Of several files by ``torch.save`` it is their directory.
         save_at: The step after which the checkpoint is written.
         total: The number of steps of the whole training.
-        same: The quantities that must agree, of ``SAME``.
+        same: The quantities that must agree, of ``SAME`` in ``ext.scripts.quantities``.
         reshard_to: The number of ranks of the resumed run, if it is another.
         host: As for ``launch``.
         **settings: Further arguments of ``launch``.

@@ -49,7 +49,7 @@ class RoundTrip:
         resumed: The run that loaded the checkpoint.
         save_at: The step after which the checkpoint was written.
         total: The number of steps of the whole training.
-        same: The quantities that must agree, of ``SAME``.
+        same: The quantities that must agree, of ``SAME`` in ``ext.scripts.quantities``.
         resharded: Whether the resumed run has another number of ranks.
     """
 

@@ -20,7 +20,8 @@ import pytest
 if TYPE_CHECKING:
     from pytest_distcompat.world import World
 
-#: Set in the configuration of a session on a rank.
+#: Set in the configuration of a session on a rank, and of one that a fork server has collected:
+#: its forks, which inherit it, are ranks.
 ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
 #: Set in an item that is an ordinary test and starts ranks itself, as by the fixture for scripts.
 #: If these crash or hang, an xfail mark does not excuse the test.

@@ -85,7 +85,11 @@ class TrainerReference(TinyDriver):
         ]
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:  # noqa: ARG002 - Trainer's is of steps
-        """Return the schedule of the TrainingArguments for the reference, as Trainer makes it."""
+        """Return the schedule of the TrainingArguments for the reference, as Trainer makes it.
+
+        ``every``, after how many calls the rate decays, is always 1 here: only the driver for
+        accelerate passes another number.
+        """
         from transformers import get_scheduler
 
         settings = SCHEDULE | self.cell.settings("TrainingArguments")
