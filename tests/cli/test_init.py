@@ -214,7 +214,7 @@ MINE = "from pytest_distcompat import Driver\n\nclass Mine(Driver):\n    name = 
 @pytest.mark.parametrize(
     ("place", "pythonpath"),
     [
-        ("my_driver.py", "pythonpath = ."),
+        pytest.param("my_driver.py", "pythonpath = .", marks=pytest.mark.nightly),
         ("src/mine/driver.py", "pythonpath = src"),
         pytest.param("my_driver.py", "", marks=pytest.mark.nightly),
     ],

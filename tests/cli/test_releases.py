@@ -142,6 +142,7 @@ def test_a_release_that_does_not_exist(wheel: Wheel, tmp_path: Path, capsys: pyt
     assert "No matching distribution found" in error
 
 
+@pytest.mark.nightly
 def test_all_releases_are_installed_before_any_run(
     wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

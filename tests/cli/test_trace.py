@@ -90,7 +90,8 @@ def test_a_cell_that_cannot_be_traced_has_the_reason(
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_ends_a_trace_leaves_nothing(number: int, tmp_path: Path) -> None:
     """As the time limit of a CI job."""
     (tmp_path / "slow.py").write_text(

@@ -218,7 +218,14 @@ def test_fails(rank): assert rank == 5
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("reuse", ["never", pytest.param("module", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("what", [pytest.param("base", marks=pytest.mark.nightly), "launcher", "files"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "launcher",
+        pytest.param("base", marks=pytest.mark.nightly),
+        pytest.param("files", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_cleaner_between_two_tests_changes_no_verdict(what: str, reuse: str, temporary: Path) -> None:
     tests = temporary / "test_cleaned.py"
     tests.write_text(CLEANED.format(what=what, reuse=reuse), encoding="utf-8")

@@ -158,7 +158,7 @@ def describe(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuz
     "mode", ["warm", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("reused", "inside", "plain"))]
 )
 def test_a_few(mode: str, fuzz: Fuzz) -> None:
-    written = modules(0, 4)
+    written = modules(0, 2)
     wrong = differing(written, mode, fuzz)
     assert not wrong, describe(written, mode, wrong, fuzz)
 

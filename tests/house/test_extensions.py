@@ -284,11 +284,12 @@ def test_every_hook_is_on_the_page() -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "extensions",
     [
         pytest.param(EXTENSIONS, id="all"),
-        *(pytest.param(with_dependents(name), id=name, marks=pytest.mark.nightly) for name in EXTENSIONS),
+        *(pytest.param(with_dependents(name), id=name) for name in EXTENSIONS),
     ],
 )
 def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_it_starts_as_the_given_one(driver: str, cell_id: str, tmp_path: Path) -
     assert (verdict.status, verdict.message) == (Status.PASSED, "")
 
 
+@pytest.mark.nightly
 def test_a_refusal_leaves_no_files_outside_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks end where the library raises: rank 0 did not remove the directory of the model's files."""
     temporary = tmp_path / "temporary"

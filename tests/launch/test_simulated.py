@@ -145,7 +145,8 @@ def test_a_mistake_is_red_without_values(
     assert (verdict.status, finding in verdict.message) == (Status.FAILED, True), verdict.message
 
 
-@pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [64, 1024])
 def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: Path, size: int) -> None:
     cell = Cell.parse(f"fsdp2-fp32-w{size}-dp_replicate_2-tp_2")
     trace = simulated(tmp_path, "torch", cell)
