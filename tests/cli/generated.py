@@ -121,7 +121,7 @@ THREAD = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/(\d+)"
 
 #: The sections of the list of upstream bugs, by library.
 LIBRARIES = {
-    "torch": "torch",
+    "torch": "torch and torchdata",
     "accelerate": "accelerate",
     "transformers": "transformers and PEFT",
     "deepspeed": "DeepSpeed",
@@ -156,8 +156,12 @@ def upstream() -> str:
     return "\n".join(sections)
 
 
+#: Libraries whose bugs stand in the section of another one.
+SECTIONS = {"peft": "transformers", "torchdata": "torch"}
+
+
 def section_of(library: str) -> str:
-    return "transformers" if library == "peft" else library
+    return SECTIONS.get(library, library)
 
 
 def bug_line(claim: str, text: str, script: Path | None, issues: list[KnownIssue]) -> str:

@@ -20,6 +20,7 @@ print(sorted(find_driver("trainer")(Cell.parse("ddp-fp32-w1"), World(0, 1, 0, "c
 """
 
 
+@pytest.mark.nightly
 def test_an_evaluation_leaves_nothing_in_the_working_directory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

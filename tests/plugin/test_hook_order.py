@@ -34,6 +34,7 @@ def test_it(process_group):
 """
 
 
+@pytest.mark.nightly
 def test_a_conftest_sees_fixtures_before_and_no_kept_ranks_after(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (tmp_path / "test_it.py").write_text(TEST, encoding="utf-8")

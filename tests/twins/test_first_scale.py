@@ -20,6 +20,7 @@ CELL = Cell.parse("fsdp2-fp16_mixed-w2-model_mlp")
 DRIVER = "twins.twins_first_scale:BeginsTooLarge"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", ["parity", "clipping", "gradients", "resume", "data", "observers", "scaling"])
 def test_a_first_scale_that_overflows_is_lowered(runner: Runner, check: str) -> None:
     assert verdict(runner, DRIVER, CELL, check) == ("passed", "")

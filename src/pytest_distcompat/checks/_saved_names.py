@@ -53,7 +53,7 @@ def wrong_names_in_files(expected: ExpectedNames, trace: Trace) -> Iterator[str]
         written.append(files)
     if written:
         yield from _checkpoint(expected, written[0], run)
-    # A script that saved nothing has no files, and nor has the simulation of ranks by one process,
+    # A script that saved nothing has no files, and nor has one process that stands in for ranks,
     # whose tensors have no values. Any other run without files lacks all names.
     elif trace.saves and run.has_values:
         yield from _checkpoint(expected, [], run)
