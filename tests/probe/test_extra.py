@@ -67,3 +67,19 @@ def test_a_name_may_have_dots() -> None:
 def test_what_cannot_be_read_is_an_error(driver: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         read_extra_state(driver, {"state": ExtraState()})
+
+
+def test_a_tensor_that_the_reference_has_too_has_a_square() -> None:
+    driver = SimpleNamespace(state={"weight": torch.full((3,), 2.0), "steps": torch.tensor(7), "rate": 0.5})
+    (info,) = read_extra_state(driver, {"state": ExtraState(in_reference=True)})
+    assert info.squares == {"weight": 12.0}
+    (info,) = read_extra_state(driver, {"state": ExtraState()})
+    assert info.squares == {}
+
+
+@pytest.mark.parametrize("in_reference", [False, True])
+def test_a_tensor_without_values_is_read(in_reference: bool) -> None:
+    """One process that stands in for the ranks has tensors of shapes alone."""
+    driver = SimpleNamespace(state=torch.zeros(3, device="meta"))
+    (info,) = read_extra_state(driver, {"state": ExtraState(in_reference=in_reference)})
+    assert list(info.rounded) == [""]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pytest_distcompat.probe.layouts import layout_of
-from pytest_distcompat.probe.tensors import digest, local_of
+from pytest_distcompat.probe.tensors import digest, square_of
 from pytest_distcompat.trace import ExtraState, ExtraStateInfo
 
 #: Types whose values are compared by their text.
@@ -37,13 +37,13 @@ class _Value:
         text: The value, or a digest of it.
         exact: Whether it is the same in whatever order it is computed; a number with a fraction
             may be rounded in another way.
-        square: The sum of the squares of a tensor's local values; None for anything else.
+        fractions: The tensor, if it is one of numbers with fractions; None for anything else.
     """
 
     place: str
     text: str
     exact: bool = True
-    square: float | None = None
+    fractions: torch.Tensor | None = None
 
 
 def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[ExtraStateInfo, ...]:
@@ -67,8 +67,8 @@ def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[Ext
                 exact[value.place] = value.text
             else:
                 rounded[value.place] = value.text
-            if expected.in_reference and value.square is not None:
-                squares[value.place] = value.square
+            if expected.in_reference and value.fractions is not None:
+                squares[value.place] = square_of(value.fractions)
         info = ExtraStateInfo(
             name=name, expected=expected, exact=exact, rounded=rounded, squares=squares
         )
@@ -100,11 +100,10 @@ def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
         region = layout_of(value).region
         if region:
             place = f"{place} {region}"
-        if not value.is_floating_point():
+        if value.is_floating_point():
+            yield _Value(place, digest(value), exact=False, fractions=value)
+        else:
             yield _Value(place, digest(value))
-            return
-        square = float(local_of(value).detach().double().square().sum())
-        yield _Value(place, digest(value), exact=False, square=square)
     else:
         for key, part in _parts(value, name):
             part_place = f"{place}.{key}".lstrip(".")

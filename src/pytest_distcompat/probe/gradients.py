@@ -22,23 +22,12 @@ import torch
 from pytest_distcompat.probe.deepspeed_shards import autotp_cut, moe_experts
 from pytest_distcompat.probe.flat_masters import flat_masters, fragment_place
 from pytest_distcompat.probe.layouts import layout_of, partition_layout, wrapper_layouts
-from pytest_distcompat.probe.tensors import local_of, valueless
+from pytest_distcompat.probe.tensors import local_of, square_of
 from pytest_distcompat.probe.wrapped_optimizers import master_copies, owner_names
 from pytest_distcompat.trace import WHOLE, GradientInfo, Layout, together
 
 if TYPE_CHECKING:
     from torch.nn import Module
-
-
-def square_of(gradient: torch.Tensor) -> float:
-    """Return the sum of the squares of this rank's elements, in float64.
-
-    It is 0 for a gradient without values, see ``tensors.valueless``.
-    """
-    local = local_of(gradient)
-    if valueless(local):
-        return 0.0
-    return float(local.double().square().sum())
 
 
 class StepGradients(NamedTuple):

@@ -74,6 +74,17 @@ def valueless(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or hasattr(tensor, "fake_mode")
 
 
+def square_of(tensor: torch.Tensor) -> float:
+    """Return the sum of the squares of this rank's elements, in float64.
+
+    It is 0 for a tensor without values, see ``valueless``.
+    """
+    local = local_of(tensor)
+    if valueless(local):
+        return 0.0
+    return float(local.detach().double().square().sum())
+
+
 def zero3_shard(parameter: Any) -> torch.Tensor:
     """Return this rank's shard of a ZeRO-3 parameter without its padding, which is undefined.
 
