@@ -536,6 +536,11 @@ class Driver(
             report: Called as ``report(action)`` after each action, after a step as ``report("step",
                 loss)``.
         """
+        for training in plan.trainings():
+            self._train_once(model, training, report)
+
+    def _train_once(self, model: Module, plan: Plan, report: OnAction) -> None:
+        """Perform a plan of one training, whose steps count from ``plan.first_step``."""
         number = plan.first_step
         for action in plan.actions:
             if action in STEP_ACTIONS:
@@ -553,7 +558,6 @@ class Driver(
                 report(action)
             elif action == "again":
                 self.again()
-                number = 0
                 report(action)
             else:
                 load = self.load_first if plan.loads_first else self.load

@@ -339,3 +339,22 @@ def test_importing_the_worker_reads_all_registries() -> None:
 def test_the_first_scale_of_a_run(probe: FakeProbe, run: Run, scale: float) -> None:
     driver = run_plan(RecordingDriver, run, probe, scaler=torch.amp.GradScaler("cpu"))
     assert driver.scaler.state_dict()["scale"] == scale
+
+
+class TrainsTwice(RecordingDriver):
+    """A trainer that can begin a second training."""
+
+    def step(self, number: int) -> float:
+        self.calls.append(("step", number))
+        return 0.5
+
+    def again(self) -> None:
+        self.calls.append(("again", ""))
+
+
+def test_each_training_of_one_trainer_counts_its_own_steps(probe: FakeProbe) -> None:
+    """After the load of a checkpoint of the first one the steps are those that followed the save."""
+    actions = ("build", "step", "step", "save", "step", "again", "step", "load", "step", "step")
+    driver = run_plan(TrainsTwice, Run("again", actions), probe, unwrapped=None)
+    steps = [number for action, number in driver.calls if action == "step"]
+    assert steps == [0, 1, 2, 0, 2, 3]
