@@ -26,16 +26,17 @@ def other_extra_state(
         reference: The snapshot of the reference after the same step.
         tolerance: How far a tensor's norm may be from the reference's, relatively.
     """
-    snapshots = tuple(snapshots)
+    squares_by_name: dict[str, list[Mapping[str, float]]] = {}
+    for snapshot in snapshots:
+        for info in snapshot.extra:
+            squares_by_name.setdefault(info.name, []).append(info.squares)
     for expected in reference.extra:
-        expected_norms = _norms([expected.squares])
-        held = []
-        for snapshot in snapshots:
-            held += [info.squares for info in snapshot.extra if info.name == expected.name]
         # Not all steps are recorded with it.
-        if not held:
+        if expected.name not in squares_by_name:
             continue
-        yield from _other_norms(expected.name, _norms(held), expected_norms, tolerance)
+        norms = _norms(squares_by_name[expected.name])
+        expected_norms = _norms([expected.squares])
+        yield from _other_norms(expected.name, norms, expected_norms, tolerance)
 
 
 def _norms(squares_of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -60,11 +61,11 @@ def _other_norms(
     """Yield a finding for the first tensor that is missing, or has another norm."""
     # What a deviation is relative to where the reference's norm is 0: for a bias of zeros, say.
     largest = max(expected.values(), default=0.0)
+    allowance = Allowance(tolerance, largest)
     for place in sorted(expected):
         if place not in norms:
             yield f"{name} has no {place}; the reference has"
             return
-        allowance = Allowance(tolerance, largest)
         if not allowance.covers(norms[place], expected[place]):
             deviation = allowance.deviation(norms[place], expected[place])
             yield f"{name}: {place} has norm {norms[place]:.6g}; {deviation}"

@@ -58,3 +58,20 @@ def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> 
     if not names:
         return ""
     return f"= {' or '.join(names)}"
+
+
+def times_a_factor(
+    number: float, reference: float, factors: Mapping[str, int], tolerance: float
+) -> str:
+    """Return the words about a number that is off by a factor.
+
+    An example is ``: 2 times the reference's (= the number of ranks)``. The text is empty if no
+    factor fits.
+    """
+    ratio = math.inf
+    if reference:
+        ratio = number / reference
+    factor = named_factor(factors, ratio, tolerance)
+    if not factor:
+        return ""
+    return f": {ratio:.4g} times the reference's ({factor})"

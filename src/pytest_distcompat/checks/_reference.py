@@ -13,10 +13,12 @@ from the reference says how much rounding matters for that model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import Snapshots
+from pytest_distcompat.checks._factors import times_a_factor
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import rounding_of
 from pytest_distcompat.models import TinyModel, known_model, model_of
@@ -206,3 +208,33 @@ def optimizer_norm(snapshot: Snapshot) -> float:
     """
     squares = [step.square for step in snapshot.steps]
     return math.sqrt(sum(squares))
+
+
+def other_norms(
+    snapshots: Snapshots,
+    reference: Snapshot,
+    allowance: Allowance,
+    factors: Mapping[str, int],
+) -> Iterator[str]:
+    """Yield a finding for each rank that reports another gradient norm than the reference.
+
+    A rank that reports none has no finding.
+
+    Args:
+        snapshots: Those of all ranks after a step.
+        reference: The snapshot of the reference after the same step.
+        allowance: How far the norm may be off.
+        factors: Name -> number that a wrong norm may be multiplied by: ``{"the number of ranks":
+            2}``. If one fits, the finding names it.
+    """
+    expected = reference.grad_norm
+    if expected is None:
+        return
+    for snapshot in snapshots:
+        norm = snapshot.grad_norm
+        if norm is None or allowance.covers(norm, expected):
+            continue
+        cause = times_a_factor(norm, expected, factors, allowance.tolerance)
+        deviation = allowance.deviation(norm, expected)
+        text = f"the gradient norm is {norm:.6g}; {deviation}{cause}"
+        yield f"rank {snapshot.rank}: {text}"

@@ -26,16 +26,20 @@ facets the default profile tests only one; ``costly`` says that it needs several
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import Snapshots, check, every_rank, pairs, with_rank
+from pytest_distcompat.checks._base import Snapshots, check, every_rank
 from pytest_distcompat.checks._hyperparameters import other_rates
-from pytest_distcompat.checks._reference import Allowance, has_reference, table_tolerances
-from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
+from pytest_distcompat.checks._reference import (
+    Allowance,
+    has_reference,
+    other_norms,
+    table_tolerances,
+)
+from pytest_distcompat.checks._repeated_steps import first_other_step
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.model_values import differences, settings, unlike, values
+from pytest_distcompat.model_values import differences, settings, values
 from pytest_distcompat.scenario import AGAIN, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
@@ -87,15 +91,12 @@ def again(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(loaded, cell.world_size, "the load in the trainer that saved")
     yield from differences(values(run, saved), values(run, loaded), when)
     yield from settings(saved, loaded, when)
+    first_time = []
+    repeated = []
     for nth in range(LOADED_STEPS):
-        followed = run.at("step", SAVED + nth)
-        repeated = run.at("step", FIRST_STEPS + SECOND_STEPS + nth)
-        wrong: list[str] = []
-        for expected, snapshot in pairs(followed, repeated):
-            wrong += with_rank(snapshot, _other_step(expected, snapshot, f"{nth + 1} {when}"))
-        yield from wrong
-        if wrong:
-            return
+        first_time.append(run.at("step", SAVED + nth))
+        repeated.append(run.at("step", FIRST_STEPS + SECOND_STEPS + nth))
+    yield from first_other_step(first_time, repeated, when, "when it was saved")
 
 
 def _second_training(cell: Cell, run: RunTrace, reference: RunTrace) -> Iterator[str]:
@@ -110,9 +111,10 @@ def _second_training(cell: Cell, run: RunTrace, reference: RunTrace) -> Iterator
         if not snapshots or not references:
             yield f"{step}: no reference to compare with"
             return
+        norm_allowance = Allowance(norm_tolerance, abs(references[0].grad_norm or 0.0))
         findings = [
             *_other_loss(snapshots, references[0], loss_tolerance),
-            *_other_norms(snapshots, references[0], norm_tolerance),
+            *other_norms(snapshots, references[0], norm_allowance, factors={}),
             *other_rates(snapshots, references[0]),
         ]
         for finding in findings:
@@ -132,29 +134,3 @@ def _other_loss(snapshots: Snapshots, reference: Snapshot, tolerance: float) -> 
     allowance = Allowance(tolerance, abs(reference.loss))
     if not allowance.covers(loss, reference.loss):
         yield f"the loss is {loss:.6g}; {allowance.deviation(loss, reference.loss)}"
-
-
-def _other_norms(snapshots: Snapshots, reference: Snapshot, tolerance: float) -> Iterator[str]:
-    """Yield a finding for each rank that reports another gradient norm than the reference."""
-    expected = reference.grad_norm
-    if expected is None:
-        return
-    allowance = Allowance(tolerance, abs(expected))
-    for snapshot in snapshots:
-        norm = snapshot.grad_norm
-        if norm is not None and not allowance.covers(norm, expected):
-            deviation = allowance.deviation(norm, expected)
-            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {deviation}"
-
-
-def _other_step(expected: Snapshot, snapshot: Snapshot, step: str) -> Iterator[str]:
-    """Yield texts about a rank's step that is not the one that followed the save."""
-    if expected.loss is None or snapshot.loss is None:
-        yield f"no loss to compare in step {step}; expected step() to return it"
-    elif not math.isclose(expected.loss, snapshot.loss, rel_tol=LOSS_TOLERANCE):
-        yield f"loss {step} is {snapshot.loss:.6g}; {expected.loss:.6g} when it was saved"
-    for number in unlike(expected.param_groups, snapshot.param_groups, RATE_TOLERANCE):
-        if number.before is None or number.after is None:
-            continue
-        setting = f"{number.key} of the optimizer's group {number.group}"
-        yield f"{setting} is {number.after:.6g} in step {step}; {number.before:.6g} after the save"

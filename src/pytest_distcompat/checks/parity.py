@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import Snapshots, check, every_rank, finite_losses
 from pytest_distcompat.checks._extra_norms import other_extra_state
-from pytest_distcompat.checks._factors import factors_of, named_factor
+from pytest_distcompat.checks._factors import factors_of, times_a_factor
 from pytest_distcompat.checks._hyperparameters import (
     NumbersOfParameters,
     other_hyperparameters,
@@ -43,6 +43,7 @@ from pytest_distcompat.checks._reference import (
     Allowance,
     has_reference,
     optimizer_norm,
+    other_norms,
     reference_runs,
     tolerances,
 )
@@ -108,7 +109,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         findings: list[str] = []
         for finding in _other_loss(cell, snapshots, reference, loss_allowance, factors):
             findings.append(finding + _same_rows(cell) + circumstances)
-        for finding in _other_norms(snapshots, reference, norm_allowance, factors):
+        for finding in other_norms(snapshots, reference, norm_allowance, factors):
             findings.append(finding + circumstances)
         numbers_by_rank = trained_numbers.after_step(snapshots)
         expected_numbers = reference_numbers.after_step(references)
@@ -244,7 +245,7 @@ def _other_loss(
         return
     cause = _other_average(cell, loss, reference, allowance.tolerance)
     if not cause:
-        cause = _times_a_factor(loss, reference.loss, factors, allowance.tolerance)
+        cause = times_a_factor(loss, reference.loss, factors, allowance.tolerance)
     deviation = allowance.deviation(loss, reference.loss)
     yield f"the loss is {loss:.6g}; {deviation}{cause}"
 
@@ -299,23 +300,6 @@ def _equal_weights(loss: float, reference: Snapshot, tolerance: float) -> list[s
     return names
 
 
-def _times_a_factor(
-    number: float, reference: float, factors: Mapping[str, int], tolerance: float
-) -> str:
-    """Return the words about a number that is off by a factor.
-
-    An example is ``: 2 times the reference's (= the number of ranks)``. The text is empty if no
-    factor fits.
-    """
-    ratio = math.inf
-    if reference:
-        ratio = number / reference
-    factor = named_factor(factors, ratio, tolerance)
-    if not factor:
-        return ""
-    return f": {ratio:.4g} times the reference's ({factor})"
-
-
 def _same_rows(cell: Cell) -> str:
     """Return a hint about ranks that share rows, for a wrong loss under context parallelism.
 
@@ -326,26 +310,3 @@ def _same_rows(cell: Cell) -> str:
         return ""
     ranks = ", ".join(str(rank) for rank in cell.cp_peers(0))
     return f"; with cp {cell.cp} ranks {ranks} must be fed parts of the same rows"
-
-
-def _other_norms(
-    snapshots: Snapshots,
-    reference: Snapshot,
-    allowance: Allowance,
-    factors: Mapping[str, int],
-) -> Iterator[str]:
-    """Yield a finding for each rank that reports another gradient norm than the reference.
-
-    A rank that reports none has no finding. The arguments are those of ``_other_loss``.
-    """
-    expected = reference.grad_norm
-    if expected is None:
-        return
-    for snapshot in snapshots:
-        norm = snapshot.grad_norm
-        if norm is None or allowance.covers(norm, expected):
-            continue
-        cause = _times_a_factor(norm, expected, factors, allowance.tolerance)
-        deviation = allowance.deviation(norm, expected)
-        text = f"the gradient norm is {norm:.6g}; {deviation}{cause}"
-        yield f"rank {snapshot.rank}: {text}"

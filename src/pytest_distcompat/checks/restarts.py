@@ -26,18 +26,17 @@ tests only one; ``costly`` says that it needs several runs of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, pairs, with_rank
+from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._elsewhere import options_beside_checkpoints
-from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
+from pytest_distcompat.checks._repeated_steps import first_other_step
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.model_values import differences, settings, unlike, values
+from pytest_distcompat.model_values import differences, settings, values
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESTARTS, RESTARTS_OF_BOTH, SAVED, Scenario
-from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import RunTrace, Trace
 
 #: The steps of the run ``second``, those of them before its later save, and the steps of ``third``.
 SECOND_STEPS, SECOND_SAVED, THIRD_STEPS = 5, 3, 4
@@ -154,32 +153,11 @@ def _followed(
         steps: How many steps to compare.
         load: The words for the load: ``second load``.
     """
+    first_time = []
+    repeated = []
     for nth in range(steps):
-        step = f"{nth + 1} after the {load}"
-        expected_snapshots = train.at("step", first + nth)
-        snapshots = resumed.at("step", nth)
-        wrong: list[str] = []
-        for expected, snapshot in pairs(expected_snapshots, snapshots):
-            wrong += with_rank(snapshot, _other_step(expected, snapshot, step))
-        yield from wrong
-        if wrong:
-            return
-
-
-def _other_step(expected: Snapshot, snapshot: Snapshot, step: str) -> Iterator[str]:
-    """Yield texts about the loss and the numbers of param groups (``lr``) in a rank's step."""
-    if expected.loss is None or snapshot.loss is None:
-        yield f"no loss to compare in step {step}; expected step() to return it"
-    elif not math.isclose(expected.loss, snapshot.loss, rel_tol=LOSS_TOLERANCE):
-        yield (
-            f"loss {step} is {snapshot.loss:.6g}; {expected.loss:.6g} in the run that never stopped"
-        )
-    for number in unlike(expected.param_groups, snapshot.param_groups, RATE_TOLERANCE):
-        # Only numbers that both runs have can be compared.
-        if number.before is None or number.after is None:
-            continue
-        setting = f"{number.key} of the optimizer's group {number.group}"
-        yield (
-            f"{setting} is {number.after:.6g} in step {step}; "
-            f"{number.before:.6g} in the run that never stopped"
-        )
+        first_time.append(train.at("step", first + nth))
+        repeated.append(resumed.at("step", nth))
+    yield from first_other_step(
+        first_time, repeated, f"after the {load}", "in the run that never stopped"
+    )
