@@ -7,7 +7,7 @@ torch and accelerate, by which these trainers are tested, have it:
   average of the weights: ``averaged``, torch's own object, or ``AverageOfWeights``, an object that
   accelerate registers. ``build`` makes it, ``step`` updates it, and so does the reference. Under
   DDP and FSDP2 each rank averages what it has of the weights; under FSDP1 and ZeRO-3, where that is
-  a piece of a flattened tensor, each gathers them first (``whole_weights``).
+  a piece of a flattened tensor, each gathers them first (``gathered_weights``).
 - The driver for accelerate registers a ``Progress`` in every cell.
 
 ``unsupported_by_torch`` and ``unsupported_by_accelerate`` say at collection which cells have no
@@ -76,7 +76,7 @@ def averaged(model: Module) -> Any:
 
 
 @contextlib.contextmanager
-def whole_weights(model: Module) -> Iterator[None]:
+def gathered_weights(model: Module) -> Iterator[None]:
     """Have each rank hold the whole weights in this context, of a model under FSDP1 or ZeRO-3.
 
     https://docs.pytorch.org/docs/stable/fsdp.html (summon_full_params),
@@ -123,13 +123,13 @@ class AverageOfWeights:
 
     def __init__(self, model: Module) -> None:
         self.weights: dict[str, Any] = {}
-        with whole_weights(model):
+        with gathered_weights(model):
             for name, parameter in model.named_parameters():
                 self.weights[name] = parameter.detach().clone()
 
     def update(self, model: Module) -> None:
         """Move the average towards the weights."""
-        with whole_weights(model):
+        with gathered_weights(model):
             for name, parameter in model.named_parameters():
                 self.weights[name].lerp_(parameter.detach(), 1 - DECAY)
 

@@ -360,7 +360,7 @@ class TorchDriver(TorchCheckpoints):
 
     def update_average(self, model: Module) -> None:
         """Move the average towards the weights of a model, which FSDP1 gathers for it."""
-        with _average.whole_weights(model):
+        with _average.gathered_weights(model):
             self.averaged_model.update_parameters(model)
 
     def _clip(self) -> float:
