@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 TOKENS = 4
 
 
-#: The loaders tested where a model is split among all ranks: those that a mesh may change.
-OF_ALL_RANKS = frozenset(
+#: The loaders that a mesh may change. Each is a training of the whole model, so the others are
+#: tested without a mesh alone.
+ON_A_MESH = frozenset(
     {
         "shuffle",
         "dispatch_batches",
@@ -45,8 +46,10 @@ OF_ALL_RANKS = frozenset(
         "get_eval_dataloader",
     }
 )
-#: The number of rows that they have: four batches of an epoch.
-ROWS_OF_ALL_RANKS = 7
+#: Those that a mesh may change where ranks of it read different rows.
+WHERE_ROWS_ARE_DIVIDED = frozenset(
+    {"dispatch_batches, dataloader_drop_last", "even_batches=False, dataloader_drop_last"}
+)
 
 
 def loaders(cell: Cell) -> Mapping[str, Loader]:
@@ -67,18 +70,13 @@ def _is_tested(name: str, cell: Cell) -> bool:
     # Ulysses expects the batch before it is split, and no rank of it evaluates with the others.
     if cell.cp > 1 and ("split_batches" in name or name == _rows.EVALUATION_LOADER):
         return False
-    return not _split_among_all(cell) or name in OF_ALL_RANKS
-
-
-def _split_among_all(cell: Cell) -> bool:
-    """Tell whether all ranks split one model among them."""
-    return cell.tp * cell.cp * cell.ep == cell.world_size
+    return name in ON_A_MESH or (name in WHERE_ROWS_ARE_DIVIDED and cell.dp_size > 1)
 
 
 def _on_mesh(name: str, loader: Loader, cell: Cell) -> Loader:
     """Return what a loader must do on the cell's mesh."""
-    if _split_among_all(cell):
-        loader = dataclasses.replace(loader, rows=ROWS_OF_ALL_RANKS)
+    # Two full batches of each data parallel rank, and a last step that is not full.
+    loader = dataclasses.replace(loader, rows=2 * _rows.BATCH * cell.dp_size + 3)
     if cell.tp * cell.ep > 1:
         # transformers shards the model while it loads it: such a training cannot be resumed.
         return dataclasses.replace(loader, resumes=False, moves=False)
