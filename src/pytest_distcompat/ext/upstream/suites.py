@@ -44,7 +44,6 @@ class TestTorch(CompatSuite):
                 ("fsdp2",),
                 ("fp32",),
                 options=(
-                    {"state_dict": "full"},
                     # By inductor; accelerate's suite compiles blocks. To compile a Llama takes
                     # every rank many seconds.
                     {"compile": True, "model": "mlp"},
@@ -122,7 +121,6 @@ class TestAccelerate(CompatSuite):
                     {"cpu_ram_efficient_loading": True},
                     {"wrap_policy": "size"},
                     {"frozen": True},
-                    {"lora": True},
                     {"lora": True, "model": "convolutions"},
                     {"param_groups": True},
                     {"ignored_modules": True, "model": "mlp"},
