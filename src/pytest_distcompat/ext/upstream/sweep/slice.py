@@ -21,8 +21,7 @@ SWEEP_CHECKS = (
     "gradients",
     "accumulation",
 )
-#: Cells of the sweep that the built-in suites have in every session, by driver: chosen as
-#: docs/sweep.md says.
+#: Cells of the sweep that the built-in suites have in every session, by driver.
 SLICE = {
     "accelerate": (
         "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
