@@ -12,6 +12,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.model_values import adapter_name
 from pytest_distcompat.trace import FileInfo
 
 if TYPE_CHECKING:
@@ -94,6 +95,40 @@ def test_names_that_the_library_writes(runs_of: RunsOf) -> None:
     changed = with_file(story, keys=(*names, "outlet.2.weight"))
     (finding,) = changed.findings("export")
     assert "key 'outlet.2.weight' is none of the model's own" in finding
+
+
+def with_adapter(story: Story, layer: str) -> Story:
+    """Return the story of a model with an adapter on one frozen layer."""
+    name = f"base_model.model.{layer}"
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        if snapshot.unwrapped is None:
+            return snapshot
+        weight = snapshot.unwrapped.parameters[0]
+        base = replace(weight, name=f"{name}.base_layer.weight", trainable=False)
+        adapter = replace(weight, name=f"{name}.lora_A.default.weight", trainable=True)
+        unwrapped = replace(snapshot.unwrapped, parameters=(base, adapter))
+        return replace(snapshot, unwrapped=unwrapped)
+
+    keys = (f"{name}.base_layer.weight", f"{name}.lora_A.weight")
+    return with_file(story.alter(change, action="build_model"), keys=keys, shapes={})
+
+
+def test_names_of_an_adapter_in_its_file() -> None:
+    assert adapter_name("q_proj.lora_A.default.weight") == "q_proj.lora_A.weight"
+    assert adapter_name("embed_tokens.lora_embedding_A.default") == "embed_tokens.lora_embedding_A"
+    assert adapter_name("lm_head.modules_to_save.default.weight") == "lm_head.weight"
+
+
+def test_peft_saves_the_weight_of_an_output_layer_beside_its_adapter(runs_of: RunsOf) -> None:
+    story = with_adapter(runs_of("ddp-fp32-w2-lora", "export"), "lm_head")
+    assert not any("none of the model's own" in finding for finding in story.findings("export"))
+
+
+def test_a_frozen_weight_of_another_layer_is_in_an_adapters_file(runs_of: RunsOf) -> None:
+    story = with_adapter(runs_of("ddp-fp32-w2-lora", "export"), "up_proj")
+    expected = "key 'base_model.model.up_proj.base_layer.weight' is none of the model's own"
+    assert any(expected in finding for finding in story.findings("export"))
 
 
 def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:

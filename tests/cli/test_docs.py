@@ -170,16 +170,12 @@ def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -
     assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": RunTrace("train", 2, ())})) == []
 
 
-def test_the_known_issue_of_the_page_is_valid(tmp_path: Path) -> None:
-    block, at_home = blocks(ROOT / "docs" / "known.md", "toml")
-    (tmp_path / "own.toml").write_text(block, encoding="utf-8")
-    assert read_file(tmp_path / "own.toml")
-    (tmp_path / "pyproject.toml").write_text(at_home, encoding="utf-8")
-    (tmp_path / "test_none.py").write_text("def test(): pass", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_known_issues_of_the_page_are_valid(tmp_path: Path) -> None:
+    own, shipped = blocks(ROOT / "docs" / "known.md", "toml")
+    (tmp_path / "own.toml").write_text(own, encoding="utf-8")
+    (tmp_path / "shipped.toml").write_text(shipped, encoding="utf-8")
+    assert len(read_file(tmp_path / "own.toml")) == 2
+    assert len(read_file(tmp_path / "shipped.toml")) == 1
 
 
 def test_every_command_and_flag_is_on_a_page() -> None:

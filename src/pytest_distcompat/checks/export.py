@@ -37,6 +37,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import (
     Digests,
     adapter_name,
+    base_weight_of_embedding,
     compare,
     exported_weights,
     flat_parameters,
@@ -146,6 +147,7 @@ class _ExpectedKeys:
         shapes: Name -> shape, where the shape is known.
         known: All names of the unwrapped model, and those of the adapter.
         written: The names that the model's library writes in place of the model's own.
+        optional: The names that files may have beside these.
         tied: Name of a tied parameter -> all names of the same tensor.
     """
 
@@ -154,6 +156,7 @@ class _ExpectedKeys:
     shapes: Mapping[str, tuple[int, ...]]
     known: frozenset[str]
     written: frozenset[str]
+    optional: frozenset[str]
     tied: Mapping[str, frozenset[str]]
 
     @classmethod
@@ -162,10 +165,13 @@ class _ExpectedKeys:
         model_names = frozenset(unwrapped.state_dict)
         names = model_names
         shapes: dict[str, tuple[int, ...]] = {}
+        optional: set[str] = set()
         if cell.option("lora"):
             for info in unwrapped.parameters:
                 if info.trainable:
                     shapes[adapter_name(info.name)] = tuple(info.shape)
+                elif base_weight_of_embedding(info.name):
+                    optional.add(info.name)
             names = frozenset(shapes)
         else:
             for info in (*unwrapped.parameters, *unwrapped.buffers):
@@ -174,7 +180,13 @@ class _ExpectedKeys:
         for group in unwrapped.tied:
             tied.update(dict.fromkeys(group, frozenset(group)))
         return cls(
-            cell, names, shapes, names | model_names, frozenset(unwrapped.written_names), tied
+            cell=cell,
+            names=names,
+            shapes=shapes,
+            known=names | model_names,
+            written=frozenset(unwrapped.written_names),
+            optional=frozenset(optional),
+            tied=tied,
         )
 
     def written_by_library(self, keys: Collection[str]) -> bool:
@@ -223,7 +235,7 @@ def _unknown_keys(expected: _ExpectedKeys, file: FileInfo) -> Iterator[str]:
     It says what the keys have in common, which name the first one may stand for, and what to do if
     a library has renamed them.
     """
-    unknown = set(file.keys) - expected.names - expected.written
+    unknown = set(file.keys) - expected.names - expected.written - expected.optional
     if not unknown:
         return
     strategy = STRATEGIES.get(expected.cell.strategy)

@@ -21,7 +21,11 @@ from pytest_distcompat.model_values.differences import (
     step_counts,
     unlike,
 )
-from pytest_distcompat.model_values.exported import adapter_name, exported_weights
+from pytest_distcompat.model_values.exported import (
+    adapter_name,
+    base_weight_of_embedding,
+    exported_weights,
+)
 from pytest_distcompat.model_values.parameters import (
     expert_parts,
     flat_parameters,
@@ -66,6 +70,7 @@ __all__ = [
     "Values",
     "across_stages",
     "adapter_name",
+    "base_weight_of_embedding",
     "by_stage",
     "compare",
     "differences",

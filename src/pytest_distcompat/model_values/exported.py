@@ -12,15 +12,34 @@ from pytest_distcompat.cost import BYTES
 from pytest_distcompat.model_values.whole import Digests, values
 from pytest_distcompat.trace import RunTrace, UnwrappedInfo
 
+#: The names by which PEFT recognizes embeddings and output layers.
+_EMBEDDING_LAYERS = frozenset({"embed_tokens", "lm_head"})
+
 
 def adapter_name(name: str) -> str:
     """Return the name under which PEFT saves an adapter's parameter: without the adapter's name.
 
-    ``lora_A.default.weight`` becomes ``lora_A.weight``. Other names stay as they are.
+    ``lora_A.default.weight`` becomes ``lora_A.weight``, and ``lora_embedding_A.default`` becomes
+    ``lora_embedding_A``. Other names stay as they are.
     """
     # Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names
     # that they had before.
-    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    name = name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    return name.removesuffix(".default")
+
+
+def base_weight_of_embedding(name: str) -> bool:
+    """Tell whether PEFT saves this weight beside an adapter, though it is frozen.
+
+    Beside an adapter of an embedding or of the output layer PEFT saves the layer's own weight
+    too (``save_embedding_layers="auto"`` of ``peft.get_peft_model_state_dict``). It recognizes
+    these layers by their names (``peft.utils.constants.EMBEDDING_LAYER_NAMES``).
+
+    Args:
+        name: A name as in the unwrapped model: ``base_model.model.lm_head.base_layer.weight``.
+    """
+    layer, separator, _ = name.rpartition(".base_layer.")
+    return bool(separator) and layer.rpartition(".")[2] in _EMBEDDING_LAYERS
 
 
 def exported_weights(train: RunTrace, reload: RunTrace) -> Digests:

@@ -61,6 +61,12 @@ _STATEFUL: dict[str, dict[str, Any]] = {
         "shuffle": False,
         "dispatch_batches": True,
     },
+    "use_stateful_dataloader, dispatch_batches, num_workers=1": {
+        "use_stateful_dataloader": True,
+        "shuffle": False,
+        "dispatch_batches": True,
+        "num_workers": 1,
+    },
     "use_stateful_dataloader, even_batches=False": {
         "use_stateful_dataloader": True,
         "shuffle": False,
