@@ -227,3 +227,12 @@ def test_the_reference_of_syncbatchnorm_takes_the_rows_of_all_ranks_as_one_batch
 
     assert losses("syncbatchnorm", 1) == losses("batchnorm", 1)
     assert losses("syncbatchnorm", 2) != pytest.approx(losses("batchnorm", 2), rel=1e-3)
+
+
+@pytest.mark.parametrize("driver", ["accelerate", "trainer"])
+def test_accelerate_has_no_regions_in_a_model_with_one_block(driver: str) -> None:
+    one_block = Cell.of("ddp", "fp32", model="dropout", compile="regional").id
+    reason = "accelerate compiles by region blocks that repeat, and dropout has one block"
+    assert_reason(driver, one_block, reason)
+    assert_reason(driver, Cell.of("ddp", "fp32", model="mlp", compile="regional").id, None)
+    assert_reason("torch", one_block, None)

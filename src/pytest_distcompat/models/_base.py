@@ -99,6 +99,7 @@ class TinyModel:
         only_float32: Whether it is numerically unstable: rounding decides what it computes.
         one_batch: Whether its forward computes over the rows of all ranks, so that the reference
             takes them as one batch.
+        one_block: Whether it has a block only once, so that nothing repeats.
         unused: Whether its forward may use a parameter on one rank and not on another.
         without_loss: Whether no loss comes with its outputs, which then learn fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
@@ -137,6 +138,7 @@ class TinyModel:
     random: bool = False
     only_float32: bool = False
     one_batch: bool = False
+    one_block: bool = False
     unused: bool = False
     without_loss: bool = False
     not_on_cpu: str = ""

@@ -55,6 +55,7 @@ def options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
         driver: The driver's name: ``torch``, ``accelerate``, ``trainer`` or ``deepspeed``.
     """
     compiled = bool(cell.option("compile"))
+    by_accelerate = driver in {"accelerate", "trainer"}
     plain_torch = driver == "torch" and cell.pp == 1 and not compiled
     # DeepSpeed's own function is re-entrant too, and is given the blocks as they are.
     by_deepspeed = cell.option("activation_checkpointing") == "deepspeed"
@@ -67,6 +68,11 @@ def options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
         (
             cell.option("compile") is True and not has_compiler(),
             "inductor needs a C++ compiler, and there is none",
+        ),
+        (
+            # accelerate.utils.compile_regions compiles the whole of any other model.
+            cell.option("compile") == "regional" and tiny.one_block and by_accelerate,
+            f"accelerate compiles by region blocks that repeat, and {tiny.name} has one block",
         ),
         (
             bool(cell.option("ignored_modules")) and not tiny.ignored_module,

@@ -51,6 +51,7 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
         "outputs": _outputs,
         "reload": functools.partial(_reload, class_name, width),
         "blocks": ("Block",),
+        "one_block": True,
         "frozen_modules": ("inlet",),
         # How many parameters make an FSDP unit where the wrap policy goes by size.
         "unit_size": 200,
@@ -147,7 +148,12 @@ def _tp_plan(*layers: str) -> dict[str, str]:
 #: MLP as nn.Module: odd sizes (uneven shards, of thirteen features), a persistent and a
 #: non-persistent buffer, a frozen layer.
 MLP_MODEL = _classifier(
-    "mlp", "MLP", ignored_module="frozen", tp_plan=_tp_plan("blocks.*.linear"), order=2
+    "mlp",
+    "MLP",
+    one_block=False,
+    ignored_module="frozen",
+    tp_plan=_tp_plan("blocks.*.linear"),
+    order=2,
 )
 #: One block that each forward uses two times, and a layer whose weight is used outside its own
 #: forward. The parameters are views of one storage, and attributes are handed on to the block.
