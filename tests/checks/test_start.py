@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.checks.more_runs import digest_of
@@ -19,7 +19,7 @@ CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_upcast-w4", "zero1-fp32-w2"
 RunsOf = Callable[[str, str], "Story"]
 
 
-def loaded(story: Story, **changes: str) -> Story:
+def loaded(story: Story, **changes: Any) -> Story:
     """Return the story with other fields of the loaded ``outlet.weight``."""
 
     def change(snapshot: Snapshot) -> Snapshot:

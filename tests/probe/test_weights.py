@@ -121,4 +121,5 @@ def test_logits_that_the_loss_is_not_made_of_get_no_gradient(used: bool) -> None
         loss = cross_entropy(logits, torch.tensor([1, 2]))
         loss.backward()  # type: ignore[no-untyped-call]
         known = [weights.known for weights in observer.token_weights]
-    assert known == ([True] if used else [])
+    expected = [True] if used else []
+    assert known == expected

@@ -238,7 +238,8 @@ def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
     # Evidence that was found before the end stays evidence.
     with_finding = verdict(toy("stale"), end=end)
     if concerned:
-        assert result.status == ("failed" if kind == "raised" else kind)
+        expected = "failed" if kind == "raised" else kind
+        assert result.status == expected
         assert with_finding.message.startswith("the whole")
     else:
         assert result.status == "passed"
