@@ -192,7 +192,8 @@ def _unwrapped(done: int) -> UnwrappedInfo:
 
 def _after(name: str, done: int) -> list[int]:
     numel = math.prod(SHAPES[name])
-    return words(name, done if name in TRAINABLE else 0, numel)
+    updates = done if name in TRAINABLE else 0
+    return words(name, updates, numel)
 
 
 def _scale() -> ParameterInfo:

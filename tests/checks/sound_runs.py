@@ -224,8 +224,9 @@ def _parameter(cell: Cell, name: str, done: int, rank: int) -> ParameterInfo:
     precision = PRECISIONS.get(cell.precision)
     trained = name in TRAINABLE
     dtype = strategy.dtypes(precision).storage if trained else precision.load
-    held = None if strategy.flat_masters else int(trained)
-    info = ParameterInfo(live_name(cell, name), SHAPES[name], dtype, trained, strategy.kind, held=held)
+    times_in_optimizer = None if strategy.flat_masters else int(trained)
+    info = ParameterInfo(live_name(cell, name), SHAPES[name], dtype, trained, strategy.kind)
+    info = replace(info, held=times_in_optimizer)
     digest = f"{name} after {done * trained}"
     numel = math.prod(SHAPES[name])
     if strategy.shards and not _is_ignored(cell, name):

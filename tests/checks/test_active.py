@@ -305,8 +305,10 @@ def test_optimizer_state_and_gradients_of_replicas_stay_equal(sound: Sound, cell
     (step,) = story.trace.run().at("step", 2)[last].steps
     gradients = []
     for info in step.gradients:
-        doubled = replace(info, square=4 * info.square)
-        gradients.append(doubled if info.name == name else info)
+        if info.name == name:
+            gradients.append(replace(info, square=4 * info.square))
+        else:
+            gradients.append(info)
     changed = story.stepped({"gradients": tuple(gradients)}, **where)
     assert changed.findings("active") == [
         f"rank {last}: 1 gradients differ from rank {peer}'s after three steps, first {name!r}; replicas must stay equal"

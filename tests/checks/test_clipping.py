@@ -33,7 +33,8 @@ def test_parts_are_added_up(sound: Sound, cell: str) -> None:
     message = "all ranks together: the gradients that the optimizer gets have norm 1.41421"
     assert story.findings("clipping") == [f"step 1: {message}; 1 in the reference (2e-04 allowed)"]
     # Uneven parts are as good as even ones.
-    story = sound(cell).stepped({"square": 0.9}, action="step", rank=0).stepped({"square": 0.1}, action="step", rank=1)
+    story = sound(cell).stepped({"square": 0.9}, action="step", rank=0)
+    story = story.stepped({"square": 0.1}, action="step", rank=1)
     assert story.findings("clipping") == []
 
 
@@ -46,8 +47,9 @@ def test_parts_are_added_up_in_each_copy_of_hybrid_shards(sound: Sound) -> None:
     ]
     # Enough in all, if copies were parts.
     story = story.stepped({"square": 0.25}, action="step")
-    expected = [f"step 1: ranks {ranks} together: the gradi" for ranks in ("0, 1", "2, 3")]
-    assert [finding[:38] for finding in story.findings("clipping")] == expected
+    first, second = story.findings("clipping")
+    assert first.startswith("step 1: ranks 0, 1 together: the gradi")
+    assert second.startswith("step 1: ranks 2, 3 together: the gradi")
 
 
 @pytest.mark.parametrize("cell", [*REPLICAS, *PARTS])
@@ -64,30 +66,28 @@ def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -
 
 def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").stepped({"square": 4.0}, action="step")
-    findings = story.findings("clipping")
-    assert [finding.partition(":")[0] for finding in findings] == ["step 1", "step 1"]
+    first, second = story.findings("clipping")
+    assert first.startswith("step 1:")
+    assert second.startswith("step 1:")
 
 
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
     story = sound("ddp-bf16_upcast-w2").stepped({"square": 1.1**2}, action="step", nth=3)
-    exact = story.trace.run("reference")
-    snapshots = tuple(
-        replace(
-            snapshot,
-            action=snapshot.action.replace("reference", "rounded"),
-            steps=tuple(replace(s, square=1.06**2) for s in snapshot.steps),
-        )
-        for snapshot in exact.snapshots
-    )
-    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", snapshots=snapshots)}
     assert story.findings("clipping") != []
-    changed = replace(story, trace=replace(story.trace, runs=runs))
+    exact = story.trace.run("reference")
+    snapshots = []
+    for snapshot in exact.snapshots:
+        action = snapshot.action.replace("reference", "rounded")
+        steps = tuple(replace(step, square=1.06**2) for step in snapshot.steps)
+        snapshots.append(replace(snapshot, action=action, steps=steps))
+    changed = story.with_run(replace(exact, name="rounded", snapshots=tuple(snapshots)))
     assert changed.findings("clipping") == []
 
 
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:
     def findings_of(cell: str, square: float) -> list[str]:
-        return sound(cell).stepped({"square": square}, action="step", nth=0).findings("clipping")
+        story = sound(cell).stepped({"square": square}, action="step", nth=0)
+        return story.findings("clipping")
 
     assert findings_of("ddp-fp32-w2", 1.0001) == []
     assert findings_of("ddp-fp32-w2", 1.001) != []
@@ -127,13 +127,15 @@ def test_silence_is_no_proof(sound: Sound, run: str, action: str) -> None:
 def test_infinite_gradients_are_no_agreement(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").stepped({"square": math.inf}, run="reference", action="reference", nth=1)
     changed = story.stepped({"square": math.inf}, action="step", nth=1, rank=0)
-    assert changed.findings("clipping")[0] == (
+    first, *_ = changed.findings("clipping")
+    assert first == (
         "step 2: rank 0: the gradients that the optimizer gets have norm inf; inf in the reference (2e-04 allowed)"
     )
 
 
 def test_a_reference_of_zero(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").stepped({"square": 0.0}, run="reference", action="reference", nth=1)
-    assert "have norm 1; 0 in the reference" in story.findings("clipping")[0]
+    first, *_ = story.findings("clipping")
+    assert "have norm 1; 0 in the reference" in first
     changed = story.stepped({"square": 1e-10}, action="step", nth=1)
     assert changed.findings("clipping") == []

@@ -26,7 +26,10 @@ def changed(run: RunTrace, name: str, *, loss: float = 1.0, square: float = 1.0)
 
     def change(snapshot: Snapshot) -> Snapshot:
         steps = tuple(replace(step, square=step.square * square) for step in snapshot.steps)
-        return replace(snapshot, loss=None if snapshot.loss is None else snapshot.loss * loss, steps=steps)
+        new_loss = snapshot.loss
+        if new_loss is not None:
+            new_loss *= loss
+        return replace(snapshot, loss=new_loss, steps=steps)
 
     return replace(run, name=name, snapshots=tuple(map(change, run.snapshots)))
 
@@ -42,8 +45,11 @@ def with_references(trace: Trace, first: RunTrace, second: RunTrace) -> Trace:
 
 def test_checks_that_hold_with_one_setting_each_are_a_mix(trace: Trace) -> None:
     run = trace.run("reference")
-    mixed = with_references(trace, changed(run, "reference", square=4.0), changed(run, OTHER_REFERENCE, loss=3.0))
-    for name, other, own, theirs in (("parity", "clipping", *TWO), ("clipping", "parity", *reversed(TWO))):
+    unclipped = changed(run, "reference", square=4.0)
+    other_loss = changed(run, OTHER_REFERENCE, loss=3.0)
+    mixed = with_references(trace, unclipped, other_loss)
+    first, second = TWO
+    for name, own, other, theirs in (("parity", first, "clipping", second), ("clipping", second, "parity", first)):
         verdict = judge(CHECKS.get(name), CELL, mixed)
         assert verdict.status == "failed"
         assert verdict.message == (
@@ -56,13 +62,21 @@ def test_checks_that_hold_with_one_setting_each_are_a_mix(trace: Trace) -> None:
 def test_a_setting_may_win_everywhere(trace: Trace, first_wins: bool) -> None:
     run = trace.run("reference")
     other = changed(run, "other", loss=3.0, square=4.0)
-    one_wins = with_references(trace, *((run, other) if first_wins else (other, run)))
-    assert [judge(CHECKS.get(name), CELL, one_wins).status for name in ("parity", "clipping")] == ["passed"] * 2
+    if first_wins:
+        with_winner = with_references(trace, run, other)
+    else:
+        with_winner = with_references(trace, other, run)
+    for name in ("parity", "clipping"):
+        verdict = judge(CHECKS.get(name), CELL, with_winner)
+        assert verdict.status == "passed"
 
 
 def test_a_check_that_holds_with_both_or_with_neither_is_part_of_no_mix(trace: Trace) -> None:
     run = trace.run("reference")
     neither = changed(run, "neither", loss=3.0)
-    findings = with_references(trace, neither, changed(neither, OTHER_REFERENCE, square=4.0))
-    assert judge(CHECKS.get("parity"), CELL, findings).message.count("the loss is") == 2
-    assert judge(CHECKS.get("clipping"), CELL, findings).status == "passed"
+    unclipped = changed(neither, OTHER_REFERENCE, square=4.0)
+    with_neither = with_references(trace, neither, unclipped)
+    parity = judge(CHECKS.get("parity"), CELL, with_neither)
+    clipping = judge(CHECKS.get("clipping"), CELL, with_neither)
+    assert parity.message.count("the loss is") == 2
+    assert clipping.status == "passed"

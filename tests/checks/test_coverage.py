@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -17,7 +19,10 @@ from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.scenario import coverage
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Snapshot, Trace
 
+COVERAGE = CHECKS.get("coverage")
 CELL = Cell("ddp", "fp32")
+Batch = tuple[int, ...]
+#: The batches of one rank.
 Epoch = Sequence[Sequence[int]]
 
 
@@ -29,14 +34,43 @@ LOADERS: Mapping[str, Loader] = {
 }
 
 
-def batches(order: Sequence[int], rank: int, ranks: int) -> list[tuple[int, ...]]:
-    """Two rows a batch, in turn for each rank."""
-    every = [tuple(order[n : n + 2]) for n in range(0, len(order), 2)]
-    return every[rank::ranks]
+class Start(NamedTuple):
+    """The place at which a run begins: an epoch, and how many of its batches are done."""
+
+    epoch: int
+    done: int
+
+
+class LoaderRun(NamedTuple):
+    """A run on so many ranks, which reads each loader from each of these places on."""
+
+    name: str
+    ranks: int
+    starts: Sequence[Start]
+
+
+BEGINNING = Start(0, 0)
+RUNS = (
+    LoaderRun("rows", 2, [BEGINNING]),
+    LoaderRun("resumed_rows", 2, [Start(1, 0), Start(1, 2)]),
+    LoaderRun("moved_rows", 4, [Start(1, 1)]),
+)
+#: Loaders that no run moves to more ranks.
+UNMOVED = ("uneven", "drop_last")
+#: Other epochs of a rank than the right ones, by run, loader and rank.
+Change = Mapping[tuple[str, str, int], Sequence[Epoch]]
+
+
+def batches(order: Sequence[int], rank: int, ranks: int) -> list[Batch]:
+    """Return the batches of a rank: two rows each, in turn for each rank."""
+    batches_of_all = []
+    for start in range(0, len(order), 2):
+        batches_of_all.append(tuple(order[start : start + 2]))
+    return batches_of_all[rank::ranks]
 
 
 def order_of(name: str, epoch: int) -> list[int]:
-    """The rows of an epoch in the order of the batches of all ranks."""
+    """Return the rows of an epoch in the order of the batches of all ranks."""
     rows = list(range(23))
     if name != "in order":
         rows = [(7 * row + epoch) % 23 for row in rows]
@@ -44,38 +78,57 @@ def order_of(name: str, epoch: int) -> list[int]:
         rows.reverse()
     if name == "drop_last":
         return rows[:20]
-    return rows if name == "uneven" else rows + rows[:1]
+    if name == "uneven":
+        return rows
+    return rows + rows[:1]
 
 
-def trace(change: Mapping[tuple[str, str, int], Sequence[Epoch]] = {}) -> Trace:
+def epochs(name: str, rank: int, *, ranks: int = 2, start: Start = BEGINNING) -> list[list[Batch]]:
+    """Return the right batches of a rank, of both epochs or from a place on."""
+    epochs_of_rank = []
+    for epoch in range(start.epoch, 2):
+        order = order_of(name, epoch)
+        epochs_of_rank.append(batches(order, rank, ranks))
+    epochs_of_rank[0] = epochs_of_rank[0][start.done :]
+    return epochs_of_rank
+
+
+def frozen(epochs_of_rank: Sequence[Epoch]) -> tuple[tuple[Batch, ...], ...]:
+    """Return the epochs as a trace has them: in tuples."""
+    return tuple(tuple(map(tuple, epoch)) for epoch in epochs_of_rank)
+
+
+def snapshot(run: str, rank: int, *infos: RowsInfo) -> Snapshot:
+    return Snapshot(rank, run, run, 0, rows=infos)
+
+
+def run_trace(run: str, snapshots: Sequence[Snapshot]) -> RunTrace:
+    return RunTrace(run, len(snapshots), tuple(snapshots))
+
+
+def trace(change: Change) -> Trace:
     """Runs of all loaders in which nothing is wrong, but (run, loader, rank) with other epochs."""
-    runs = {"rows": (2, [(0, 0)]), "resumed_rows": (2, [(1, 0), (1, 2)]), "moved_rows": (4, [(1, 1)])}
-    made = []
-    for run, (ranks, starts) in runs.items():
-        snapshots = []
-        for rank in range(ranks):
-            infos = []
-            for name in LOADERS:
-                if run == "moved_rows" and name in {"uneven", "drop_last"}:
-                    continue
-                for epoch, done in starts:
-                    epochs_of_rank = [batches(order_of(name, number), rank, ranks) for number in range(epoch, 2)]
-                    epochs_of_rank[0] = epochs_of_rank[0][done:]
-                    given = tuple(tuple(map(tuple, epoch)) for epoch in change.get((run, name, rank), epochs_of_rank))
-                    infos.append(RowsInfo(name, epoch, done, LOADERS[name], given))
-            snapshots.append(Snapshot(rank, run, run, 0, rows=tuple(infos)))
-        made.append(RunTrace(run, ranks, tuple(snapshots)))
-    return Trace.of("made", made)
+    runs = []
+    for run in RUNS:
+        snapshots = [snapshot(run.name, rank, *rows_infos(run, rank, change)) for rank in range(run.ranks)]
+        runs.append(run_trace(run.name, snapshots))
+    return Trace.of("made", runs)
 
 
-def findings(change: Mapping[tuple[str, str, int], Sequence[Epoch]]) -> list[str]:
-    """Of the check."""
-    return CHECKS.get("coverage").findings(CELL, trace(change))
+def rows_infos(run: LoaderRun, rank: int, change: Change) -> Iterator[RowsInfo]:
+    """Yield what a rank is given by each loader from each place on."""
+    for name, loader in LOADERS.items():
+        if run.name == "moved_rows" and name in UNMOVED:
+            continue
+        for start in run.starts:
+            right = epochs(name, rank, ranks=run.ranks, start=start)
+            given = change.get((run.name, name, rank), right)
+            yield RowsInfo(name, start.epoch, start.done, loader, frozen(given))
 
 
-def epochs(name: str, rank: int) -> list[list[tuple[int, ...]]]:
-    """What is right."""
-    return [batches(order_of(name, epoch), rank, 2) for epoch in (0, 1)]
+def findings(change: Change) -> list[str]:
+    """Return the findings about the runs with these other epochs."""
+    return COVERAGE.findings(CELL, trace(change))
 
 
 def test_all_rows_once() -> None:
@@ -95,7 +148,8 @@ def test_a_row_again_that_no_batch_needs() -> None:
     wrong = epochs("uneven", 1)
     wrong[0][0] = (*wrong[0][0][:1], 0)
     texts = findings({("rows", "uneven", 1): wrong})
-    assert any("uneven: epoch 1: 1 rows are given twice, first 0; expected none" in text for text in texts)
+    expected = "uneven: epoch 1: 1 rows are given twice, first 0; expected none"
+    assert any(expected in text for text in texts)
 
 
 def test_a_rank_lacks_a_batch_is_said_once() -> None:
@@ -107,11 +161,11 @@ def test_a_rank_lacks_a_batch_is_said_once() -> None:
 
 
 def test_more_rows_are_dropped_than_fill_no_batch() -> None:
-    short = {
-        ("rows", "drop_last", rank): [epochs("drop_last", rank)[0][:-1], epochs("drop_last", rank)[1]]
-        for rank in (0, 1)
-    }
-    assert findings(short) == ["drop_last: epoch 1: 7 of 23 rows are given to no rank, first 2"]
+    change = {}
+    for rank in (0, 1):
+        first, second = epochs("drop_last", rank)
+        change["rows", "drop_last", rank] = [first[:-1], second]
+    assert findings(change) == ["drop_last: epoch 1: 7 of 23 rows are given to no rank, first 2"]
 
 
 def test_a_rank_has_no_second_epoch_is_said_once() -> None:
@@ -127,23 +181,26 @@ def test_a_rank_has_no_rows_where_nothing_fills_batches() -> None:
 @pytest.mark.parametrize("silent", ["rows", "resumed_rows", "moved_rows"])
 def test_a_silent_rank_is_said_once(silent: str) -> None:
     runs = []
-    for run in trace():
-        snapshots = tuple(made for made in run.snapshots if run.name != silent or made.rank != 1)
-        runs.append(RunTrace(run.name, run.world_size, snapshots))
-    assert CHECKS.get("coverage").findings(CELL, Trace.of("made", runs)) == [f"rank 1: no report after {silent}"]
+    for run in trace({}):
+        snapshots = run.snapshots
+        if run.name == silent:
+            snapshots = tuple(snapshot for snapshot in snapshots if snapshot.rank != 1)
+        runs.append(replace(run, snapshots=snapshots))
+    texts = COVERAGE.findings(CELL, Trace.of("made", runs))
+    assert texts == [f"rank 1: no report after {silent}"]
 
 
 def seeds(*orders: str) -> list[str]:
     """Findings about a loader and the same one with another seed, with the rows of these loaders."""
-    loaders = {"seedable": Loader(), "data_seed": Loader(reseeded="seedable")}
+    first_order, second_order = orders
     snapshots = []
     for rank in (0, 1):
-        infos = []
-        for (name, loader), order in zip(loaders.items(), orders, strict=True):
-            given = tuple(tuple(batches(order_of(order, epoch), rank, 2)) for epoch in (0, 1))
-            infos.append(RowsInfo(name, 0, 0, loader, given))
-        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=tuple(infos)))
-    return CHECKS.get("coverage").findings(CELL, Trace.of("made", [RunTrace("rows", 2, tuple(snapshots))]))
+        first = frozen(epochs(first_order, rank))
+        second = frozen(epochs(second_order, rank))
+        seedable = RowsInfo("seedable", 0, 0, Loader(), first)
+        reseeded = RowsInfo("data_seed", 0, 0, Loader(reseeded="seedable"), second)
+        snapshots.append(snapshot("rows", rank, seedable, reseeded))
+    return COVERAGE.findings(CELL, Trace.of("made", [run_trace("rows", snapshots)]))
 
 
 def test_another_seed_gives_another_order() -> None:
@@ -164,54 +221,53 @@ def test_the_order_of_the_second_epoch(name: str, message: str) -> None:
     change = {}
     for rank in (0, 1):
         first, second = epochs(name, rank)
-        change["rows", name, rank] = [first, first] if name == "shuffle" else [first, second[::-1]]
+        wrong = first if name == "shuffle" else second[::-1]
+        change["rows", name, rank] = [first, wrong]
     assert message in findings(change)
 
 
 def test_a_resumed_epoch_begins_anew() -> None:
     full_epoch = epochs("shuffle", 1)[1]
-    assert findings({("resumed_rows", "shuffle", 1): [full_epoch]}) == [
-        (
-            "shuffle: resumed in the middle of epoch 2 rank 1 is given rows 15, 22, 20, 4, 2, 9 ...; 2, 9, 7, 14, 12, 19 ... "
-            "in the run that never stopped"
-        )
-    ]
+    (finding,) = findings({("resumed_rows", "shuffle", 1): [full_epoch]})
+    assert finding == (
+        "shuffle: resumed in the middle of epoch 2 rank 1 is given rows 15, 22, 20, 4, 2, 9 ...; 2, 9, 7, 14, 12, 19 ... "
+        "in the run that never stopped"
+    )
 
 
 def test_more_ranks_go_on_at_another_place() -> None:
-    change = {("moved_rows", "shuffle", rank): [batches(order_of("shuffle", 1), rank, 4)] for rank in range(4)}
-    assert findings(change) == [
-        (
-            "shuffle: at 4 ranks from the middle of epoch 2 on: 8 rows are given up to 3 times, first 1; "
-            "expected less than 8, which fill the last batches"
-        )
-    ]
+    order = order_of("shuffle", 1)
+    change = {("moved_rows", "shuffle", rank): [batches(order, rank, 4)] for rank in range(4)}
+    (finding,) = findings(change)
+    assert finding == (
+        "shuffle: at 4 ranks from the middle of epoch 2 on: 8 rows are given up to 3 times, first 1; "
+        "expected less than 8, which fill the last batches"
+    )
 
 
 def test_more_ranks_have_nothing_left() -> None:
     """Eight ranks had all rows in two batches, the last of which was filled."""
-    rows = [row % 23 for row in range(32)]
-    epochs_of = [((*batches(rows, rank, 8),),) * 2 for rank in range(8)]
+    order = [row % 23 for row in range(32)]
     loader = Loader(shuffled=False)
-    runs = [
-        ("rows", [RowsInfo("all", 0, 0, loader, rows) for rows in epochs_of]),
-        ("moved_rows", [RowsInfo("all", 1, 1, loader, ()) for _ in range(16)]),
-    ]
-    made = [
-        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(info,)) for rank, info in enumerate(infos)))
-        for run, infos in runs
-    ]
-    assert CHECKS.get("coverage").findings(Cell("ddp", "fp32", 8), Trace.of("made", made)) == []
+    full = []
+    for rank in range(8):
+        epoch = batches(order, rank, 8)
+        full.append(snapshot("rows", rank, RowsInfo("all", 0, 0, loader, frozen([epoch, epoch]))))
+    moved = []
+    for rank in range(16):
+        moved.append(snapshot("moved_rows", rank, RowsInfo("all", 1, 1, loader, ())))
+    made = Trace.of("made", [run_trace("rows", full), run_trace("moved_rows", moved)])
+    assert COVERAGE.findings(Cell("ddp", "fp32", 8), made) == []
 
 
 def on_mesh(places: Sequence[int], dp_size: int) -> Trace:
     """A run on ranks that are given the rows of these places among the data parallel ranks."""
     snapshots = []
     for rank, place in enumerate(places):
-        given = tuple(tuple(batches(order_of("shuffle", epoch), place, dp_size)) for epoch in (0, 1))
-        rows = (RowsInfo("shuffle", 0, 0, LOADERS["shuffle"], given),)
-        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=rows))
-    return Trace.of("made", [RunTrace("rows", len(places), tuple(snapshots))])
+        given = frozen(epochs("shuffle", place, ranks=dp_size))
+        info = RowsInfo("shuffle", 0, 0, LOADERS["shuffle"], given)
+        snapshots.append(snapshot("rows", rank, info))
+    return Trace.of("made", [run_trace("rows", snapshots)])
 
 
 @pytest.mark.parametrize(
@@ -226,8 +282,8 @@ def on_mesh(places: Sequence[int], dp_size: int) -> Trace:
     ],
 )
 def test_ranks_that_share_rows_on_a_mesh_count_once(cell: str, places: Sequence[int]) -> None:
-    made = on_mesh(places, len(set(places)))
-    assert CHECKS.get("coverage").findings(Cell.parse(cell), made) == []
+    dp_size = len(set(places))
+    assert COVERAGE.findings(Cell.parse(cell), on_mesh(places, dp_size)) == []
 
 
 @pytest.mark.parametrize(
@@ -239,25 +295,29 @@ def test_ranks_that_share_rows_on_a_mesh_count_once(cell: str, places: Sequence[
     ],
 )
 def test_a_sampler_that_counts_all_ranks_of_a_mesh(cell: str, finding: str) -> None:
-    texts = CHECKS.get("coverage").findings(Cell.parse(cell), on_mesh((0, 1, 2, 3), 4))
+    made = on_mesh((0, 1, 2, 3), 4)
+    texts = COVERAGE.findings(Cell.parse(cell), made)
     assert texts[0].startswith("shuffle: ranks ")
     assert texts[0].endswith(f"expected the same, as {finding}")
     assert any("rows are given to no rank" in text for text in texts)
 
 
 def test_data_parallel_ranks_of_a_mesh_that_have_the_same_rows() -> None:
-    texts = CHECKS.get("coverage").findings(Cell.parse("fsdp2-fp32-w4-tp_2"), on_mesh((0, 0, 0, 0), 1))
-    assert any(text.startswith("shuffle: epoch 1: 23 rows are given up to 4 times, first 0") for text in texts)
+    made = on_mesh((0, 0, 0, 0), 1)
+    texts = COVERAGE.findings(Cell.parse("fsdp2-fp32-w4-tp_2"), made)
+    expected = "shuffle: epoch 1: 23 rows are given up to 4 times, first 0"
+    assert any(text.startswith(expected) for text in texts)
 
 
 def test_on_a_mesh_loaders_are_not_moved_to_more_ranks() -> None:
-    loaders = TorchDriver.loaders.values()
-    assert [run.name for run in coverage(Cell.parse("ddp-fp32-w2"), loaders).runs] == [
-        "rows",
-        "resumed_rows",
-        "moved_rows",
-    ]
-    assert [run.name for run in coverage(Cell.parse("fsdp2-fp32-w4-tp_2"), loaders).runs] == ["rows", "resumed_rows"]
+    assert names_of_runs("ddp-fp32-w2") == ["rows", "resumed_rows", "moved_rows"]
+    assert names_of_runs("fsdp2-fp32-w4-tp_2") == ["rows", "resumed_rows"]
+
+
+def names_of_runs(cell: str) -> list[str]:
+    """Return the runs in which torch's loaders are read in a cell."""
+    scenario = coverage(Cell.parse(cell), TorchDriver.loaders.values())
+    return [run.name for run in scenario.runs]
 
 
 def one_row(*batches_by_rank: Epoch) -> list[str]:
@@ -268,22 +328,23 @@ def one_row(*batches_by_rank: Epoch) -> list[str]:
 def rows_of(loader: Loader, *batches_by_rank: Epoch) -> list[str]:
     """Findings about a loader of which each rank is given these batches in both epochs, if there are any."""
     snapshots = []
-    for rank, given in enumerate(batches_by_rank):
-        epoch = tuple(tuple(batch) for batch in given)
-        both = (epoch, epoch) if epoch or loader.filled else ()
-        rows = (RowsInfo("one row", 0, 0, loader, both),)
-        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=rows))
-    made = Trace.of("made", [RunTrace("rows", len(snapshots), tuple(snapshots))])
-    return CHECKS.get("coverage").findings(Cell("ddp", "fp32", len(snapshots)), made)
+    for rank, epoch in enumerate(batches_by_rank):
+        given: list[Epoch] = []
+        if epoch or loader.filled:
+            given = [epoch, epoch]
+        info = RowsInfo("one row", 0, 0, loader, frozen(given))
+        snapshots.append(snapshot("rows", rank, info))
+    cell = Cell("ddp", "fp32", len(snapshots))
+    return COVERAGE.findings(cell, Trace.of("made", [run_trace("rows", snapshots)]))
 
 
 def test_fewer_rows_than_ranks() -> None:
     assert one_row([[0]], [[0]]) == []
     assert one_row([[0, 0]], [[0, 0]]) == []
-    assert "one row: epoch 1: batch 1 of data parallel rank 1 has no rows: a mean over it is no number" in one_row(
-        [[0]], [[]]
-    )
-    assert "one row: epoch 1: 1 of 1 rows are given to no rank, first 0" in one_row([], [])
+    texts = one_row([[0]], [[]])
+    assert "one row: epoch 1: batch 1 of data parallel rank 1 has no rows: a mean over it is no number" in texts
+    texts = one_row([], [])
+    assert "one row: epoch 1: 1 of 1 rows are given to no rank, first 0" in texts
 
 
 def test_each_two_settings_of_loaders_are_together_in_one() -> None:
@@ -301,7 +362,9 @@ class OnlyBfloat16(TorchDriver):
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        return "no" if cell.precision != "bf16_upcast" else super().unsupported_reason(cell, device)
+        if cell.precision != "bf16_upcast":
+            return "no"
+        return super().unsupported_reason(cell, device)
 
 
 @pytest.mark.parametrize(
@@ -331,15 +394,18 @@ class OnlyBfloat16(TorchDriver):
     ],
 )
 def test_cells_to_which_it_does_not_apply(cell: str, driver: type[Driver], reason: str) -> None:
-    actual_reason = CHECKS.get("coverage").not_applicable(Cell.parse(cell), driver)
+    actual_reason = COVERAGE.not_applicable(Cell.parse(cell), driver)
     assert reason in (actual_reason or "")
     assert bool(reason) == bool(actual_reason)
 
 
 def test_trainer_evaluates_without_a_mesh_alone() -> None:
-    reason = CHECKS.get("evaluation").not_applicable
-    assert "not computed on this mesh" in (reason(Cell.parse("fsdp2-fp32-w4-dp_replicate_2"), TrainerDriver) or "")
-    assert reason(Cell.parse("ddp-fp32-w2"), TrainerDriver) is None
+    evaluation = CHECKS.get("evaluation")
+    on_a_mesh = evaluation.not_applicable(Cell.parse("fsdp2-fp32-w4-dp_replicate_2"), TrainerDriver)
+    without_a_mesh = evaluation.not_applicable(Cell.parse("ddp-fp32-w2"), TrainerDriver)
+    assert on_a_mesh is not None
+    assert "not computed on this mesh" in on_a_mesh
+    assert without_a_mesh is None
 
 
 def test_a_model_that_transformers_cuts_is_not_resumed() -> None:
@@ -353,7 +419,8 @@ def test_a_model_that_transformers_cuts_is_not_resumed() -> None:
 
 
 def test_loaders_are_few_where_all_ranks_read_the_same_few_rows() -> None:
-    loaders = TrainerDriver.loaders_in(Cell.parse("fsdp2-fp32-w2-tp_2-save_only_model"))
+    cell = Cell.parse("fsdp2-fp32-w2-tp_2-save_only_model")
+    loaders = TrainerDriver.loaders_in(cell)
     assert 5 < len(loaders) < len(TrainerDriver.loaders)
     assert {loader.rows for loader in loaders.values()} == {7}
 
@@ -361,7 +428,8 @@ def test_loaders_are_few_where_all_ranks_read_the_same_few_rows() -> None:
 def test_under_ulysses_trainer_resumes_between_epochs_alone() -> None:
     loaders = TrainerDriver.loaders_in(Cell.parse("zero2-fp32-w2-cp_2"))
     assert loaders["shuffle"].resumes
-    assert not any(loader.midway for loader in loaders.values())
+    for loader in loaders.values():
+        assert not loader.midway
     assert not loaders["iterable"].resumes
     assert not loaders.keys() & {"split_batches", "get_eval_dataloader", "batch_rebalance"}
 
@@ -374,4 +442,6 @@ def test_accelerate_has_loaders_of_equal_batches_under_ulysses() -> None:
         assert loader.filled
         assert not loader.dropped
         assert not loader.resumes
-    assert "not computed on this mesh" in (CHECKS.get("evaluation").not_applicable(cell, AccelerateDriver) or "")
+    reason = CHECKS.get("evaluation").not_applicable(cell, AccelerateDriver)
+    assert reason is not None
+    assert "not computed on this mesh" in reason

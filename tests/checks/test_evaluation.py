@@ -14,20 +14,22 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
 def trace(*ranks: Mapping[str, float], alone: Mapping[str, float]) -> Trace:
-    """What ranks find, and one process."""
-    runs = [("rows", ranks), ("alone", (alone,))]
-    made = [
-        RunTrace(
-            run, len(infos), tuple(Snapshot(rank, run, "metrics", 0, metrics=info) for rank, info in enumerate(infos))
-        )
-        for run, infos in runs
-    ]
-    return Trace.of("made", made)
+    """Return the trace of an evaluation on several ranks, and of the same one in one process."""
+    return Trace.of("made", [run_trace("rows", *ranks), run_trace("alone", alone)])
+
+
+def run_trace(run: str, *metrics: Mapping[str, float]) -> RunTrace:
+    """Return a run in which the ranks compute these metrics."""
+    snapshots = []
+    for rank, metrics_of_rank in enumerate(metrics):
+        snapshots.append(Snapshot(rank, run, "metrics", 0, metrics=metrics_of_rank))
+    return RunTrace(run, len(snapshots), tuple(snapshots))
 
 
 def findings(*ranks: Mapping[str, float], alone: Mapping[str, float]) -> list[str]:
-    """Of the check."""
-    return CHECKS.get("evaluation").findings(Cell("ddp", "fp32"), trace(*ranks, alone=alone))
+    """Return the findings of the check."""
+    made = trace(*ranks, alone=alone)
+    return CHECKS.get("evaluation").findings(Cell("ddp", "fp32"), made)
 
 
 def test_the_metric_of_one_process() -> None:
@@ -35,8 +37,10 @@ def test_the_metric_of_one_process() -> None:
 
 
 def test_rows_are_counted_twice() -> None:
-    expected = [f"rank {rank}: mean is 10.5; 11 in one process" for rank in (0, 1)]
-    assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == expected
+    assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == [
+        "rank 0: mean is 10.5; 11 in one process",
+        "rank 1: mean is 10.5; 11 in one process",
+    ]
 
 
 def test_a_metric_is_no_number() -> None:

@@ -100,7 +100,8 @@ def test_experts_spread_over_the_ranks_of_tensor_parallelism(sound: Sound) -> No
     def over_peers(layout: Layout) -> Layout:
         dims = []
         for dim in layout.dims:
-            dims.append(replace(dim, name="ep") if dim.name == "tp" else dim)
+            name = "ep" if dim.name == "tp" else dim.name
+            dims.append(replace(dim, name=name))
         return replace(layout, dims=tuple(dims))
 
     def change(snapshot: Snapshot) -> Snapshot:

@@ -16,16 +16,30 @@ if TYPE_CHECKING:
 
     from tests.checks.traces import Sound, Story
 
-#: Where the state is read, how many steps were taken by then, in which run.
-READ = [("build", 0, 0), *(("step", nth, nth + 1) for nth in range(5)), ("save", 0, 3)]
-READ_RESUMED = [("load", 0, 3), ("step", 0, 4), ("step", 1, 5)]
+#: After which actions the state is read, as (action, which of that name, how many steps were taken by then).
+READ = [
+    ("build", 0, 0),
+    ("step", 0, 1),
+    ("step", 1, 2),
+    ("step", 2, 3),
+    ("step", 3, 4),
+    ("step", 4, 5),
+    ("save", 0, 3),
+]
+READ_RESUMED = [
+    ("load", 0, 3),
+    ("step", 0, 4),
+    ("step", 1, 5),
+]
 
 
 def state(done: int, expected: ExtraState | None = None, **values: str) -> tuple[ExtraStateInfo, ...]:
     """A count, and an average of the weights, after so many steps."""
+    if expected is None:
+        expected = ExtraState()
     exact = {"count": values.get("count", str(done))}
     rounded = {"mean": values.get("mean", f"mean after {done}")}
-    return (ExtraStateInfo("ema", expected or ExtraState(), exact, rounded),)
+    return (ExtraStateInfo("ema", expected, exact, rounded),)
 
 
 def story_of(sound: Sound, expected: ExtraState | None = None) -> Story:
@@ -44,12 +58,14 @@ def test_a_state_that_is_kept(sound: Sound) -> None:
 def test_it_is_lost(sound: Sound) -> None:
     story = story_of(sound).snapshot("load", {"extra": state(0)}, run="resume", rank=1)
     assert story.findings("extra_state") == ["rank 1: ema.count is another after the load than was saved"]
-    average = story_of(sound).snapshot("load", {"extra": state(3, mean="of the weights")}, run="resume", rank=1)
-    assert average.findings("extra_state") == ["rank 1: ema.mean is another after the load than was saved"]
+    average = state(3, mean="of the weights")
+    story = story_of(sound).snapshot("load", {"extra": average}, run="resume", rank=1)
+    assert story.findings("extra_state") == ["rank 1: ema.mean is another after the load than was saved"]
 
 
 def test_a_save_changes_it(sound: Sound) -> None:
-    story = story_of(sound).snapshot("save", {"extra": state(4)}).snapshot("load", {"extra": state(4)}, run="resume")
+    story = story_of(sound).snapshot("save", {"extra": state(4)})
+    story = story.snapshot("load", {"extra": state(4)}, run="resume")
     assert story.findings("extra_state") == [
         "rank 0: ema.count is another after the save than before",
         "rank 1: ema.count is another after the save than before",
@@ -63,7 +79,8 @@ def test_it_goes_on_from_another_place(sound: Sound) -> None:
 
 
 def test_what_is_computed_may_be_rounded_otherwise(sound: Sound) -> None:
-    story = story_of(sound).snapshot("step", {"extra": state(4, mean="rounded")}, run="resume", nth=0)
+    rounded = state(4, mean="rounded")
+    story = story_of(sound).snapshot("step", {"extra": rounded}, run="resume", nth=0)
     assert story.findings("extra_state") == []
 
 
@@ -73,8 +90,10 @@ def test_it_never_changes(sound: Sound) -> None:
         story = story.snapshot(action, {"extra": state(0)}, nth=nth)
     for action, nth, _ in READ_RESUMED:
         story = story.snapshot(action, {"extra": state(0)}, run="resume", nth=nth)
-    expected = [f"rank {rank}: ema has not changed in three steps" for rank in (0, 1)]
-    assert story.findings("extra_state") == expected
+    assert story.findings("extra_state") == [
+        "rank 0: ema has not changed in three steps",
+        "rank 1: ema has not changed in three steps",
+    ]
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -84,21 +103,27 @@ def test_ranks_have_other_values(sound: Sound, alike: bool) -> None:
     changes = {"extra": state(2, expected, mean="of rank 1")}
     changed = story.snapshot("step", changes, nth=1, rank=1)
     findings = changed.findings("extra_state")
-    assert findings == (["rank 1: ema.mean is another than on rank 0 after step 2"] if alike else [])
+    if alike:
+        assert findings == ["rank 1: ema.mean is another than on rank 0 after step 2"]
+    else:
+        assert findings == []
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_what_is_not_to_come_back(sound: Sound, comes_back: bool) -> None:
-    story = story_of(sound, ExtraState(comes_back=comes_back))
+    expected = ExtraState(comes_back=comes_back)
+    story = story_of(sound, expected)
     for action, nth, done in READ_RESUMED:
-        changes = {"extra": state(done - 3, ExtraState(comes_back=comes_back))}
-        story = story.snapshot(action, changes, run="resume", nth=nth)
+        from_start = state(done - 3, expected)
+        story = story.snapshot(action, {"extra": from_start}, run="resume", nth=nth)
     assert bool(story.findings("extra_state")) == comes_back
 
 
 def test_ranks_hold_other_parts_of_a_tensor(sound: Sound) -> None:
     def part(done: int, rank: int) -> tuple[ExtraStateInfo, ...]:
-        return (ExtraStateInfo("ema", ExtraState(), {}, {f"mean (('Shard(0)', 2, {rank}),)": f"{rank} after {done}"}),)
+        name = f"mean (('Shard(0)', 2, {rank}),)"
+        rounded = {name: f"{rank} after {done}"}
+        return (ExtraStateInfo("ema", ExtraState(), {}, rounded),)
 
     story = sound("fsdp2-fp32-w2")
     for rank in (0, 1):
@@ -127,4 +152,5 @@ class Names(Driver):
     ],
 )
 def test_where_it_applies(driver: type[Driver], options: dict[str, Any], reason: str | None) -> None:
-    assert CHECKS.get("extra_state").not_applicable(Cell.of("ddp", "fp32", **options), driver) == reason
+    cell = Cell.of("ddp", "fp32", **options)
+    assert CHECKS.get("extra_state").not_applicable(cell, driver) == reason

@@ -156,8 +156,13 @@ class Refuses(Evaluates):
     ],
 )
 def test_where_it_applies(driver: type[Driver], cell: str, reason: str) -> None:
-    found = CHECKS.get("midway").not_applicable(Cell.parse(cell), driver) or ""
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
-    (_train, resumed) = CHECKS.get("resume").runs(Cell.parse(cell), driver).runs
-    assert (EVALUATE in resumed.actions) == (not reason)
+    parsed = Cell.parse(cell)
+    actual_reason = CHECKS.get("midway").not_applicable(parsed, driver)
+    _, resumed = CHECKS.get("resume").runs(parsed, driver).runs
+    if reason:
+        assert actual_reason is not None
+        assert actual_reason.startswith(reason)
+        assert EVALUATE not in resumed.actions
+    else:
+        assert not actual_reason
+        assert EVALUATE in resumed.actions

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_upcast-w2", "zero1-fp32-w2", "zero3-bf16_upcast-w2")
 
 
+def did_not_move(name: str) -> str:
+    return f"trainable parameter {name!r} did not move in three steps, on any rank"
+
+
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_no_optimizer_after_build(sound: Sound, cell: str, part: str) -> None:
@@ -75,7 +79,7 @@ def test_frozen_by_the_trainer(sound: Sound, cell: str) -> None:
     assert frozen.findings("optimizer") == [
         f"rank 0: trainable parameter {name!r} is not in the optimizer; expected once",
         f"rank 1: trainable parameter {name!r} is not in the optimizer; expected once",
-        f"trainable parameter {name!r} did not move in three steps, on any rank",
+        did_not_move(name),
     ]
 
 
@@ -96,13 +100,14 @@ def test_thawed_by_the_trainer(sound: Sound) -> None:
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_moved_by_weight_decay_alone(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    zero = story.state("exp_avg", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
+    where: dict[str, Any] = {"only": "outlet.weight", "action": "step", "nth": 2}
+    zero = story.state("exp_avg", {"digest": "4:0"}, **where)
     assert zero.findings("optimizer") == []
-    zero = zero.state("exp_avg_sq", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
+    zero = zero.state("exp_avg_sq", {"digest": "4:0"}, **where)
     message = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
     assert zero.findings("optimizer") == [f"{message}: its state in the optimizer is all zero"]
     # A rank may hold none of it, or none but padding.
-    partly_zero = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2, rank=1)
+    partly_zero = story.state("", {"digest": "4:0"}, **where, rank=1)
     assert partly_zero.findings("optimizer") == []
 
 
@@ -118,9 +123,7 @@ def test_a_partition_without_a_gradient(sound: Sound, cell: str) -> None:
 def test_a_parameter_that_stays_where_it_was(sound: Sound, cell: str) -> None:
     story = sound(cell)
     still = story.parameters({"digest": "where it was"}, only="outlet.weight")
-    assert still.findings("optimizer") == [
-        f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank"
-    ]
+    assert still.findings("optimizer") == [did_not_move(story.live("outlet.weight"))]
 
 
 @pytest.mark.parametrize("cell", ["fsdp2-fp32-w2", "zero3-fp32-w2"])
@@ -146,25 +149,23 @@ def test_silence_hides_no_parameter_that_stays(sound: Sound) -> None:
     changed = story.without("step", nth=2, rank=0)
     assert changed.findings("optimizer") == [
         "rank 0: no report after three steps",
-        "trainable parameter 'module.outlet.weight' did not move in three steps, on any rank",
+        did_not_move("module.outlet.weight"),
     ]
 
 
 def with_masters(story: Story, *, still: str = "", unmoved: str = "") -> Story:
     """With what lies in flat masters: of all that is trained, but that of one name has no gradient, or does not change."""
     for action, nth, done in (("build", 0, 0), ("step", 2, 3)):
-        masters = tuple(
-            StateInfo(
-                story.live(name),
-                key,
-                "float32",
-                4,
-                f"4:{0 if name == still and key != 'master' else 1 + done * (name != unmoved)}",
-            )
-            for name in ("inlet.weight", "outlet.weight")
-            for key in ("master", "exp_avg", "exp_avg_sq")
-        )
-        story = story.optimizer({"masters": masters}, action=action, nth=nth)
+        masters = []
+        for name in ("inlet.weight", "outlet.weight"):
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                value = 1 + done
+                if name == unmoved:
+                    value = 1
+                if name == still and key != "master":
+                    value = 0
+                masters.append(StateInfo(story.live(name), key, "float32", 4, f"4:{value}"))
+        story = story.optimizer({"masters": tuple(masters)}, action=action, nth=nth)
     return story
 
 
@@ -179,9 +180,11 @@ def coarse(story: Story, only: str = "") -> Story:
 def test_a_copy_too_coarse_to_move(sound: Sound, cell: str) -> None:
     """A norm's weight near 1 in bfloat16 stays where it is for many steps at an ordinary learning rate; its master moves."""
     story = coarse(sound(cell), "outlet.weight")
-    message = f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank"
-    assert with_masters(story).findings("optimizer") == []
-    assert with_masters(story, unmoved="outlet.weight").findings("optimizer") == [message]
+    message = did_not_move(story.live("outlet.weight"))
+    with_moving_master = with_masters(story)
+    with_unmoved_master = with_masters(story, unmoved="outlet.weight")
+    assert with_moving_master.findings("optimizer") == []
+    assert with_unmoved_master.findings("optimizer") == [message]
     assert story.findings("optimizer") == [message]
 
 
@@ -206,8 +209,8 @@ def with_unused(story: Story, **where: Any) -> Story:
     def forget(snapshot: Snapshot) -> Snapshot:
         if snapshot.optimizer is None:
             return snapshot
-        states = tuple(state for state in snapshot.optimizer.states if state.owner != name)
-        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=states))
+        others = [state for state in snapshot.optimizer.states if state.owner != name]
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=tuple(others)))
 
     story = story.alter(forget).parameters({"digest": "where it was"}, only="outlet.weight")
     return story.optimizer({"without_gradient": (name,)}, action="step", **where)
@@ -226,13 +229,12 @@ def test_a_parameter_that_no_loss_depends_on(sound: Sound, cell: str) -> None:
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_a_parameter_whose_gradient_a_recomputation_lost(sound: Sound, cell: str) -> None:
     """torch only warns where no input of a re-entrantly recomputed block requires a gradient."""
-    story = with_unused(sound(cell)).snapshot("step", {"recomputed": {WITHOUT_GRADIENT: 1}}, rank=0, nth=1)
+    recomputed = {"recomputed": {WITHOUT_GRADIENT: 1}}
+    story = with_unused(sound(cell)).snapshot("step", recomputed, rank=0, nth=1)
     (finding,) = story.findings("optimizer")
-    name = story.live("outlet.weight")
-    assert finding.startswith(
-        f"trainable parameter {name!r} had no gradient in three steps: a block is recomputed with"
-    )
-    changed = sound(cell).snapshot("step", {"recomputed": {WITHOUT_GRADIENT: 1}})
+    start = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
+    assert finding.startswith(f"{start}: a block is recomputed with")
+    changed = sound(cell).snapshot("step", recomputed)
     assert changed.findings("optimizer") == []
 
 
@@ -262,9 +264,7 @@ def test_a_gradient_on_any_rank_in_any_step_is_one(sound: Sound, check: str, whe
 def test_a_gradient_that_zero_loses_is_one(sound: Sound, where: dict[str, int]) -> None:
     """Autograd has computed it, on some rank or in some step, and the master has not moved."""
     story = with_unused(sound("zero2-fp32-w2"), **where)
-    assert story.findings("optimizer") == [
-        "trainable parameter 'module.outlet.weight' did not move in three steps, on any rank"
-    ]
+    assert story.findings("optimizer") == [did_not_move("module.outlet.weight")]
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
@@ -273,9 +273,8 @@ def test_a_parameter_that_was_forgotten_or_frozen_is_not_unused(
     sound: Sound, cell: str, changes: dict[str, int]
 ) -> None:
     story = with_unused(sound(cell)).parameters(changes, only="outlet.weight")
-    assert f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank" in (
-        story.findings("optimizer")
-    )
+    findings = story.findings("optimizer")
+    assert did_not_move(story.live("outlet.weight")) in findings
     assert story.findings("names")
 
 
@@ -284,8 +283,8 @@ def test_if_no_parameter_has_a_gradient_they_were_lost(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").parameters({"digest": "where it was"})
     names = ("module.inlet.weight", "module.outlet.weight")
     story = story.optimizer({"states": (), "without_gradient": names}, action="step")
-    expected = [f"trainable parameter {name!r} did not move in three steps, on any rank" for name in names]
-    assert [text for text in story.findings("optimizer") if "did not move" in text] == expected
+    findings = [text for text in story.findings("optimizer") if "did not move" in text]
+    assert findings == [did_not_move(name) for name in names]
 
 
 def test_state_that_is_there_from_the_start_of_what_no_loss_depends_on(sound: Sound) -> None:
@@ -294,13 +293,14 @@ def test_state_that_is_there_from_the_start_of_what_no_loss_depends_on(sound: So
     story = sound("ddp-fp32-w2").parameters({"digest": "where it was"}, only="outlet.weight")
     story = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step")
     story = story.optimizer({"without_gradient": (name,)}, action="step")
-    assert story.findings("optimizer") == story.findings("names") == story.findings("memory") == []
+    for check in ("optimizer", "names", "memory"):
+        assert story.findings(check) == [], check
 
 
 def test_a_parameter_that_one_rank_has_no_shard_of_is_not_unused(sound: Sound) -> None:
     """A shard of FSDP1 has only its own shape."""
     story = sound("fsdp1-fp32-w2")
+    no_shard = {"shape": (0,), "local_numel": 0}
     for nth in range(3):
-        none = {"shape": (0,), "local_numel": 0}
-        story = story.parameters(none, only="outlet.weight", action="step", nth=nth, rank=1)
+        story = story.parameters(no_shard, only="outlet.weight", action="step", nth=nth, rank=1)
     assert unused(story.trace.run()) == frozenset()

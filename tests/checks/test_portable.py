@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from pytest_distcompat.trace import StepInfo
 if TYPE_CHECKING:
     from tests.checks.traces import Story
 
-    from pytest_distcompat.trace import ModelInfo, Snapshot
+    from pytest_distcompat.trace import Snapshot
 
 RunsOf = Callable[[str, str], "Story"]
 
@@ -31,18 +31,24 @@ def test_sound(runs_of: RunsOf, cell: str) -> None:
 def test_a_parameter_with_other_values(runs_of: RunsOf) -> None:
     # The live names are those of fsdp2.
     story = runs_of("fsdp1-fp32-w2", "portable")
-    other = story.alter(
-        lambda snapshot: replace(snapshot, model=_other(snapshot, "outlet.weight")), run="port", action="load", rank=0
-    )
+    other = with_parameter(story, "outlet.weight", {"digest": "3:1"}, run="port", action="load", rank=0)
     assert other.findings("portable") == ["parameter 'outlet.weight': other values after the load under fsdp2"]
 
 
-def _other(snapshot: Snapshot, name: str) -> ModelInfo:
-    assert snapshot.model is not None
-    return replace(
-        snapshot.model,
-        parameters=tuple(replace(f, digest="3:1") if f.name == name else f for f in snapshot.model.parameters),
-    )
+def with_parameter(story: Story, name: str, changes: dict[str, Any], **where: Any) -> Story:
+    """Return the story with other fields of the parameter of that live name."""
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        parameters = []
+        for info in snapshot.model.parameters:
+            if info.name == name:
+                parameters.append(replace(info, **changes))
+            else:
+                parameters.append(info)
+        return replace(snapshot, model=replace(snapshot.model, parameters=tuple(parameters)))
+
+    return story.alter(change, **where)
 
 
 def test_shared_steps_count_several_times(runs_of: RunsOf) -> None:
@@ -75,9 +81,7 @@ def test_no_loss(runs_of: RunsOf) -> None:
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
 def test_weights_that_are_not_the_masters(runs_of: RunsOf, cell: str) -> None:
     story = runs_of(cell, "portable")
-    other = story.alter(
-        lambda snapshot: replace(snapshot, model=_other(snapshot, "inlet.weight")), run="port", action="build", rank=1
-    )
+    other = with_parameter(story, "inlet.weight", {"digest": "3:1"}, run="port", action="build", rank=1)
     assert other.findings("portable") == ["parameter 'inlet.weight': other values after the export and build"]
 
 
@@ -125,15 +129,9 @@ def test_training_again_is_no_load(runs_of: RunsOf) -> None:
 
 
 def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
-    def cut(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.model is not None
-        parameters = tuple(
-            replace(info, local_numel=2, digest="2:7") if info.name == "inlet.weight" else info
-            for info in snapshot.model.parameters
-        )
-        return replace(snapshot, model=replace(snapshot.model, parameters=parameters))
-
-    story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", action="build", rank=1)
+    cut = {"local_numel": 2, "digest": "2:7"}
+    story = runs_of("zero3-fp32-w2", "portable")
+    story = with_parameter(story, "inlet.weight", cut, run="port", action="build", rank=1)
     (finding,) = story.findings("portable")
     assert finding.startswith("parameter 'inlet.weight': the parts of all ranks are ")
     assert finding.endswith(" after the export and build")

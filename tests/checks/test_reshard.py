@@ -42,12 +42,12 @@ def test_the_runs_go_up_and_back_and_to_one(runs_of: RunsOf) -> None:
     ("cell", "most"), [("fsdp2-fp32-w4-model_moe_fused-tp_2", 4), ("fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2", 2)]
 )
 def test_as_many_parts_as_data_parallel_ranks_leave(cell: str, most: int) -> None:
-    runs = {
-        run.name: run.cell(Cell.parse(cell)) for run in CHECKS.get("reshard").runs(Cell.parse(cell), TorchDriver).runs
-    }
-    assert runs["up"].tp == 1
-    assert runs["back"].tp == most
-    assert runs["one"].tp == 1
+    parsed = Cell.parse(cell)
+    scenario = CHECKS.get("reshard").runs(parsed, TorchDriver)
+    tp = {run.name: run.cell(parsed).tp for run in scenario.runs}
+    assert tp["up"] == 1
+    assert tp["back"] == most
+    assert tp["one"] == 1
 
 
 @pytest.mark.parametrize("cell", CELLS[:3])
@@ -55,9 +55,9 @@ def test_one_shard_with_other_values(runs_of: RunsOf, cell: str) -> None:
     story = runs_of(cell, "reshard")
     where = {"run": "back", "action": "load", "rank": 1}
     other = story.parameters({"digest": "3:1"}, only="outlet.weight", **where)
+    change = "unlike from rank to rank" if cell.startswith("ddp") else "other values"
     ranks = story.cell.world_size
-    title = "unlike from rank to rank" if cell.startswith("ddp") else "other values"
-    assert other.findings("reshard") == [f"parameter 'outlet.weight': {title} after the load at {ranks} ranks"]
+    assert other.findings("reshard") == [f"parameter 'outlet.weight': {change} after the load at {ranks} ranks"]
 
 
 HYBRID = "fsdp2-fp32-w4-dp_replicate_2"
@@ -68,23 +68,23 @@ def test_one_copy_of_hybrid_shards_with_other_values(runs_of: RunsOf, what: str)
     where: dict[str, Any] = {"run": "back", "action": "load", "rank": 2, "only": "outlet.weight"}
     story = runs_of(HYBRID, "reshard")
     other = {"digest": "4:1"}
-    story = story.parameters(other, **where) if what == "parameter" else story.state(what, other, **where)
+    if what == "parameter":
+        story = story.parameters(other, **where)
+    else:
+        story = story.state(what, other, **where)
     assert story.findings("reshard") == [f"{what} 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
 
 
 def test_a_part_that_one_copy_of_hybrid_shards_lost(runs_of: RunsOf) -> None:
-    def forgets(snapshot: Snapshot) -> Snapshot:
-        return replace(snapshot, optimizer=snapshot.optimizer and replace(snapshot.optimizer, states=()))
-
     where: dict[str, Any] = {"run": "back", "action": "load"}
     story = runs_of(HYBRID, "reshard")
-    changed = story.parameters({"local_numel": 1}, only="outlet.weight", rank=2, **where)
-    lost = changed.findings("reshard")
-    message = "the parts of ranks 2, 3 are {} elements; expected {} after the load at 4 ranks"
-    assert f"parameter 'outlet.weight': {message.format(8, 14)}" in lost
-    changed = story.alter(forgets, rank=2, **where).alter(forgets, rank=3, **where)
-    both = changed.findings("reshard")
-    assert f"exp_avg 'inlet.weight': {message.format(0, 9)}" in both
+    smaller = story.parameters({"local_numel": 1}, only="outlet.weight", rank=2, **where)
+    parts = "the parts of ranks 2, 3 are 8 elements; expected 14 after the load at 4 ranks"
+    assert f"parameter 'outlet.weight': {parts}" in smaller.findings("reshard")
+    empty = story.optimizer({"states": ()}, rank=2, **where)
+    empty = empty.optimizer({"states": ()}, rank=3, **where)
+    parts = "the parts of ranks 2, 3 are 0 elements; expected 9 after the load at 4 ranks"
+    assert f"exp_avg 'inlet.weight': {parts}" in empty.findings("reshard")
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
@@ -96,28 +96,23 @@ def test_a_number_beside_the_elements(runs_of: RunsOf, cell: str) -> None:
         story = story.state("exp_avg", number, run=run)
     assert story.findings("reshard") == []
     where: dict[str, Any] = {"run": "up", "action": "load", "only": "outlet.weight"}
-    changed = story.state("exp_avg", {"digest": "1:8"}, rank=1, **where)
-    unlike = changed.findings("reshard")
-    assert unlike == ["exp_avg 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
-    changed = story.state("exp_avg", {"digest": "1:8"}, **where)
-    other = changed.findings("reshard")
-    assert other[0] == "exp_avg 'outlet.weight': other values after the load at 4 ranks"
+    unlike = story.state("exp_avg", {"digest": "1:8"}, rank=1, **where)
+    assert unlike.findings("reshard") == ["exp_avg 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
+    other = story.state("exp_avg", {"digest": "1:8"}, **where)
+    first, *_ = other.findings("reshard")
+    assert first == "exp_avg 'outlet.weight': other values after the load at 4 ranks"
     # Each rank had another for its shard: whose is whose after the load nobody can say.
-    apart = story.state("exp_avg", {"digest": "1:9"}, run="train", rank=1).state(
-        "exp_avg", {"digest": "1:9"}, run="up", rank=3
-    )
+    apart = story.state("exp_avg", {"digest": "1:9"}, run="train", rank=1)
+    apart = apart.state("exp_avg", {"digest": "1:9"}, run="up", rank=3)
     assert apart.findings("reshard") == []
 
 
 def test_ranks_in_another_order(runs_of: RunsOf) -> None:
     """Each shard is a sound one, at a place that is not its own."""
     story = runs_of("fsdp1-fp32-w4", "reshard")
-    parts = {snapshot.rank: snapshot.model for snapshot in story.trace.run("back").at("load")}
-    swapped = story.alter(
-        lambda snapshot: replace(snapshot, model=parts[{0: 1, 1: 0}.get(snapshot.rank, snapshot.rank)]),
-        run="back",
-        action="load",
-    )
+    first, second, *_ = story.trace.run("back").at("load")
+    swapped = story.snapshot("load", {"model": second.model}, run="back", rank=0)
+    swapped = swapped.snapshot("load", {"model": first.model}, run="back", rank=1)
     assert swapped.findings("reshard") == [
         "parameter 'frozen.weight' and 2 others: other values after the load at 4 ranks"
     ]
@@ -144,11 +139,12 @@ def test_a_snapshot_with_other_values(runs_of: RunsOf, cell: str, key: str) -> N
 def test_a_part_of_a_flat_master_with_other_values(runs_of: RunsOf, cell: str, key: str) -> None:
     def other(snapshot: Snapshot) -> Snapshot:
         assert snapshot.optimizer is not None
-        masters = tuple(
-            replace(info, digest="3:1") if (info.key, info.owner) == (key, "module.inlet.weight") else info
-            for info in snapshot.optimizer.masters
-        )
-        return replace(snapshot, optimizer=replace(snapshot.optimizer, masters=masters))
+        masters = []
+        for info in snapshot.optimizer.masters:
+            is_chosen = info.key == key and info.owner == "module.inlet.weight"
+            digest = "3:1" if is_chosen else info.digest
+            masters.append(replace(info, digest=digest))
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, masters=tuple(masters)))
 
     story = runs_of(cell, "reshard").alter(other, run="up", action="load", rank=0)
     assert story.findings("reshard") == [f"{key} 'inlet.weight': other values after the load at 4 ranks"]
@@ -163,10 +159,9 @@ def test_the_optimizer_comes_back_empty(runs_of: RunsOf, cell: str) -> None:
 @pytest.mark.parametrize(("cell", "name"), [("fsdp2-fp32-w2", "inlet.weight"), ("zero3-fp32-w2", "partitions")])
 def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str) -> None:
     story = runs_of(cell, "reshard").state("step", {"digest": "1:c0000000c"}, run="up", action="step", nth=0)
-    findings = story.findings("reshard")
-    assert len(findings) == 1
-    assert findings[0].startswith(f"step {name!r}")
-    assert findings[0].endswith("other values one step after the load at 4 ranks")
+    (finding,) = story.findings("reshard")
+    assert finding.startswith(f"step {name!r}")
+    assert finding.endswith("other values one step after the load at 4 ranks")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,8 @@ def test_the_numbers_of_the_groups(runs_of: RunsOf) -> None:
 @pytest.mark.parametrize(("run", "action"), [("up", "save"), ("up", "load"), ("train", "save")])
 def test_a_silent_rank(runs_of: RunsOf, run: str, action: str) -> None:
     story = runs_of("ddp-fp32-w2", "reshard").without(action, run=run, rank=1)
-    assert any(finding.startswith("rank 1: no report after") for finding in story.findings("reshard"))
+    findings = story.findings("reshard")
+    assert any(finding.startswith("rank 1: no report after") for finding in findings)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_distcompat.checks import CHECKS
 
 if TYPE_CHECKING:
-    from tests.checks.traces import Sound
+    from collections.abc import Iterable
 
-    from pytest_distcompat.trace import Snapshot, StateInfo
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Snapshot, StateInfo, StepInfo
 
 CELLS = ("ddp-fp32-w2", "fsdp2-bf16_upcast-w2", "zero1-bf16_upcast-w2", "zero3-fp32-w2")
 
@@ -27,12 +29,7 @@ def test_a_parameter_with_other_values(sound: Sound, cell: str) -> None:
 
 
 def test_a_buffer_with_other_values(sound: Sound) -> None:
-    def doubled(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.model is not None
-        buffers = tuple(replace(buffer, digest="doubled") for buffer in snapshot.model.buffers)
-        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
-
-    story = sound("ddp-fp32-w2").alter(doubled, run="resume", action="load", rank=0)
+    story = sound("ddp-fp32-w2").buffers({"digest": "doubled"}, run="resume", action="load", rank=0)
     assert story.findings("resume") == ["rank 0: buffer 'scale': other values after the load"]
 
 
@@ -77,14 +74,21 @@ def test_one_tensor_of_the_state(sound: Sound, cell: str, owner: str, key: str, 
         assert snapshot.optimizer is not None
         states: list[StateInfo] = []
         for state in snapshot.optimizer.states:
-            if (state.owner, state.key) != (owner, key):
+            is_chosen = state.owner == owner and state.key == key
+            if not is_chosen:
                 states.append(state)
-            elif fate != "missing":
+            elif fate == "other values":
                 states.append(replace(state, digest="other"))
-        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=tuple(states)))
+        return with_states(snapshot, states)
 
     story = sound(cell).alter(change, run="resume", action="load", rank=0)
     assert story.findings("resume") == [f"rank 0: optimizer state '{key} of {owner}': {fate} after the load"]
+
+
+def with_states(snapshot: Snapshot, states: Iterable[StateInfo]) -> Snapshot:
+    """Return the snapshot with these states in the optimizer."""
+    assert snapshot.optimizer is not None
+    return replace(snapshot, optimizer=replace(snapshot.optimizer, states=tuple(states)))
 
 
 def test_state_that_appears_from_nowhere(sound: Sound) -> None:
@@ -103,10 +107,14 @@ def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, is_fin
     story = sound("ddp-fp32-w2")
     for action, nth in (("step", 2), ("save", 0)):
         story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", action=action, nth=nth)
-    story = story.state("exp_avg", {"dtype": loaded}, only="inlet.weight", run="resume", action="load", rank=1)
-    story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", run="resume", action="load", rank=0)
-    finding = "rank 1: optimizer state 'exp_avg of module.inlet.weight': another dtype after the load"
-    assert story.findings("resume") == [finding] * is_finding
+    for rank, dtype in enumerate((saved, loaded)):
+        changes = {"dtype": dtype}
+        story = story.state("exp_avg", changes, only="inlet.weight", run="resume", action="load", rank=rank)
+    findings = story.findings("resume")
+    if is_finding:
+        assert findings == ["rank 1: optimizer state 'exp_avg of module.inlet.weight': another dtype after the load"]
+    else:
+        assert findings == []
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -140,21 +148,20 @@ def test_another_number_of_groups(sound: Sound, param_groups: tuple[dict[str, fl
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_saving_changes_nothing(sound: Sound, cell: str) -> None:
-    def both(part: str, changes: dict[str, Any]) -> list[str]:
-        # What the save made of it is what the load then gives back.
-        story = sound(cell)
-        for run, action in (("train", "save"), ("resume", "load")):
-            if part == "parameter":
-                story = story.parameters(changes, only="outlet.weight", run=run, action=action, rank=0)
-            else:
-                story = story.optimizer(changes, run=run, action=action, rank=0)
-        return story.findings("resume")
+    # What the save made of it is what the load then gives back.
+    saved = {"run": "train", "action": "save", "rank": 0}
+    loaded = {"run": "resume", "action": "load", "rank": 0}
 
-    name = sound(cell).live("outlet.weight")
-    assert both("parameter", {"digest": "other"}) == [f"rank 0: parameter {name!r}: other values after the save"]
-    assert both("optimizer", {"param_groups": ({"lr": 0.0},)}) == [
-        "rank 0: lr of the optimizer's group 0 is 0.0 after the save; 0.1 before"
-    ]
+    story = sound(cell)
+    other = story.parameters({"digest": "other"}, only="outlet.weight", **saved)
+    other = other.parameters({"digest": "other"}, only="outlet.weight", **loaded)
+    name = story.live("outlet.weight")
+    assert other.findings("resume") == [f"rank 0: parameter {name!r}: other values after the save"]
+
+    groups = ({"lr": 0.0},)
+    other = story.optimizer({"param_groups": groups}, **saved)
+    other = other.optimizer({"param_groups": groups}, **loaded)
+    assert other.findings("resume") == ["rank 0: lr of the optimizer's group 0 is 0.0 after the save; 0.1 before"]
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -193,10 +200,10 @@ def test_a_loss_of_another_run_where_tied_weights_have_two_units(
     (finding,) = changed.findings("resume")
     words = "'inlet.weight' and 'head.weight' are one tensor in units of their own: shard them"
     assert (words in finding) == is_named
-    # Where there is a reference, the same is told of losses and norms that differ from its own.
+    # Where there is a reference, losses and norms that differ from its own have the same words.
     changed = story.snapshot("step", {"loss": 0.375}, nth=0)
-    (finding,) = changed.findings("parity")[:1]
-    assert (words in finding) == is_named
+    first, *_ = changed.findings("parity")
+    assert (words in first) == is_named
 
 
 def test_a_loss_that_is_no_number(sound: Sound) -> None:
@@ -205,13 +212,14 @@ def test_a_loss_that_is_no_number(sound: Sound) -> None:
 
 
 def test_more_than_two_bfloat16_numbers_may_add_up_otherwise(sound: Sound) -> None:
-    def story(cell: str, loss: float) -> list[str]:
-        return sound(cell).snapshot("step", {"loss": loss}, run="resume", nth=0, rank=0).findings("resume")
+    def findings(cell: str, loss: float) -> list[str]:
+        story = sound(cell).snapshot("step", {"loss": loss}, run="resume", nth=0, rank=0)
+        return story.findings("resume")
 
-    assert story("ddp-bf16_upcast-w4", 0.2505) == []
-    assert story("ddp-bf16_upcast-w4", 0.252) != []
-    assert story("ddp-bf16_upcast-w2", 0.2505) != []
-    assert story("ddp-fp32-w4", 0.2505) != []
+    assert findings("ddp-bf16_upcast-w4", 0.2505) == []
+    assert findings("ddp-bf16_upcast-w4", 0.252) != []
+    assert findings("ddp-bf16_upcast-w2", 0.2505) != []
+    assert findings("ddp-fp32-w4", 0.2505) != []
 
 
 def test_a_loss_in_another_order_of_summing(sound: Sound) -> None:
@@ -249,18 +257,20 @@ def test_a_check_runs_without_the_suite(sound: Sound) -> None:
     story = sound("ddp-fp32-w2")
     assert check.findings(story.cell, story.trace) == []
     other = story.snapshot("load", {"scheduler": "new"}, run="resume", rank=1)
-    findings = ["rank 1: scheduler is at 'new'; saved at 'last_epoch=3'"]
-    assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace) == findings
+    expected = ["rank 1: scheduler is at 'new'; saved at 'last_epoch=3'"]
+    assert list(check(other.cell, other.trace)) == expected
+    assert check.findings(other.cell, other.trace) == expected
 
 
 def test_the_gradient_scaler_starts_again(sound: Sound) -> None:
-    story = sound("ddp-fp16_mixed-w2").snapshot("save", {"scaler": {"scale": 512.0}})
-    changed = story.snapshot("load", {"scaler": {"scale": 512.0}}, run="resume")
-    assert changed.findings("resume") == []
-    expected = [
-        f"rank {rank}: the gradient scaler is at {{'scale': 1024.0}}; saved at {{'scale': 512.0}}" for rank in (0, 1)
+    saved = {"scaler": {"scale": 512.0}}
+    story = sound("ddp-fp16_mixed-w2").snapshot("save", saved)
+    resumed = story.snapshot("load", saved, run="resume")
+    assert resumed.findings("resume") == []
+    assert story.findings("resume") == [
+        "rank 0: the gradient scaler is at {'scale': 1024.0}; saved at {'scale': 512.0}",
+        "rank 1: the gradient scaler is at {'scale': 1024.0}; saved at {'scale': 512.0}",
     ]
-    assert story.findings("resume") == expected
 
 
 def test_of_a_checkpoint_of_the_model_alone_the_model_comes_back(sound: Sound) -> None:
@@ -275,21 +285,27 @@ def test_state_of_no_element_is_no_state(sound: Sound) -> None:
 
     def gone(snapshot: Snapshot) -> Snapshot:
         assert snapshot.optimizer is not None
-        states = tuple(state for state in snapshot.optimizer.states if state.owner != "outlet.weight")
-        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=states))
+        others = [state for state in snapshot.optimizer.states if state.owner != "outlet.weight"]
+        return with_states(snapshot, others)
 
-    story = sound("fsdp2-fp32-w2").state("", {"numel": 0}, only="outlet.weight", run="resume", rank=1)
-    changed = story.state("", {"numel": 0}, only="outlet.weight", run="train", rank=1)
-    assert changed.findings("resume") == []
-    empty = story.state("", {"numel": 0}, only="outlet.weight", run="train", action="step", rank=1)
-    changed = empty.alter(gone, action="save", rank=1)
-    assert changed.findings("resume") == []
+    empty = {"numel": 0}
+    resumed = sound("fsdp2-fp32-w2").state("", empty, only="outlet.weight", run="resume", rank=1)
+    kept = resumed.state("", empty, only="outlet.weight", run="train", rank=1)
+    assert kept.findings("resume") == []
+    trained = resumed.state("", empty, only="outlet.weight", run="train", action="step", rank=1)
+    not_saved = trained.alter(gone, action="save", rank=1)
+    assert not_saved.findings("resume") == []
+
+
+def first_steps(story: Story) -> tuple[StepInfo, ...]:
+    """Return the steps that rank 0's optimizer takes in the first step of the training."""
+    return story.trace.run().at("step", 0)[0].steps
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_training_again_is_no_load(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    steps = story.trace.run().at("step", 0)[0].steps * 3
+    steps = first_steps(story) * 3
     message = "the optimizer took 3 steps with gradients during the load"
     changed = story.snapshot("load", {"steps": steps}, run="resume", rank=1)
     assert changed.findings("resume") == [
@@ -301,7 +317,8 @@ def test_training_again_is_no_load(sound: Sound, cell: str) -> None:
 def test_a_load_may_step_to_make_room_for_the_state(sound: Sound, square: float, many: int) -> None:
     # torch does so, with gradients of zero; torch 2.2 with ones that were never filled.
     story = sound("fsdp2-fp32-w2")
-    steps = (replace(story.trace.run().at("step", 0)[0].steps[0], square=square),) * many
+    (step,) = first_steps(story)
+    steps = (replace(step, square=square),) * many
     changed = story.snapshot("load", {"steps": steps}, run="resume")
     assert changed.findings("resume") == []
 
@@ -334,11 +351,10 @@ def test_the_load_freezes_one_parameter_and_unfreezes_another(sound: Sound, cell
 
 def test_a_module_is_in_another_mode_after_the_load(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").snapshot("step", {"evaluating": ("frozen",)})
-    resumed = "the run that never stopped"
-    expected = [
-        f"rank {rank}: 1 modules are in training mode in step 1 after the load, first 'frozen'; in evaluation mode in {resumed}"
-        for rank in (0, 1)
-    ]
-    assert story.findings("resume") == expected
+    message = (
+        "1 modules are in training mode in step 1 after the load, first 'frozen'; "
+        "in evaluation mode in the run that never stopped"
+    )
+    assert story.findings("resume") == [f"rank 0: {message}", f"rank 1: {message}"]
     changed = story.snapshot("step", {"evaluating": ("frozen",)}, run="resume")
     assert changed.findings("resume") == []

@@ -15,6 +15,7 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
 
+DDP = "ddp-fp16_mixed-w2"
 CELLS = ("ddp-fp16_mixed-w2", "fsdp1-fp16_mixed-w2", "zero1-fp16_mixed-w2")
 #: The action, the step of training that it looks like, and the scale after it.
 ACTIONS = (("step", 0, 1024.0), ("overflow", 0, 512.0), ("step", 1, 512.0))
@@ -25,8 +26,9 @@ def overflowing(story: Story) -> Story:
     train = story.trace.run()
     snapshots: list[Snapshot] = []
     for index, (action, nth, scale) in enumerate(ACTIONS):
-        seen: dict[str, Any] = {"run": "overflow", "action": action, "index": index, "scaler": {"scale": scale}}
-        snapshots += [replace(snapshot, **seen) for snapshot in train.at("step", nth)]
+        for snapshot in train.at("step", nth):
+            seen = replace(snapshot, run="overflow", action=action, index=index, scaler={"scale": scale})
+            snapshots.append(seen)
     run = RunTrace("overflow", train.world_size, tuple(snapshots))
     return replace(story, trace=Trace.of("hand-made", [run]))
 
@@ -45,27 +47,36 @@ def test_no_scaler(sound: Sound, cell: str) -> None:
     story = overflowing(sound(cell))
     for action in ("step", "overflow"):
         story = alter(story, action, {"scaler": {}})
-    expected = [f"rank {rank}: nothing scales the loss; small gradients vanish in float16" for rank in (0, 1)]
-    assert story.findings("scaling") == expected
+    assert story.findings("scaling") == on_both_ranks("nothing scales the loss; small gradients vanish in float16")
+
+
+def on_both_ranks(message: str) -> list[str]:
+    return [f"rank 0: {message}", f"rank 1: {message}"]
 
 
 def test_a_scale_of_one(sound: Sound) -> None:
-    story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "step", {"scaler": {"scale": 1.0}}, nth=0)
-    expected = [f"rank {rank}: the loss is scaled by 1; expected more than 1" for rank in (0, 1)]
-    assert story.findings("scaling")[:2] == expected
+    story = alter(overflowing(sound(DDP)), "step", {"scaler": {"scale": 1.0}}, nth=0)
+    first, second, *_ = story.findings("scaling")
+    assert [first, second] == on_both_ranks("the loss is scaled by 1; expected more than 1")
 
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])
 def test_a_scale_that_is_no_number(sound: Sound, scale: float) -> None:
-    story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "step", {"scaler": {"scale": scale}}, nth=0)
-    assert story.findings("scaling")[0] == f"rank 0: the loss is scaled by {scale}; expected a finite number"
+    story = alter(overflowing(sound(DDP)), "step", {"scaler": {"scale": scale}}, nth=0)
+    first, *_ = story.findings("scaling")
+    assert first == f"rank 0: the loss is scaled by {scale}; expected a finite number"
+
+
+SCALE_STAYS = on_both_ranks("the scale is 1024 after an overflow at 1024; expected a smaller one")
 
 
 def bearing(story: Story, before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Return the finding that the scale stays 1024, and these other findings."""
-    story = alter(story, "step", {"scaler": {"scale": 1024.0, **before}}, nth=0)
-    for action, nth in (("overflow", 0), ("step", 1)):
-        story = alter(story, action, {"scaler": {"scale": 1024.0, **after}}, nth=nth)
+    """Return the findings where the scale stays 1024, with these other numbers of the scaler before and after."""
+    scaler_before = {"scale": 1024.0, **before}
+    scaler_after = {"scale": 1024.0, **after}
+    story = alter(story, "step", {"scaler": scaler_before}, nth=0)
+    story = alter(story, "overflow", {"scaler": scaler_after}, nth=0)
+    story = alter(story, "step", {"scaler": scaler_after}, nth=1)
     return story.findings("scaling")
 
 
@@ -76,46 +87,42 @@ def test_a_scale_that_bears_an_overflow_first(sound: Sound) -> None:
     second = {"hysteresis": 1.0}
     assert bearing(story, first, second) == []
     for before, after in (({}, {}), (first, first), (second, second), (second, first)):
-        expected = [
-            f"rank {rank}: the scale is 1024 after an overflow at 1024; expected a smaller one" for rank in (0, 1)
-        ]
-        assert bearing(story, before, after) == expected
+        assert bearing(story, before, after) == SCALE_STAYS
 
 
 @pytest.mark.parametrize(("action", "nth", "what"), [("overflow", 0, "the overflow"), ("step", 1, "the step after it")])
 def test_scales_that_part(sound: Sound, action: str, nth: int, what: str) -> None:
-    story = alter(overflowing(sound("fsdp1-fp16_mixed-w2")), action, {"scaler": {"scale": 256.0}}, nth=nth, rank=1)
+    story = overflowing(sound("fsdp1-fp16_mixed-w2"))
+    story = alter(story, action, {"scaler": {"scale": 256.0}}, nth=nth, rank=1)
     assert story.findings("scaling") == [f"ranks scale the loss differently after {what}: by 256, 512"]
 
 
 def test_a_scale_that_stays(sound: Sound) -> None:
-    story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "overflow", {"scaler": {"scale": 1024.0}})
-    expected = [f"rank {rank}: the scale is 1024 after an overflow at 1024; expected a smaller one" for rank in (0, 1)]
-    assert story.findings("scaling") == expected
+    story = alter(overflowing(sound(DDP)), "overflow", {"scaler": {"scale": 1024.0}})
+    assert story.findings("scaling") == SCALE_STAYS
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_rank_that_steps_while_the_others_skip(sound: Sound, cell: str) -> None:
     story = overflowing(sound(cell))
-    last = story.trace.run("overflow").at("step", 1)[1]
+    _, last = story.trace.run("overflow").at("step", 1)
     story = alter(story, "overflow", {"model": last.model, "optimizer": last.optimizer}, rank=1)
-    (skipped, stuck) = story.findings("scaling")
+    skipped, stuck = story.findings("scaling")
     assert skipped.startswith("rank 1: ")
     assert skipped.endswith(" others changed in a step whose gradients overflow; expected it to be skipped")
     assert stuck == "rank 1: nothing changed in the step after the overflow; expected training to go on"
 
 
 def test_a_master_alone_that_changes(sound: Sound) -> None:
-    story = overflowing(sound("zero1-fp16_mixed-w2")).state(
-        "exp_avg", {"digest": "another"}, run="overflow", action="overflow", rank=0
-    )
+    story = overflowing(sound("zero1-fp16_mixed-w2"))
+    story = story.state("exp_avg", {"digest": "another"}, run="overflow", action="overflow", rank=0)
     assert story.findings("scaling") == [
         "rank 0: exp_avg of 'partition 0' changed in a step whose gradients overflow; expected it to be skipped"
     ]
 
 
 def test_a_silent_rank(sound: Sound) -> None:
-    story = overflowing(sound("ddp-fp16_mixed-w2")).without("overflow", run="overflow", rank=1)
+    story = overflowing(sound(DDP)).without("overflow", run="overflow", rank=1)
     assert "rank 1: no report after the step that overflows" in story.findings("scaling")
 
 

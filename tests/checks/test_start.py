@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.checks.more_runs import digest_of
@@ -19,16 +19,18 @@ CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_upcast-w4", "zero1-fp32-w2"
 RunsOf = Callable[[str, str], "Story"]
 
 
-def loaded(story: Story, **changes: object) -> Story:
+def loaded(story: Story, **changes: Any) -> Story:
     """Return the story with other fields of the loaded ``outlet.weight``."""
 
     def change(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
-        parameters = tuple(
-            replace(info, **changes) if info.name == "outlet.weight" else info  # type: ignore[arg-type]
-            for info in snapshot.unwrapped.parameters
-        )
-        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=parameters))
+        parameters = []
+        for info in snapshot.unwrapped.parameters:
+            if info.name == "outlet.weight":
+                parameters.append(replace(info, **changes))
+            else:
+                parameters.append(info)
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=tuple(parameters)))
 
     return story.alter(change, action="build_model")
 
@@ -120,17 +122,16 @@ def test_a_parameter_is_frozen_or_thawed(runs_of: RunsOf, cell: str) -> None:
 )
 def test_the_first_step_is_taken_in_evaluation_mode(sound: Sound, modules: tuple[str, ...], finding: str) -> None:
     story = sound("fsdp2-fp32-w2").snapshot("step", {"evaluating": modules}, nth=0, rank=1)
-    assert story.findings("start") == ([f"rank 1: {finding}"] if finding else [])
+    findings = story.findings("start")
+    if finding:
+        assert findings == [f"rank 1: {finding}"]
+    else:
+        assert findings == []
 
 
 def test_a_model_that_was_loaded_in_evaluation_mode(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").snapshot("step", {"evaluating": ("", "outlet")}, nth=0)
-
-    def evaluating(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.unwrapped is not None
-        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, evaluating=("", "outlet", "frozen")))
-
-    changed = story.alter(evaluating, action="build_model")
+    changed = story.unwrapped({"evaluating": ("", "outlet", "frozen")}, action="build_model")
     assert changed.findings("start") == []
 
 
@@ -143,10 +144,5 @@ def test_no_model_was_seen(sound: Sound) -> None:
 @pytest.mark.parametrize(("cell", "is_finding"), [("fsdp1-fp32-w2", False), ("ddp-fp32-w2", True)])
 def test_flat_pieces_of_a_transposed_parameter(runs_of: RunsOf, cell: str, is_finding: bool) -> None:
     story = loaded(runs_of(cell, "start"), digest="14:3")
-
-    def transposed(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.unwrapped is not None
-        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, noncontiguous=("outlet.weight",)))
-
-    changed = story.alter(transposed, action="build_model")
-    assert bool(changed.findings("start")) == is_finding
+    transposed = story.unwrapped({"noncontiguous": ("outlet.weight",)}, action="build_model")
+    assert bool(transposed.findings("start")) == is_finding

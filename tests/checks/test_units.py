@@ -22,7 +22,11 @@ CUT = "expected 'inlet', 'outlet', the root, and none inside a block"
 
 def live(story: Story, *modules: str) -> tuple[str, ...]:
     """Modules as this cell calls them; the root is the empty name everywhere."""
-    return tuple(story.live(module) if module else "" for module in modules)
+    live_modules = []
+    for module in modules:
+        name = story.live(module) if module else ""
+        live_modules.append(name)
+    return tuple(live_modules)
 
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-bf16_upcast-w2", "fsdp2-fp32-w2-compile"])

@@ -29,6 +29,7 @@ from pytest_distcompat.known import KnownIssue, shipped
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import AXES, BESIDE_AXES
+from pytest_distcompat.scenario import Run
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
 from pytest_distcompat.trace import ExtraState, Loader
 
@@ -62,19 +63,30 @@ COLUMNS: Mapping[str, str] = {
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield name and text of each block of a page that is made here."""
-    return ((match[1], match[3]) for match in BLOCK.finditer(text))
+    for match in BLOCK.finditer(text):
+        yield match[1], match[3]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table in Markdown."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *map(list, rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    titles = list(head)
+    rule = ["---"] * len(titles)
+    lines = []
+    for cells in (titles, rule, *rows):
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
 
 
 def code(words: Iterable[object]) -> str:
     """Return the words in backticks, without repetitions."""
-    return ", ".join(f"`{word}`" for word in dict.fromkeys(words))
+    distinct = dict.fromkeys(words)
+    return ", ".join(f"`{word}`" for word in distinct)
+
+
+def first_sentence(check: Check) -> str:
+    """Return what a check claims, as a clause without its beginning and its full stop."""
+    claim, _, _ = prose(check.text).partition("\n\n")
+    return claim.removeprefix("Check that ").removesuffix(".")
 
 
 def prose(text: str) -> str:
@@ -89,13 +101,16 @@ def prose(text: str) -> str:
 def checks() -> str:
     """Return the table of the checks."""
 
-    def row(check: Check) -> list[str]:
-        runs = [run.name for run in check.runs(CELL, TorchDriver).runs if run.name != "train"]
-        claim = prose(check.text).partition("\n\n")[0].removeprefix("Check that ").removesuffix(".")
-        source = f"../src/{check.claim.__module__.replace('.', '/')}.py"
-        return [f"[`{check.name}`]({source})", claim, " ".join(f"`{run}`" for run in runs)]
-
-    return table(("check", "checks that", "runs besides `train`"), map(row, CHECKS.by_name.values()))
+    rows = []
+    for check in CHECKS.by_name.values():
+        module = check.claim.__module__.replace(".", "/")
+        link = f"[`{check.name}`](../src/{module}.py)"
+        runs = []
+        for run in check.runs(CELL, TorchDriver).runs:
+            if run.name != "train":
+                runs.append(f"`{run.name}`")
+        rows.append([link, first_sentence(check), " ".join(runs)])
+    return table(("check", "checks that", "runs besides `train`"), rows)
 
 
 def claims() -> str:
@@ -135,25 +150,37 @@ def upstream() -> str:
     for issue in shipped():
         # What a library refuses, with a message, is not broken.
         if "refuse" not in issue.kind:
-            name = Path(issue.script).stem or f"{issue.link} {issue.reason}"
-            issues_by_name[name].append(issue)
+            script = Path(issue.script).stem
+            issues_by_name[script or f"{issue.link} {issue.reason}"].append(issue)
     lines_by_library: dict[str, list[str]] = {library: [] for library in LIBRARIES}
-    scripts = {path.stem: path for path in sorted((DOCS / "upstream").glob("*.py"))}
-    for name, path in scripts.items():
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        # The claim follows the versions.
-        claim = re.sub(r"^[^:]*\d: | \(<https?://[^)]*\)", "", prose(text.partition("\n\n")[0])).removesuffix(".")
-        line = bug_line(claim, text, path, issues_by_name[name])
-        lines_by_library[section_of(name.partition("_")[0])].append(line)
-    for name, issues in issues_by_name.items():
-        if name not in scripts:
-            first = issues[0]
-            line = bug_line(first.reason, first.link, None, issues)
-            lines_by_library[section_of(first.requirements[0].name)].append(line)
+    scripts = sorted((DOCS / "upstream").glob("*.py"))
+    for path in scripts:
+        text = docstring_of(path)
+        line = bug_line(claim_of(text), text, path, issues_by_name.pop(path.stem, []))
+        library, _, _ = path.stem.partition("_")
+        lines_by_library[section_of(library)].append(line)
+    for issues in issues_by_name.values():
+        first = issues[0]
+        line = bug_line(first.reason, first.link, None, issues)
+        library = first.requirements[0].name
+        lines_by_library[section_of(library)].append(line)
     sections = []
     for library, title in LIBRARIES.items():
-        sections.append(f"## {title}\n\n{''.join(lines_by_library[library])}")
+        lines = "".join(lines_by_library[library])
+        sections.append(f"## {title}\n\n{lines}")
     return "\n".join(sections)
+
+
+def docstring_of(script: Path) -> str:
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    return ast.get_docstring(tree) or ""
+
+
+def claim_of(docstring: str) -> str:
+    """Return what a script shows: its first paragraph without the versions before it, and without links."""
+    first, _, _ = docstring.partition("\n\n")
+    claim = re.sub(r"^[^:]*\d: | \(<https?://[^)]*\)", "", prose(first))
+    return claim.removesuffix(".")
 
 
 #: Libraries whose bugs stand in the section of another one.
@@ -167,13 +194,18 @@ def section_of(library: str) -> str:
 def bug_line(claim: str, text: str, script: Path | None, issues: list[KnownIssue]) -> str:
     """Return the line of one bug: its claim, the threads that text and issues name, its script, the checks that see it."""
     parts = [claim]
-    threads = THREAD.finditer(" ".join([text, *(issue.link for issue in issues)]))
-    parts.extend(dict.fromkeys(f"[#{thread[1]}]({thread[0]})" for thread in threads))
+    links = [issue.link for issue in issues]
+    for thread in THREAD.finditer(" ".join([text, *links])):
+        link = f"[#{thread[1]}]({thread[0]})"
+        if link not in parts:
+            parts.append(link)
     if script:
         parts.append(f"[script](upstream/{script.name})")
     checks: list[str] = []
     for issue in issues:
-        checks.extend(check for check in issue.check if check not in {"*", *checks})
+        for check in issue.check:
+            if check != "*" and check not in checks:
+                checks.append(check)
     if checks:
         others = " and others" if len(checks) > 3 else ""
         parts.append(f"seen by {code(checks[:3])}{others}")
@@ -185,26 +217,35 @@ def mutants() -> str:
     from mutants.catalog import MUTANTS
     from mutants.sightings import SIGHTINGS
 
-    def line(mutant: Any) -> str:
-        seen = ", ".join(f"{sight.driver} `{sight.cell}:{sight.check}`" for sight in SIGHTINGS[mutant.id])
-        fix = next((link for link in mutant.upstream if "/pull/" in link), mutant.upstream[0])
-        return f"- [{mutant.id}]({fix}): {mutant.symptom}. {seen}\n"
-
-    return "".join(map(line, MUTANTS))
+    lines = []
+    for mutant in MUTANTS:
+        sights = []
+        for sight in SIGHTINGS[mutant.id]:
+            sights.append(f"{sight.driver} `{sight.cell}:{sight.check}`")
+        pull_requests = [link for link in mutant.upstream if "/pull/" in link]
+        fix = (pull_requests or mutant.upstream)[0]
+        lines.append(f"- [{mutant.id}]({fix}): {mutant.symptom}. {', '.join(sights)}\n")
+    return "".join(lines)
 
 
 def traincheck() -> str:
     """Return a list of the errors of TrainCheck's paper, and the verdict of each."""
     from mutants.of_traincheck import VERDICTS
 
-    return "".join(f"- [{name}]({link}): {verdict}\n" for name, (link, verdict) in VERDICTS.items())
+    lines = []
+    for name, (link, verdict) in VERDICTS.items():
+        lines.append(f"- [{name}]({link}): {verdict}\n")
+    return "".join(lines)
 
 
 def strategies() -> str:
     """Return the table of strategies, and of the drivers that support each."""
     rows = []
     for strategy in STRATEGIES.by_name.values():
-        drivers = [driver.name for driver in DRIVERS.by_name.values() if supports(driver, strategy.name)]
+        drivers = []
+        for driver in DRIVERS.by_name.values():
+            if supports(driver, strategy.name):
+                drivers.append(driver.name)
         rows.append([f"`{strategy.name}`", strategy.meaning, code(drivers)])
     return table(("strategy", "is", "drivers"), rows)
 
@@ -229,12 +270,14 @@ def precisions() -> str:
 def dtypes() -> str:
     """Return the dtype table of bf16_upcast; strategies with equal rows share one."""
     names_by_dtypes: dict[Dtypes, list[str]] = defaultdict(list)
+    precision = PRECISIONS.get("bf16_upcast")
     for strategy in STRATEGIES.by_name.values():
-        names_by_dtypes[strategy.dtypes(PRECISIONS.get("bf16_upcast"))].append(strategy.name)
+        names_by_dtypes[strategy.dtypes(precision)].append(strategy.name)
     rows = []
     for row, names in names_by_dtypes.items():
         dtype_by_column = {column: getattr(row, column) or "" for column in COLUMNS}
-        dtype_by_column["buffer"] = dtype_by_column["buffer"] or "float32"
+        if not dtype_by_column["buffer"]:
+            dtype_by_column["buffer"] = "float32"
         rows.append([code(names), *dtype_by_column.values()])
     return table(("strategy", *COLUMNS.values()), rows)
 
@@ -260,7 +303,10 @@ def cell_options() -> str:
 
 def tasks() -> str:
     """Return the class that the profile ``zoo`` trains for each task of transformers, or why it trains none."""
-    rows = ([f"`{task}`", f"`hf:{kind}`" if kind else BLANK_TASKS[task]] for task, kind in of_tasks().items())
+    rows = []
+    for task, kind in of_tasks().items():
+        trained = f"`hf:{kind}`" if kind else BLANK_TASKS[task]
+        rows.append([f"`{task}`", trained])
     return table(("task", "trained, or why none is"), rows)
 
 
@@ -269,7 +315,8 @@ def left_blank() -> str:
     names_by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in BLANK.items():
         names_by_reason[reason].append(f"hf:{name}")
-    return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in names_by_reason.items()))
+    rows = [[code(names), reason] for reason, names in names_by_reason.items()]
+    return table(("no tiny model of", "why not"), rows)
 
 
 def can_run(strategy: str, precision: str, chosen: Mapping[str, OptionValue]) -> bool:
@@ -285,7 +332,8 @@ def can_run(strategy: str, precision: str, chosen: Mapping[str, OptionValue]) ->
         for token in (*chosen, *tokens, "+".join(chosen)):
             options.update(driver.needs_options.get(token, {}))
         options.update(chosen)
-        if not driver.unsupported_reason(Cell.of(strategy, precision, 8, **options), "cuda"):
+        cell = Cell.of(strategy, precision, 8, **options)
+        if not driver.unsupported_reason(cell, "cuda"):
             return True
     return False
 
@@ -403,19 +451,26 @@ def needed_actions(check: Check) -> set[str]:
     last = {run: (action, nth) for run, action, nth in check.until}
     needed: set[str] = set()
     for run in check.runs(shown_cell(check), Able).runs:
-        action, nth = last.get(run.name, ("", 0))
-        positions = [position for position, name in enumerate(run.actions) if name == action]
-        if positions and run.name not in check.raises:
-            needed.update(run.actions[: positions[nth] + 1])
-        elif run.name in check.raises or not check.until:
+        if run.name in check.raises or not check.until:
             needed.update(run.actions)
+        elif run.name in last:
+            needed.update(actions_until(run, *last[run.name]))
     return needed
+
+
+def actions_until(run: Run, last: str, nth: int) -> tuple[str, ...]:
+    """Return the actions of a run up to the nth one of that name; none if it has no such action."""
+    indices = [index for index, action in enumerate(run.actions) if action == last]
+    if not indices:
+        return ()
+    return run.actions[: indices[nth] + 1]
 
 
 def brought_by(step: Step) -> list[Check]:
     """Return the checks that the methods of a row bring to a driver that has those of all rows above it."""
     if step.without is None:
-        return [check for check in CHECKS.by_name.values() if last_required_method(check) == step.methods[-1]]
+        last_method = step.methods[-1]
+        return [check for check in CHECKS.by_name.values() if last_required_method(check) == last_method]
     lacking = type("Without", (Able,), dict(step.without))
     return [check for check in CHECKS.by_name.values() if applies_only_to_able(check, lacking)]
 
@@ -447,28 +502,32 @@ def runs_with(step: Step) -> str:
     run_names = []
     for check in CHECKS.by_name.values():
         for run in check.runs(shown_cell(check), Able).runs:
-            called = any(CALLED.get(action, action) in step.methods for action in run.actions)
+            called = {CALLED.get(action, action) for action in run.actions}
             # Some are the run of another cell under a name of their own.
-            if called and not run.same_as:
+            if called.intersection(step.methods) and not run.same_as:
                 run_names.append(run.name)
-    return code(run_names) if len({*run_names}) <= FEW_RUNS else "all that train"
+    if len(set(run_names)) > FEW_RUNS:
+        return "all that train"
+    return code(run_names)
 
 
 def actions() -> str:
     """Return the table of the checks that become possible with each method or claim of a driver."""
 
     def called(name: str) -> str:
-        given = list(inspect.signature(getattr(Driver, name)).parameters)[1:]
-        return f"`{name}({', '.join(given)})`"
+        _, *arguments = inspect.signature(getattr(Driver, name)).parameters
+        return f"`{name}({', '.join(arguments)})`"
 
     def first_line(name: str) -> str:
-        return prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0])
+        docstring = inspect.getdoc(getattr(Driver, name)) or ""
+        line, _, _ = docstring.partition("\n")
+        return prose(line)
 
     def check_words(check: Check) -> str:
-        condition = cell_of(check, Able)
+        condition = cell_of(check, Able) or ""
         if check.limit:
             condition = f"with `--distcompat-{check.limit}`"
-        return f"`{check.name}` {condition or ''}".strip()
+        return f"`{check.name}` {condition}".strip()
 
     rows = []
     for step in STEPS_OF_A_DRIVER:
@@ -489,21 +548,26 @@ def node_faults() -> str:
         if executor in fault.impossible:
             return fault.impossible[executor]
         seconds = measured["seconds"].get(name, {}).get(executor, "")
-        says = f"`{fault.instead[executor]}`" if executor in fault.instead else "✓"
+        says = "✓"
+        if executor in fault.instead:
+            says = f"`{fault.instead[executor]}`"
         return f"{says} {seconds}".strip()
 
     rows = []
     for name, fault in FAULTS.items():
         says = f"`{fault.says}`" if fault.says else "the tests pass"
+        limit = str(fault.within or "")
         by_executor = [met(name, fault, executor) for executor in EXECUTORS]
-        rows.append([fault.words, says, str(fault.within or ""), *by_executor])
-    made = table(("n2", "says", "limit", *code(EXECUTORS).split(", ")), rows)
+        rows.append([fault.words, says, limit, *by_executor])
+    executors = [code([executor]) for executor in EXECUTORS]
+    made = table(("n2", "says", "limit", *executors), rows)
     return f"{made}\n`python benchmarks/node_faults.py`: {measured['on']}.\n"
 
 
 def example_driver() -> str:
     """Return the whole driver of the example."""
-    text = (DOCS.parent / "examples" / "my_trainer" / "my_driver.py").read_text(encoding="utf-8")
+    path = DOCS.parent / "examples" / "my_trainer" / "my_driver.py"
+    text = path.read_text(encoding="utf-8")
     return f"```python\n{text}```\n"
 
 
@@ -539,9 +603,13 @@ def made(name: str) -> str:
 
 def write() -> None:
     """Write every block of every page anew."""
+
+    def renewed(block: re.Match[str]) -> str:
+        return f"{block[1]}{block[2]}{made(block[1])}"
+
     for page in sorted(DOCS.glob("*.md")):
         old = page.read_text(encoding="utf-8")
-        new = BLOCK.sub(lambda match: f"{match[1]}{match[2]}{made(match[1])}", old)
+        new = BLOCK.sub(renewed, old)
         if new != old:
             page.write_text(new, encoding="utf-8")
             print(page.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -136,41 +137,83 @@ class Case:
 
     def source(self) -> str:
         """Return the test and its fixture."""
-        uses = [*(["process_group"] if self.group or self.effect else []), *(["subtests"] if self.subtests else [])]
-        uses += [
-            name for name, extra in (("record_property", "property"), ("tmp_path", "file")) if extra in self.extras
-        ]
         lines = [
             f"@pytest.fixture(scope={self.scope!r})",
             f"def of_{self.name}():",
             f"    act({self.setup!r})",
             "    yield",
+            f"    act({self.teardown!r})",
+            "",
+            "",
         ]
-        lines += [f"    act({self.teardown!r})", "", ""]
-        lines += [MARKS[self.mark]] if self.mark else []
+        if self.mark:
+            lines.append(MARKS[self.mark])
         if self.parameters:
             lines.append(f"@pytest.mark.parametrize('x', range({self.parameters}))")
-            uses.append("x")
-        lines.append(f"def test_{self.name}({', '.join([f'of_{self.name}', *uses])}):")
+        fixtures = ", ".join(self._fixtures())
+        lines.append(f"def test_{self.name}({fixtures}):")
+        for line in self._body():
+            lines.append(f"    {line}")
+        lines += ["", ""]
+        return "\n".join(lines)
+
+    def _fixtures(self) -> Iterator[str]:
+        """Yield the arguments of the test."""
+        yield f"of_{self.name}"
+        if self.group or self.effect:
+            yield "process_group"
+        if self.subtests:
+            yield "subtests"
+        if "property" in self.extras:
+            yield "record_property"
+        if "file" in self.extras:
+            yield "tmp_path"
+        if self.parameters:
+            yield "x"
+
+    def _body(self) -> Iterator[str]:
+        """Yield the lines of the test, without their indentation."""
         if self.group:
-            lines += ["    import torch", "    one = torch.ones(3)", "    torch.distributed.all_reduce(one)"]
-            lines.append("    assert one.tolist() == [2.0, 2.0, 2.0]")
-        lines += [f"    {EXTRAS[extra]}" for extra in self.extras]
+            yield "import torch"
+            yield "one = torch.ones(3)"
+            yield "torch.distributed.all_reduce(one)"
+            yield "assert one.tolist() == [2.0, 2.0, 2.0]"
+        for extra in self.extras:
+            yield EXTRAS[extra]
         for number, kinds in enumerate(self.subtests):
-            lines += [f"    with subtests.test('{number}'):", f"        act({kinds!r})"]
+            yield f"with subtests.test('{number}'):"
+            yield f"    act({kinds!r})"
         if self.effect:
-            lines += [f"    {line}" for line in EFFECTS[self.effect][1].splitlines()]
-        return "\n".join([*lines, f"    act({self.call!r})", "", ""])
+            _, question = EFFECTS[self.effect]
+            yield from question.splitlines()
+        yield f"act({self.call!r})"
 
     @property
     def ids(self) -> list[str]:
         """The names of its items."""
-        return [f"test_{self.name}[{x}]" for x in range(self.parameters)] or [f"test_{self.name}"]
+        if not self.parameters:
+            return [f"test_{self.name}"]
+        return [f"test_{self.name}[{x}]" for x in range(self.parameters)]
+
+    @property
+    def phases(self) -> tuple[Kinds, Kinds, Kinds]:
+        return self.setup, self.call, self.teardown
+
+    @property
+    def expects(self) -> bool:
+        """Return whether an exception is expected."""
+        return self.mark in EXPECTING
+
+    @property
+    def expects_strictly(self) -> bool:
+        """Return whether the expected exception must come."""
+        return self.expects and "strict" in self.mark
 
     @property
     def dies(self) -> bool:
         """Return whether one of its ranks ends without a report."""
-        return any(kind in DEATHS for kinds in (self.setup, self.call, self.teardown) for kind in kinds)
+        kinds = itertools.chain.from_iterable(self.phases)
+        return not set(kinds).isdisjoint(DEATHS)
 
     def verdict(self) -> str:
         """Return what the rules say: each rank as plain pytest would judge it, and all as the worst of them."""
@@ -178,12 +221,13 @@ class Case:
             return "skipped"
         if self.mark == "xfail not run":
             return "xfailed"
-        before = [self._phase(kinds[rank]) for kinds in (self.setup, self.call) for rank in (0, 1)]
-        if self.mark in EXPECTING and "strict" in self.mark and set(before) == {"passed"}:
+        before_teardown = {self._phase(kind) for kind in (*self.setup, *self.call)}
+        if self.expects_strictly and before_teardown == {"passed"}:
             return "failed"  # whatever becomes of the teardown
-        ends = [end for rank in (0, 1) for end in self._alone(rank)]
-        outcome = of_all_ranks(ends)
-        return "xpassed" if self.mark in EXPECTING and outcome == "passed" else outcome
+        outcome = of_all_ranks([*self._alone(0), *self._alone(1)])
+        if self.expects and outcome == "passed":
+            return "xpassed"
+        return outcome
 
     @property
     def differs_inside(self) -> bool:
@@ -192,10 +236,10 @@ class Case:
         A rank that goes on beside one that skipped disagrees with it there, though it xfails: failed, else xfailed. An exception
         that was expected of one rank's teardown alone leaves the call's verdict: xpassed, else xfailed.
         """
-        phases = (self.setup, self.call, self.teardown)
-        ends = [[self._phase(kinds[rank]) for kinds in phases] for rank in (0, 1)]
-        skips = any("skipped" in end[: other.index("xfailed")] for end in ends for other in ends if "xfailed" in other)
-        return skips or (self.mark in EXPECTING and self.teardown != PASS)
+        for ends, ends_of_peer in itertools.product((self._ends(0), self._ends(1)), repeat=2):
+            if skips_before_xfail(ends, ends_of_peer):
+                return True
+        return self.expects and self.teardown != PASS
 
     @property
     def differs_plain(self) -> bool:
@@ -203,29 +247,50 @@ class Case:
 
         One outcome from all ranks asks that of any rank.
         """
-        phases = (self.setup, self.call)
-        raised = [any(self._phase(kinds[rank]) == "xfailed" for kinds in phases) for rank in (0, 1)]
-        return self.mark in EXPECTING and "strict" in self.mark and raised[0] != raised[1]
+        xfails_by_rank = []
+        for rank in (0, 1):
+            set_up, call, _ = self._ends(rank)
+            xfails_by_rank.append("xfailed" in {set_up, call})
+        return self.expects_strictly and xfails_by_rank[0] != xfails_by_rank[1]
+
+    def _ends(self, rank: int) -> list[str]:
+        """Return the outcome of each phase on a rank, as if the phases before it had passed."""
+        return [self._phase(kinds[rank]) for kinds in self.phases]
 
     def _phase(self, kind: str) -> str:
-        if kind in DEATHS or (kind in FAULTS and not self._expected(kind)):
+        """Return the outcome of a phase that does this."""
+        if kind in DEATHS:
             return "failed"
-        return "xfailed" if kind in {*FAULTS, "xfail"} else {"skip": "skipped"}.get(kind, "passed")
+        if kind in FAULTS:
+            return "xfailed" if self._expected(kind) else "failed"
+        return {"skip": "skipped", "xfail": "xfailed"}.get(kind, "passed")
 
     def _expected(self, kind: str) -> bool:
-        return self.mark in EXPECTING and ("value" not in self.mark or kind == "value")
+        if not self.expects:
+            return False
+        return "value" not in self.mark or kind == "value"
 
     def _alone(self, rank: int) -> Iterator[str]:
         """Return the outcomes that ordinary pytest would report for that rank's phases."""
-        set_up = self._phase(self.setup[rank])
+        set_up, call, torn_down = self._ends(rank)
         if set_up != "passed":
             yield set_up
             return
-        call = self._phase(self.call[rank])
-        inside = [self._phase(kinds[rank]) for kinds in self.subtests]
-        yield "failed" if "failed" in inside else call
-        if (torn := self._phase(self.teardown[rank])) != "passed" and self.call[rank] not in DEATHS:
-            yield torn
+        subtests = [self._phase(kinds[rank]) for kinds in self.subtests]
+        if "failed" in subtests:
+            yield "failed"
+        else:
+            yield call
+        if torn_down != "passed" and self.call[rank] not in DEATHS:
+            yield torn_down
+
+
+def skips_before_xfail(ends: Sequence[str], ends_of_peer: Sequence[str]) -> bool:
+    """Return whether a rank skips in an earlier phase than a peer, or itself, xfails."""
+    if "xfailed" not in ends_of_peer:
+        return False
+    xfailed = ends_of_peer.index("xfailed")
+    return "skipped" in ends[:xfailed]
 
 
 @dataclass(frozen=True)
@@ -238,13 +303,23 @@ class Module:
 
     def source(self) -> str:
         """Return the whole file."""
-        acts = "\n".join(f"    if kind == {kind!r}:\n        {source}" for kind, source in ACTS.items())
-        effect = EFFECTS[self.effect][0] if self.effect else ""
-        return HEAD.format(acts=acts, effect=effect) + "\n\n" + "\n".join(case.source() for case in self.cases)
+        acts = []
+        for kind, source in ACTS.items():
+            acts += [f"    if kind == {kind!r}:", f"        {source}"]
+        effect = ""
+        if self.effect:
+            effect, _ = EFFECTS[self.effect]
+        head = HEAD.format(acts="\n".join(acts), effect=effect)
+        tests = "\n".join(case.source() for case in self.cases)
+        return f"{head}\n\n{tests}"
 
     def verdicts(self) -> dict[str, str]:
         """Return the verdict of each item."""
-        return {f"{self.name}.py::{name}": case.verdict() for case in self.cases for name in case.ids}
+        verdicts = {}
+        for case in self.cases:
+            for name in case.ids:
+                verdicts[f"{self.name}.py::{name}"] = case.verdict()
+        return verdicts
 
 
 def modules(seed: int, many: int) -> list[Module]:
@@ -262,30 +337,35 @@ def modules(seed: int, many: int) -> list[Module]:
 
 
 def _case(draw: random.Random, name: str) -> Case:
-    ends = [*FAULTS, "skip", "xfail", *(DEATHS if draw.random() < 0.2 else ())]
-    setup = _kinds(draw, ends) if draw.random() < 0.25 else PASS
+    ends = [*FAULTS, "skip", "xfail"]
+    if draw.random() < 0.2:
+        ends += DEATHS
+    setup = call = teardown = PASS
+    parameters = 0
+    subtests: tuple[Kinds, ...] = ()
+    if draw.random() < 0.25:
+        setup = _kinds(draw, ends)
     scope = draw.choice(["function", "function", "module", "session"])
     # A fixture that lives longer ends in another test where ranks do too.
-    teardown = _kinds(draw, FAULTS) if scope == "function" and draw.random() < 0.15 else PASS
+    if scope == "function" and draw.random() < 0.15:
+        teardown = _kinds(draw, FAULTS)
     mark = draw.choice([*MARKS, "", "", "", ""])
-    return Case(
-        name,
-        mark,
-        setup,
-        _kinds(draw, ends) if draw.random() < 0.7 else PASS,
-        teardown,
-        scope,
-        draw.choice([0, 0, 0, 2]) if scope == "function" else 0,
-        # One that does not come is a fault of its own.
-        setup[0] == setup[1] and draw.random() < 0.4,
-        tuple(draw.sample(sorted(EXTRAS), draw.choice([0, 0, 1, 2]))),
-        (_kinds(draw, ["pass", "pass", "value"]),) if not mark and draw.random() < 0.1 else (),
-    )
+    if draw.random() < 0.7:
+        call = _kinds(draw, ends)
+    if scope == "function":
+        parameters = draw.choice([0, 0, 0, 2])
+    # A rank that does not come to the collective is a fault of its own.
+    group = setup[0] == setup[1] and draw.random() < 0.4
+    extras = draw.sample(sorted(EXTRAS), draw.choice([0, 0, 1, 2]))
+    if not mark and draw.random() < 0.1:
+        subtests = (_kinds(draw, ["pass", "pass", "value"]),)
+    return Case(name, mark, setup, call, teardown, scope, parameters, group, tuple(extras), subtests)
 
 
 def _kinds(draw: random.Random, ends: Sequence[str]) -> Kinds:
     """Draw one act for both ranks, for one of them only, or a different one for each."""
-    first, second = draw.choice(ends), draw.choice(ends)
+    first = draw.choice(ends)
+    second = draw.choice(ends)
     return draw.choice([(first, first), (first, "pass"), ("pass", first), (first, second)])
 
 
@@ -293,5 +373,6 @@ def simpler(case: Case) -> Iterator[Case]:
     """Yield what is left of a case without one thing that it does, each."""
     plain = Case(case.name)
     for field in dataclasses.fields(Case):
-        if field.name != "effect" and getattr(case, field.name) != getattr(plain, field.name):
-            yield dataclasses.replace(case, **{field.name: getattr(plain, field.name)})
+        default = getattr(plain, field.name)
+        if field.name != "effect" and getattr(case, field.name) != default:
+            yield dataclasses.replace(case, **{field.name: default})

@@ -48,7 +48,10 @@ def test_the_library_is_where_torch_looks(files: list[str], expected: str | None
     for name in files:
         (site / name).parent.mkdir(parents=True)
         (site / name).touch()
-    assert nccl.library_path() == (site / expected if expected else None)
+    if expected is None:
+        assert nccl.library_path() is None
+    else:
+        assert nccl.library_path() == site / expected
 
 
 def test_a_library_that_is_loaded_before_others_comes_first(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

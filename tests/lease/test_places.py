@@ -52,12 +52,13 @@ def test_two_runs_of_one_rank_use_a_gpu_of_two_places_and_three_do_not(arena: Fi
     release(third)
     release(first)
     spans = {span.who: span for span in read_timeline(arena.timeline)}
-    assert {who: span.ids for who, span in spans.items()} == {
-        "first": PLACES_OF_TWO[:1],
-        "second": PLACES_OF_TWO[1:],
-        "third": PLACES_OF_TWO[1:],
-    }
-    assert spans["first"].got < spans["second"].released < spans["third"].got < spans["first"].released
+    assert spans.keys() == {"first", "second", "third"}
+    assert spans["first"].ids == PLACES_OF_TWO[:1]
+    assert spans["second"].ids == PLACES_OF_TWO[1:]
+    assert spans["third"].ids == PLACES_OF_TWO[1:]
+    assert spans["first"].got < spans["second"].released
+    assert spans["second"].released < spans["third"].got
+    assert spans["third"].got < spans["first"].released
 
 
 def test_a_run_has_a_place_for_each_rank_or_none(arena: Field) -> None:
@@ -84,8 +85,10 @@ def test_ranks_spread_over_gpus_before_they_share(ranks: int, arena: Field) -> N
     pool = shared(arena, IDS[:2])
     with pool.lease(ranks, who="run"):
         leased_places = [holder.id for holder in pool.holders()]
-    assert {device_of(name) for name in leased_places} == set(IDS[: min(ranks, 2)])
-    assert len(leased_places) == {1: 1, 2: 2, 3: 4, 4: 4}[ranks]
+    gpus = {device_of(name) for name in leased_places}
+    places_by_ranks = {1: 1, 2: 2, 3: 4, 4: 4}
+    assert gpus == set(IDS[: min(ranks, 2)])
+    assert len(leased_places) == places_by_ranks[ranks]
 
 
 def test_a_run_takes_the_gpu_with_the_fewest_runs(arena: Field) -> None:
@@ -187,11 +190,14 @@ def test_files_alone_keep_sessions_apart_where_names_are_not_shared(
 def test_sessions_with_and_without_places_that_fight_never_have_too_much(arena: Field, tmp_path: Path) -> None:
     ground = tmp_path / "ground"
     ground.mkdir()
-    fighters = arena.enter(*(f"sharer {number}" for number in range(4)), ids=IDS[:2], places=2)
+    sharers = [f"sharer {number}" for number in range(4)]
+    fighters = arena.enter(*sharers, ids=IDS[:2], places=2)
     fighters += arena.enter("whole 0", "whole 1", ids=IDS[:2])
     for number, fighter in enumerate(fighters):
         fighter.send(f"fight 12 {number} {ground}")
-    assert [fighter.receive() for fighter in fighters] == [["fought"]] * 6
+    assert len(fighters) == 6
+    for fighter in fighters:
+        assert fighter.receive() == ["fought"]
     assert not arena.pool.holders()
     assert not arena.pool._queue.waiting()
 

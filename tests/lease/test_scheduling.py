@@ -125,10 +125,16 @@ class Play:
             self.waiting.remove(request)
             taken = sorted(self.free)[: ticket.count]
             self.free.difference_update(taken)
-            demand = self.demands.get(request.index)
-            seconds = 0.0 if demand is None else demand.expected()
-            end = self.time + seconds
-            heapq.heappush(self.running, Running(end, ticket.number, request.worker, request.index, taken))
+            end = self.time + self.seconds_of(request.index)
+            running = Running(end, ticket.number, request.worker, request.index, taken)
+            heapq.heappush(self.running, running)
+
+    def seconds_of(self, index: int) -> float:
+        """Return how long a test takes; an ordinary one takes no time."""
+        demand = self.demands.get(index)
+        if demand is None:
+            return 0.0
+        return demand.expected()
 
     def end_test(self) -> None:
         """End the test that ends first."""
@@ -147,7 +153,7 @@ Start = Callable[..., Play]
 def start(pytester: pytest.Pytester) -> Start:
     """All workers have collected, and the scheduler has begun."""
 
-    def begin(tests: int, workers: int, plan: Callable[[Sequence[str], int], Units], *more: str) -> Play:
+    def begin(tests: int, workers: int, plan: Plan, *more: str) -> Play:
         config = pytester.parseconfig("--dist=load", f"--tx={workers}*popen", *more)
         scheduler: Any = PackedScheduling(config, None, plan)
         made = [Worker(f"gw{number}") for number in range(workers)]
@@ -168,8 +174,15 @@ def collect(scheduler: Any, workers: Sequence[Worker], tests: int) -> None:
         scheduler.add_node_collection(worker, names)
 
 
-def plan_nothing(collection: Sequence[str], workers: int) -> Units:
-    return []
+Plan = Callable[[Sequence[str], int], Units]
+
+
+def planned(*units: list[int]) -> Plan:
+    """Return a plan of these units, whatever is collected."""
+    return lambda collection, workers: list(units)
+
+
+plan_nothing = planned()
 
 
 def forty(seed: int) -> dict[int, Demand]:
@@ -182,9 +195,9 @@ def forty(seed: int) -> dict[int, Demand]:
     return demands
 
 
-def in_order_of(demands: Sequence[Demand]) -> Callable[[Sequence[str], int], Units]:
+def in_order_of(demands: Sequence[Demand]) -> Plan:
     units = [[int(demand.id)] for demand in demands]
-    return lambda collection, workers: units
+    return planned(*units)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -210,7 +223,7 @@ def test_xdists_own_order_takes_longer(start: Start) -> None:
 
 def test_the_items_of_a_group_run_on_one_worker_in_a_row(start: Start) -> None:
     units = [[3, 4, 5, 6], [10, 12, 14], [0], [1, 2], [7, 8, 9]]
-    play = start(20, 2, lambda collection, workers: units).run()
+    play = start(20, 2, planned(*units)).run()
     for unit in units:
         (worker,) = workers_of(unit, play)
         place = worker.done.index(unit[0])
@@ -227,13 +240,13 @@ def workers_of(unit: list[int], play: Play) -> list[Worker]:
 
 
 def test_ordinary_tests_come_last_in_their_order(start: Start) -> None:
-    play = start(30, 1, lambda collection, workers: [[20], [5]]).run()
+    play = start(30, 1, planned([20], [5])).run()
     others = [*range(5), *range(6, 20), *range(21, 30)]
     assert play.workers[0].done == [20, 5, *others]
 
 
 def test_the_users_chunks_are_for_ordinary_tests(start: Start) -> None:
-    play = start(40, 2, lambda collection, workers: [[39], [38], [37], [36]], "--maxschedchunk=5")
+    play = start(40, 2, planned([39], [38], [37], [36]), "--maxschedchunk=5")
     first, second = play.workers
     assert list(first.queue) == [39, 37, 0, 1, 2, 3, 4]
     assert list(second.queue) == [38, 36, 5, 6, 7, 8, 9]
@@ -254,13 +267,14 @@ def test_without_tests_on_ranks_xdist_schedules_as_usual(workers: int, start: St
 
 @pytest.mark.parametrize("tests", [1, 2, 5, 9])
 def test_fewer_tests_than_workers_are_all_run(tests: int, start: Start) -> None:
-    play = start(tests, 5, lambda collection, workers: [[number] for number in range(tests)]).run()
+    units = [[number] for number in range(tests)]
+    play = start(tests, 5, planned(*units)).run()
     assert sorted(play.began) == list(range(tests))
     assert play.scheduler.tests_finished
 
 
 def test_a_test_that_kills_its_worker_is_not_run_again_and_the_rest_of_its_unit_is(start: Start) -> None:
-    play = start(8, 2, lambda collection, workers: [[0, 1, 2], [3, 4, 5], [6], [7]])
+    play = start(8, 2, planned([0, 1, 2], [3, 4, 5], [6], [7]))
     dead = play.workers.pop(0)
     assert dead.next_test() == 0
     assert play.scheduler.remove_node(dead) == "test_0"

@@ -51,8 +51,10 @@ ONE_BY_ONE = {f"test[{number}]": {"seconds": 1.0} for number in range(2)}
 
 def overlap(spans: list[Span]) -> bool:
     """Tell whether two leases were held at the same time."""
-    pairs = itertools.combinations(spans, 2)
-    return any(pair.got < other.released and other.got < pair.released for pair, other in pairs)
+    for first, second in itertools.combinations(spans, 2):
+        if first.got < second.released and second.got < first.released:
+            return True
+    return False
 
 
 @pytest.mark.parametrize(
@@ -73,20 +75,27 @@ def test_workers_share_a_gpu_where_the_user_says_how_many_ranks_may(
     pytester.makeconftest('pytest_plugins = ["pytest_distcompat.aliases"]')
     pytester.makepyfile(test_it=source)
     script = TOGETHER if shares else ONE_BY_ONE
-    run_on_gpus("-n", "2", "--distcompat-gpus=1", *options, script=script).assert_outcomes(passed=2)
-    spans = read_timeline(pytester.path / "base" / "distcompat")
-    assert len(spans) == 2
-    assert overlap(spans) == shares
-    rows = {name for span in spans for name in span.ids}
-    assert rows == ({"GPU-0.place-1-of-2", "GPU-0.place-2-of-2"} if shares else {"GPU-0"})
+    result = run_on_gpus("-n", "2", "--distcompat-gpus=1", *options, script=script)
+    result.assert_outcomes(passed=2)
+    first, second = read_timeline(pytester.path / "base" / "distcompat")
+    assert overlap([first, second]) == shares
+    names = {*first.ids, *second.ids}
+    if shares:
+        assert names == {"GPU-0.place-1-of-2", "GPU-0.place-2-of-2"}
+    else:
+        assert names == {"GPU-0"}
 
 
 def test_the_report_has_a_row_for_each_place(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makepyfile(test_it=TESTS)
     run_on_gpus("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=4")
     directory = pytester.path / "base" / "distcompat"
-    rows = entries(directory, read_timeline(directory)[0].asked)
-    assert [(entry["device"], entry["part"]) for entry in rows] == [("GPU-0.place-1-of-4", 0.25)] * 2
+    first, *_ = read_timeline(directory)
+    rows = entries(directory, first.asked)
+    assert len(rows) == 2
+    for entry in rows:
+        assert entry["device"] == "GPU-0.place-1-of-4"
+        assert entry["part"] == 0.25
 
 
 @dataclasses.dataclass
@@ -105,7 +114,9 @@ def test_places_are_parts_of_a_device_in_figures(tmp_path: Path) -> None:
     rows = entries(tmp_path, 0.0)
     assert [entry["leak"] for entry in rows] == [0, 5, 0]
     verdicts: Any = [Measured("small"), Measured("large")]
-    assert [verdict.device_seconds for verdict in with_device_seconds(verdicts, rows)] == [2.0, 4.0]
+    small, large = with_device_seconds(verdicts, rows)
+    assert small.device_seconds == 2.0
+    assert large.device_seconds == 4.0
     ((text, _),) = next(runs_text([], rows))
     assert text == "devices in use, of 8 s: GPU-a 75%"
 
@@ -129,7 +140,8 @@ def test_ranks_are_told_how_many_share_their_gpu(
     inventory = Inventory("gpu", ONE, 4, runs_share=runs_share)
     pool = Pool(tmp_path / "leases", inventory, memory=lambda ids: {})
     launcher = Records()
-    LeasedLauncher(launcher, lambda: pool, lambda text: None).run(Request("a:b", {}, ranks, str(tmp_path)))
+    request = Request("a:b", {}, ranks, str(tmp_path))
+    LeasedLauncher(launcher, lambda: pool, lambda text: None).run(request)
     assert launcher.requests[0].set.get("DISTCOMPAT_RANKS_PER_GPU") == variable
     assert "DISTCOMPAT_RANKS_PER_GPU" not in os.environ
 
@@ -151,13 +163,17 @@ def test_a_rank_has_its_part_of_the_memory_whoever_its_neighbours_are(
     pytest.importorskip("torch")
     set_to: list[tuple[float, int]] = []
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: set_to.append(given))
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": visible}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if places is not None:
         monkeypatch.setenv("DISTCOMPAT_RANKS_PER_GPU", places)
     World.from_environment("cuda").divide_memory()
-    assert set_to == ([] if fraction is None else [(fraction, 0)])
+    if fraction is None:
+        assert set_to == []
+    else:
+        assert set_to == [(fraction, 0)]
     assert World.from_environment("cpu").ranks_each == 1
 
 
@@ -170,14 +186,15 @@ def test_a_leak_is_that_of_the_run_whose_processes_stay(tmp_path: Path, memory: 
     with leaky.lease(1, who="leaky") as leaky_lease, lease_elsewhere(clean, 1, "clean") as other:
         memory.now["GPU-a"] += 300 << 20
     assert other.leak == ()
-    assert [(leak.id, leak.bytes, leak.who) for leak in leaky_lease.leak] == [("GPU-a", 300 << 20, "leaky")]
+    assert leaky_lease.leak == (Leak("GPU-a", 300 << 20, "leaky"),)
 
 
 def test_in_a_session_the_test_that_leaked_fails(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytest.importorskip("xdist")
     pytester.makepyfile(test_it=TESTS)
     script = {"test[0]": {"meets": 2.0, "leaks": 300}, "test[1]": {"meets": 2.0}}
-    result = run_on_gpus("-n", "2", "--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2", script=script)
+    options = ("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2")
+    result = run_on_gpus("-n", "2", *options, script=script)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["FAILED test_it.py::test[[]0[]] - 300 MiB stayed in use on GPU-0 *"])
 
@@ -197,9 +214,11 @@ def test_places_are_what_tests_are_packed_on(
 
     monkeypatch.setattr(lease_package, "pack", pack)
     demands = Demands({"test_a.py::test": "demand"}, {"demand": 1}, ordered=False)
+    text = json.dumps(dataclasses.asdict(demands))
+    ids = ("GPU-a", "GPU-b")[:gpus]
     session: Any = SimpleNamespace(
-        shared=lambda name: json.loads(json.dumps(dataclasses.asdict(demands))),
-        inventory=Inventory("gpu", ("GPU-a", "GPU-b")[:gpus], 4, runs_share=runs_share),
+        shared=lambda name: json.loads(text),
+        inventory=Inventory("gpu", ids, 4, runs_share=runs_share),
         placement=SimpleNamespace(machines_of_workers=max(1, nodes)),
         config=None,
     )

@@ -96,7 +96,10 @@ class Meddling:
     """A peer's socket that alters the byte at one place of all that is sent: ``change``, ``drop``, ``add``, or ``end`` there."""
 
     def __init__(self, connection: socket.socket, place: int, how: str, bit: int) -> None:
-        self._connection, self._place, self._how, self._bit = connection, place, how, bit
+        self._connection = connection
+        self._place = place
+        self._how = how
+        self._bit = bit
         self._sent = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +119,9 @@ class Meddling:
             else:
                 del raw[at:]
         self._connection.sendall(raw)
-        if self._sent == HANDSHAKE + MESSAGE or (self._how in ("drop", "end") and at >= 0):
+        is_complete = self._sent == HANDSHAKE + MESSAGE
+        is_cut = self._how in {"drop", "end"} and at >= 0
+        if is_complete or is_cut:
             # The session need not wait for more.
             self._connection.shutdown(socket.SHUT_WR)
         return len(data)
@@ -125,7 +130,8 @@ class Meddling:
 
 
 #: The nonce and the proof; the length, the signature and the text of one message.
-HANDSHAKE, MESSAGE = 32 + 32, 4 + 32 + len(b'{"do": "run"}')
+HANDSHAKE = 32 + 32
+MESSAGE = 4 + 32 + len(b'{"do": "run"}')
 
 
 # One port for all examples, as a session has.
@@ -165,7 +171,9 @@ def test_noise_on_the_port_admits_nobody_and_keeps_nobody_out(port: int, admitte
                 peer.sendall(data)
             except OSError:
                 continue
-    slow = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(channel_module.HANDSHAKES + 4)]
+    slow = []
+    for _ in range(channel_module.HANDSHAKES + 4):
+        slow.append(socket.create_connection(("127.0.0.1", port), timeout=5))
     agent = agent_module._connect("127.0.0.1", port, TOKEN, 10)
     agent.send({"is": "there"})
     heard: list[dict[str, object]] = []

@@ -364,7 +364,8 @@ def test_verdicts_of_a_suite(more: str, outcomes: dict[str, int], removed: str, 
     if "xfailed" in outcomes:
         result.stdout.fnmatch_lines(["XFAIL *fsdp1-fp32-w2:claim[]] - org/repo#1"])
     run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["session"]
-    assert run["remove"] == ([f"{FIRST}: {removed}"] if removed else [])
+    expected = [f"{FIRST}: {removed}"] if removed else []
+    assert run["remove"] == expected
 
 
 def test_a_skipped_test_is_neither_known_nor_fixed(pytester: Pytester, ranks: FakeRanks) -> None:

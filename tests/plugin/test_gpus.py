@@ -159,7 +159,8 @@ def test_a_lost_gpu_does_not_hide_the_others(question: str, nvml: MadeUpNvml, mo
     monkeypatch.setattr(nvml, "nvmlDeviceGetName", lambda handle: f"named {handle}", raising=False)
     assert devices._query_each_gpu("nvmlDeviceGetUUID") == ["", GPU_B]
     assert devices.mig_instances() == INSTANCES
-    assert devices.gpu_name() == f"named {GPU_B if question.endswith('Index') else GPU_A}"
+    named = GPU_B if question.endswith("Index") else GPU_A
+    assert devices.gpu_name() == f"named {named}"
 
 
 @pytest.fixture

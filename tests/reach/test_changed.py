@@ -138,16 +138,20 @@ def test_a_new_and_a_removed_file(copies: tuple[Path, Path]) -> None:
     places = changed_places(ACCELERATE, old, new)
     in_other_files = [place for place in places if place.file != FILE]
     fresh, gone = in_other_files
-    assert (fresh.file.path, fresh.text) == ("fresh.py", "def f():")
-    assert (gone.file.path, gone.text) == ("gone.py", "A = 1")
+    assert fresh.file.path == "fresh.py"
+    assert fresh.text == "def f():"
+    assert gone.file.path == "gone.py"
+    assert gone.text == "A = 1"
 
 
 def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
     """A line within a statement counts as the statement."""
     places = changed_between(*copies)
     inner, added, new = reached_places(reach_map, places)
-    assert (inner.function, inner.contexts) == ("Accelerator.prepare", (BUILD,))
-    assert (added.function, added.contexts) == ("Accelerator.save", (SAVE,))
+    assert inner.function == "Accelerator.prepare"
+    assert inner.contexts == (BUILD,)
+    assert added.function == "Accelerator.save"
+    assert added.contexts == (SAVE,)
     # No line of the old release says who will call it.
     assert new.contexts == ()
 
@@ -155,12 +159,14 @@ def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], reach_
 def test_a_replaced_block_has_a_way_for_each_outcome_of_its_condition(
     copies: tuple[Path, Path], reach_map: ReachMap
 ) -> None:
-    path = copies[1] / "accelerate" / "accelerator.py"
-    block = OLD[OLD.index("        if shard:") : OLD.index("        return model\n")]
-    path.write_text(OLD.replace(block, "        model = self.wrap(model, shard)\n"), encoding="utf-8")
-    arcs = [(line_of("if shard:"), line_of("return model"))]
-    file = AnalysedFile(copies[0] / "accelerate" / "accelerator.py", FILE)
-    reach_map.add(FILE, DDP, file.executed(arcs))
+    old, new = copies
+    start = OLD.index("        if shard:")
+    end = OLD.index("        return model\n")
+    source = OLD[:start] + "        model = self.wrap(model, shard)\n" + OLD[end:]
+    (new / "accelerate" / "accelerator.py").write_text(source, encoding="utf-8")
+    without_shard = (line_of("if shard:"), line_of("return model"))
+    file = AnalysedFile(old / "accelerate" / "accelerator.py", FILE)
+    reach_map.add(FILE, DDP, file.executed([without_shard]))
     (place,) = reached_places(reach_map, changed_between(*copies))
     assert set(place.ways) == {(DDP, BUILD), (BUILD,), (DDP,)}
 
@@ -180,8 +186,12 @@ def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], reach_map
     places = changed_between(*copies)
     reached = reached_places(reach_map, [everywhere, places[0]])
     specific, general = cells_by_specificity(reached)
-    assert (specific.cell, specific.places, specific.alone) == (BUILD.driver_and_cell, 2, 1)
-    assert (general.cell, general.places, general.alone) == (DDP.driver_and_cell, 1, 0)
+    assert specific.cell == BUILD.driver_and_cell
+    assert specific.places == 2
+    assert specific.alone == 1
+    assert general.cell == DDP.driver_and_cell
+    assert general.places == 1
+    assert general.alone == 0
 
 
 def test_text(copies: tuple[Path, Path], reach_map: ReachMap) -> None:
@@ -212,10 +222,11 @@ def test_changed_files_outside_the_map_are_counted(copies: tuple[Path, Path]) ->
         directory.mkdir()
         (directory / "launch.py").write_text(f"A = {number}\n", encoding="utf-8")
         (directory / "same.py").write_text("A = 1\n", encoding="utf-8")
-    (copies[1] / "accelerate" / "commands" / "fresh.py").write_text("A = 1\n", encoding="utf-8")
-    text = f"accelerate@{copies[0]}..{copies[1]}"
-    assert files_outside(text) == ["commands/fresh.py", "commands/launch.py"]
-    assert {place.file for place in read_change(text)[1]} == {FILE}
+    old, new = copies
+    (new / "accelerate" / "commands" / "fresh.py").write_text("A = 1\n", encoding="utf-8")
+    assert files_outside(f"accelerate@{old}..{new}") == ["commands/fresh.py", "commands/launch.py"]
+    places = changed_between(old, new)
+    assert {place.file for place in places} == {FILE}
     assert files_outside("accelerate@x.diff") == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,18 +32,23 @@ def reach(cells: str, *, action: str = "build", function: str = "f", line: int =
 
 def branched(*ways: str) -> PlaceReach:
     """A replaced block with a way for each of these, whose words are cells that go it."""
-    contexts = [tuple(Context("d", cell, "step") for cell in way.split()) for way in ways]
+    contexts_by_way = []
+    for way in ways:
+        contexts_by_way.append(tuple(Context("d", cell, "step") for cell in way.split()))
+    contexts = dict.fromkeys(itertools.chain.from_iterable(contexts_by_way))
     place = ChangedPlace(FILE, 1, (1, 2, 3), 0, "x", defines=False)
-    return PlaceReach(place, "f", tuple(dict.fromkeys(sum(contexts, ()))), tuple(contexts))
+    return PlaceReach(place, "f", tuple(contexts), tuple(contexts_by_way))
 
 
 def selected(*reached: PlaceReach, turns: int | None = None) -> list[str]:
-    return [f"{choice.turn} {choice}" for choice in select(ReachMap(), reached, turns)]
+    choices = select(ReachMap(), reached, turns)
+    return [f"{choice.turn} {choice}" for choice in choices]
 
 
 def test_the_most_specific_cell_comes_first() -> None:
     """What one cell alone executes is seen nowhere else."""
-    assert selected(reach("abc"), reach("c"), reach("ab")) == ["1 d/c: build", "1 d/a: build", "2 d/b: build"]
+    cells = selected(reach("abc"), reach("c"), reach("ab"))
+    assert cells == ["1 d/c: build", "1 d/a: build", "2 d/b: build"]
 
 
 def test_a_cell_that_executes_the_same_as_an_earlier_one_comes_in_a_later_turn() -> None:
@@ -52,9 +58,11 @@ def test_a_cell_that_executes_the_same_as_an_earlier_one_comes_in_a_later_turn()
 
 def test_an_action_of_its_own_is_something_of_its_own() -> None:
     """A function that builds and loads has to be seen in both."""
-    build, load = reach("ab", action="build"), reach("b", action="load")
+    build = reach("ab", action="build")
+    load = reach("b", action="load")
     both = (*build.contexts, *load.contexts)
-    assert selected(PlaceReach(build.place, build.function, both, (both,))) == ["1 d/b: build, load", "2 d/a: build"]
+    built_and_loaded = PlaceReach(build.place, build.function, both, (both,))
+    assert selected(built_and_loaded) == ["1 d/b: build, load", "2 d/a: build"]
 
 
 def test_each_way_through_a_replaced_block_is_executed() -> None:
@@ -76,7 +84,8 @@ def test_a_cell_of_another_strategy_comes_before_another_of_the_same() -> None:
 def test_another_strategy_counts_by_place() -> None:
     """What a strategy executed of one place says nothing of another."""
     first = branched("ddp-a ddp-b fsdp2-a")
-    second = replace(branched("ddp-b"), place=ChangedPlace(FILE, 9, (9,), 0, "y", defines=False))
+    elsewhere = ChangedPlace(FILE, 9, (9,), 0, "y", defines=False)
+    second = replace(branched("ddp-b"), place=elsewhere)
     assert selected(first, second) == ["1 d/ddp-b: step", "2 d/fsdp2-a: step", "3 d/ddp-a: step"]
 
 
@@ -91,7 +100,8 @@ def mapped(directory: Path) -> ReachMap:
     path.parent.mkdir(parents=True)
     (path.parent / "__init__.py").touch()
     path.write_text(OLD, encoding="utf-8")
-    reach_map = ReachMap({"accelerate": "1.0"}, {FILE: AnalysedFile(path, FILE).file})
+    file = AnalysedFile(path, FILE).file
+    reach_map = ReachMap({"accelerate": "1.0"}, {FILE: file})
     reach_map.add(FILE, Context("d", "a", "build"), Executed(bits_of([5])))
     reach_map.add(FILE, Context("d", "b", "build"), Executed(bits_of([5])))
     reach_map.add(FILE, Context("d", "b", "save"), Executed(bits_of([9])))
@@ -100,24 +110,28 @@ def mapped(directory: Path) -> ReachMap:
 
 def test_what_runs_on_import_is_left_to_one_cell_that_uses_the_file(tmp_path: Path) -> None:
     reach_map = mapped(tmp_path)
-    assert [str(choice) for choice in select(reach_map, [reach("", function="")])] == ["d/a: start"]
+    on_import = reach("", function="")
+    (choice,) = select(reach_map, [on_import])
+    assert str(choice) == "d/a: start"
     # A cell that runs anyway will do.
-    both = [reach("", function=""), reach("b", action="save")]
-    assert [str(choice) for choice in select(reach_map, both)] == ["d/b: save, start"]
+    (choice,) = select(reach_map, [on_import, reach("b", action="save")])
+    assert str(choice) == "d/b: save, start"
 
 
 def test_the_command_writes_the_cells_and_says_what_none_executes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_map(tmp_path / "r.sqlite", mapped(tmp_path / "old"))
+    map_path = tmp_path / "r.sqlite"
+    write_map(map_path, mapped(tmp_path / "old"))
     new = tmp_path / "new" / "accelerate"
     new.mkdir(parents=True)
     (new / "__init__.py").touch()
-    source = OLD.replace("import os\n", "import os\n\n\ndef load():\n    return 3\n").replace("return 2", "return 4")
+    with_load = OLD.replace("import os\n", "import os\n\n\ndef load():\n    return 3\n")
+    source = with_load.replace("return 2", "return 4")
     (new / "accelerator.py").write_text(source, encoding="utf-8")
     change = f"accelerate@{tmp_path / 'old'}..{tmp_path / 'new'}"
     cells = tmp_path / "cells"
-    assert main(["reach", str(tmp_path / "r.sqlite"), "--changed", change, "--select", str(cells)]) == 0
+    assert main(["reach", str(map_path), "--changed", change, "--select", str(cells)]) == 0
     heading, *lines = cells.read_text(encoding="utf-8").splitlines()
     assert heading.startswith(f"# {change}: ")
     # The map knows nothing of further cells.
@@ -138,20 +152,23 @@ def test_places_that_no_cell_executes_are_listed_by_function(
 ) -> None:
     reach_map = mapped(tmp_path / "old")
     reach_map.executed.clear()
-    write_map(tmp_path / "r.sqlite", reach_map)
+    map_path = tmp_path / "r.sqlite"
+    write_map(map_path, reach_map)
     diff = tmp_path / "x.diff"
     diff.write_text(
         "--- a/accelerate/accelerator.py\n+++ b/accelerate/accelerator.py\n@@ -9 +9 @@\n-    return 2\n+    return 3\n"
     )
-    command = ["reach", str(tmp_path / "r.sqlite"), "--changed", f"accelerate@{diff}", "--select", str(tmp_path / "c")]
-    assert main(command) == 0
-    assert "  accelerate/accelerator.py save: 9" in capsys.readouterr().out.splitlines()
+    cells = tmp_path / "c"
+    assert main(["reach", str(map_path), "--changed", f"accelerate@{diff}", "--select", str(cells)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  accelerate/accelerator.py save: 9" in lines
 
 
 def test_unknown_cells_come_after_those_that_execute_all_once(tmp_path: Path) -> None:
     reach_map = mapped(tmp_path)
     reach_map.add(FILE, Context("d", "c", "build"), Executed(bits_of([5])))
-    lines = list(file_lines("x", select(reach_map, [reach("ab")]), reach_map, "d/*"))
+    choices = select(reach_map, [reach("ab")])
+    lines = list(file_lines("x", choices, reach_map, "d/*"))
     assert lines[1:] == ["d/a: build", "* d/*", "d/b: build", "- d/c"]
 
 

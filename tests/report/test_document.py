@@ -333,7 +333,9 @@ def test_a_full_run_in_which_everything_fails_is_not_too_large(suffix: str, real
         "output": excerpt(story, 1000),
     }
     ranks = [{"rank": 0, **fields}, {"rank": 1, **fields}]
-    runs = [{**real.runs[0], "id": f"run-{number}", "ranks": ranks} for number in range(670)]
+    runs = []
+    for number in range(670):
+        runs.append({**real.runs[0], "id": f"run-{number}", "ranks": ranks})
     report = Report(real.session, results, rows, runs)
     path = tmp_path / f"full{suffix}"
     write_report(path, report)

@@ -143,14 +143,18 @@ def run() -> RunTrace:
     for rank in range(2):
         snapshots.append(snapshot(rank, "build", 1, model=model, memory=10 + rank))
         for step in range(3):
+            steps: tuple[StepInfo, ...] = ()
+            if rank:
+                steps = (StepInfo("AdamW", ("float32",), ("bfloat16",), ("float32",)),)
+            norm = float("nan") if step else 1.5
             infos = {
                 "loss": 4.0 - step + rank,
-                "grad_norm": float("nan") if step else 1.5,
+                "grad_norm": norm,
                 "seconds": 0.1 * (rank + 1),
                 "memory": 20 * (rank + 1) - step,
                 "model": model,
                 "compute": ("bfloat16",),
-                "steps": (StepInfo("AdamW", ("float32",), ("bfloat16",), ("float32",)),) if rank else (),
+                "steps": steps,
                 "collectives": (
                     CollectiveInfo("reduce_scatter_base", "bfloat16", 3, 900),
                     CollectiveInfo("allreduce", "float32", 1, 1),

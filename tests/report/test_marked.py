@@ -28,10 +28,9 @@ def test_ordinary(): pass
 def test_junit_of_a_marked_test(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "test_marked.py").write_text(MARKED, encoding="utf-8")
     session("test_marked.py", "--junitxml=junit.xml", *workers)
-    cases = ET.parse(tmp_path / "junit.xml").getroot().iter("testcase")
-    properties = {
-        case.get("name", ""): {prop.get("name"): prop.get("value") for prop in case.iter("property")} for case in cases
-    }
+    properties = {}
+    for case in ET.parse(tmp_path / "junit.xml").iter("testcase"):
+        properties[case.get("name", "")] = {prop.get("name"): prop.get("value") for prop in case.iter("property")}
     assert properties["test_cells[fsdp2-fp32-w2]"]["distcompat_cell"] == "fsdp2-fp32-w2"
     assert "torch " in str(properties["test_cells[fsdp2-fp32-w2]"]["distcompat_versions"])
     assert "distcompat_cell" not in properties["test_unmarked"]

@@ -44,7 +44,9 @@ def test_a_session_without_settings_has_no_such_table(tmp_path: Path) -> None:
 
 def test_the_terminal_lists_the_settings_that_fail_and_then_those_that_are_refused() -> None:
     more = [result("ddp", f"A.field{number}=1", Status.REFUSED, "no") for number in range(12)]
-    lines = ["".join(text for text, _ in line) for line in settings_text([*more, *RESULTS])]
+    lines = []
+    for line in settings_text([*more, *RESULTS]):
+        lines.append("".join(text for text, _ in line))
     assert lines[0] == "S (driver d): 13 of 14 settings fail or are refused"
     assert lines[1:3] == ["  A.flag     ddp refused  zero2 FAIL", "  A.field0   ddp refused"]
     assert lines[-1] == "  and 1 more, which the HTML and Markdown reports have"

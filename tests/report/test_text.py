@@ -51,7 +51,7 @@ def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
     headers = [line.split() for line in matrix if line.startswith(" " * 20)]
     assert len(headers) > 1
     wide = plain_lines(matrix_text(real.results))[1].split()
-    assert [check for header in headers for check in header] == wide
+    assert list(itertools.chain(*headers)) == wide
     # Every verdict stands under its check.
     words: dict[tuple[str, str], str] = {}
     header = ""
@@ -90,7 +90,8 @@ def test_every_style_has_a_colour() -> None:
         for text, style in line:
             texts_by_style.setdefault(style, set()).add(text)
     assert texts_by_style.keys() - {""} == set(MARKUP)
-    assert texts_by_style["bad"] == {status.word for status in all_statuses() if status.red}
+    red = {status.word for status in all_statuses() if status.red}
+    assert texts_by_style["bad"] == red
 
 
 def test_colours_are_pytests_own(session: Session) -> None:

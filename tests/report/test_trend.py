@@ -195,7 +195,9 @@ def test_the_text_has_one_line_for_each_change() -> None:
     assert lines[1].startswith(f"fixed on 2026-11-03 01:30: torch 2.1 -> 2.2; {begun}:data")
     assert lines[2].startswith(f"fixed on 2026-11-04 01:30: no version changed; {begun}:memory")
     # Each is broken since another night.
-    letters = {f"check_{at}": "o" * at + "F" * (25 - at) for at in range(1, 25)}
+    letters = {}
+    for night_number in range(1, 25):
+        letters[f"check_{night_number}"] = "o" * night_number + "F" * (25 - night_number)
     long = trend(nights(**letters))
     lines = list(long.lines())
     assert len(lines) == 22
@@ -240,8 +242,14 @@ def test_the_page_has_what_the_data_has() -> None:
         (3, "good", "ok: 2026-11-01 01:30 to 2026-11-03 01:30"),
         (2, "bad", "FAIL: 2026-11-04 01:30 to 2026-11-05 01:30"),
     ]
-    styles = [(count, style) for count, style, _ in strip(table_rows["units"])]
-    assert styles == [(1, "good"), (1, "bad"), (1, "none"), (1, "bad"), (1, "good")]
+    units = [(count, style) for count, style, _ in strip(table_rows["units"])]
+    assert units == [
+        (1, "good"),
+        (1, "bad"),
+        (1, "none"),
+        (1, "bad"),
+        (1, "good"),
+    ]
     for history in history_of_nights.histories[:2]:
         story = history_of_nights.story(history)
         assert story.replace(">", "&gt;") in table_rows[history.last.check]
@@ -351,7 +359,8 @@ def test_a_hundred_thousand_verdicts_take_seconds() -> None:
         if at > 50:
             letters["check_7"] = "F"
         month, day = divmod(at, 28)
-        reports.append(night(at, letters, began=f"2026-{month + 1:02}-{day + 1:02}T01:00:00Z"))
+        date = f"2026-{month + 1:02}-{day + 1:02}"
+        reports.append(night(at, letters, began=f"{date}T01:00:00Z"))
     # Processor time: other sessions may share the machine.
     began = time.process_time()
     history_of_nights = trend(reports)

@@ -58,8 +58,7 @@ def test_files_that_no_library_renames_have_the_models_names(run: RunTrace) -> N
 
 def test_a_library_that_loads_other_values(run: RunTrace) -> None:
     answer = loaded_by_the_library()
-    answer["unwrapped"]["parameters"] = [
-        {**info, "digest": "8:1" if info["name"] == "outlet.weight" else info["digest"]}
-        for info in answer["unwrapped"]["parameters"]
-    ]
+    for info in answer["unwrapped"]["parameters"]:
+        if info["name"] == "outlet.weight":
+            info["digest"] = "8:1"
     assert findings(run, answer) == ["parameter 'outlet.weight': other values after the reload"]

@@ -91,7 +91,11 @@ def test_a_search_that_goes_on_draws_as_one_that_never_stopped(tmp_path: Path) -
     second = State.read(tmp_path / "state.json")
     searched(second, ladder, 35)
     assert list(second.tried) == list(uninterrupted.tried)
-    assert [str(kept.candidate) for kept in second.kept] == [str(kept.candidate) for kept in uninterrupted.kept]
+    assert kept_candidates(second) == kept_candidates(uninterrupted)
+
+
+def kept_candidates(state: State) -> list[str]:
+    return [str(kept.candidate) for kept in state.kept]
 
 
 def test_shards_draw_differently_and_are_put_together() -> None:
@@ -111,8 +115,11 @@ def fails_with_two(candidate: Candidate) -> Outcome:
     problem = ""
     if {"AdamW.field1", "AdamW.field2"} <= names:
         problem = f"parity: failed: rank {len(names) % 2}: the loss is {len(names)}.5"
-    reached = [number for number in range(10) if f"AdamW.field{number}" in names]
-    return Outcome(branches(0, *(number + 1 for number in reached)), problem, "", 1.0)
+    reached = [0]
+    for number in range(10):
+        if f"AdamW.field{number}" in names:
+            reached.append(number + 1)
+    return Outcome(branches(*reached), problem, "", 1.0)
 
 
 def test_a_failure_is_reduced_and_counted_once() -> None:
@@ -122,8 +129,10 @@ def test_a_failure_is_reduced_and_counted_once() -> None:
     names = {setting.partition("=")[0] for setting in failure.candidate.cell.set}
     assert names == {"AdamW.field1", "AdamW.field2"}
     failed = [step for step in steps if step.outcome.problem]
-    assert failure.times == len(failed) > 1
-    assert all(step.found is failure for step in failed)
+    assert len(failed) > 1
+    assert failure.times == len(failed)
+    for step in failed:
+        assert step.found is failure
 
 
 def test_the_cause_of_a_call_is_the_same_with_fewer_arguments() -> None:
@@ -138,9 +147,11 @@ def test_the_corpus_has_no_more_than_it_needs(tmp_path: Path) -> None:
     larger = Kept(Candidate("torch", cell, calls), branches(1, 2, 3))
     part = Kept(Candidate("torch", cell), branches(2, 3))
     other = Kept(Candidate("torch", Cell.parse("ddp-fp32-w2-compile_partial")), branches(3, 4))
-    assert [entry.candidate for entry in smallest_cover([part, larger, other])] == [larger.candidate, other.candidate]
-    (tmp_path / "corpus.json").write_text(corpus_text([part, larger, other]))
-    assert read_corpus(tmp_path / "corpus.json") == [larger.candidate, other.candidate]
+    cover = [entry.candidate for entry in smallest_cover([part, larger, other])]
+    assert cover == [larger.candidate, other.candidate]
+    path = tmp_path / "corpus.json"
+    path.write_text(corpus_text([part, larger, other]))
+    assert read_corpus(path) == [larger.candidate, other.candidate]
 
 
 def test_the_corpus_of_the_package_can_be_run() -> None:
@@ -161,6 +172,7 @@ def test_parts_of_a_candidate() -> None:
     candidate = Candidate.parse(text)
     assert str(candidate) == text
     assert candidate.only(candidate.parts) == candidate
-    some = candidate.only([part for part in candidate.parts if "eps" not in part and "safe" not in part])
-    assert str(some) == "torch fsdp2-fp32-w2-model_mlp-set_AdamW.lr=0.001: step(), export(size=7)"
+    parts = [part for part in candidate.parts if "eps" not in part and "safe" not in part]
+    simpler = candidate.only(parts)
+    assert str(simpler) == "torch fsdp2-fp32-w2-model_mlp-set_AdamW.lr=0.001: step(), export(size=7)"
     assert Candidate.from_data(candidate.as_data()) == candidate

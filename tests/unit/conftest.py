@@ -26,7 +26,8 @@ class Ranks:
 
     def wrote(self, rank: int, *events: Event) -> None:
         for event in events:
-            self.events[rank].append(dataclasses.replace(event, rank=rank, time=float(next(self.clock))))
+            time = float(next(self.clock))
+            self.events[rank].append(dataclasses.replace(event, rank=rank, time=time))
 
     def started(self, *ranks: int, action: str = "step") -> None:
         for rank in ranks:
@@ -37,7 +38,8 @@ class Ranks:
             self.wrote(rank, SnapshotTaken("step", 2, {}), Done())
 
     def raised(self, rank: int, message: str, *, lost: bool = False) -> None:
-        self.wrote(rank, Error(message.partition(":")[0], message, f"Traceback ...\n{message}", lost=lost))
+        kind, _, _ = message.partition(":")
+        self.wrote(rank, Error(kind, message, f"Traceback ...\n{message}", lost=lost))
 
     def printed(self, rank: int, text: str) -> None:
         self.left[rank] = dataclasses.replace(self.left[rank], output=text)
@@ -48,12 +50,15 @@ class Ranks:
     def end(
         self, *codes: int | None, ended_by_us: Collection[int] = (), ended_at: Collection[float | None] = (), **how: Any
     ) -> Ending:
-        times = [*ended_at, *[None] * (len(codes) - len(ended_at))]
-        processes = {
-            rank: dataclasses.replace(self.left[rank], code=code, ended_by_us=rank in ended_by_us, ended_at=times[rank])
-            for rank, code in enumerate(codes)
-        }
-        return conclude({rank: self.events[rank] for rank in range(len(codes))}, processes, **how)
+        """Return the ending of ranks with these exit codes; the first ones ended at these times."""
+        events = {}
+        processes = {}
+        for rank, (code, time) in enumerate(itertools.zip_longest(codes, ended_at)):
+            events[rank] = self.events[rank]
+            processes[rank] = dataclasses.replace(
+                self.left[rank], code=code, ended_by_us=rank in ended_by_us, ended_at=time
+            )
+        return conclude(events, processes, **how)
 
     @staticmethod
     def statuses(ending: Ending) -> list[str]:

@@ -164,7 +164,8 @@ def test_state_equal_on_all_ranks_is_ignored(directory: Path, line: str) -> None
     modules = "dataclasses, datetime, enum, importlib, logging, os, pathlib, random, time, uuid, numpy, torch"
     findings = imported(directory, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
     assert findings.found[""] == {}
-    assert not [name for name in findings.found if "RANK" in name]
+    for name in findings.found:
+        assert "RANK" not in name
 
 
 @pytest.mark.parametrize(
@@ -262,9 +263,11 @@ def test_tests_that_are_installed_are_the_users_own(directory: Path) -> None:
     for patterns, expected in ((("test_*.py",), 0), (("conftest.py", f"{NAME[:6]}*.py"), 1)):
         with Watch() as watch:
             watch.watch_loader(Loader, patterns)
-            spec = importlib.util.spec_from_loader(NAME, Loader(NAME, str(directory / f"{NAME}.py")))
+            loader = Loader(NAME, str(directory / f"{NAME}.py"))
+            spec = importlib.util.spec_from_loader(NAME, loader)
             assert spec is not None
-            Loader(NAME, str(directory / f"{NAME}.py")).exec_module(importlib.util.module_from_spec(spec))
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
         assert len(watch.findings.found[""]) == expected
         assert Loader.exec_module is ordinary
 
@@ -280,10 +283,22 @@ def test_the_installed_project_under_test_is_the_users_own(directory: Path, monk
         assert len(watch.findings.found[""]) == expected
 
 
+def patched_functions() -> list[object]:
+    """Return what is patched while a module is imported."""
+    return [
+        type(os.environ),
+        type(os.environb),
+        builtins.open,
+        io.open,
+        os.open,
+        sys.getprofile(),
+    ]
+
+
 def test_the_patched_functions_are_restored(directory: Path) -> None:
-    before = type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()
+    before = patched_functions()
     assert imported(directory, "import os\nRANK = os.environ['RANK']\n").found["RANK"]  # raises
-    assert (type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()) == before
+    assert patched_functions() == before
     assert "exec_module" not in vars(importlib.machinery.SourceFileLoader)
     assert at_import.active is None
 

@@ -34,10 +34,16 @@ class Rank:
     record: str = ""
 
     def recorded(self, *entries: dict[str, Any]) -> None:
-        dated = [{**operation, "time_created_ns": time} for time, operation in enumerate(entries)]
+        dated = []
+        for time, operation in enumerate(entries):
+            dated.append({**operation, "time_created_ns": time})
         # The ring of the recorder need not begin with the oldest.
-        text = json.dumps({"version": "2.10", "entries": dated[::-1]}) + "\n"
-        self.record = text + END.decode()
+        dated.reverse()
+        text = json.dumps({"version": "2.10", "entries": dated})
+        self.record = f"{text}\n{END.decode()}"
+
+    def described(self, *frames: str) -> str:
+        return self.at(*frames).description()
 
     def at(self, *frames: str) -> WaitState:
         stack = "\n".join(("Current thread 0x1 (most recent call first):", *frames, BELOW))
@@ -49,7 +55,8 @@ class Rank:
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n" + "x" * 200 + "\n", encoding="utf-8")
+    lines = ("import time", "time.sleep(600)", "x" * 200, "")
+    (tmp_path / "train.py").write_text("\n".join(lines), encoding="utf-8")
     return Rank()
 
 
@@ -67,26 +74,26 @@ def user(function: str = "step", line: int = 2) -> str:
 
 def test_a_rank_in_a_collective(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2, retired=False))
-    assert (
-        rank.at(f"{C10D} all_reduce", WRAPPER, user()).description()
-        == "waits in all_reduce (default_pg, #2) at train.py:2"
-    )
+    description = rank.described(f"{C10D} all_reduce", WRAPPER, user())
+    assert description == "waits in all_reduce (default_pg, #2) at train.py:2"
 
 
 def test_without_a_recorder_the_stack_names_the_collective(rank: Rank) -> None:
-    assert rank.at(f"{C10D} all_reduce", WRAPPER, user()).description() == "waits in all_reduce at train.py:2"
+    description = rank.described(f"{C10D} all_reduce", WRAPPER, user())
+    assert description == "waits in all_reduce at train.py:2"
 
 
 def test_an_operation_that_is_made_of_another(rank: Rank) -> None:
     rank.recorded(entry(7, "all_gather", group=("3", "undefined"), retired=False))
-    wait_state = rank.at(f"{C10D} all_gather", WRAPPER, f"{C10D} all_gather_object", WRAPPER, user())
-    assert wait_state.description() == "waits in all_gather_object (all_gather, group 3, #7) at train.py:2"
+    description = rank.described(f"{C10D} all_gather", WRAPPER, f"{C10D} all_gather_object", WRAPPER, user())
+    assert description == "waits in all_gather_object (all_gather, group 3, #7) at train.py:2"
 
 
 @pytest.mark.parametrize("function", ["init_process_group", "new_group", "recv", "monitored_barrier"])
 def test_a_wait_outside_of_a_collective_has_no_number(rank: Rank, function: str) -> None:
     rank.recorded(entry(4, retired=False))
-    assert rank.at(f"{C10D} {function}", user()).description() == f"waits in {function} at train.py:2"
+    description = rank.described(f"{C10D} {function}", user())
+    assert description == f"waits in {function} at train.py:2"
 
 
 def test_a_rank_that_connects_to_a_store_waits_for_no_rank(rank: Rank) -> None:
@@ -95,7 +102,8 @@ def test_a_rank_that_connects_to_a_store_waits_for_no_rank(rank: Rank) -> None:
     wait_state = rank.at(connects, f"{C10D} init_process_group", user())
     assert wait_state.description() == "waits in init_process_group at train.py:2"
     assert wait_state.waiting is False
-    assert not in_torch(f"Current thread 0x1 (most recent call first):\n{connects}\n{user()}")
+    stack = f"Current thread 0x1 (most recent call first):\n{connects}\n{user()}"
+    assert not in_torch(stack)
     wait_state = rank.at(f"{C10D} _new_process_group_helper", f"{C10D} init_process_group", user())
     assert wait_state.waiting
 
@@ -119,42 +127,46 @@ def test_a_line_that_calls_wait(tmp_path: Path, line: str, waits: bool) -> None:
 
 
 def test_a_receiver_that_nccl_recorded(rank: Rank) -> None:
-    rank.recorded(entry(4), entry(0, "recv 0<-1", is_p2p=True, p2p_seq_id=5, retired=False))
-    wait_state = rank.at(f"{C10D} recv", user())
-    assert wait_state.description() == "waits in recv (recv 0<-1, default_pg, #5) at train.py:2"
+    receive = entry(0, "recv 0<-1", is_p2p=True, p2p_seq_id=5, retired=False)
+    rank.recorded(entry(4), receive)
+    description = rank.described(f"{C10D} recv", user())
+    assert description == "waits in recv (recv 0<-1, default_pg, #5) at train.py:2"
 
 
 def test_a_rank_elsewhere(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2))
-    assert rank.at(user()).description() == "is in step at train.py:2: time.sleep(600)"
-    assert rank.at(user(line=3)).description() == f"is in step at train.py:3: {'x' * 80} ..."
-    assert rank.at(user(line=99)).description() == "is in step at train.py:99"
+    assert rank.described(user()) == "is in step at train.py:2: time.sleep(600)"
+    assert rank.described(user(line=3)) == f"is in step at train.py:3: {'x' * 80} ..."
+    assert rank.described(user(line=99)) == "is in step at train.py:99"
 
 
 def test_a_collective_that_is_under_way_while_the_rank_is_elsewhere(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2, retired=False))
-    assert rank.at(user()).description().endswith("time.sleep(600), with all_reduce (default_pg, #2) unfinished")
+    description = rank.described(user())
+    assert description.endswith("time.sleep(600), with all_reduce (default_pg, #2) unfinished")
 
 
 def test_torch_that_waits_without_a_call_of_the_users(rank: Rank) -> None:
     rank.recorded(entry(2, retired=False))
-    wait_state = rank.at(f'  File "{PACKAGES}/torch/autograd/graph.py", line 5 in _engine_run_backward', user())
-    assert wait_state.description() == "waits in all_reduce (default_pg, #2) at train.py:2"
+    backward = f'  File "{PACKAGES}/torch/autograd/graph.py", line 5 in _engine_run_backward'
+    description = rank.described(backward, user())
+    assert description == "waits in all_reduce (default_pg, #2) at train.py:2"
 
 
 def test_what_nccl_has_completed_is_done(rank: Rank) -> None:
     rank.recorded(entry(1, state="completed", retired=False))
-    assert "unfinished" not in rank.at(user()).description()
+    assert "unfinished" not in rank.described(user())
 
 
 def test_without_a_line_of_the_user_the_innermost_line_is_shown(rank: Rank) -> None:
-    wait_state = rank.at(
+    description = rank.described(
         f'  File "{STANDARD}/selectors.py", line 1 in select',
         f'  File "{PACKAGES}/torch/utils/data.py", line 2 in get',
         f'  File "{PACKAGES}/accelerate/data.py", line 4 in load',
     )
-    assert wait_state.description() == "is in load at accelerate/data.py:4"
-    assert rank.at('  File "<string>", line 1 in <module>').description() == "is in <module> at <string>:1"
+    assert description == "is in load at accelerate/data.py:4"
+    description = rank.described('  File "<string>", line 1 in <module>')
+    assert description == "is in <module> at <string>:1"
 
 
 def test_a_main_thread_that_waits_for_another(rank: Rank) -> None:
@@ -173,7 +185,9 @@ def test_a_rank_that_never_came_to_anything(rank: Rank, stack: str) -> None:
 
 
 def test_the_history_is_of_the_last_ones(rank: Rank) -> None:
-    rank.recorded(*(entry(number) for number in range(1, 9)), entry(9, "barrier", input_sizes=[], input_dtypes=[]))
+    sums = [entry(number) for number in range(1, 9)]
+    barrier = entry(9, "barrier", input_sizes=[], input_dtypes=[])
+    rank.recorded(*sums, barrier)
     text = rank.at(user()).history()
     assert text.startswith("last collectives: all_reduce (default_pg, #5) of Float[2]; ")
     assert text.endswith("; barrier (default_pg, #9)")
@@ -181,7 +195,8 @@ def test_the_history_is_of_the_last_ones(rank: Rank) -> None:
 
 def test_a_group_that_was_made_again_begins_anew(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2, "broadcast"), entry(1, "barrier"))
-    assert [operation.name for operation in rank.at(user()).recorded] == ["barrier"]
+    (operation,) = rank.at(user()).recorded
+    assert operation.name == "barrier"
 
 
 def test_a_record_half_written_is_no_record(rank: Rank) -> None:
@@ -199,7 +214,10 @@ def test_ranks_at_one_place_are_grouped(rank: Rank) -> None:
 
 
 def test_many_places_are_cut(rank: Rank) -> None:
-    text = describe_wait_states({number: rank.at(user(line=10 + number)) for number in range(6)})
+    states: dict[int, WaitState | None] = {}
+    for number in range(6):
+        states[number] = rank.at(user(line=10 + number))
+    text = describe_wait_states(states)
     assert text.endswith("rank 3 is in step at train.py:13; ranks 4, 5 elsewhere")
 
 
@@ -221,7 +239,9 @@ def test_the_diverging_collective_is_found(second: dict[str, Any], what: str, wh
     other = Rank()
     rank.recorded(entry(2), entry(3, retired=False))
     other.recorded(entry(2), second)
-    mismatch = first_mismatch({0: rank.at(user()), 1: other.at(user()), 2: None})
+    first_state = rank.at(user())
+    second_state = other.at(user())
+    mismatch = first_mismatch({0: first_state, 1: second_state, 2: None})
     if not what:
         assert mismatch is None
         return
@@ -235,7 +255,8 @@ def test_tensors_that_may_differ(rank: Rank, name: str) -> None:
     other = Rank()
     rank.recorded(entry(1, name))
     other.recorded(entry(1, name, input_sizes=[], input_dtypes=[]))
-    assert first_mismatch({0: rank.at(user()), 1: other.at(user())}) is None
+    states: dict[int, WaitState | None] = {0: rank.at(user()), 1: other.at(user())}
+    assert first_mismatch(states) is None
 
 
 @pytest.mark.parametrize("standard", ["/opt/other/lib/python3.13", "/opt/other/lib64/python3.14t"])
@@ -247,12 +268,12 @@ def test_the_standard_library_of_another_python_is_not_the_users_code(rank: Rank
 
 def test_a_script_of_an_installed_package_is_the_users(rank: Rank) -> None:
     """As ``launch("-m", "trl.scripts.sft")`` runs it: the library that waits is not where to look first."""
-    frames = (
-        f'  File "{PACKAGES}/accelerate/utils/operations.py", line 7 in gather',
-        f'  File "{PACKAGES}/theirs/trainer.py", line 5 in step',
-        f'  File "{PACKAGES}/transformers/trainer.py", line 9 in train',
-        f'  File "{PACKAGES}/theirs/scripts/sft.py", line 3 in <module>',
-        '  File "<frozen runpy>", line 88 in _run_code',
-    )
-    assert rank.at(*frames).frame.where == "theirs/trainer.py:5"
-    assert rank.at(frames[0], frames[2]).frame.where == "accelerate/utils/operations.py:7"
+    gather = f'  File "{PACKAGES}/accelerate/utils/operations.py", line 7 in gather'
+    step = f'  File "{PACKAGES}/theirs/trainer.py", line 5 in step'
+    train = f'  File "{PACKAGES}/transformers/trainer.py", line 9 in train'
+    script = f'  File "{PACKAGES}/theirs/scripts/sft.py", line 3 in <module>'
+    runpy = '  File "<frozen runpy>", line 88 in _run_code'
+    wait_state = rank.at(gather, step, train, script, runpy)
+    assert wait_state.frame.where == "theirs/trainer.py:5"
+    wait_state = rank.at(gather, train)
+    assert wait_state.frame.where == "accelerate/utils/operations.py:7"

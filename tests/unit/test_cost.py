@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_distcompat.cell import Cell
@@ -19,27 +21,30 @@ from pytest_distcompat.trace import (
     UnwrappedInfo,
 )
 
-UNWRAPPED = UnwrappedInfo(
-    (ParameterInfo("a", (4, 8), "bfloat16"), ParameterInfo("frozen", (8,), "bfloat16", trainable=False)),
-)
+CELL = Cell.parse("fsdp2-fp32-w2")
+MEMORY = CHECKS.get("memory")
+TRAINED = ParameterInfo("a", (4, 8), "bfloat16")
+FROZEN = ParameterInfo("frozen", (8,), "bfloat16", trainable=False)
+UNWRAPPED = UnwrappedInfo((TRAINED, FROZEN))
 
 
 def run(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states: int) -> RunTrace:
     """A sharded training: ``states`` are elements of each kind of optimizer state on each rank, in float32."""
-    optimizer = OptimizerInfo(
-        ("AdamW",), 1, states=tuple(StateInfo("a", key, "float32", numel, "d") for key, numel in states.items())
-    )
-    model = ModelInfo("Toy", {}, (ParameterInfo("a", (4, 8), "float32", local_numel=16, held=1),))
+    infos = []
+    for key, numel in states.items():
+        infos.append(StateInfo("a", key, "float32", numel, "d"))
+    optimizer = OptimizerInfo(("AdamW",), 1, states=tuple(infos))
+    shard = ParameterInfo("a", (4, 8), "float32", local_numel=16, held=1)
+    model = ModelInfo("Toy", {}, (shard,))
     snapshots = [Snapshot(rank, name, "build_model", 0, unwrapped=UNWRAPPED) for rank in range(ranks)]
     for index in range(1, STEPS + 1):
         # The first steps are slow, and rank 1 is always a little slower than rank 0.
-        took = seconds * (20 if index < 5 else 1)
-        snapshots += [
-            Snapshot(
-                rank, name, "step", index, took + rank, tokens=100, memory=7 + rank, model=model, optimizer=optimizer
-            )
-            for rank in range(ranks)
-        ]
+        took = seconds
+        if index < 5:
+            took *= 20
+        for rank in range(ranks):
+            snapshot = Snapshot(rank, name, "step", index, took + rank, tokens=100, memory=7 + rank)
+            snapshots.append(replace(snapshot, model=model, optimizer=optimizer))
     return RunTrace(name, ranks, tuple(snapshots), cell="ddp-fp32-w2")
 
 
@@ -56,7 +61,9 @@ def test_throughput_is_of_one_rank_at_the_pace_of_the_slowest_after_the_first_st
 def test_mfu_needs_a_device_whose_peak_is_known() -> None:
     costs = cost(trace(run()), device="NVIDIA H200")
     assert costs is not None
-    assert costs.mfu == pytest.approx(6 * 40 * 100 / 1.5 / 989e12)
+    tokens_per_second = 100 / 1.5
+    floating_point_operations = 6 * 40 * tokens_per_second
+    assert costs.mfu == pytest.approx(floating_point_operations / 989e12)
     assert cost(trace(run()), device="NVIDIA Unheard-of")
 
 
@@ -65,16 +72,19 @@ def test_flat_masters_count_and_the_live_parameters_then_do_not() -> None:
 
 
 def test_a_run_that_was_too_short_has_no_cost() -> None:
-    short = RunTrace("train", 2, tuple(snapshot for snapshot in run().snapshots if snapshot.index < 3))
+    first_snapshots = [snapshot for snapshot in run().snapshots if snapshot.index < 3]
+    short = RunTrace("train", 2, tuple(first_snapshots))
     assert cost(trace(short)) is None
     assert cost(trace()) is None
 
 
-CELL = Cell.parse("fsdp2-fp32-w2")
+def memory_findings(cell: Cell, run: RunTrace) -> list[str]:
+    return MEMORY.findings(cell, trace(run))
 
 
 def test_memory_is_silent_where_each_is_kept_once() -> None:
-    assert CHECKS.get("memory").findings(CELL, trace(run(exp_avg=16, exp_avg_sq=16, step=1))) == []
+    sound = run(exp_avg=16, exp_avg_sq=16, step=1)
+    assert memory_findings(CELL, sound) == []
 
 
 @pytest.mark.parametrize(
@@ -86,26 +96,31 @@ def test_memory_is_silent_where_each_is_kept_once() -> None:
     ],
 )
 def test_memory_speaks_of_too_much_and_too_little(states: dict[str, int], message: str) -> None:
-    (finding,) = CHECKS.get("memory").findings(CELL, trace(run("train", seconds=0.5, ranks=2, **states)))
+    wrong = run("train", seconds=0.5, ranks=2, **states)
+    (finding,) = memory_findings(CELL, wrong)
     assert message in finding
 
 
 def test_replicas_keep_one_each() -> None:
     cell = Cell.parse("ddp-fp32-w2")
-    (finding,) = CHECKS.get("memory").findings(cell, trace(run(master=32, exp_avg=16)))
+    wrong = run(master=32, exp_avg=16)
+    (finding,) = memory_findings(cell, wrong)
     assert "keep 32 elements of 'exp_avg'; 32 elements are trained, on each of 2 ranks, expected 64" in finding
 
 
 def test_a_rank_that_did_not_report_is_named() -> None:
-    alone = run(exp_avg=32, master=32)
-    alone = RunTrace("train", 2, tuple(snapshot for snapshot in alone.snapshots if snapshot.rank == 0))
-    assert "rank 1: no report after three steps" in CHECKS.get("memory").findings(CELL, trace(alone))
+    both = run(exp_avg=32, master=32)
+    of_rank_0 = [snapshot for snapshot in both.snapshots if snapshot.rank == 0]
+    alone = RunTrace("train", 2, tuple(of_rank_0))
+    findings = memory_findings(CELL, alone)
+    assert "rank 1: no report after three steps" in findings
 
 
 def test_throughput_is_compared_only_as_the_limit_says() -> None:
-    both = run(seconds=2), run("baseline", seconds=0.5)
+    train = run(seconds=2)
+    baseline = run("baseline", seconds=0.5)
     check = CHECKS.get("throughput")
-    (finding,) = check.findings(CELL, trace(*both, limit=0.9))
+    (finding,) = check.findings(CELL, trace(train, baseline, limit=0.9))
     assert finding == "33.33 tokens a second and rank, 0.50 of ddp's 66.67; expected at least 0.9 of it"
-    assert check.findings(CELL, trace(*both, limit=0.4)) == []
+    assert check.findings(CELL, trace(train, baseline, limit=0.4)) == []
     assert check.limit == "throughput"

@@ -18,8 +18,10 @@ else:
 
 from pytest_distcompat.probe.tensors import digest
 
+#: How many words are hashed at a time.
+BLOCK = 1 << 15
 #: Around the sizes that are hashed at a time, where a carry would get lost.
-SIZES = (1, 2, 91, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 3 * (1 << 15) + 7)
+SIZES = (1, 2, 91, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7)
 
 
 def values(numel: int, seed: int = 0) -> torch.Tensor:
@@ -37,8 +39,10 @@ def joined(*tensors: torch.Tensor) -> str:
 def test_any_cut_gives_the_digest_of_the_whole(numel: int, parts: int) -> None:
     complete = values(numel)
     chance = random.Random(numel * parts)
-    inner_cuts = sorted(chance.randrange(numel + 1) for _ in range(parts - 1))
-    cuts = [0, *inner_cuts, numel]
+    cuts = [0, numel]
+    for _ in range(parts - 1):
+        cuts.append(chance.randrange(numel + 1))
+    cuts.sort()
     shards = [complete[start:end] for start, end in itertools.pairwise(cuts)]
     expected = digest(complete)
     assert joined(*shards) == expected
@@ -49,7 +53,8 @@ def test_any_cut_gives_the_digest_of_the_whole(numel: int, parts: int) -> None:
 def test_a_cut_by_rows_is_one_of_the_flat_tensor() -> None:
     complete = values(13 * 7).reshape(13, 7)
     # As Shard(0) cuts it over four ranks: 4, 4, 4 and 1 rows.
-    assert joined(*torch.split(complete, 4)) == digest(complete)
+    rows_by_rank = torch.split(complete, 4)
+    assert joined(*rows_by_rank) == digest(complete)
     transposed_in_memory = complete.t().contiguous().t()
     assert digest(complete) == digest(complete.flatten())
     assert digest(complete) == digest(transposed_in_memory)
@@ -65,7 +70,7 @@ def test_order_and_values_count() -> None:
     assert digest(torch.zeros(3)) != digest(torch.zeros(4))
 
 
-@pytest.mark.parametrize("numel", [1, 5, (1 << 15) + 1])
+@pytest.mark.parametrize("numel", [1, 5, BLOCK + 1])
 def test_zero(numel: int) -> None:
     zero = torch.zeros(numel)
     almost = torch.zeros(numel)
@@ -123,10 +128,11 @@ def test_a_digest_reads_back() -> None:
 def test_parts_of_a_grid_add_up_in_any_order(dtype: torch.dtype) -> None:
     complete = (values(6 * 10) * 9).to(dtype).reshape(6, 10)
     places = torch.arange(60).reshape(6, 10)
-    parts = list(itertools.product((slice(0, 5), slice(5, 6)), (slice(4, 10), slice(0, 4))))
+    rows = (slice(0, 5), slice(5, 6))
+    columns = (slice(4, 10), slice(0, 4))
     digests = []
     digests_at_start = []
-    for part in parts:
+    for part in itertools.product(rows, columns):
         row_starts = places[part][:, 0]
         digests.append(digest(complete[part], row_starts))
         digests_at_start.append(digest(complete[part], row_starts * 0))
@@ -142,13 +148,13 @@ def test_runs_far_into_a_large_tensor() -> None:
     # Beyond each table of powers: by itself, and as one of several runs.
     first = values(4)[:2]
     second = values(4)[1:3]
-    for start in (5, (1 << 15) + 3, (1 << 30) + 9, 1 << 46):
-        alone = [
-            digest(first, torch.tensor([start])),
-            digest(second, torch.tensor([start + 2])),
-        ]
-        both = digest(torch.cat((first, second)), torch.tensor([start, start + 2]))
-        assert combine(alone) == both
+    both = torch.cat((first, second))
+    for start in (5, BLOCK + 3, BLOCK * BLOCK + 9, 1 << 46):
+        end = start + 2
+        digest_of_first = digest(first, torch.tensor([start]))
+        digest_of_second = digest(second, torch.tensor([end]))
+        digest_of_both = digest(both, torch.tensor([start, end]))
+        assert combine([digest_of_first, digest_of_second]) == digest_of_both
 
 
 @pytest.mark.parametrize("text", ["", "12", "12:", ":ff", "twelve:ff", "12:xyz"])

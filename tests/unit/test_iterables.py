@@ -20,7 +20,11 @@ def read(rank: int, directory: Path, start: tuple[int, int] = (0, 0)) -> list[tu
 
 def flat(batches: list[tuple[int, list[int]]], epoch: int) -> list[int]:
     """Return the rows of an epoch in their order."""
-    return [row for number, rows in batches if number == epoch for row in rows]
+    rows_of_epoch = []
+    for number, rows in batches:
+        if number == epoch:
+            rows_of_epoch.extend(rows)
+    return rows_of_epoch
 
 
 def test_two_ranks_share_the_rows_unevenly_and_another_way_in_each_epoch(tmp_path: Path) -> None:

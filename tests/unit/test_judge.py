@@ -25,13 +25,24 @@ REFUSED = refuses("toy", match="not supported", reason="by design")
 
 def lived(run: Run, end: RunFailure | None = None, *, together: bool = False) -> RunTrace:
     """a run on two ranks; where it broke off, rank 0 had done the action and rank 1 had not; ``together``: neither."""
-    snapshots = [
-        Snapshot(rank, run.name, action, index)
-        for index, action in enumerate(run.actions)
-        for rank in range(2)
-        if end is None or index < end.index or (index == end.index and rank == 0 and not together)
-    ]
+    snapshots = []
+    for index, action in enumerate(run.actions):
+        for rank in range(2):
+            if end is None or index < end.index:
+                is_done = True
+            else:
+                is_done = index == end.index and rank == 0 and not together
+            if is_done:
+                snapshots.append(Snapshot(rank, run.name, action, index))
     return RunTrace(run.name, 2, tuple(snapshots), end)
+
+
+def trace_of(*runs: RunTrace) -> Trace:
+    return Trace.of("hand-made", runs)
+
+
+def no_findings(cell: Cell, trace: Trace) -> tuple[str, ...]:
+    return ()
 
 
 def toy(*findings: str, until: tuple[str, int] = ("step", 2)) -> Check:
@@ -40,12 +51,21 @@ def toy(*findings: str, until: tuple[str, int] = ("step", 2)) -> Check:
 
 def ended(kind: str, action: str = "", message: str = "boom", run: Run = TRAIN_RUN, nth: int = 0) -> RunFailure:
     """Broken off in the nth such action; outside of any without one."""
-    index = [place for place, name in enumerate(run.actions) if name == action][nth] if action else -1
+    index = -1
+    if action:
+        indices = [place for place, name in enumerate(run.actions) if name == action]
+        index = indices[nth]
     return RunFailure(kind, f"rank 1 raised {message}", f"the whole story of {message}", action, index)
 
 
 def verdict(check: Check, *declared: Expectation, end: RunFailure | None = None, together: bool = False) -> Verdict:
-    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_RUN, end, together=together)]), declared)
+    """Return the verdict of a check on one training run."""
+    train = lived(TRAIN_RUN, end, together=together)
+    return judge(check, CELL, trace_of(train), declared)
+
+
+def status(check: Check, *declared: Expectation, end: RunFailure | None = None, together: bool = False) -> Status:
+    return verdict(check, *declared, end=end, together=together).status
 
 
 def test_a_check_without_findings_passes() -> None:
@@ -62,7 +82,9 @@ def test_a_check_fails_with_all_its_findings() -> None:
 
 
 def test_hundreds_of_findings_are_cut() -> None:
-    lines = verdict(toy(*(f"finding {number}" for number in range(300)))).message.splitlines()
+    findings = [f"finding {number}" for number in range(300)]
+    result = verdict(toy(*findings))
+    lines = result.message.splitlines()
     assert lines[-2:] == ["finding 11", "... and 288 more"]
 
 
@@ -93,7 +115,7 @@ def test_a_known_failure_that_passes_is_reported() -> None:
 
 
 def test_a_failure_other_than_the_known_one() -> None:
-    assert verdict(toy("rank 0: bfloat16 masters"), MASTERS).status == "known"
+    assert status(toy("rank 0: bfloat16 masters"), MASTERS) == "known"
     result = verdict(toy("rank 0: stale"), MASTERS)
     assert result.status == "failed"
     assert result.ok is False
@@ -107,16 +129,19 @@ def test_a_known_failure_hides_no_other_one() -> None:
     assert result.ok is False
     assert result.message == f"ranks 0, 1: stale\n\nfails as declared too: {MASTERS}"
     # Nor beyond what a message shows.
-    many = (*(f"rank {rank}: bfloat16 masters" for rank in range(300)), "rank 300: stale")
-    assert verdict(toy(*many), MASTERS).message.startswith("rank 300: stale\n\n")
+    known = [f"rank {rank}: bfloat16 masters" for rank in range(300)]
+    result = verdict(toy(*known, "rank 300: stale"), MASTERS)
+    assert result.message.startswith("rank 300: stale\n\n")
 
 
 def test_consequences_of_a_known_failure_are_known_too() -> None:
     brings = fails("toy", reason="org/repo#1", match="masters", also=r"rank \d: stale|gone")
-    assert verdict(toy("bfloat16 masters", "rank 0: stale", "all gone"), brings).status == "known"
-    assert verdict(toy("bfloat16 masters", "all stale"), brings).message.startswith("all stale\n\n")
+    assert status(toy("bfloat16 masters", "rank 0: stale", "all gone"), brings) == "known"
+    result = verdict(toy("bfloat16 masters", "all stale"), brings)
+    assert result.message.startswith("all stale\n\n")
     # By itself it is another bug.
-    assert verdict(toy("rank 0: stale"), brings).message.startswith("rank 0: stale\n\nfails otherwise than declared: ")
+    result = verdict(toy("rank 0: stale"), brings)
+    assert result.message.startswith("rank 0: stale\n\nfails otherwise than declared: ")
 
 
 @pytest.mark.parametrize(
@@ -126,12 +151,15 @@ def test_findings_may_fit_any_of_two_known_failures(another: Expectation) -> Non
     for declared in ((MASTERS, another), (another, MASTERS)):
         result = verdict(toy("bfloat16 masters", "rank 0: stale"), *declared)
         assert result.status == "known"
-        assert set(result.reason.split("; and ")) == {MASTERS.reason, "org/repo#2"}
-        assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.startswith("gone\n\n")
+        reasons = result.reason.split("; and ")
+        assert set(reasons) == {MASTERS.reason, "org/repo#2"}
+        result = verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared)
+        assert result.message.startswith("gone\n\n")
 
 
 def test_a_declared_message_may_begin_any_finding() -> None:
-    masters, stale = (fails("toy", reason=f"org/repo#{word}", match=f"^{word}") for word in ("masters", "stale"))
+    masters = fails("toy", reason="org/repo#masters", match="^masters")
+    stale = fails("toy", reason="org/repo#stale", match="^stale")
     result = verdict(toy("masters in bfloat16", "stale optimizer"), masters, stale)
     assert result.status == "known"
     assert result.reason == "org/repo#masters; and org/repo#stale"
@@ -147,40 +175,44 @@ def test_each_of_two_known_failures_must_occur() -> None:
         message = f"fails as declared ({MASTERS}), and not as declared besides: fixed? Then remove {stale}"
         assert result.message == f"{message}\n\nbfloat16 masters"
         # What broke off before it could show may be there still.
-        assert verdict(toy(), *declared, end=ended("raised", "step", "masters")).status == "known"
+        raised = ended("raised", "step", "masters")
+        assert status(toy(), *declared, end=raised) == "known"
         # A new bug is reported before one that is gone.
-        assert verdict(toy("bfloat16 masters", "gone"), *declared).message.startswith("gone\n\n")
+        result = verdict(toy("bfloat16 masters", "gone"), *declared)
+        assert result.message.startswith("gone\n\n")
         result = verdict(toy(), *declared)
-        both = " and ".join(map(str, declared))
+        first, second = declared
         assert result.status == "fixed?"
-        assert result.message.endswith(f"fixed? Then remove {both}") is True
+        assert result.message.endswith(f"fixed? Then remove {first} and {second}")
     rounding = may_fail("toy", reason="org/repo#2", match="stale")
     for declared in ((MASTERS, rounding), (rounding, MASTERS)):
-        assert verdict(toy("bfloat16 masters"), *declared).status == "known"
-        assert verdict(toy(), *declared).status == "fixed?"
-        assert verdict(toy(), rounding).status == "passed"
+        assert status(toy("bfloat16 masters"), *declared) == "known"
+        assert status(toy(), *declared) == "fixed?"
+        assert status(toy(), rounding) == "passed"
 
 
 def test_lines_of_a_failed_run_need_not_be_declared_one_by_one() -> None:
     raised = ended("raised", "step", "boom\n\nTraceback: masters\n  in a line")
-    assert verdict(toy(), MASTERS, end=raised).status == "known"
+    assert status(toy(), MASTERS, end=raised) == "known"
 
 
 def test_a_may_fail_declaration_excuses_no_other_failure() -> None:
     anywhere = may_fail("*", reason="org/repo#3", match="out of luck")
-    assert verdict(toy("out of luck today"), anywhere).status == "known"
+    assert status(toy("out of luck today"), anywhere) == "known"
     result = verdict(toy("stale"), anywhere)
     assert result.status == "failed"
     assert result.message == "stale"
     assert result.reason == ""
-    assert verdict(toy(), anywhere).status == "passed"
+    assert status(toy(), anywhere) == "passed"
 
 
 def test_an_exception_may_be_a_known_failure() -> None:
     matching = fails("toy", reason="org/repo#1", match="story of boom")
-    assert verdict(toy(), KNOWN, end=ended("raised", "step")).status == "known"
-    assert verdict(toy(), matching, end=ended("raised", "step")).status == "known"
-    assert verdict(toy(), matching, end=ended("raised", "step", "bang")).status == "failed"
+    boom = ended("raised", "step", "boom")
+    bang = ended("raised", "step", "bang")
+    assert status(toy(), KNOWN, end=boom) == "known"
+    assert status(toy(), matching, end=boom) == "known"
+    assert status(toy(), matching, end=bang) == "failed"
 
 
 @pytest.mark.parametrize("kind", ["crashed", "hung"])
@@ -201,27 +233,33 @@ def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectat
 def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
     kind: str, action: str, nth: int, *, concerned: bool
 ) -> None:
-    result = verdict(toy(until=("step", 2)), end=ended(kind, action, nth=nth))
-    expected = {"raised": "failed"}.get(kind, kind) if concerned else "passed"
-    assert result.status == expected
+    end = ended(kind, action, nth=nth)
+    result = verdict(toy(until=("step", 2)), end=end)
     # Evidence that was found before the end stays evidence.
-    assert verdict(toy("stale"), end=ended(kind, action, nth=nth)).message.startswith(
-        "the whole" if concerned else "stale"
-    )
+    with_finding = verdict(toy("stale"), end=end)
+    if concerned:
+        expected = "failed" if kind == "raised" else kind
+        assert result.status == expected
+        assert with_finding.message.startswith("the whole")
+    else:
+        assert result.status == "passed"
+        assert with_finding.message.startswith("stale")
 
 
 def test_a_check_of_the_unwrapped_model_needs_no_more() -> None:
-    assert verdict(toy(until=("build_model", 0)), end=ended("crashed", "build")).status == "passed"
-    assert verdict(toy(until=("build_model", 0)), end=ended("crashed", "build_model")).status == "crashed"
+    check = toy(until=("build_model", 0))
+    assert status(check, end=ended("crashed", "build")) == "passed"
+    assert status(check, end=ended("crashed", "build_model")) == "crashed"
 
 
-@pytest.mark.parametrize(("kind", "status"), [("raised", "failed"), ("crashed", "crashed"), ("hung", "hung")])
+@pytest.mark.parametrize(("kind", "expected"), [("raised", "failed"), ("crashed", "crashed"), ("hung", "hung")])
 @pytest.mark.parametrize("until", [("build_model", 0), ("step", 2), ("files", 0)])
-def test_an_end_outside_of_any_action_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
+def test_an_end_outside_of_any_action_concerns_every_check(kind: str, expected: str, until: tuple[str, int]) -> None:
     # All snapshots are there: it happened at exit.
-    train = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
-    result = judge(toy(until=until), CELL, Trace.of("hand-made", [train]))
-    assert result.status == status
+    snapshots = lived(TRAIN_RUN).snapshots
+    train = RunTrace("train", 2, snapshots, ended(kind))
+    result = judge(toy(until=until), CELL, trace_of(train))
+    assert result.status == expected
     assert result.message == "the whole story of boom"
 
 
@@ -231,8 +269,9 @@ SAME = fails("resume", reason="org/repo#4", match="TypeError: no state")
 def after_load(error: str, *declared: Expectation, check: str = "midway") -> Verdict:
     """Return the verdict of a check whose resumed run raised that error when it loaded."""
     end = ended("raised", "load", error, RESUME_RUN)
-    trace = Trace.of("hand-made", [lived(TRAIN_RUN), lived(RESUME_RUN, end, together=True)])
-    return judge(Check(check, RESUME, (("resume", "step", 1),), lambda cell, trace: ()), CELL, trace, declared)
+    trace = trace_of(lived(TRAIN_RUN), lived(RESUME_RUN, end, together=True))
+    resumes = Check(check, RESUME, (("resume", "step", 1),), no_findings)
+    return judge(resumes, CELL, trace, declared)
 
 
 def test_an_error_that_is_declared_for_another_check_of_the_cell_is_known() -> None:
@@ -263,34 +302,43 @@ def test_another_error_than_is_declared_for_another_check_is_red(error: str, dec
 
 
 def test_a_failure_that_is_declared_for_another_check_excuses_no_finding() -> None:
-    assert verdict(toy("TypeError: no state"), SAME).status == "failed"
-    assert verdict(toy(), SAME).status == "passed"
+    assert status(toy("TypeError: no state"), SAME) == "failed"
+    assert status(toy(), SAME) == "passed"
 
 
 @pytest.mark.parametrize("kind", ["crashed", "hung"])
 def test_no_declaration_of_another_check_covers_a_crash_or_a_hang(kind: str) -> None:
-    assert verdict(toy(), SAME, end=ended(kind, "step", "TypeError: no state")).status == kind
+    end = ended(kind, "step", "TypeError: no state")
+    assert status(toy(), SAME, end=end) == kind
 
 
 def test_a_declaration_without_an_error_holds_for_another_check_if_its_run_raised_the_same() -> None:
     unnamed = fails("resume", reason="org/repo#4")
     assert after_load("TypeError: no state", unnamed).status == "known"
-    # The check resume has no part in the run that raised it.
-    reads = Check("restarts", TRAIN, (("third", "step", 1),), lambda cell, trace: ())
-    for error in ("TypeError: no state", "TypeError: no model"):
-        end = ended("raised", "load", error, RESUME_RUN)
-        third = RunTrace("third", 2, (), end)
-        alone = Trace.of("hand-made", [lived(TRAIN_RUN), third])
-        assert judge(reads, CELL, alone, [unnamed]).status == "failed"
-        resumed = lived(RESUME_RUN, ended("raised", "load", "TypeError: no state", RESUME_RUN), together=True)
-        beside = Trace.of("hand-made", [lived(TRAIN_RUN), resumed, third])
-        of_third = Check("restarts", TRAIN, (("third", "step", 1),), lambda cell, trace: ())
-        expected = "known" if error == "TypeError: no state" else "failed"
-        assert judge(of_third, CELL, beside, [unnamed]).status == expected
+    for error, expected in (("TypeError: no state", "known"), ("TypeError: no model", "failed")):
+        third = third_run(error)
+        # The check resume has no part in the run that raised it.
+        alone = trace_of(lived(TRAIN_RUN), third)
+        assert judge(OF_THIRD_RUN, CELL, alone, [unnamed]).status == "failed"
+        beside = trace_of(lived(TRAIN_RUN), resumed_without_state(), third)
+        assert judge(OF_THIRD_RUN, CELL, beside, [unnamed]).status == expected
+
+
+OF_THIRD_RUN = Check("restarts", TRAIN, (("third", "step", 1),), no_findings)
+
+
+def third_run(error: str) -> RunTrace:
+    """Return a run of which no action is done, as its load raised that error."""
+    return RunTrace("third", 2, (), ended("raised", "load", error, RESUME_RUN))
+
+
+def resumed_without_state() -> RunTrace:
+    end = ended("raised", "load", "TypeError: no state", RESUME_RUN)
+    return lived(RESUME_RUN, end, together=True)
 
 
 @pytest.mark.parametrize(
-    ("needs", "error", "status"),
+    ("needs", "error", "expected"),
     [
         ((("resume", "step", 1),), "TypeError: no state", "known"),
         ((("resume", "step", 1),), "TypeError: no model", "failed"),
@@ -301,15 +349,13 @@ def test_a_declaration_without_an_error_holds_for_another_check_if_its_run_raise
     ],
 )
 def test_a_declaration_without_an_error_may_be_of_a_check_that_an_extension_adds(
-    monkeypatch: pytest.MonkeyPatch, needs: tuple[tuple[str, str, int], ...], error: str, status: str
+    monkeypatch: pytest.MonkeyPatch, needs: tuple[tuple[str, str, int], ...], error: str, expected: str
 ) -> None:
-    added = Check("extended", RESUME, needs, lambda cell, trace: ())
+    added = Check("extended", RESUME, needs, no_findings)
     monkeypatch.setitem(ADDED_CHECKS.by_name, "extended", added)
-    resumed = lived(RESUME_RUN, ended("raised", "load", "TypeError: no state", RESUME_RUN), together=True)
-    third = RunTrace("third", 2, (), ended("raised", "load", error, RESUME_RUN))
-    trace = Trace.of("hand-made", [lived(TRAIN_RUN), resumed, third])
-    reads = Check("restarts", TRAIN, (("third", "step", 1),), lambda cell, trace: ())
-    assert judge(reads, CELL, trace, [fails("extended", reason="org/repo#4")]).status == status
+    trace = trace_of(lived(TRAIN_RUN), resumed_without_state(), third_run(error))
+    declared = fails("extended", reason="org/repo#4")
+    assert judge(OF_THIRD_RUN, CELL, trace, [declared]).status == expected
 
 
 def test_an_error_of_another_check_goes_beside_what_the_check_itself_declares() -> None:
@@ -320,29 +366,33 @@ def test_an_error_of_another_check_goes_beside_what_the_check_itself_declares() 
     assert after_load("TypeError: no state", ended_excuse, SAME).reason == "org/repo#4"
 
 
-def both(train: RunFailure | None, resume: RunFailure | None) -> Verdict:
-    check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
-    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_RUN, train), lived(RESUME_RUN, resume)]))
+OF_TWO_RUNS = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), no_findings)
+
+
+def status_of_two(train: RunFailure | None = None, resume: RunFailure | None = None) -> Status:
+    """Return the status of a check whose two runs broke off so."""
+    trace = trace_of(lived(TRAIN_RUN, train), lived(RESUME_RUN, resume))
+    return judge(OF_TWO_RUNS, CELL, trace).status
 
 
 def test_a_check_of_two_runs_needs_both() -> None:
-    assert both(None, None).status == "passed"
-    assert both(ended("raised", "save"), None).status == "failed"
-    assert both(None, ended("hung", "load", run=RESUME_RUN)).status == "hung"
-    assert both(ended("raised", "files"), None).status == "passed"
+    assert status_of_two() == "passed"
+    assert status_of_two(train=ended("raised", "save")) == "failed"
+    assert status_of_two(resume=ended("hung", "load", run=RESUME_RUN)) == "hung"
+    assert status_of_two(train=ended("raised", "files")) == "passed"
 
 
 def test_a_run_that_was_never_begun_for_the_one_before_it() -> None:
     # As the runner writes it: no snapshots, and the end of the run whose checkpoint it would have loaded.
     end = ended("raised", "files")
-    check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
-    trace = Trace.of("hand-made", [lived(TRAIN_RUN, end), RunTrace("resume", 2, (), end)])
-    assert judge(check, CELL, trace).status == "failed"
+    trace = trace_of(lived(TRAIN_RUN, end), RunTrace("resume", 2, (), end))
+    assert judge(OF_TWO_RUNS, CELL, trace).status == "failed"
 
 
 @pytest.mark.parametrize("action", ["build_model", "build"])
 def test_refused_at_build_as_declared(action: str) -> None:
-    result = verdict(toy(), REFUSED, end=ended("raised", action, "ValueError: not supported"), together=True)
+    end = ended("raised", action, "ValueError: not supported")
+    result = verdict(toy(), REFUSED, end=end, together=True)
     assert result.status == "refused"
     assert result.message == "rank 1 raised ValueError: not supported"
     assert result.reason == "by design"
@@ -351,22 +401,24 @@ def test_refused_at_build_as_declared(action: str) -> None:
 
 def test_where_the_machine_decides_it_is_refused_or_all_holds() -> None:
     either = may_refuse("toy", match="not supported")
-    end = ended("raised", "build", "ValueError: not supported")
-    assert verdict(toy(), either, end=end, together=True).status == "refused"
-    assert verdict(toy(), either, end=ended("raised", "build", "ValueError: other")).status == "failed"
-    assert verdict(toy(), either).status == "passed"
+    declared_error = ended("raised", "build", "ValueError: not supported")
+    other_error = ended("raised", "build", "ValueError: other")
+    assert status(toy(), either, end=declared_error, together=True) == "refused"
+    assert status(toy(), either, end=other_error) == "failed"
+    assert status(toy(), either) == "passed"
 
 
 def test_where_rounding_decides_it_is_known_or_it_passes() -> None:
     either = may_fail("toy", reason="rounding", match="off")
-    assert verdict(toy("a bit off"), either).status == "known"
-    assert verdict(toy("something else"), either).status == "failed"
-    assert verdict(toy(), either).status == "passed"
+    assert status(toy("a bit off"), either) == "known"
+    assert status(toy("something else"), either) == "failed"
+    assert status(toy(), either) == "passed"
 
 
 def test_a_refusal_without_a_reason_gives_the_error_for_one() -> None:
     bare = refuses("toy", match="not supported")
-    result = verdict(toy(), bare, end=ended("raised", "build", "ValueError: not supported"), together=True)
+    end = ended("raised", "build", "ValueError: not supported")
+    result = verdict(toy(), bare, end=end, together=True)
     assert result.status == "refused"
     assert result.reason == "ValueError: not supported"
 
@@ -417,7 +469,7 @@ def test_a_refusal_is_no_crash_later(kind: str) -> None:
 
 def test_a_refusal_goes_before_a_known_failure() -> None:
     end = ended("raised", "build", "not supported")
-    assert verdict(toy(), KNOWN, REFUSED, end=end, together=True).status == "refused"
+    assert status(toy(), KNOWN, REFUSED, end=end, together=True) == "refused"
 
 
 @pytest.mark.parametrize(
@@ -429,25 +481,29 @@ def test_a_refusal_goes_before_a_known_failure() -> None:
     ],
 )
 def test_a_declaration_for_other_cells_is_no_excuse(declared: Expectation) -> None:
-    assert verdict(toy("stale"), declared).status == "failed"
-    assert verdict(toy(), declared).status == "passed"
+    assert status(toy("stale"), declared) == "failed"
+    assert status(toy(), declared) == "passed"
 
 
 def test_an_exception_without_a_text_is_a_failure() -> None:
-    assert verdict(toy(), end=RunFailure("raised", "", "", "build", 1)).status == "failed"
+    end = RunFailure("raised", "", "", "build", 1)
+    assert status(toy(), end=end) == "failed"
 
 
 def test_of_two_things_that_are_not_supported_one_is_refused() -> None:
     another = refuses("toy", match="no such mode", reason="nor this")
     for declared in ((REFUSED, another), (another, REFUSED)):
         for text, reason in (("not supported", "by design"), ("no such mode", "nor this")):
-            result = verdict(toy(), *declared, end=ended("raised", "build", text), together=True)
+            end = ended("raised", "build", text)
+            result = verdict(toy(), *declared, end=end, together=True)
             assert result.status == "refused"
             assert result.reason == reason
-        result = verdict(toy(), *declared, end=ended("raised", "build", "boom"), together=True)
+        boom = ended("raised", "build", "boom")
+        result = verdict(toy(), *declared, end=boom, together=True)
+        lines = result.message.splitlines()
         assert result.status == "failed"
-        assert result.message.splitlines()[-2] == f"refused with another message than {declared[0].match!r}"
-        assert verdict(toy(), *declared).status == "failed"
+        assert lines[-2] == f"refused with another message than {declared[0].match!r}"
+        assert status(toy(), *declared) == "failed"
 
 
 @pytest.mark.parametrize(
@@ -464,16 +520,21 @@ def test_a_failure_has_a_declaration_that_covers_it(
     findings: tuple[str, ...], end: RunFailure | None, match: str
 ) -> None:
     check = toy(*findings)
-    trace = Trace.of("hand-made", [lived(TRAIN_RUN, end, together=True)])
+    trace = trace_of(lived(TRAIN_RUN, end, together=True))
     made = declaration(check, CELL, trace)
     assert made is not None
     assert made.match == match
-    assert judge(check, CELL, trace, [made]).status == ("refused" if made.kind == "refuses" else "known")
+    result = judge(check, CELL, trace, [made])
+    if made.kind == "refuses":
+        assert result.status == "refused"
+    else:
+        assert result.status == "known"
 
 
 @pytest.mark.parametrize("kind", ["crashed", "hung", "leaked"])
 def test_a_crash_or_hang_prints_no_declaration(kind: str) -> None:
-    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, ended(kind, "build"))])) is None
+    trace = trace_of(lived(TRAIN_RUN, ended(kind, "build")))
+    assert declaration(toy(), CELL, trace) is None
 
 
 @pytest.mark.parametrize(
@@ -482,9 +543,11 @@ def test_a_crash_or_hang_prints_no_declaration(kind: str) -> None:
 def test_a_method_that_is_not_written_prints_no_declaration(text: str) -> None:
     """Pasted into expect, it would make a suite green that runs nothing."""
     end = ended("raised", "build", f"NotImplementedError: {text}")
-    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, end, together=True)])) is None
+    trace = trace_of(lived(TRAIN_RUN, end, together=True))
+    assert declaration(toy(), CELL, trace) is None
     refused = ended("raised", "build", "NotImplementedError: no FSDP here")
-    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, refused, together=True)])) is not None
+    trace = trace_of(lived(TRAIN_RUN, refused, together=True))
+    assert declaration(toy(), CELL, trace) is not None
 
 
 def test_a_declaration_that_ended_no_longer_excuses_and_says_so() -> None:
@@ -494,16 +557,19 @@ def test_a_declaration_that_ended_no_longer_excuses_and_says_so() -> None:
     assert result.message == f"rank 0: no masters\n\nthe quarantine ended on 2020-01-31: {past}"
     # It never excused another failure, and a check that passes is fixed or was never red.
     assert verdict(toy("rank 0: stale"), past).message == "rank 0: stale"
-    assert verdict(toy(), past).status == "passed"
-    assert verdict(toy("masters"), past, MASTERS).status == "known"
-    assert verdict(toy("masters"), fails("toy", reason="a", until="2999-12-31")).status == "known"
+    assert status(toy(), past) == "passed"
+    assert status(toy("masters"), past, MASTERS) == "known"
+    still = fails("toy", reason="a", until="2999-12-31")
+    assert status(toy("masters"), still) == "known"
 
 
 def test_a_refusal_that_ended_is_red() -> None:
     past = refuses("toy", match="not supported", until="2020-01-31")
-    result = verdict(toy(), past, end=ended("raised", "build", "ValueError: not supported"))
+    raised = ended("raised", "build", "ValueError: not supported")
+    result = verdict(toy(), past, end=raised)
     assert result.status == "failed"
     assert result.message.endswith(f"the quarantine ended on 2020-01-31: {past}")
-    killed = verdict(toy(), past, end=ended("crashed", "build", "ValueError: not supported"))
-    assert killed.status == "crashed"
-    assert ("quarantine" in killed.message) is False
+    crashed = ended("crashed", "build", "ValueError: not supported")
+    result = verdict(toy(), past, end=crashed)
+    assert result.status == "crashed"
+    assert "quarantine" not in result.message

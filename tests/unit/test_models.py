@@ -71,14 +71,25 @@ def test_with_transformers_the_default_model_is_llama() -> None:
 
 
 def test_ranks_use_other_experts_in_the_first_step() -> None:
-    used = [set(models.MODELS.get("moe").batch(0, rank)["features"][:, :4].argmax(-1).tolist()) for rank in (0, 1)]
-    assert used[0] != used[1]
-    assert used[0] & used[1]
+    first = experts_of_first_step(0)
+    second = experts_of_first_step(1)
+    assert first != second
+    assert first & second
+
+
+def experts_of_first_step(rank: int) -> set[int]:
+    """Return the experts to which the router sends the rows of a rank: the largest of the first four features."""
+    batch = models.MODELS.get("moe").batch(0, rank)
+    scores = batch["features"][:, :4]
+    return set(scores.argmax(-1).tolist())
 
 
 def assert_reason(driver: str, cell: str, reason: str | None) -> None:
     actual_reason = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
-    assert actual_reason == reason if reason is None else reason in str(actual_reason)
+    if reason is None:
+        assert actual_reason is None
+    else:
+        assert reason in str(actual_reason)
 
 
 def test_in_each_step_some_ranks_leave_the_branch_out_and_others_do_not() -> None:
@@ -88,8 +99,10 @@ def test_in_each_step_some_ranks_leave_the_branch_out_and_others_do_not() -> Non
         used = []
         for rank in range(4):
             model.zero_grad()
-            tiny.loss(model, tiny.batch(step, rank)).backward()  # type: ignore[no-untyped-call]
-            used.append(model.get_parameter("branch.weight").grad is not None)
+            loss = tiny.loss(model, tiny.batch(step, rank))
+            loss.backward()  # type: ignore[no-untyped-call]
+            branch = model.get_parameter("branch.weight")
+            used.append(branch.grad is not None)
         assert used in ([False, True] * 2, [True, False] * 2)
 
 
@@ -112,8 +125,11 @@ def test_strategies_in_which_all_ranks_must_use_the_same_parameters_say_so(
 
 def test_the_parameters_of_twice_are_views_and_its_attributes_its_blocks() -> None:
     model: Any = models.MODELS.get("twice").make()
-    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
-    assert len({parameter.data_ptr() for parameter in model.parameters()}) == len(list(model.parameters()))
+    parameters = list(model.parameters())
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    addresses = {parameter.data_ptr() for parameter in parameters}
+    assert len(storages) == 1
+    assert len(addresses) == len(parameters)
     assert model.linear is model.block.linear
     with pytest.raises(AttributeError, match="'Block' object has no attribute 'nothing'"):
         _ = model.nothing
@@ -134,7 +150,8 @@ def test_the_parameters_of_twice_are_views_and_its_attributes_its_blocks() -> No
 )
 def test_a_module_may_have_the_name_of_a_wrapper(strategy: str, live: str, name: str) -> None:
     known = ("a.weight", "b._fsdp_wrapped_module.weight")
-    assert STRATEGIES.get(strategy).canonical(live, Cell(strategy, "fp32"), known) == name
+    cell = Cell(strategy, "fp32")
+    assert STRATEGIES.get(strategy).canonical(live, cell, known) == name
 
 
 @pytest.mark.parametrize(
@@ -203,8 +220,12 @@ def test_where_experts_are_cut(driver: str, cell: str, reason: str | None) -> No
 @pytest.mark.parametrize(("device", "reason"), [("cpu", "torch's SyncBatchNorm refuses CPU tensors"), ("cuda", "")])
 @pytest.mark.parametrize("driver", ["torch", "accelerate", "trainer"])
 def test_syncbatchnorm_is_for_gpus(driver: str, device: str, reason: str) -> None:
-    actual_reason = DRIVERS.get(driver).unsupported_reason(Cell.of("ddp", "fp32", model="syncbatchnorm"), device)
-    assert reason in str(actual_reason) if reason else actual_reason is None
+    cell = Cell.of("ddp", "fp32", model="syncbatchnorm")
+    actual_reason = DRIVERS.get(driver).unsupported_reason(cell, device)
+    if reason:
+        assert reason in str(actual_reason)
+    else:
+        assert actual_reason is None
 
 
 def test_torch_refuses_syncbatchnorm_on_the_cpu_today(tmp_path: Path) -> None:
@@ -221,7 +242,8 @@ def test_torch_refuses_syncbatchnorm_on_the_cpu_today(tmp_path: Path) -> None:
 
 def test_the_reference_of_syncbatchnorm_takes_the_rows_of_all_ranks_as_one_batch() -> None:
     def losses(model: str, ranks: int) -> list[float]:
-        driver: Any = DRIVERS.get("torch")(Cell.of("ddp", "fp32", model=model), World(0, ranks, 0, "cpu"))
+        cell = Cell.of("ddp", "fp32", model=model)
+        driver: Any = DRIVERS.get("torch")(cell, World(0, ranks, 0, "cpu"))
         built = driver.build_model()
         return [driver.reference(built, number, ranks) for number in range(2)]
 

@@ -44,7 +44,10 @@ def by_night(names: Iterable[str], *, but: Collection[str]) -> list[Any]:
     """Return parameters of which all but those run in the night only."""
     params: list[Any] = []
     for name in names:
-        params.append(name if name in but else pytest.param(name, marks=pytest.mark.nightly))
+        if name in but:
+            params.append(name)
+        else:
+            params.append(pytest.param(name, marks=pytest.mark.nightly))
     return params
 
 

@@ -34,7 +34,8 @@ REGISTRIES: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
 def test_items_are_in_order(word: str) -> None:
     registry, known = REGISTRIES[word]
     # Others may be added at any place; these come in this order.
-    assert tuple(name for name in registry.names() if name in known) == known
+    known_names = tuple(name for name in registry.names() if name in known)
+    assert known_names == known
     for name in registry.names():
         assert registry.get(name).name == name
 

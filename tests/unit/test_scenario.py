@@ -14,28 +14,44 @@ from pytest_distcompat.scenario import EXPORT, PARITY, REFERENCE_RUN, RESUME, TR
 
 CELL = Cell.parse("fsdp2-fp32-w2")
 
-#: Every scenario of every check, for every built-in driver.
-ALL = {
-    f"{name}-{driver.name}": check.runs(CELL, driver)
-    for name, check in CHECKS.by_name.items()
-    for driver in DRIVERS.by_name.values()
-    if not check.not_applicable(CELL, driver)
-}
+#: What must have saved the files that an action reads.
+SAVED_BY = {"load": "save", "reload": "export"}
+
+
+def scenarios() -> dict[str, Scenario]:
+    """Return every scenario of every check, for every built-in driver."""
+    scenarios_by_id = {}
+    for check in CHECKS.by_name.values():
+        for driver in DRIVERS.by_name.values():
+            if not check.not_applicable(CELL, driver):
+                scenarios_by_id[f"{check.name}-{driver.name}"] = check.runs(CELL, driver)
+    return scenarios_by_id
+
+
+ALL = scenarios()
 
 
 @pytest.mark.parametrize("scenario", ALL.values(), ids=list(ALL))
 def test_a_run_loads_what_an_earlier_one_saved_or_itself(scenario: Scenario) -> None:
     saved: set[tuple[str, str]] = set()
     for run in scenario.runs:
-        needs = {action for action in ("load", "reload") if action in run.actions}
-        if "load" in run.actions and "save" in run.actions[: run.actions.index("load")]:
-            # It loads what it has saved itself.
-            needs.discard("load")
-        assert bool(needs) == bool(run.after)
-        for action in needs:
-            assert (run.after, {"load": "save", "reload": "export"}[action]) in saved
+        reads = files_of_others(run)
+        assert bool(reads) == bool(run.after)
+        for action in reads:
+            assert (run.after, SAVED_BY[action]) in saved
         assert run.actions[0] in {"build_model", "reload"}
-        saved |= {(run.name, action) for action in ("save", "export") if action in run.actions}
+        saved.update((run.name, action) for action in run.actions)
+
+
+def files_of_others(run: Run) -> set[str]:
+    """Return the actions of a run that read what an earlier run has saved."""
+    reads = {"load", "reload"}.intersection(run.actions)
+    if "load" in reads:
+        before = run.actions[: run.actions.index("load")]
+        if "save" in before:
+            # It loads what it has saved itself.
+            reads.remove("load")
+    return reads
 
 
 @pytest.mark.parametrize("scenario", [RESUME, PARITY, EXPORT], ids=lambda scenario: scenario.name)
@@ -45,9 +61,11 @@ def test_scenarios_that_begin_alike_share_their_runs(scenario: Scenario) -> None
 
 def test_a_resumed_run_takes_the_batches_that_the_first_took_after_saving() -> None:
     train, resume = RESUME.runs
-    before = train.actions[: train.actions.index("save")].count("step")
-    assert resume.first_step == train.first_step + before
-    assert resume.actions.count("step") <= train.actions.count("step") - before
+    saved = train.actions.index("save")
+    steps_before = train.actions[:saved].count("step")
+    steps_after = train.actions[saved:].count("step")
+    assert resume.first_step == train.first_step + steps_before
+    assert resume.actions.count("step") <= steps_after
 
 
 @pytest.mark.parametrize("name", CHECKS.names())
@@ -56,7 +74,8 @@ def test_the_last_snapshot_of_a_check_is_in_its_scenario(name: str) -> None:
     for driver in DRIVERS.by_name.values():
         if check.not_applicable(CELL, driver):
             continue
-        actions = {run.name: run.actions for run in check.runs(CELL, driver).runs}
+        scenario = check.runs(CELL, driver)
+        actions = {run.name: run.actions for run in scenario.runs}
         assert check.until
         for run, action, nth in check.until:
             assert actions[run].count(action) > nth
@@ -69,22 +88,36 @@ def test_the_reference_runs_in_one_process_and_keeps_what_changes_the_training()
 
 def test_a_run_runs_in_the_cell_of_its_check_where_it_says_nothing_else() -> None:
     cell = Cell.of("fsdp1", "fp32", 4, state_dict="full")
-    assert Run("one", ("build_model",)).cell(cell) == cell
-    assert Run("one", ("build_model",), strategy="ddp").cell(cell).id == "ddp-fp32-w4-state_dict_full"
+    run = Run("one", ("build_model",))
+    assert run.cell(cell) == cell
+    run_in_ddp = Run("one", ("build_model",), strategy="ddp")
+    assert run_in_ddp.cell(cell).id == "ddp-fp32-w4-state_dict_full"
 
 
 def test_a_run_on_one_rank_is_on_one_node() -> None:
     cell = Cell("ddp", "fp32", 4, nodes=2)
-    nodes = [(run.name, run.cell(cell).world_size, run.cell(cell).nodes) for run in reshard(cell).runs]
-    assert nodes == [("train", 4, 2), ("up", 8, 2), ("back", 4, 2), ("one", 1, 1)]
+    ranks_and_nodes = {}
+    for run in reshard(cell).runs:
+        run_cell = run.cell(cell)
+        ranks_and_nodes[run.name] = (run_cell.world_size, run_cell.nodes)
+    assert list(ranks_and_nodes.items()) == [
+        ("train", (4, 2)),
+        ("up", (8, 2)),
+        ("back", (4, 2)),
+        ("one", (1, 1)),
+    ]
 
 
 def test_a_plan_is_cut_into_the_trainings_of_one_trainer() -> None:
-    again = next(run for run in ALL["again-trainer"].runs if run.name == "again")
-    plan = Plan(again.actions[1:], 0, Path("here"), Path("here"))
+    runs = {run.name: run for run in ALL["again-trainer"].runs}
+    plan = Plan(runs["again"].actions[1:], 0, Path("here"), Path("here"))
     first, second, third = plan.trainings()
     assert first.actions == ("build", "step", "step", "step", "save", "step", "step")
-    assert (second.actions, second.first_step, second.last_step) == (("again", *("step",) * 3), 0, 3)
-    assert (third.actions, third.first_step, third.last_step) == (("load", "step", "step"), 3, 5)
+    assert second.actions == ("again", "step", "step", "step")
+    assert second.first_step == 0
+    assert second.last_step == 3
+    assert third.actions == ("load", "step", "step")
+    assert third.first_step == 3
+    assert third.last_step == 5
     resumed = Plan(("build", "load", "step", "save", "step"), 3, Path("here"), Path("there"))
     assert resumed.trainings() == [resumed]

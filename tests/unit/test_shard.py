@@ -47,8 +47,10 @@ def test_each_unit_is_in_one_shard_in_whatever_order_it_was_collected() -> None:
     shuffled = list(UNITS)
     random.Random(1).shuffle(shuffled)
     assert divide({unit: UNITS[unit] for unit in shuffled}, None, 4) == plan
-    cells_by_shard = [sum("cell" in unit for unit in shard) for shard in plan]
-    assert cells_by_shard == [6, 6, 6, 6]
+    assert len(plan) == 4
+    for shard in plan:
+        cells = [unit for unit in shard if "cell" in unit]
+        assert len(cells) == 6
 
 
 def test_the_last_report_makes_shards_of_equal_duration() -> None:

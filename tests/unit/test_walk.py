@@ -156,7 +156,8 @@ def imagined(*wrong: str) -> Imagined:
 def test_what_fails_is_found_and_shrunk_to_the_calls_that_it_takes(wrong: tuple[str, ...]) -> None:
     calls = imagined(*wrong).draw(examples=300, seed=7)
     needed = ("step()", "save()", "load()") if wrong[0] == "save()" else wrong
-    assert [str(call) for call in calls if str(call) in needed] == list(map(str, calls))
+    for call in calls:
+        assert str(call) in needed
 
 
 @pytest.mark.parametrize("seed", range(5))
