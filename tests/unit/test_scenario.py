@@ -86,5 +86,6 @@ def test_a_plan_is_cut_into_the_trainings_of_one_trainer() -> None:
     assert first.actions == ("build", "step", "step", "step", "save", "step", "step")
     assert (second.actions, second.first_step, second.last_step) == (("again", *("step",) * 3), 0, 3)
     assert (third.actions, third.first_step, third.last_step) == (("load", "step", "step"), 3, 5)
+    assert plan.next_steps() == [0, 1, 2, 3, 3, 4, 5, 0, 1, 2, 3, 3, 4, 5]
     resumed = Plan(("build", "load", "step", "save", "step"), 3, Path("here"), Path("there"))
     assert resumed.trainings() == [resumed]
