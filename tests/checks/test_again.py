@@ -37,7 +37,7 @@ def test_the_loss_of_the_second_training_is_another(runs_of: RunsOf, cell: str) 
 def test_losses_of_ranks_that_are_parts_of_a_sum(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "again")
     story = story.alter(
-        lambda snapshot: replace(snapshot, loss=2 * snapshot.loss), run="again_reference", action="reference"
+        lambda snapshot: replace(snapshot, loss=2 * (snapshot.loss or 0.0)), run="again_reference", action="reference"
     )
     assert story.findings("again") == []
     story = story.snapshot("step", {"loss": 0.3}, run="again", nth=6)
