@@ -1,4 +1,7 @@
-"""TRL's SFTTrainer, unmodified: a ``transformers.Trainer``, so that only making it is another. Needs ``pip install trl``."""
+"""TRL's SFTTrainer, unmodified: a ``transformers.Trainer``, so that only making it is another.
+
+Needs ``pip install trl``, which brings ``datasets``.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ class SFTDriver(TrainerDriver):
     """trl.SFTTrainer on the built-in tiny model, whose rows are tokens already."""
 
     name: ClassVar[str] = "sft"
+    libraries: ClassVar[tuple[str, ...]] = (*TrainerDriver.libraries, "trl")
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
         self.given = {**DEFAULTS, **super().arguments(plan)}

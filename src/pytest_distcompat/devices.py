@@ -36,23 +36,23 @@ class GpuFacts:
 
 #: The process that may not open NVML, and the facts that it got instead. Processes that are forked
 #: from it ask NVML themselves.
-_told_process = 0
-_told: GpuFacts | None = None
+_preset_process = 0
+_preset: GpuFacts | None = None
 
 
-def tell(facts: GpuFacts) -> None:
+def set_gpu_facts(facts: GpuFacts) -> None:
     """Have this process use these facts and not open NVML.
 
     NVML starts a thread, which does not survive a fork.
     """
-    global _told_process, _told  # noqa: PLW0603 - a fork server has its facts as long as it lives
-    _told_process = os.getpid()
-    _told = facts
+    global _preset_process, _preset  # noqa: PLW0603 - a fork server has its facts as long as it lives
+    _preset_process = os.getpid()
+    _preset = facts
 
 
-def told() -> GpuFacts | None:
-    """Return the facts that this process was told; None in all others."""
-    return _told if os.getpid() == _told_process else None
+def preset_gpu_facts() -> GpuFacts | None:
+    """Return the facts that were set in this process; None in all others."""
+    return _preset if os.getpid() == _preset_process else None
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def visible_gpus() -> int:
 
     ``CUDA_VISIBLE_DEVICES`` is applied. Without a driver there are 0.
     """
-    facts = told()
+    facts = preset_gpu_facts()
     if facts is not None:
         return facts.count
     return len(visible_ids())
@@ -218,7 +218,7 @@ def compute_capability() -> tuple[int, int] | None:
 
     None if NVML does not know it.
     """
-    facts = told()
+    facts = preset_gpu_facts()
     if facts is not None:
         return facts.capability
     first_gpu = visible_ids()[:1]

@@ -92,6 +92,17 @@ class Plan:
             trainings.append(replace(self, actions=self.actions[start:end], first_step=first_step))
         return trainings
 
+    def next_steps(self) -> list[int]:
+        """Return for each action the number of the step that follows it, from 0."""
+        next_steps: list[int] = []
+        for training in self.trainings():
+            number = training.first_step
+            for action in training.actions:
+                if action in STEP_ACTIONS:
+                    number += 1
+                next_steps.append(number)
+        return next_steps
+
     @property
     def steps(self) -> tuple[str, ...]:
         """Return the actions that are a step."""

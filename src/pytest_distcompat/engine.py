@@ -27,7 +27,7 @@ from pytest_distcompat.drivers import find_driver, preload_of, unsupported_reaso
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge, skipped
-from pytest_distcompat.known import applying, concerned, shipped
+from pytest_distcompat.known import applying, names_in_issues, shipped
 from pytest_distcompat.launch.request import Request, Warmth, import_path
 from pytest_distcompat.launch.temporary import temporary_directory
 from pytest_distcompat.launch.warm import WarmLauncher
@@ -108,7 +108,7 @@ def check_driver(
             reasons[cell, check] = not_applicable(check, cell, driver_class, limits)
     device = choose_device(device, _most_ranks(reasons, driver_class))
     # Beside the caller's expectations those of shipped known issues that concern this driver.
-    known = applying(shipped(), concerned(driver_class), device)
+    known = applying(shipped(), names_in_issues(driver_class), device)
     expectations = (*expect, *known)
     verdicts: list[Verdict] = []
     with local_runner(

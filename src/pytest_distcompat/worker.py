@@ -27,7 +27,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
@@ -187,8 +187,8 @@ class Rank:
         #: How many steps this training has taken, those before the checkpoint that it loads
         #: included.
         self.number = run.first_step
-        #: How many it had taken at its last save.
-        self.number_saved = run.first_step
+        #: How many it has taken after each action of its plan that is not done.
+        self.later_numbers: Iterator[int] = iter(())
         #: The model that nothing wraps, from ``build_model`` until the trainer gets it.
         self.unwrapped: Module | None = None
         # The observer records the steps of the trainer, by hooks: gradients, collectives, inputs.
@@ -309,6 +309,7 @@ class Rank:
             load_from=load_from,
             loads_first=self.run.loads_first,
         )
+        self.later_numbers = iter(plan.next_steps())
         # What performs the calls of a walk (``call step()``), on this rank's batches.
         if self.driver.live_calls is not None:
             rank = self.driver.world.rank
@@ -367,26 +368,15 @@ class Rank:
                 infos |= self._called(loss)
         if action in STEP_ACTIONS:
             infos |= self._step(loss)
-            self.number += 1
         elif action == "load":
             # A load that trains again reaches the same state: only its steps show it.
             infos["steps"] = tuple(self.observer.steps)
-        self._count_anew(action)
+        self.number = next(self.later_numbers)
         self._end(infos, seconds)
         while self._next == "files":
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
         self.observer.record_operators(on=self._observes_operators)
-
-    def _count_anew(self, action: str) -> None:
-        """Set the number of the next step after an action that goes on elsewhere in the data."""
-        if action == "save":
-            self.number_saved = self.number
-        elif action == "again":
-            self.number = 0
-        elif action == "load" and not self.run.after:
-            # It has loaded what this run has saved itself.
-            self.number = self.number_saved
 
     def _observe_built(self) -> None:
         """Attach the observer to the model that the trainer has built, before its first step.

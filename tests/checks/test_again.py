@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,6 +32,26 @@ def test_the_loss_of_the_second_training_is_another(runs_of: RunsOf, cell: str) 
     story = runs_of(cell, "again").snapshot("step", {"loss": 0.6}, run="again", nth=6)
     (finding,) = story.findings("again")
     assert finding.startswith("step 2 of the second training: the loss is 0.6; 0.5 in the reference (2.0e-01 off, ")
+
+
+def test_losses_of_ranks_that_are_parts_of_a_sum(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "again")
+    story = story.alter(
+        lambda snapshot: replace(snapshot, loss=2 * (snapshot.loss or 0.0)), run="again_reference", action="reference"
+    )
+    assert story.findings("again") == []
+    story = story.snapshot("step", {"loss": 0.3}, run="again", nth=6)
+    (finding,) = story.findings("again")
+    assert finding.startswith("step 2 of the second training: the loss is 0.6; 1 in the reference (4.0e-01 off, ")
+
+
+def test_a_loss_with_a_plain_cause_says_which(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "again").snapshot("step", {"loss": 1.0}, run="again", nth=6)
+    (finding,) = story.findings("again")
+    assert finding.endswith(" allowed): 2 times the reference's (= the number of ranks)")
+    story = runs_of("ddp-fp32-w2", "again").snapshot("step", {"loss": math.nan}, run="again", nth=6, rank=1)
+    expected = "step 2 of the second training: rank 1: the loss of this step is nan; expected a finite number"
+    assert story.findings("again")[0] == expected
 
 
 def test_the_schedule_goes_on(runs_of: RunsOf) -> None:

@@ -357,6 +357,15 @@ def test_each_two_settings_of_loaders_are_together_in_one() -> None:
     assert together == set(itertools.combinations(settings, 2))
 
 
+def test_of_loaders_that_save_their_position_one_is_evaluated_whatever_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {f"torchdata {number}": loader for number, loader in enumerate(_rows._STATEFUL.values())}
+    monkeypatch.setattr(_rows, "_ACCELERATE", settings)
+    loaders = {name: _rows._expected(name) for name in settings}
+    assert _rows.evaluated_loaders(loaders) == ["torchdata 0"]
+
+
 class OnlyBfloat16(TorchDriver):
     """A trainer that has no float32."""
 

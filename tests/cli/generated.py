@@ -24,7 +24,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.ext.upstream.models import BLANK, BLANK_TASKS, of_tasks
+from pytest_distcompat.ext.upstream.models import UNSUPPORTED, UNSUPPORTED_TASKS, of_tasks
 from pytest_distcompat.known import KnownIssue, shipped
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.precisions import PRECISIONS
@@ -303,17 +303,21 @@ def cell_options() -> str:
 
 def tasks() -> str:
     """Return the class that the profile ``zoo`` trains for each task of transformers, or why it trains none."""
+<<<<<<< HEAD
     rows = []
     for task, kind in of_tasks().items():
         trained = f"`hf:{kind}`" if kind else BLANK_TASKS[task]
         rows.append([f"`{task}`", trained])
+=======
+    rows = ([f"`{task}`", f"`hf:{kind}`" if kind else UNSUPPORTED_TASKS[task]] for task, kind in of_tasks().items())
+>>>>>>> h-rwb
     return table(("task", "trained, or why none is"), rows)
 
 
 def left_blank() -> str:
     """Return the architectures that the profile ``zoo`` has no tiny model of, by the reason."""
     names_by_reason: dict[str, list[str]] = defaultdict(list)
-    for name, reason in BLANK.items():
+    for name, reason in UNSUPPORTED.items():
         names_by_reason[reason].append(f"hf:{name}")
     rows = [[code(names), reason] for reason, names in names_by_reason.items()]
     return table(("no tiny model of", "why not"), rows)

@@ -18,7 +18,7 @@ import pytest
 import pytest_distcompat
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import REQUIRED_METHODS
-from pytest_distcompat.ext.upstream.models import BLANK, architecture, architectures, of_tasks
+from pytest_distcompat.ext.upstream.models import UNSUPPORTED, architecture, architectures, of_tasks
 from pytest_distcompat.ext.upstream.models._architectures import UNKNOWN
 from pytest_distcompat.known import shipped
 from pytest_distcompat.precisions import PRECISIONS
@@ -150,7 +150,7 @@ def test_each_architecture_left_blank_has_its_reason_there() -> None:
     for models, reason in body:
         for model in models.split(","):
             reason_by_model[model.strip("` ")] = reason
-    assert reason_by_model == {f"hf:{name}": reason for name, reason in BLANK.items()}
+    assert reason_by_model == {f"hf:{name}": reason for name, reason in UNSUPPORTED.items()}
     for name, reason in reason_by_model.items():
         # A newer transformers may have it.
         assert architecture(name).unsupported_reason in {reason, UNKNOWN}

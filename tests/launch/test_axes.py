@@ -106,7 +106,7 @@ class TestAccelerate(CompatSuite):
     driver = "with_the_class:Replicating"
     matrix = Matrix(("fsdp2",), ("fp32",), world_sizes=(4,), options=({"tp": 2},))
 """
-#: A cell that Trainer's driver leaves blank on the CPU alone.
+#: A cell that Trainer's driver does not support on the CPU alone.
 ON_THE_CPU_TOO = """
 from pytest_distcompat.drivers.trainer import TrainerDriver
 

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.ext.upstream.drivers import _releases
+
 pytestmark = pytest.mark.spawn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -68,6 +72,13 @@ def test_the_suite_is_adopted_in_ten_lines(name: str, file: str) -> None:
 @pytest.mark.nightly
 def test_a_plain_script(pytester: pytest.Pytester) -> None:
     run(pytester, "plain_script").assert_outcomes(passed=2)
+
+
+def test_without_trl_the_cells_of_its_example_are_skipped_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "trl_trainer"))
+    monkeypatch.setattr(_releases, "installed", lambda package: package != "trl")
+    driver = find_driver("sft_driver:SFTDriver")
+    assert driver.unsupported_reason(Cell.parse("ddp-fp32-w2")) == "trl is not installed"
 
 
 def test_every_adopter_is_run() -> None:

@@ -78,6 +78,7 @@ def sizes(snapshot: Snapshot) -> list[tuple[str, int]]:
                 "fsdp2-fp32-w8-model_mlp",
                 "fsdp2-fp32-w8-dp_replicate_2-tp_2",
                 "fsdp2-bf16_upcast-w8-dp_replicate_2",
+                "fsdp2-fp32-w4-model_mlp-ema",
             )
         ),
     ],

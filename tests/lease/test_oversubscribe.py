@@ -117,7 +117,7 @@ def test_a_library_that_is_known_is_not_loaded_again(
     answers = nccl.answers()
     nccl._answers.clear()
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was loaded again"))
-    nccl.tell(answers)
+    nccl.set_libraries(answers)
     assert nccl.library() == known
 
 
@@ -243,7 +243,7 @@ def test_one_gpu_is_enough_for_two_ranks(
 
 
 @pytest.mark.parametrize(
-    ("cell", "blank", "checks"),
+    ("cell", "expected", "checks"),
     [
         ("ddp-fp32-w2", None, set()),
         ("zero3-fp32-w2", None, set()),
@@ -255,11 +255,11 @@ def test_one_gpu_is_enough_for_two_ranks(
         ("fsdp2-fp32-w2-pp_2", "gloo cannot send activations from stage to stage on a GPU", None),
     ],
 )
-def test_what_gloo_cannot_do_on_a_gpu_is_not_run(cell: str, blank: str | None, checks: set[str] | None) -> None:
+def test_what_gloo_cannot_do_on_a_gpu_is_not_run(cell: str, expected: str | None, checks: set[str] | None) -> None:
     """104 of 387 verdicts ended with SIGSEGV."""
     asked = Cell.parse(cell)
     reason = why_not_through_gloo(asked)
-    assert (reason or "").partition(". ")[0] == (blank or "")
+    assert (reason or "").partition(". ")[0] == (expected or "")
     if reason:
         assert "pip install --upgrade 'pytest-distcompat[one-gpu]'" in reason
     if checks is not None:
@@ -267,19 +267,21 @@ def test_what_gloo_cannot_do_on_a_gpu_is_not_run(cell: str, blank: str | None, c
         assert blank_checks == checks
 
 
-@pytest.mark.parametrize(("visible", "blank"), [("GPU-a", False), ("MIG-5c1b", True)])
-def test_cells_of_deepspeed_are_blank_on_mig(visible: str, blank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("visible", "refuses"), [("GPU-a", False), ("MIG-5c1b", True)])
+def test_cells_of_deepspeed_are_not_supported_on_mig(
+    visible: str, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each failed with invalid literal for int()."""
     session: Any = SimpleNamespace(
         substitute=None, device="cuda", uses_mig=visible.startswith("MIG-"), shares_through_gloo=lambda size: False
     )
     driver = DRIVERS.get("deepspeed")
     reason = why_not.why_not_supported(driver, Cell.parse("zero2-fp32-w1"), session)
-    assert (reason == why_not.NO_MIG) == blank
+    assert (reason == why_not.NO_MIG) == refuses
     assert why_not.why_not_supported(DRIVERS.get("torch"), Cell.parse("ddp-fp32-w1"), session) is None
 
 
-BLANKS = """
+SUITE_WITH_CP = """
 from pytest_distcompat import CompatSuite, Matrix
 
 class TestX(CompatSuite):
@@ -290,11 +292,11 @@ class TestX(CompatSuite):
 
 @needs_gcc
 @pytest.mark.parametrize("code", [22907, 23007])
-def test_blanks_of_gloo_have_the_reason_and_the_cure(
+def test_what_gloo_does_not_support_has_the_reason_and_the_cure(
     code: int, nccl_of: Callable[[int], None], pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     nccl_of(code)
-    pytester.makepyfile(test_it=BLANKS)
+    pytester.makepyfile(test_it=SUITE_WITH_CP)
     result = run_on_gpus("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2", "--collect-only", "-q")
     items = [line for line in result.outlines if "::" in line]
     text = "\n".join(items)

@@ -15,7 +15,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import run_check
 from pytest_distcompat.judge import skipped
-from pytest_distcompat.known import applying, concerned, shipped
+from pytest_distcompat.known import applying, names_in_issues, shipped
 from pytest_distcompat.launch.request import Warmth
 from pytest_distcompat.launch.torchrun import LAUNCHERS
 from pytest_distcompat.models import model_of
@@ -35,7 +35,7 @@ class Stack:
         reason = kind.unsupported_reason(cell, "cpu") or wanted.not_applicable(cell, kind)
         if reason:
             return skipped(check, cell, reason)
-        return run_check(self.runner, driver, cell, wanted, applying(shipped(), concerned(kind), "cpu"))[0]
+        return run_check(self.runner, driver, cell, wanted, applying(shipped(), names_in_issues(kind), "cpu"))[0]
 
 
 @contextlib.contextmanager

@@ -139,12 +139,12 @@ def run_command(environment: dict[str, str]) -> Callable[[str, Path], tuple[int,
 
 
 #: (driver, cell id) -> names of the checks that have an item in the cell.
-Concerned = Callable[[type[Driver], str], list[str]]
+ApplicableChecks = Callable[[type[Driver], str], list[str]]
 #: (driver, *cell ids) -> number of runs that the cells' items need.
 Runs = Callable[..., int]
 
 
-def _concerned(driver: type[Driver], cell_id: str) -> list[str]:
+def _applicable_checks(driver: type[Driver], cell_id: str) -> list[str]:
     cell = Cell.parse(cell_id)
     names = []
     for name, check in CHECKS.by_name.items():
@@ -155,9 +155,9 @@ def _concerned(driver: type[Driver], cell_id: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def concerned() -> Concerned:
+def applicable_checks() -> ApplicableChecks:
     """Return the checks of a cell in a session without limits such as ``--distcompat-throughput``."""
-    return _concerned
+    return _applicable_checks
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +168,7 @@ def runs() -> Runs:
         distinct = set()
         for cell_id in cell_ids:
             cell = Cell.parse(cell_id)
-            for name in _concerned(driver, cell_id):
+            for name in _applicable_checks(driver, cell_id):
                 for run in CHECKS.get(name).runs(cell, driver).runs:
                     owner = cell if run.after else cell.world_size
                     distinct.add((run.name, run.cell(cell), owner))

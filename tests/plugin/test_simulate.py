@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.ext.simulation.substitute import Simulation
+
 SUITE = """
 from pytest_distcompat import CompatSuite, Matrix
 
@@ -52,3 +56,11 @@ def test_ranks_that_form_no_mesh_are_a_usage_error(pytester: pytest.Pytester) ->
     )
     result = pytester.runpytest("--distcompat-simulate=6")
     result.stdout.fnmatch_lines(["*--distcompat-simulate 6: tp 4 does not divide 6 ranks; with these tp can be 1, 2*"])
+
+
+@pytest.mark.parametrize(("option", "is_simulated"), [("ema", True), ("param_groups", True), ("lora", False)])
+def test_options_of_a_cell_that_are_simulated(option: str, is_simulated: bool) -> None:
+    cell = Cell.parse(f"fsdp2-fp32-w64-{option}")
+    reason = Simulation(64).why_not_supported(DRIVERS.get("torch"), cell)
+    expected = None if is_simulated else f"option {option!r} needs values, or was not simulated yet"
+    assert reason == expected

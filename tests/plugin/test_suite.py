@@ -16,7 +16,7 @@ from pytest_distcompat.profiles import left_out
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from tests.plugin.conftest import Concerned, FakeRanks, Runs
+    from tests.plugin.conftest import ApplicableChecks, FakeRanks, Runs
 
     from pytest_distcompat.driver import Driver
 
@@ -42,9 +42,9 @@ TORCH = DRIVERS.get("torch")
 ACCELERATE = DRIVERS.get("accelerate")
 
 
-def chosen(concerned: Concerned, driver: type[Driver], cells: list[str]) -> list[str]:
+def chosen(applicable_checks: ApplicableChecks, driver: type[Driver], cells: list[str]) -> list[str]:
     """Return the items that the default profile has in these cells."""
-    applicable = {Cell.parse(cell): concerned(driver, cell) for cell in cells}
+    applicable = {Cell.parse(cell): applicable_checks(driver, cell) for cell in cells}
     repeated = left_out("default", applicable)
     items = []
     for cell, checks in applicable.items():
@@ -80,11 +80,13 @@ def test_a_base_class_of_suites_needs_no_driver(pytester: pytest.Pytester) -> No
         assert item.startswith("TestX::")
 
 
-def test_one_item_for_each_check_in_each_cell_that_it_is_about(pytester: pytest.Pytester, concerned: Concerned) -> None:
+def test_one_item_for_each_check_in_each_cell_that_it_is_about(
+    pytester: pytest.Pytester, applicable_checks: ApplicableChecks
+) -> None:
     pytester.makepyfile(SUITE)
-    assert "units" in concerned(TORCH, "fsdp2-fp32-w2")
-    assert "units" not in concerned(TORCH, "ddp-fp32-w2")
-    expected = [f"TestX::test[{item}]" for item in chosen(concerned, TORCH, CELLS)]
+    assert "units" in applicable_checks(TORCH, "fsdp2-fp32-w2")
+    assert "units" not in applicable_checks(TORCH, "ddp-fp32-w2")
+    expected = [f"TestX::test[{item}]" for item in chosen(applicable_checks, TORCH, CELLS)]
     assert collect(pytester, "--strict-markers") == expected
     # The default profile does not reshard once more in bfloat16.
     assert items_with(":reshard]", expected) == [
@@ -109,7 +111,9 @@ def test_facets_and_checks_select(pytester: pytest.Pytester) -> None:
     assert collect(pytester, name) == ["TestX::test[ddp-fp32-w2:resume]"]
 
 
-def test_a_suite_needs_no_name_and_a_base_class_is_none(pytester: pytest.Pytester, concerned: Concerned) -> None:
+def test_a_suite_needs_no_name_and_a_base_class_is_none(
+    pytester: pytest.Pytester, applicable_checks: ApplicableChecks
+) -> None:
     pytester.makepyfile(
         """
         from pytest_distcompat import CompatSuite, Matrix
@@ -125,7 +129,7 @@ def test_a_suite_needs_no_name_and_a_base_class_is_none(pytester: pytest.Pyteste
             def helper(self): pass
         """
     )
-    checks = [f"Mine::test[ddp-fp32-w2:{check}]" for check in concerned(TORCH, "ddp-fp32-w2")]
+    checks = [f"Mine::test[ddp-fp32-w2:{check}]" for check in applicable_checks(TORCH, "ddp-fp32-w2")]
     assert collect(pytester) == [*checks, "Mine::test_suite_of_mine"]
 
 
@@ -212,10 +216,10 @@ def test_a_misspelt_driver_is_no_base_class(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*Mine.drivr is no attribute of a suite; did you mean driver?"])
 
 
-def test_a_suite_has_attributes_of_its_own(pytester: pytest.Pytester, concerned: Concerned) -> None:
+def test_a_suite_has_attributes_of_its_own(pytester: pytest.Pytester, applicable_checks: ApplicableChecks) -> None:
     own = "expected = {'loss': 2.0}\n    drivers = 3\n    options = {'a': 1}\n    matrix_of = ('names',)\n    def expects(self): pass"
     pytester.makepyfile(f"{SUITE}\n    {own}")
-    assert len(collect(pytester)) == len(chosen(concerned, TORCH, CELLS))
+    assert len(collect(pytester)) == len(chosen(applicable_checks, TORCH, CELLS))
 
 
 @pytest.mark.parametrize(
@@ -280,12 +284,12 @@ def test_an_expectation_for_another_world_size_waits_for_another_run(
     assert pytester.runpytest_inprocess("--co").ret == pytest.ExitCode.OK
 
 
-def test_options_narrow_what_runs(pytester: pytest.Pytester, concerned: Concerned) -> None:
+def test_options_narrow_what_runs(pytester: pytest.Pytester, applicable_checks: ApplicableChecks) -> None:
     pytester.makepyfile(SUITE + "\nclass TestY(TestX):\n    driver = 'accelerate'\n")
 
     def number_of_items(cells: list[str]) -> int:
-        by_torch = chosen(concerned, TORCH, cells)
-        by_accelerate = chosen(concerned, ACCELERATE, cells)
+        by_torch = chosen(applicable_checks, TORCH, cells)
+        by_accelerate = chosen(applicable_checks, ACCELERATE, cells)
         return len(by_torch) + len(by_accelerate)
 
     assert len(collect(pytester)) == number_of_items(CELLS)
@@ -294,21 +298,25 @@ def test_options_narrow_what_runs(pytester: pytest.Pytester, concerned: Concerne
     collected = collect(pytester, "--distcompat-precisions=fp32", "--distcompat-strategies=ddp,zero3")
     assert len(collected) == number_of_items(["ddp-fp32-w2"])
     collected = collect(pytester, "--distcompat-drivers=accelerate", "--distcompat-precisions=bf16_upcast")
-    expected = chosen(concerned, ACCELERATE, ["ddp-bf16_upcast-w2", "fsdp2-bf16_upcast-w2"])
+    expected = chosen(applicable_checks, ACCELERATE, ["ddp-bf16_upcast-w2", "fsdp2-bf16_upcast-w2"])
     assert len(items_with("TestY", collected)) == len(expected)
     # What is left of the other suite says that nothing is.
     assert items_with("TestX", collected) == ["TestX::test[no-cell]"]
 
 
-def test_narrowing_does_not_make_an_expectation_cover_no_cell(pytester: pytest.Pytester, concerned: Concerned) -> None:
+def test_narrowing_does_not_make_an_expectation_cover_no_cell(
+    pytester: pytest.Pytester, applicable_checks: ApplicableChecks
+) -> None:
     pytester.makepyfile(SUITE + "    expect = (fails('names', strategy='fsdp2', reason='x'),)\n")
     left = collect(pytester, "--distcompat-strategies=ddp")
-    expected = chosen(concerned, TORCH, ["ddp-fp32-w2", "ddp-bf16_upcast-w2"])
+    expected = chosen(applicable_checks, TORCH, ["ddp-fp32-w2", "ddp-bf16_upcast-w2"])
     assert len(left) == len(expected)
     assert len(collect(pytester, "--distcompat-drivers=accelerate")) == 1
 
 
-def test_checks_share_runs(pytester: pytest.Pytester, ranks: FakeRanks, runs: Runs, concerned: Concerned) -> None:
+def test_checks_share_runs(
+    pytester: pytest.Pytester, ranks: FakeRanks, runs: Runs, applicable_checks: ApplicableChecks
+) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_inprocess("-k", "ddp and fp32 and (active or names or resume or data or parity)")
     ran = []
@@ -323,8 +331,8 @@ def test_checks_share_runs(pytester: pytest.Pytester, ranks: FakeRanks, runs: Ru
     ranks.requests.clear()
     result = pytester.runpytest_inprocess("-k", "fp32")
     expected_runs = runs(TORCH, "ddp-fp32-w2", "fsdp2-fp32-w2")
-    of_ddp = concerned(TORCH, "ddp-fp32-w2")
-    of_fsdp2 = concerned(TORCH, "fsdp2-fp32-w2")
+    of_ddp = applicable_checks(TORCH, "ddp-fp32-w2")
+    of_fsdp2 = applicable_checks(TORCH, "fsdp2-fp32-w2")
     verdicts = len(of_ddp) + len(of_fsdp2)
     assert len(ranks.requests) == expected_runs
     assert expected_runs < verdicts

@@ -19,7 +19,7 @@ from pytest_distcompat.drivers import DRIVERS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.plugin.conftest import Concerned, Run, RunPytest, Runs
+    from tests.plugin.conftest import ApplicableChecks, Run, RunPytest, Runs
 
 pytestmark = pytest.mark.spawn
 
@@ -55,7 +55,7 @@ def verdicts(path: Path) -> tuple[dict[str, str], int]:
     return {result["nodeid"]: result["status"] for result in data["results"]}, data["session"]["runs"]
 
 
-def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned: Concerned) -> None:
+def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, applicable_checks: ApplicableChecks) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED
     # A driver that has the five methods and claims nothing more.
     passed = [("TestMine", "ddp"), ("TestMine", "fsdp2"), ("TestForgetful", "ddp")]
@@ -63,7 +63,7 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned:
         **{
             f"{suite}::test[{strategy}-fp32-w2:{check}]": "passed"
             for suite, strategy in passed
-            for check in concerned(Driver, f"{strategy}-fp32-w2")
+            for check in applicable_checks(Driver, f"{strategy}-fp32-w2")
         },
         f"TestMine::test[zero3-fp32-w2:{CHECKS.names()[0]}]": "skipped",
         **{f"TestForgetful::test[ddp-fp32-w2:{check}]": "failed" for check in ("resume", "restarts", "paths")},
@@ -180,10 +180,12 @@ def test_one_rank_needs_no_second_one(tmp_path: Path, run_pytest: RunPytest, cho
 
 
 @pytest.mark.nightly
-def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPytest, concerned: Concerned) -> None:
+def test_the_built_in_suite_runs_from_anywhere(
+    tmp_path: Path, run_pytest: RunPytest, applicable_checks: ApplicableChecks
+) -> None:
     run = run_pytest(tmp_path, "--pyargs", "pytest_distcompat.suite", "-k", "TestTorch and ddp-fp32-w2:")
     assert run.code == pytest.ExitCode.OK, run.out
-    checks = concerned(DRIVERS.get("torch"), "ddp-fp32-w2")
+    checks = applicable_checks(DRIVERS.get("torch"), "ddp-fp32-w2")
     assert run.outcomes == {f"TestTorch::test[ddp-fp32-w2:{check}]": "passed" for check in checks} | {
         "TestTorch::test[ddp-fp32-w2:damage]": "xfailed"
     }

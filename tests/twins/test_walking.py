@@ -140,3 +140,10 @@ def test_a_sound_trainer_passes_a_long_walk_and_a_resume(runner: Runner, driver:
     # Trainer's own evaluate() draws from the generator of the training, which is a known issue.
     evaluate = "" if driver == "trainer" else "evaluate(), "
     assert explorer.check(calls(f"step(), {evaluate}slower(), step(), resume(), step(), step()")) == ()
+
+
+def test_a_layer_that_is_trained_later_is_in_a_state_dict_of_what_is_trained(runner: Runner) -> None:
+    fsdp2 = Cell.of("fsdp2", "fp32", model="mlp")
+    trained = "state_dict(how='ignore_frozen_params')"
+    walk = f"{trained}, add_group(), step(), {trained}, freeze(part='inlet'), {trained}"
+    assert Explorer(runner, "torch", fsdp2).check(calls(walk)) == ()

@@ -12,8 +12,8 @@ from pytest_distcompat import suite
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.ext.upstream.models import (
-    BLANK,
-    BLANK_TASKS,
+    UNSUPPORTED,
+    UNSUPPORTED_TASKS,
     architecture,
     architectures,
     of_tasks,
@@ -83,8 +83,8 @@ def test_each_task_of_transformers_has_a_class_or_a_reason() -> None:
     assert types >= {"t5", "blip-2"}
     chosen = of_tasks()
     assert {*chosen, "causal_lm"} == tasks
-    blank = {task for task, kind in chosen.items() if not kind}
-    assert blank == BLANK_TASKS.keys()
+    unsupported = {task for task, kind in chosen.items() if not kind}
+    assert unsupported == UNSUPPORTED_TASKS.keys()
     kinds = {kind for kind in chosen.values() if kind}
     for kind in kinds:
         assert f"hf:{kind}" in architectures()
@@ -181,8 +181,8 @@ def test_each_architecture_takes_a_step_or_has_a_reason() -> None:
     assert len(made) >= 150
 
 
-ROUNDING = [name for name, reason in BLANK.items() if "rounding" in reason]
-WITHOUT_MODEL = [name for name in BLANK if not name.islower() and name not in ROUNDING]
+ROUNDING = [name for name, reason in UNSUPPORTED.items() if "rounding" in reason]
+WITHOUT_MODEL = [name for name in UNSUPPORTED if not name.islower() and name not in ROUNDING]
 
 
 @pytest.mark.nightly
@@ -209,7 +209,7 @@ def _train_most(tiny: TinyModel) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "model", [architecture for architecture in architectures() if architecture.removeprefix("hf:") not in BLANK]
+    "model", [architecture for architecture in architectures() if architecture.removeprefix("hf:") not in UNSUPPORTED]
 )
 def test_no_model_of_the_zoo_turns_on_rounding(model: str) -> None:
     pytest.importorskip("torch")
@@ -220,7 +220,7 @@ def test_no_model_of_the_zoo_turns_on_rounding(model: str) -> None:
 @pytest.mark.parametrize("name", ROUNDING)
 def test_a_class_that_turns_on_rounding_still_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    monkeypatch.delitem(BLANK, name)
+    monkeypatch.delitem(UNSUPPORTED, name)
     assert _drift(name) > 1
 
 

@@ -40,8 +40,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", touch)
     monkeypatch.setattr(torch.cuda, "is_available", touch)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(devices, "_told", None)
-    monkeypatch.setattr(devices, "_told_process", 0)
+    monkeypatch.setattr(devices, "_preset", None)
+    monkeypatch.setattr(devices, "_preset_process", 0)
 
 
 class ClosedNvml(types.ModuleType):
@@ -137,10 +137,10 @@ def test_no_fork_server_opens_nvml_for_the_tests_that_it_collects(
 
 def test_a_process_goes_by_what_it_was_told_and_those_forked_from_it_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "visible_ids", lambda: ["GPU-a"])
-    devices.tell(GpuFacts(2, (9, 0)))
+    devices.set_gpu_facts(GpuFacts(2, (9, 0)))
     assert devices.visible_gpus() == 2
     assert devices.compute_capability() == (9, 0)
-    monkeypatch.setattr(devices, "_told_process", os.getpid() + 1)
+    monkeypatch.setattr(devices, "_preset_process", os.getpid() + 1)
     assert devices.visible_gpus() == 1
 
 
@@ -178,21 +178,21 @@ def test_torch_answers_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch)
 
 def test_torch_answers_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     without_cuda.answer_without_cuda(HOPPER)
-    monkeypatch.setattr(devices, "_told_process", os.getpid() + 1)
+    monkeypatch.setattr(devices, "_preset_process", os.getpid() + 1)
     for question in (torch.cuda.device_count, torch.cuda.is_available, torch.cuda.get_device_capability):
         with pytest.raises(AssertionError, match="initialises CUDA"):
             question()
 
 
 def test_nvml_is_opened_when_a_device_is_asked_for(nvml: ClosedNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices.tell(HOPPER)
+    devices.set_gpu_facts(HOPPER)
     without_cuda.postpone_nvml()
     nvml.nvmlInit()
     nvml.nvmlInit()
     nvml.nvmlShutdown()
     assert not nvml.opened
     # In a rank.
-    monkeypatch.setattr(devices, "_told_process", 0)
+    monkeypatch.setattr(devices, "_preset_process", 0)
     assert nvml.nvmlDeviceGetCount() == 2
     assert len(nvml.opened) == 1
     nvml.nvmlInit()

@@ -14,7 +14,7 @@ from pytest_distcompat.checks import all_check_names
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.known import KnownIssue, applying, concerned, read_file, shipped
+from pytest_distcompat.known import KnownIssue, applying, names_in_issues, read_file, shipped
 from pytest_distcompat.strategies import STRATEGIES
 
 ENTRY = """
@@ -195,7 +195,7 @@ def test_shipped_entries_name_existing_cells_and_checks(issue: object) -> None:
     assert isinstance(issue, KnownIssue)
     assert set(issue.check) <= {"*", *all_check_names()}
     assert issue.link.startswith("https://")
-    libraries = set[str]().union(*map(concerned, DRIVERS.by_name.values()))
+    libraries = set[str]().union(*map(names_in_issues, DRIVERS.by_name.values()))
     assert set(issue.drivers) <= libraries
     for cells in issue.cells:
         strategies = cells.get("strategy", ())
@@ -307,7 +307,7 @@ def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
     ],
 )
 def test_what_was_seen_on_a_gpu_is_known_there(driver: str, cell: str, check: str, seen: str) -> None:
-    libraries = concerned(DRIVERS.get(driver))
+    libraries = names_in_issues(DRIVERS.get(driver))
     for device, known in (("cpu", False), ("cuda", True)):
         expectations = applying(shipped(), libraries, device)
         matching = [expectation for expectation in expectations if expectation.matches(seen)]

@@ -56,9 +56,9 @@ def test_without_transformers_the_default_model_is_mlp(strategy: str) -> None:
 
 def test_without_transformers_known_issues_of_mlp_apply_to_a_cell_without_options() -> None:
     reasons = run("""
-        from pytest_distcompat.known import applying, concerned, shipped
+        from pytest_distcompat.known import applying, names_in_issues, shipped
         cell = Cell("zero1", "bf16_upcast")
-        for one in applying(shipped(), concerned(DRIVERS.get("deepspeed")), "cpu"):
+        for one in applying(shipped(), names_in_issues(DRIVERS.get("deepspeed")), "cpu"):
             if one.covers(cell, "export"):
                 print(one.reason)
     """)

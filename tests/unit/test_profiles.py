@@ -252,6 +252,19 @@ def test_the_sweep_of_a_driver_without_several_models_has_cells() -> None:
         assert "model" not in cell
 
 
+@pytest.mark.parametrize(
+    ("driver", "setting"),
+    [
+        ("torch", "fully_shard.reshard_after_forward=null"),
+        ("trainer", "TrainingArguments.logging_nan_inf_filter=true"),
+        ("trainer", "TrainingArguments.dataloader_pin_memory=true"),
+    ],
+)
+def test_the_sweep_tries_defaults_of_arguments_that_a_driver_always_gives(driver: str, setting: str) -> None:
+    settings = {cell.set for cell in of("sweep", DRIVERS.get(driver))}
+    assert (setting,) in settings
+
+
 def test_a_built_in_suite_has_its_slice_of_the_sweep_with_what_one_training_shows() -> None:
     for kind in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed):
         driver = DRIVERS.get(kind.driver)

@@ -119,5 +119,6 @@ def test_a_plan_is_cut_into_the_trainings_of_one_trainer() -> None:
     assert third.actions == ("load", "step", "step")
     assert third.first_step == 3
     assert third.last_step == 5
+    assert plan.next_steps() == [0, 1, 2, 3, 3, 4, 5, 0, 1, 2, 3, 3, 4, 5]
     resumed = Plan(("build", "load", "step", "save", "step"), 3, Path("here"), Path("there"))
     assert resumed.trainings() == [resumed]

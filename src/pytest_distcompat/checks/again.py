@@ -29,8 +29,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import Snapshots, check, every_rank
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._factors import factors_of
 from pytest_distcompat.checks._hyperparameters import other_rates
+from pytest_distcompat.checks._losses import add_up, other_loss, times_ranks
 from pytest_distcompat.checks._reference import (
     Allowance,
     has_reference,
@@ -41,7 +43,7 @@ from pytest_distcompat.checks._repeated_steps import first_other_step
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import differences, settings, values
 from pytest_distcompat.scenario import AGAIN, SAVED
-from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import RunTrace, Trace
 
 #: The steps of the first and the second training, and of the one that loads the save.
 FIRST_STEPS, SECOND_STEPS, LOADED_STEPS = 5, 3, 2
@@ -103,6 +105,13 @@ def _second_training(cell: Cell, run: RunTrace, reference: RunTrace) -> Iterator
     """Yield findings for the first step of the second training that is not the reference's."""
     yield from every_rank(run.at("again"), cell.world_size, "the start of the second training")
     loss_tolerance, norm_tolerance = table_tolerances(cell, run)
+    # Numbers by which a wrong loss may be multiplied: ``{"the number of ranks": 2}``.
+    factors = factors_of(cell, run)
+    first_references = reference.at("reference")
+    # Whether the gradients are right if the losses of ranks add up is for ``parity`` to say.
+    losses_add_up = bool(first_references) and add_up(
+        cell, run.at("step"), first_references[0], loss_tolerance
+    )
     for nth in range(SECOND_STEPS):
         step = f"step {nth + 1} of the second training"
         snapshots = run.at("step", FIRST_STEPS + nth)
@@ -111,10 +120,13 @@ def _second_training(cell: Cell, run: RunTrace, reference: RunTrace) -> Iterator
         if not snapshots or not references:
             yield f"{step}: no reference to compare with"
             return
+        if losses_add_up:
+            snapshots = tuple(times_ranks(snapshot, cell) for snapshot in snapshots)
+        loss_allowance = Allowance(loss_tolerance, abs(references[0].loss or 0.0))
         norm_allowance = Allowance(norm_tolerance, abs(references[0].grad_norm or 0.0))
         findings = [
-            *_other_loss(snapshots, references[0], loss_tolerance),
-            *other_norms(snapshots, references[0], norm_allowance, factors={}),
+            *other_loss(cell, snapshots, references[0], loss_allowance, factors),
+            *other_norms(snapshots, references[0], norm_allowance, factors),
             *other_rates(snapshots, references[0]),
         ]
         for finding in findings:
@@ -122,15 +134,3 @@ def _second_training(cell: Cell, run: RunTrace, reference: RunTrace) -> Iterator
         if findings:
             # Later deviations follow from this one.
             return
-
-
-def _other_loss(snapshots: Snapshots, reference: Snapshot, tolerance: float) -> Iterator[str]:
-    """Yield a finding if the average of the ranks' losses is not the reference's loss."""
-    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
-    if len(losses) != len(snapshots) or reference.loss is None:
-        yield "no loss to compare; expected step() to return it on every rank, and reference()"
-        return
-    loss = sum(losses) / len(losses)
-    allowance = Allowance(tolerance, abs(reference.loss))
-    if not allowance.covers(loss, reference.loss):
-        yield f"the loss is {loss:.6g}; {allowance.deviation(loss, reference.loss)}"

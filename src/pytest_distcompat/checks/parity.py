@@ -11,10 +11,9 @@ For each step and rank it has a snapshot: loss, gradient norm before clipping, n
 groups, and what the optimizer got. The check yields findings for the first step that differs, such
 as ``step 1: the loss is 1.38; 0.69 in the reference (1.0e+00 off, 2.0e-05 allowed)``.
 
-Tolerances are in ``_reference``, learning rates and the like in ``_hyperparameters``. The check
-``clipping``, which compares the norms of the gradients that the optimizer got, is in a file of its
-own. This file compares losses and the reported norms, and names the cause of a wrong loss where a
-simple one fits: another kind of mean, or a factor such as the number of ranks.
+Tolerances and the reported norms are in ``_reference``, losses in ``_losses``, learning rates and
+the like in ``_hyperparameters``. The check ``clipping``, which compares the norms of the gradients
+that the optimizer got, is in a file of its own.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
@@ -24,20 +23,19 @@ tested) does not have the check, or None.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import Snapshots, check, every_rank, finite_losses
+from pytest_distcompat.checks._base import Snapshots, check, every_rank
 from pytest_distcompat.checks._extra_norms import other_extra_state
-from pytest_distcompat.checks._factors import factors_of, times_a_factor
+from pytest_distcompat.checks._factors import factors_of
 from pytest_distcompat.checks._hyperparameters import (
     NumbersOfParameters,
     other_hyperparameters,
     other_rates,
 )
+from pytest_distcompat.checks._losses import add_up, other_loss, times_ranks
 from pytest_distcompat.checks._reference import (
     WHOLE_RUNS,
     Allowance,
@@ -101,13 +99,13 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         reference = references[0]
         # Such losses are made comparable: as if they were means over ranks.
         if losses_add_up:
-            snapshots = tuple(_times_ranks(snapshot, cell) for snapshot in snapshots)
+            snapshots = tuple(times_ranks(snapshot, cell) for snapshot in snapshots)
         largest_loss = max(largest_loss, abs(reference.loss or 0.0))
         largest_norm = max(largest_norm, reference.grad_norm or 0.0)
         loss_allowance = Allowance(loss_tolerances[step], largest_loss)
         norm_allowance = Allowance(norm_tolerances[step], largest_norm)
         findings: list[str] = []
-        for finding in _other_loss(cell, snapshots, reference, loss_allowance, factors):
+        for finding in other_loss(cell, snapshots, reference, loss_allowance, factors):
             findings.append(finding + _same_rows(cell) + circumstances)
         for finding in other_norms(snapshots, reference, norm_allowance, factors):
             findings.append(finding + circumstances)
@@ -144,28 +142,11 @@ def _parts_of_a_sum(
     """
     snapshots = trace.run("train").at("step", 0)
     references = trace.run("reference").at("reference", 0)
-    losses = _losses(snapshots)
-    if cell.dp_size == 1 or not losses or len(losses) != len(snapshots):
-        return False
-    if not references or references[0].loss is None:
-        return False
-    # Ranks that share a batch report the same loss, so the mean is multiplied by the number of
-    # different batches.
-    total = cell.dp_size * sum(losses) / len(losses)
-    if not math.isclose(total, references[0].loss, rel_tol=tolerance):
+    if not references or not add_up(cell, snapshots, references[0], tolerance):
         return False
     if not _shows_gradients(trace, norm_tolerances):
         return False
     return not any(clipping(cell, trace))
-
-
-def _losses(snapshots: Snapshots) -> list[float]:
-    """Return the losses that ranks reported; a rank may have reported none."""
-    losses: list[float] = []
-    for snapshot in snapshots:
-        if snapshot.loss is not None:
-            losses.append(snapshot.loss)
-    return losses
 
 
 def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
@@ -202,102 +183,6 @@ def _shows_gradients_of_step(snapshots: Snapshots, reference: Snapshot, toleranc
     # Some ranks report no norm. The check ``clipping`` compares the norms after clipping, which are
     # the same numbers if the reference was not clipped in this step.
     return math.isclose(optimizer_norm(reference), expected, rel_tol=UNCLIPPED)
-
-
-def _times_ranks(snapshot: Snapshot, cell: Cell) -> Snapshot:
-    """Return the snapshot with its loss times the number of data-parallel ranks.
-
-    The loss of a rank was its part of a sum; the mean of the results over ranks is that sum.
-    """
-    if snapshot.loss is None:
-        return snapshot
-    loss = snapshot.loss * cell.dp_size
-    return dataclasses.replace(snapshot, loss=loss)
-
-
-def _other_loss(
-    cell: Cell,
-    snapshots: Snapshots,
-    reference: Snapshot,
-    allowance: Allowance,
-    factors: Mapping[str, int],
-) -> Iterator[str]:
-    """Yield a finding if the average of the ranks' losses is not the reference's loss.
-
-    Args:
-        cell: The cell.
-        snapshots: Those of all ranks after a step.
-        reference: The snapshot of the reference after the same step.
-        allowance: How far the loss may be off.
-        factors: Name -> number that a wrong loss may be multiplied by: ``{"the number of ranks":
-            2}``. If one fits, the finding names it.
-    """
-    losses = _losses(snapshots)
-    if len(losses) != len(snapshots) or reference.loss is None:
-        yield "no loss to compare; expected step() to return it on every rank, and reference()"
-        return
-    infinite = list(finite_losses(snapshots, "this step"))
-    if infinite:
-        yield from infinite
-        return
-    loss = sum(losses) / len(losses)
-    if allowance.covers(loss, reference.loss):
-        return
-    cause = _other_average(cell, loss, reference, allowance.tolerance)
-    if not cause:
-        cause = times_a_factor(loss, reference.loss, factors, allowance.tolerance)
-    deviation = allowance.deviation(loss, reference.loss)
-    yield f"the loss is {loss:.6g}; {deviation}{cause}"
-
-
-def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: float) -> str:
-    """Return the words about a loss that is another kind of mean than the reference's.
-
-    An example is ``: here each micro-batch counts alike, there each token``. The text is empty if
-    the loss is no such mean.
-
-    A mean that is multiplied by the number of data-parallel ranks, or of micro-batches, is
-    recognized too: such a loss is meant to be a part of a sum.
-
-    Args:
-        cell: The cell.
-        loss: The mean of the ranks' losses.
-        reference: The snapshot of the reference. Its ``averages`` map what counts alike
-            (``each token``) to the loss that the reference would have as that mean.
-        tolerance: How far numbers may be apart, relatively.
-    """
-    reference_weights = _equal_weights(reference.loss or 0.0, reference, tolerance)
-    if not reference_weights:
-        return ""
-    reference_weight = reference_weights[0]
-    weights = _equal_weights(loss, reference, tolerance)
-    # Both are the same kind of mean, so the cause is another one.
-    if not set(weights).isdisjoint(reference_weights):
-        return ""
-    if weights:
-        return f": here {weights[0]} counts alike, there {reference_weight}"
-    # Both numbers may be equal: then one finding names both.
-    names_by_factor: dict[int, list[str]] = defaultdict(list)
-    names_by_factor[cell.dp_size].append("ranks")
-    names_by_factor[int(cell.option("grad_accum"))].append("micro-batches a step")
-    for factor, names in names_by_factor.items():
-        weights = _equal_weights(loss / factor, reference, tolerance)
-        if weights:
-            product = f"times {factor}, the number of {' or of '.join(names)}"
-            return f": here {weights[0]} counts alike, {product}, there {reference_weight}"
-    return ""
-
-
-def _equal_weights(loss: float, reference: Snapshot, tolerance: float) -> list[str]:
-    """Return what counts alike in a loss: each name in ``averages`` whose number is this loss.
-
-    There are several if means agree, as if all micro-batches have equally many tokens.
-    """
-    names = []
-    for name, average in reference.averages.items():
-        if math.isclose(loss, average, rel_tol=tolerance):
-            names.append(name)
-    return names
 
 
 def _same_rows(cell: Cell) -> str:

@@ -120,7 +120,7 @@ def _run(
     """
     from pytest_distcompat.drivers import unsupported_reason
     from pytest_distcompat.engine import choose_device, local_runner, not_applicable, run_check
-    from pytest_distcompat.known import applying, concerned, shipped
+    from pytest_distcompat.known import applying, names_in_issues, shipped
     from pytest_distcompat.launch.request import Request
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.scenario import TRAIN
@@ -152,7 +152,7 @@ def _run(
         for line in lines(cell, trace):
             print(visible(line))
         # What is expected to fail: the shipped known issues that concern this driver.
-        known = applying(shipped(), concerned(driver), device)
+        known = applying(shipped(), names_in_issues(driver), device)
         # Whether a session would stay green with each check.
         green: list[bool] = []
         for check in checks:

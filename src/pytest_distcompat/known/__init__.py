@@ -4,8 +4,16 @@
 that concern a driver on the installed packages.
 """
 
-from pytest_distcompat.known.choice import applying, concerned, concerning
+from pytest_distcompat.known.choice import applying, concerning, names_in_issues
 from pytest_distcompat.known.issue import KnownIssue
 from pytest_distcompat.known.read import IssueFile, read_file, shipped
 
-__all__ = ["IssueFile", "KnownIssue", "applying", "concerned", "concerning", "read_file", "shipped"]
+__all__ = [
+    "IssueFile",
+    "KnownIssue",
+    "applying",
+    "concerning",
+    "names_in_issues",
+    "read_file",
+    "shipped",
+]

@@ -17,7 +17,7 @@ from pytest_distcompat.expect import Expectation
 from pytest_distcompat.known.issue import EVERY, KnownIssue
 
 
-def concerned(driver: type[Driver]) -> tuple[str, ...]:
+def names_in_issues(driver: type[Driver]) -> tuple[str, ...]:
     """Return the names by which an issue may mean a driver in ``KnownIssue.drivers``.
 
     They are the driver's libraries and ``driver:NAME``: ``("torch", "accelerate",
@@ -36,7 +36,7 @@ def concerning(
 
     Args:
         issues: All known issues.
-        libraries: The names by which an issue may mean the driver, see ``concerned``.
+        libraries: The names by which an issue may mean the driver, see ``names_in_issues``.
         device: ``cpu`` or ``cuda``.
     """
     names = set(libraries)

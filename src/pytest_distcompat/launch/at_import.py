@@ -8,8 +8,8 @@ clock, a random number, a free port, or the offset of an open file.
 A fork server is a process that imports modules and collects the tests in advance, and from which
 ranks are forked then. ``preload.collect`` runs in it, and collects the tests inside of
 ``with Watch()``. The ``Findings`` go to pytest's process (``launcher_process``), which asks before
-each run for their ``reason``: ranks of the tests concerned are forked from a process without the
-user's modules, and import these themselves.
+each run for their ``reason``: with one, ranks are forked from a process without the user's modules,
+and import these themselves.
 
 For example, a test module ``test_a.py`` with the line above gives the finding ``test_a.py:3 reads
 RANK at import``, which concerns the tests of ``test_a.py``. The same line in ``conftest.py`` would
@@ -303,10 +303,10 @@ class Watch:
                 return False
             path = frame.f_code.co_filename
             if self.is_own(path):
-                concerned = EVERY_TEST
+                test_file = EVERY_TEST
                 if not everywhere and self._concerns_importing_only(path):
-                    concerned = self._importing[-1].file
-                self._add(finding, concerned, f"{path}:{frame.f_lineno}", variable)
+                    test_file = self._importing[-1].file
+                self._add(finding, test_file, f"{path}:{frame.f_lineno}", variable)
                 return True
             frame = frame.f_back
         return False

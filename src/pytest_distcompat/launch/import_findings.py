@@ -42,9 +42,9 @@ class Findings:
                 process that imported the modules.
         """
         for variable, sentence_by_file in self.found.items():
-            for concerned_file, sentence in sentence_by_file.items():
-                concerned = file is None or concerned_file in {EVERY_TEST, file}
-                if concerned and (not variable or differs(variable)):
+            for test_file, sentence in sentence_by_file.items():
+                is_relevant = file is None or test_file in {EVERY_TEST, file}
+                if is_relevant and (not variable or differs(variable)):
                     return sentence
         return ""
 

@@ -7,7 +7,7 @@ variable (``environment_of_shared_ranks``), and ``distcompat doctor`` shows the 
 
 pytest and the fork servers (processes from which ranks are forked) must not load CUDA's libraries.
 So another process reads the version, once in a session: ``launcher_process`` passes it on from
-pytest's process (``answers``) to the fork servers (``tell``).
+pytest's process (``answers``) to the fork servers (``set_libraries``).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def answers() -> list[Library]:
     return [library for library in _answers.values() if library is not None]
 
 
-def tell(libraries: Iterable[Library]) -> None:
+def set_libraries(libraries: Iterable[Library]) -> None:
     """Store the versions of libraries, so that neither this process nor its children load them."""
     for library in libraries:
         _answers[library.path] = library

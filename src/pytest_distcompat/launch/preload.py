@@ -82,7 +82,7 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
         for known in warmth["nccl"]:
             library = nccl.Library(Path(known["path"]), tuple(known["version"]))
             libraries.append(library)
-        nccl.tell(libraries)
+        nccl.set_libraries(libraries)
         answer_without_cuda(GpuFacts(**warmth["gpus"]))
         postpone_nvml()
     import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
@@ -116,7 +116,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     module, _, function = warmth["call"].partition(":")
     set_import_path(warmth["path"])
     if warmth["device"] != "cpu":
-        devices.tell(GpuFacts(**warmth["gpus"]))
+        devices.set_gpu_facts(GpuFacts(**warmth["gpus"]))
     # The fork has ended the threads. They are started again before they are counted, so that they
     # are not taken for threads of the user's modules.
     _restart_threads_of_numpy()

@@ -39,7 +39,7 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
     Args:
         gpus: The facts, as ``GpuFacts(count=2, capability=(9, 0))``.
     """
-    devices.tell(gpus)
+    devices.set_gpu_facts(gpus)
     torch: Any = importlib.import_module("torch")
     cuda: Any = importlib.import_module("torch.cuda")
     triton: Any = importlib.import_module("torch.utils._triton")
@@ -52,9 +52,9 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
             # A call with an argument is about another GPU than the first, for which libraries do
             # not ask at import.
             of_other_gpu = any(argument is not None for argument in (*args, *kwargs.values()))
-            # ``told`` returns None in a forked rank: it is another process than the one that called
-            # ``tell``.
-            if of_other_gpu or devices.told() is None or cuda.is_initialized():
+            # ``preset_gpu_facts`` returns None in a forked rank: it is another process than the one
+            # that called ``set_gpu_facts``.
+            if of_other_gpu or devices.preset_gpu_facts() is None or cuda.is_initialized():
                 return by_torch(*args, **kwargs)
             return known()
 
@@ -111,7 +111,7 @@ class _PostponedNvml:
 
     def _postpone(self) -> None:
         """Take the place of ``nvmlInit``: in a process that may not open NVML, count the call."""
-        if devices.told() is not None:
+        if devices.preset_gpu_facts() is not None:
             self._waiting += 1
         else:
             self._init()

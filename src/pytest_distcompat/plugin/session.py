@@ -627,7 +627,7 @@ class DistcompatSession:
         The user's come first, then those that come with the package.
 
         Args:
-            libraries: The libraries that the item's driver uses, from ``known.concerned``.
+            libraries: The libraries that the item's driver uses, from ``known.names_in_issues``.
             nodeid: The node id of the item, without a group of xdist.
         """
         issues = []

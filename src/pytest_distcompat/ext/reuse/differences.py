@@ -76,7 +76,7 @@ def _named_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
     Other objects are left out: the address in their repr says nothing.
 
     Args:
-        prefix: What comes before each name: ``no more``, with a blank, for removed items.
+        prefix: What comes before each name: ``no more``, with a space, for removed items.
         items: A list or a set.
         others: Another one.
     """

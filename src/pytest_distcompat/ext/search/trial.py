@@ -38,7 +38,7 @@ from pytest_distcompat.ext.upstream.sweep.slice import SWEEP_CHECKS
 from pytest_distcompat.ext.walk.explore import run_walk
 from pytest_distcompat.ext.walk.sequence import Walk
 from pytest_distcompat.judge import ACCIDENTS
-from pytest_distcompat.known import applying, concerned, shipped
+from pytest_distcompat.known import applying, names_in_issues, shipped
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunFailure
@@ -213,7 +213,7 @@ def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> _
 
     Known issues (declared bugs of the libraries) are no problems.
     """
-    names_of_driver = concerned(find_driver(candidate.driver))
+    names_of_driver = names_in_issues(find_driver(candidate.driver))
     known: list[Expectation] = list(applying(shipped(), names_of_driver, "cpu"))
     for name in names:
         check = CHECKS.get(name)
@@ -249,7 +249,7 @@ def _judge_calls(runner: Runner, candidate: Candidate) -> _Judgement:
 
 def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
     """Return the first of the problems that no known issue explains; empty if all are known."""
-    names_of_driver = concerned(find_driver(candidate.driver))
+    names_of_driver = names_in_issues(find_driver(candidate.driver))
     known = applying(shipped(), names_of_driver, "cpu")
     covering = [issue for issue in known if issue.covers(candidate.cell, "walk")]
     for problem in problems:

@@ -33,6 +33,7 @@ _OPTIONS = frozenset(
         "param_groups",
         "reduce_dtype",
         "float32_norms",
+        "ema",
     }
 )
 

@@ -120,7 +120,7 @@ def read_selection(path: Path) -> Selection:
             selection.left_out.add(rest.strip())
         else:
             # A driver may be ``module:attribute``, and a cell may have ``model_hf:gpt2``: only a
-            # colon with a blank behind it is followed by the actions.
+            # colon with a space behind it is followed by the actions.
             cell, _, listed = line.partition(": ")
             # Split at commas alone: "call step" is one action. Without actions the text is empty.
             actions = frozenset(listed.strip().split(", ")) - {""}

@@ -36,6 +36,7 @@ class TestTorch(CompatSuite):
         ("ddp", "fsdp1", "fsdp2"),
         ("fp32", "bf16_upcast"),
         extra=(
+            *map(Cell.parse, SLICE["torch"]),
             Matrix(("fsdp2",), ("bf16_pure", "fp16_mixed", "fp8")),
             # Over all suites each model is once under each strategy, and once with each driver.
             Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "mlp"},)),

@@ -38,7 +38,7 @@ from pytest_distcompat.failures import (
     RunFailedError,
 )
 from pytest_distcompat.judge import declaration, skipped
-from pytest_distcompat.known import concerned
+from pytest_distcompat.known import names_in_issues
 from pytest_distcompat.launch.files import written
 from pytest_distcompat.launch.forensics.ending import name_ranks
 from pytest_distcompat.launch.request import Request
@@ -150,7 +150,7 @@ class BoundCase:
         case = self.case
         driver = find_driver(case.suite.driver)
         # Issues name the libraries with the bug: those that concern this driver's libraries.
-        known = session.known_of(concerned(driver), session.nodeid_of(self.item))
+        known = session.known_of(names_in_issues(driver), session.nodeid_of(self.item))
         # The suite's own expectations come first.
         expected = list(case.suite.expect)
         for issue in known:

@@ -233,6 +233,11 @@ def _has_whole_batches(name: str) -> bool:
     return _ACCELERATE[name].get("samples") in _WHOLE_BATCHES
 
 
+def _is_stateful(name: str) -> bool:
+    """Tell whether accelerate's loader of that name is torchdata's, which saves its position."""
+    return "use_stateful_dataloader" in _ACCELERATE[name]
+
+
 def iterable(rows: Sequence[Any]) -> Any:
     """Return the rows as an iterable data set, which has no length."""
     from torch.utils.data import IterableDataset
@@ -328,7 +333,7 @@ def accelerate_rows(
     """
     accelerator, loader = accelerate_loader(name, count, device, parallel)
     first_epoch, done = start
-    stateful = "stateful" in name
+    stateful = _is_stateful(name)
     calls_set_epoch = not stateful and _ACCELERATE[name].get("calls_set_epoch", True)
     saved = directory / f"{name}-{first_epoch}-{done}"
     # Not at the beginning, and not at (1, 1), where twice as many ranks go on: they only skip.
@@ -368,8 +373,7 @@ def ulysses_loaders() -> dict[str, Loader]:
     loaders: dict[str, Loader] = {}
     for name, loader in ACCELERATE.items():
         unequal = not loader.filled or loader.dropped or loader.rows > 0
-        stateful = "use_stateful_dataloader" in _ACCELERATE[name]
-        if unequal or stateful or _has_whole_batches(name):
+        if unequal or _is_stateful(name) or _has_whole_batches(name):
             continue
         loaders[name] = dataclasses.replace(loader, resumes=False, moves=False)
     return loaders
@@ -409,6 +413,31 @@ def ulysses_rows(name: str, count: int, accelerator: Any, model: Any, tokens: in
             yield epoch, batch["input_ids"][:, 0].tolist()
 
 
+def evaluated_loaders(loaders: Mapping[str, Loader]) -> list[str]:
+    """Return the names of accelerate's loaders that evaluations gather rows of.
+
+    Those left out differ from another loader in what does not show there.
+    """
+    names: list[str] = []
+    for name, expected in loaders.items():
+        settings = _ACCELERATE[name]
+        if expected.dropped or not expected.filled or "num_workers" in settings:
+            # The ranks have unequal numbers of rows to gather, or not all rows; a worker process
+            # that reads the rows makes no difference.
+            continue
+        if expected.rows:
+            # The check of coverage shows what such a small data set breaks.
+            continue
+        if expected.reseeded or not settings.get("calls_set_epoch", True):
+            # They differ from another loader in the order of their rows.
+            continue
+        if _is_stateful(name) and not expected.shuffled:
+            # They differ from the stateful loader that shuffles in how they resume.
+            continue
+        names.append(name)
+    return names
+
+
 def accelerate_metrics(
     count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
@@ -425,20 +454,7 @@ def accelerate_metrics(
     import torch
 
     metrics: dict[str, float] = {}
-    for name, expected in ACCELERATE.items():
-        if expected.dropped or not expected.filled or "num_workers" in _ACCELERATE[name]:
-            # The ranks have unequal numbers of rows to gather, or not all rows; a worker process
-            # that reads the rows makes no difference.
-            continue
-        if expected.rows:
-            # The check of coverage shows what such a small data set breaks.
-            continue
-        if expected.reseeded or not _ACCELERATE[name].get("calls_set_epoch", True):
-            # They differ from another loader in the order of their rows.
-            continue
-        if name.startswith("use_stateful_dataloader, "):
-            # They differ from another loader in how they resume.
-            continue
+    for name in evaluated_loaders(ACCELERATE):
         accelerator, loader = accelerate_loader(name, count, device, parallel)
         gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
         squares = torch.cat(gathered).double() ** 2
@@ -493,13 +509,13 @@ BY_LENGTH = frozenset({"group_by_length", "batch_rebalance"})
 #: which an epoch then has another number.
 TRAINER: dict[str, Loader] = {
     name: Loader(
-        shuffled="iterable" not in name and name not in {"sequential", EVALUATION_LOADER},
-        dropped="drop_last" in name,
+        shuffled="iterable" not in settings and name not in {"sequential", EVALUATION_LOADER},
+        dropped="dataloader_drop_last" in settings,
         resumes=name != EVALUATION_LOADER,
         moves=False,
         reseeded={"seed": "shuffle", "data_seed": "seed"}.get(name, ""),
     )
-    for name in TRAINER_SETTINGS
+    for name, settings in TRAINER_SETTINGS.items()
 }
 
 

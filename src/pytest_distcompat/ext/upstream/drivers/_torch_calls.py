@@ -158,12 +158,7 @@ class TorchCalls(Calls):
         if how == "own":
             return self.model.state_dict()
         settings: dict[str, Any] = {"full_state_dict": True, how: True}
-        state = get_model_state_dict(self.model, options=StateDictOptions(**settings))
-        if how != "ignore_frozen_params":
-            return state
-        # What is returned is compared with the reference, but for the layer that the tiny model
-        # freezes when it is built, its module ``frozen``.
-        return {name: tensor for name, tensor in state.items() if "frozen" not in name}
+        return get_model_state_dict(self.model, options=StateDictOptions(**settings))
 
     @observer
     def optimizer_state(

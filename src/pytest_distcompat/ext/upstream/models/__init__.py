@@ -6,15 +6,15 @@ They are made from configs, without a download. The core looks them up by the na
 """
 
 from pytest_distcompat.ext.upstream.models._architectures import architecture
-from pytest_distcompat.ext.upstream.models._blank import BLANK, BLANK_TASKS
 from pytest_distcompat.ext.upstream.models._inputs import loss_to_targets
 from pytest_distcompat.ext.upstream.models._tables import PREFIX, architectures, of_tasks
+from pytest_distcompat.ext.upstream.models._unsupported import UNSUPPORTED, UNSUPPORTED_TASKS
 from pytest_distcompat.models import ModelFamily
 
 __all__ = [
     "ARCHITECTURES",
-    "BLANK",
-    "BLANK_TASKS",
+    "UNSUPPORTED",
+    "UNSUPPORTED_TASKS",
     "architecture",
     "architectures",
     "loss_to_targets",

@@ -8,7 +8,7 @@ imports transformers only when a rank calls it.
 
 The model is made from a small config (``_small_config.py``), without a download. Its inputs are
 drawn by rules (``_inputs.py``). ``_tables.py`` knows which classes transformers has, and
-``_blank.py`` which of them cannot be trained.
+``_unsupported.py`` which of them cannot be trained.
 
 The functions with an argument ``model`` get the name without prefix: ``gpt2`` or a class name.
 """
@@ -21,7 +21,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.ext.upstream.models._blank import BLANK
 from pytest_distcompat.ext.upstream.models._inputs import (
     LABELS_OF_ROWS,
     LABELS_OF_TOKENS,
@@ -39,6 +38,7 @@ from pytest_distcompat.ext.upstream.models._tables import (
     reason_of,
     source_of,
 )
+from pytest_distcompat.ext.upstream.models._unsupported import UNSUPPORTED
 from pytest_distcompat.models import TinyModel
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ def _reason(model: str) -> str:
     entry = entry_of(model)
     if not entry.model_type:
         return UNKNOWN
-    if model in BLANK:
-        return BLANK[model]
+    if model in UNSUPPORTED:
+        return UNSUPPORTED[model]
     return reason_of(entry)
 
 

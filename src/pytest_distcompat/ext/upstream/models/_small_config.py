@@ -5,7 +5,7 @@ architecture without a download. The defaults of its config are those of a large
 is looked up in rules (pattern of the name, largest value); the first rule that matches limits the
 field: ``n_layer`` becomes 2, ``n_embd`` 32. Fields without a rule keep their value, dropout becomes
 0, and a config within the config, as of the text model of an image-text model, is made small in the
-same way. What no rule can say is in ``_blank.FIXED``.
+same way. What no rule can say is in ``_unsupported.FIXED``.
 
 Tasks other than causal language models (image, sound) need more rules, and have fields with a list:
 a size for each stage of a backbone, such as ``depths=[3, 4, 6, 3]``.
@@ -17,9 +17,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pytest_distcompat.ext.upstream.models._blank import FIXED
 from pytest_distcompat.ext.upstream.models._inputs import CLASSES, VOCABULARY
 from pytest_distcompat.ext.upstream.models._tables import CAUSAL, entry_of
+from pytest_distcompat.ext.upstream.models._unsupported import FIXED
 
 #: Rules: (pattern of a config field's whole name, its largest value in a tiny model).
 Rules = tuple[tuple[str, int], ...]

@@ -12,8 +12,8 @@ which imports torch and takes seconds. So the tables are read from the source of
 
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict([("gpt2", "GPT2LMHeadModel"), ...])
 
-Of some architectures no tiny model can be made. ``BLANK`` (model type or class -> reason) and
-``BLANK_TASKS`` (task -> reason) list them.
+Of some architectures no tiny model can be made. ``UNSUPPORTED`` (model type or class -> reason) and
+``UNSUPPORTED_TASKS`` (task -> reason) list them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.ext.upstream.models._blank import BLANK, BLANK_TASKS
+from pytest_distcompat.ext.upstream.models._unsupported import UNSUPPORTED, UNSUPPORTED_TASKS
 
 #: What such names of models begin with.
 PREFIX = "hf:"
@@ -146,7 +146,7 @@ def of_tasks() -> dict[str, str]:
     """Return the class that the profile ``zoo`` trains for each task but causal language models.
 
     For example ``{"masked_lm": "BertForMaskedLM", ...}``. A class is the first one of transformers'
-    table that has no reason in BLANK, if possible of a model type that no other task has. It is
+    table that is not in UNSUPPORTED, if possible of a model type that no other task has. It is
     empty for a task of which no class can be trained.
     """
     class_by_task = {}
@@ -189,6 +189,6 @@ def architectures() -> tuple[str, ...]:
 def reason_of(entry: Entry) -> str:
     """Return why the tables have no tiny model of an entry; empty if they give no reason."""
     for name in (entry.id, entry.class_name):
-        if name in BLANK:
-            return BLANK[name]
-    return BLANK_TASKS.get(entry.task, "")
+        if name in UNSUPPORTED:
+            return UNSUPPORTED[name]
+    return UNSUPPORTED_TASKS.get(entry.task, "")

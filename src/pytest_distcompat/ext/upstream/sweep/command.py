@@ -222,7 +222,7 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     from pytest_distcompat.engine import local_runner
     from pytest_distcompat.ext.upstream.sweep.pairs import covering_rows, reduced_failures
     from pytest_distcompat.ext.upstream.sweep.profile import with_set
-    from pytest_distcompat.known import applying, concerned, shipped
+    from pytest_distcompat.known import applying, names_in_issues, shipped
 
     strategy = options.pairs
     kind = find_driver(driver)
@@ -233,7 +233,7 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     values = _values_to_pair(driver, options, cell_of)
     rows = covering_rows(values)
     print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")
-    known = applying(shipped(), concerned(kind), "cpu")
+    known = applying(shipped(), names_in_issues(kind), "cpu")
     failing_parts: list[Row] = []
     verdicts: list[Verdict] = []
     with local_runner(kind, [cell_of(row) for row in rows], device="cpu") as runner:

@@ -23,6 +23,8 @@ SWEEP_CHECKS = (
 )
 #: Cells of the sweep that the built-in suites have in every session, by driver.
 SLICE = {
+    # What a user has who leaves the argument out; the driver's cells say true.
+    "torch": ("fsdp2-fp32-w2-model_mlp-set_fully_shard.reshard_after_forward=null",),
     "accelerate": (
         "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
         "fsdp2-fp32-w2-model_mlp-set_FullyShardedDataParallelPlugin.fsdp_version=7",

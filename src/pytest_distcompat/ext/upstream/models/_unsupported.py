@@ -5,8 +5,8 @@ Any architecture may be named in a cell, one configuration under test, as
 model and its inputs. They fail for some architectures:
 
 - ``FIXED`` has config values that a few need besides; ``small_config`` adds them.
-- ``BLANK`` and ``BLANK_TASKS`` say why others are not trained. ``_tables.reason_of`` reads them;
-  the cell is skipped with this reason, and the documentation lists it.
+- ``UNSUPPORTED`` and ``UNSUPPORTED_TASKS`` say why others are not trained. ``_tables.reason_of``
+  reads them; the cell is skipped with this reason, and the documentation lists it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CODES = (
 )
 
 #: Model type or class -> why there is no tiny model of it, or none of that class.
-BLANK: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "Apertus1p5ForConditionalGeneration": _CODES,
     "AlignModel": _SIZES,
     "AriaForConditionalGeneration": _CODES,
@@ -122,7 +122,7 @@ BLANK: dict[str, str] = {
 }
 
 #: Task -> why no class of it can be trained.
-BLANK_TASKS: dict[str, str] = {
+UNSUPPORTED_TASKS: dict[str, str] = {
     "audio_tokenization": _SIZES,
     "causal_image_modeling": _ROUNDED,
     "decision": "it decides between options that are marked in its text",
