@@ -303,14 +303,10 @@ def cell_options() -> str:
 
 def tasks() -> str:
     """Return the class that the profile ``zoo`` trains for each task of transformers, or why it trains none."""
-<<<<<<< HEAD
     rows = []
     for task, kind in of_tasks().items():
-        trained = f"`hf:{kind}`" if kind else BLANK_TASKS[task]
+        trained = f"`hf:{kind}`" if kind else UNSUPPORTED_TASKS[task]
         rows.append([f"`{task}`", trained])
-=======
-    rows = ([f"`{task}`", f"`hf:{kind}`" if kind else UNSUPPORTED_TASKS[task]] for task, kind in of_tasks().items())
->>>>>>> h-rwb
     return table(("task", "trained, or why none is"), rows)
 
 

@@ -51,6 +51,7 @@ def on_two(command: list[str], environment: dict[str, str], directory: Path, exe
     return verdicts(Report.read(directory / "report.json"))
 
 
+@pytest.mark.nightly
 @needs_namespaces
 def test_two_namespaces(network: Network, expected: Verdicts, tmp_path: Path) -> None:
     network.join(copied(tmp_path))

@@ -233,27 +233,17 @@ def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectat
 def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
     kind: str, action: str, nth: int, *, is_affected: bool
 ) -> None:
-<<<<<<< HEAD
     end = ended(kind, action, nth=nth)
     result = verdict(toy(until=("step", 2)), end=end)
     # Evidence that was found before the end stays evidence.
     with_finding = verdict(toy("stale"), end=end)
-    if concerned:
+    if is_affected:
         expected = "failed" if kind == "raised" else kind
         assert result.status == expected
         assert with_finding.message.startswith("the whole")
     else:
         assert result.status == "passed"
         assert with_finding.message.startswith("stale")
-=======
-    result = verdict(toy(until=("step", 2)), end=ended(kind, action, nth=nth))
-    expected = {"raised": "failed"}.get(kind, kind) if is_affected else "passed"
-    assert result.status == expected
-    # Evidence that was found before the end stays evidence.
-    assert verdict(toy("stale"), end=ended(kind, action, nth=nth)).message.startswith(
-        "the whole" if is_affected else "stale"
-    )
->>>>>>> h-rwb
 
 
 def test_a_check_of_the_unwrapped_model_needs_no_more() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +117,23 @@ def recorded_file(run: Path, extension: str, rank: int) -> Path:
 def recorded_files(run: Path, extension: str = "*") -> list[Path]:
     """Return the files that recorders have written, by default those of all extensions."""
     return sorted(run.glob(f"recorded-{extension}-*.json"))
+
+
+def remove_all_but_recorded(run: Path) -> None:
+    """Remove what a run wrote, such as checkpoints, but not what recorders have written.
+
+    Recordings are read when the session ends.
+    """
+    if not run.is_dir():
+        return
+    recorded = recorded_files(run)
+    for path in run.iterdir():
+        if path in recorded:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:

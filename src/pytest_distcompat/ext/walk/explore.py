@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from pytest_distcompat.ext.walk.claim import findings
 from pytest_distcompat.ext.walk.sequence import Walk, allowed
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
+from pytest_distcompat.launch.files import remove_all_but_recorded
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.trace import RunTrace, Trace
 
@@ -133,7 +133,7 @@ class Explorer:
         done = run_walk(self.runner, self.driver, self.cell, walk)
         # Checkpoints and logs of many walks would fill the disk.
         for directory in self.runner.directories(self.driver, self.cell, walk.scenario()):
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_all_but_recorded(directory)
         # Each beginning of it has passed too.
         for length in range(done.sound_calls + 1):
             self.passed.add(walk.calls[:length])
