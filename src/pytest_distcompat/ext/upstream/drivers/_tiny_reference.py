@@ -70,14 +70,17 @@ class TinyReference(TinyTraining):
             optimizer.zero_grad()
         batches = self._reference_batches(number, ranks)
         tokens = [self.tiny.count(batch) for batch in batches]
-        weights = self._weights(tokens, ranks)
+        shares = self._shares(tokens, ranks)
         losses = []
         total = 0.0
-        for batch, weight in zip(batches, weights, strict=True):
+        for batch, (part, whole) in zip(batches, shares, strict=True):
             loss = self.reference_loss(model, batch)
-            (loss * weight * self.ranks_added_up(ranks)).backward()  # type: ignore[no-untyped-call]
+            # Multiplied, then divided, as trainers do that average over tokens: 30 / 42 is no
+            # number of float32, and Adam makes much of what is rounded in a gradient near zero.
+            share_of_loss = loss * part / whole
+            (share_of_loss * self.ranks_added_up(ranks)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
-            total += losses[-1] * weight
+            total += losses[-1] * part / whole
         # A joined batch (``one_batch``) has no micro-batches of single ranks to average.
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
@@ -145,33 +148,33 @@ class TinyReference(TinyTraining):
         """
         return self.mean
 
-    def _weights(self, tokens: Sequence[int], ranks: int) -> list[float]:
-        """Return the weight of each micro-batch in the loss of a step.
+    def _shares(self, tokens: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+        """Return the share of each micro-batch in the loss of a step: (part, whole).
 
-        Two ranks with one micro-batch each, of 30 and 10 tokens: 0.5 and 0.5 if micro-batches or
-        ranks count alike, 0.75 and 0.25 if tokens do.
+        Two ranks with one micro-batch each, of 30 and 10 tokens: half and half if micro-batches or
+        ranks count alike, (30, 40) and (10, 40) if tokens do.
 
         Args:
             tokens: The number of tokens of each micro-batch, those of rank 0 first.
             ranks: The number of ranks.
         """
         if self.averaged_over == "token":
-            return [count / sum(tokens) for count in tokens]
+            return [(count, sum(tokens)) for count in tokens]
         if self.averaged_over == "rank":
             # Each token counts alike within a rank, and each rank alike.
             micros = len(tokens) // ranks
-            weights = []
+            shares = []
             for number, count in enumerate(tokens):
                 # The index of the rank's first micro-batch.
                 first = number // micros * micros
                 tokens_of_rank = tokens[first : first + micros]
-                weights.append(count / sum(tokens_of_rank) / ranks)
-            return weights
+                shares.append((count, sum(tokens_of_rank) * ranks))
+            return shares
         # A batch that has the rows of all ranks counts as one micro-batch of each.
         stands_for = ranks if self.tiny.one_batch else 1
         # The last step of an epoch has fewer micro-batches, and is divided by the full count too,
         # as in trainers that average micro-batches.
-        return [stands_for / (self.accumulate * ranks)] * len(tokens)
+        return [(stands_for, self.accumulate * ranks)] * len(tokens)
 
     def _reference_batches(self, number: int, ranks: int) -> list[Batch]:
         """Return the micro-batches of a step, those of rank 0 first.
