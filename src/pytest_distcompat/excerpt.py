@@ -93,5 +93,5 @@ def explained(message: str) -> str:
         return message
     return (
         f"{message}: the debugger was left, or found no terminal; "
-        "ranks that torchrun starts in one have it"
+        "ranks have one if torchrun starts them in a terminal"
     )

@@ -19,8 +19,8 @@ from pytest_distcompat.law import law_of
 def options_beside_checkpoints(cell: Cell) -> list[str]:
     """Return the names of the cell's options, without some that matter only for checkpoints.
 
-    These are what the cell's law says: an extension may add settings that only a save or a load
-    reads.
+    Which options matter only for them says the cell's law (``law.Law``): an extension may have one
+    of its own, and settings that only a save or a load reads.
     """
     read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
     return [name for name, _ in cell.options if name not in read_at_checkpoints]

@@ -17,6 +17,11 @@ what all built-in drivers share (``tiny.py``). Why cells cannot run is in ``_tra
 *In parts* is a model that transformers shards while it loads it, for tensor and expert parallelism:
 the driver writes the whole model to files, and each rank reads its part.
 
+A *setting* is an argument of the library that a cell changes; its id has it, as
+``set_TrainingArguments.optim=sgd``. The sweep, which tests one after the other, finds settings in
+the objects that ``sources`` names; it alone calls ``json_of`` and ``read_fsdp_config``, without any
+rank.
+
 TrainingArguments name the strategy:
 https://huggingface.co/docs/transformers/main_classes/trainer,
 https://huggingface.co/docs/transformers/fsdp, https://huggingface.co/docs/transformers/deepspeed
@@ -93,6 +98,9 @@ class TrainerDriver(TrainerArguments):
         "conflict",
         "packed",
     )
+    #: Of each: what settings begin with, the object with them, strategies of its cells, how to read
+    #: it (by its parameters; by ``keys`` or ``environment`` variables that it asks for). FSDP's
+    #: keys are read by TrainingArguments, its variables by accelerate's plugin.
     sources: ClassVar[tuple[Source, ...]] = (
         Source(
             "TrainingArguments",
@@ -305,8 +313,9 @@ class TrainerDriver(TrainerArguments):
     def keeps_saves(cls, cell: Cell) -> bool:
         """Tell whether Trainer is to keep more than its last checkpoint.
 
-        It does not count where a checkpoint of another run is copied beside its own
-        (``_take_over``).
+        The check ``restarts`` asks. The answer is no in cells with a setting of
+        ``Trainer.train``: they resume from a checkpoint of another run, which is copied beside
+        those that the limit counts (``_take_over``).
         """
         limit = cell.settings("TrainingArguments").get("save_total_limit")
         takes_over = bool(cell.settings("train"))
@@ -499,7 +508,7 @@ class TrainerDriver(TrainerArguments):
         device = self.world.device
         return {**_rows.trainer_metrics(count, device), **_trainer_evaluation.metrics(device)}
 
-    def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - one of its kind without its values is written
+    def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - a model of the same class is written, with other values
         """Return the names that ``save_pretrained`` gives to the model's tensors.
 
         It is empty for a model that transformers writes under its own names.
@@ -589,11 +598,13 @@ def json_of(arguments: Any) -> dict[str, Any]:
 def read_fsdp_config(config: dict[str, Any]) -> None:
     """Have TrainingArguments read a dictionary as ``fsdp_config``, of FSDP1 and then of FSDP2.
 
-    ``sources`` names this function: which keys it reads are the settings of ``fsdp_config``.
+    ``sources`` names this function: the sweep gives it a dictionary that records which keys are
+    asked for. These are the settings of ``fsdp_config``.
     """
     from transformers import TrainingArguments
 
     for version in (1, 2):
         config["version"] = version
+        # Values that it refuses do not matter: by then it has asked for the keys.
         with contextlib.suppress(Exception):
             TrainingArguments(use_cpu=True, fsdp=True, fsdp_config=config)
