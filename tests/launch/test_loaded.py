@@ -14,8 +14,8 @@ from pytest_distcompat.judge import judge
 from pytest_distcompat.status import Status, Verdict
 
 CELLS = (
-    ("deepspeed", "zero3-fp32-w2-loaded_from_backbone"),
     ("deepspeed", "zero3-fp32-w2-model_mlp-loaded_zero_init"),
+    ("deepspeed", "zero3-fp32-w2-loaded_from_backbone"),
     ("deepspeed", "zero3-bf16_upcast-w2-loaded_from_config"),
     ("accelerate", "zero3-fp32-w2-loaded_from_pretrained-lora"),
     ("accelerate", "fsdp2-fp32-w2-cpu_ram_efficient_loading-loaded_from_pretrained"),

@@ -284,6 +284,7 @@ def test_before():
 """
 
 
+@pytest.mark.nightly
 def test_sigterm_ends_the_session_as_ctrl_c_does(
     run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -162,7 +162,10 @@ def test_a_drivers_module_may_read_the_rank_at_import(tmp_path: Path, run_pytest
 
 @pytest.mark.parametrize(
     "chosen",
-    ["TestTorch and fsdp1 and active", "TestAccelerate and ddp and (active or evaluation or coverage)"],
+    [
+        "TestTorch and fsdp1 and active",
+        pytest.param("TestAccelerate and ddp and (active or evaluation or coverage)", marks=pytest.mark.nightly),
+    ],
 )
 def test_one_rank_needs_no_second_one(tmp_path: Path, run_pytest: RunPytest, chosen: str) -> None:
     args = [

@@ -143,6 +143,7 @@ def check_broken(part: str, runs: dict[str, dict[str, Any]]) -> None:
         assert says(place) in outcome.message
 
 
+@pytest.mark.nightly
 def test_the_probe_fails_in_a_loop(tmp_path: Path) -> None:
     """In one place of each kind; by night in all of them."""
     places = ("torch.autograd.backward", "an operator")

@@ -80,6 +80,7 @@ def test_states_that_come_back(host: Host) -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.nightly
 def test_an_average_that_is_not_registered(host: Host) -> None:
     expected = r"^ranks 0, 1: average\.state_dict\..* is another after the load than was saved\n"
     with pytest.raises(Incompatible, match=expected):

@@ -62,6 +62,7 @@ def test_a_loop_in_a_function_that_returns_with_its_model(run: Launch) -> None:
     script_run.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
 
 
+@pytest.mark.nightly
 def test_a_state_dict_with_both_names_of_a_tied_tensor(run: Launch) -> None:
     """As ``torch.save(model.state_dict())`` writes them, nanoGPT's way."""
     saving(run, "both names", "--tied", output="{output}").check("names", "final_model_loadable")

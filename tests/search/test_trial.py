@@ -59,6 +59,7 @@ def test_an_argument_is_judged(call: str, words: str) -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.nightly
 def test_a_finding_is_reduced_and_kept_with_its_command(tmp_path: Path) -> None:
     calls = ["step()", "take(round_off=True, kind='whole')", "evaluate()"]
     corpus = [{"driver": PASSING, "cell": "ddp-fp32-w2-model_mlp", "calls": calls}]

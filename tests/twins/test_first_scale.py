@@ -26,9 +26,8 @@ def test_a_first_scale_that_overflows_is_lowered(runner: Runner, check: str) -> 
     assert verdict(runner, DRIVER, CELL, check) == ("passed", "")
 
 
-@pytest.mark.parametrize(
-    "name", ["AccelerateBeginsTooLarge", pytest.param("TrainerBeginsTooLarge", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["AccelerateBeginsTooLarge", "TrainerBeginsTooLarge"])
 @pytest.mark.parametrize("check", ["parity", "clipping", "gradients", "scaling"])
 def test_the_first_scale_of_accelerate(runner: Runner, check: str, name: str) -> None:
     assert verdict(runner, f"twins.twins_first_scale:{name}", CELL, check) == ("passed", "")

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 TOKENS = 4
 
 
-#: The loaders that a mesh may change. Each is a training of the whole model, so the others are
-#: tested without a mesh alone.
+#: The loaders that ranks of one model may change. Each is a training of the whole model, so the
+#: others are tested alone where each rank has a model.
 ON_A_MESH = frozenset(
     {
         "shuffle",
@@ -70,13 +70,21 @@ def _is_tested(name: str, cell: Cell) -> bool:
     # Ulysses expects the batch before it is split, and no rank of it evaluates with the others.
     if cell.cp > 1 and ("split_batches" in name or name == _rows.EVALUATION_LOADER):
         return False
+    if not _splits_model(cell):
+        return True
     return name in ON_A_MESH or (name in WHERE_ROWS_ARE_DIVIDED and cell.dp_size > 1)
+
+
+def _splits_model(cell: Cell) -> bool:
+    """Tell whether several ranks hold the parts of one model's layers, experts or sequences."""
+    return cell.tp * cell.cp * cell.ep > 1
 
 
 def _on_mesh(name: str, loader: Loader, cell: Cell) -> Loader:
     """Return what a loader must do on the cell's mesh."""
-    # Two full batches of each data parallel rank, and a last step that is not full.
-    loader = dataclasses.replace(loader, rows=2 * _rows.BATCH * cell.dp_size + 3)
+    if _splits_model(cell):
+        # Two full batches of each data parallel rank, and a last step that is not full.
+        loader = dataclasses.replace(loader, rows=2 * _rows.BATCH * cell.dp_size + 3)
     if cell.tp * cell.ep > 1:
         # transformers shards the model while it loads it: such a training cannot be resumed.
         return dataclasses.replace(loader, resumes=False, moves=False)
