@@ -287,6 +287,7 @@ def test_a_failure_that_is_declared(host: Host, how: str, fails: str) -> None:
         launch(sys.executable, *TWO_RANKS, how, launcher="cli", host=host, fails="rank 0")
 
 
+@pytest.mark.nightly
 def test_a_declared_failure_that_does_not_come(host: Host) -> None:
     with pytest.raises(Incompatible, match="all ranks ended well; expected the run to fail with 'rank 1 raised'"):
         launch(sys.executable, *TWO_RANKS, "well", launcher="cli", host=host, fails="rank 1 raised")

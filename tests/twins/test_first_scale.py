@@ -33,6 +33,7 @@ def test_the_first_scale_of_accelerate(runner: Runner, check: str, name: str) ->
     assert verdict(runner, f"twins.twins_first_scale:{name}", CELL, check) == ("passed", "")
 
 
+@pytest.mark.nightly
 def test_a_run_that_loads_begins_at_the_trainers_own_scale(runner: Runner) -> None:
     """Otherwise a load that brings no scale would find the saved one."""
     trace = run(runner, DRIVER, CELL, RESUME)
