@@ -1,4 +1,4 @@
-"""Hooks by which extensions add to the plugin. ``docs/extend.md`` has an example.
+"""Hooks by which extensions add to the plugin. ``docs/extend.md`` names them all.
 
 An extension is a pytest plugin. It marks its functions ``@pytest.hookimpl(optionalhook=True)``,
 because the hooks do not exist without this plugin (``-p no:distcompat``). ``plugin`` registers this

@@ -20,6 +20,7 @@ from tests.all_options import ALL_OPTIONS, options_without
 from tests.house.test_floors import imports_of, name_of, ours
 
 import pytest_distcompat
+from pytest_distcompat import hookspecs
 from pytest_distcompat import suite as collected
 from pytest_distcompat.drivers import DRIVERS, TinyDriver
 from pytest_distcompat.ext.upstream import suites
@@ -274,6 +275,12 @@ def test_names_that_users_import_are_those_of_the_extension() -> None:
     assert [suite for name, suite in vars(suites).items() if name.startswith("Test")] == [
         suite for name, suite in vars(collected).items() if name.startswith("Test")
     ]
+
+
+def test_every_hook_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    hooks = [name for name in vars(hookspecs) if name.startswith("pytest_distcompat_")]
+    assert re.findall(r"^\| `(pytest_distcompat_\w+)` \|", page, re.MULTILINE) == hooks
 
 
 @pytest.mark.spawn

@@ -12,7 +12,7 @@ PAGE = HERE.parents[1] / "docs" / "scripts.md"
 
 def test_each_fault_has_its_test() -> None:
     rows = re.findall(r"^\|.*\| `(test_\w+\.py)::(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) >= 7
+    assert len(rows) >= 10
     for file, name in rows:
         tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

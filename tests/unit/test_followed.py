@@ -229,7 +229,7 @@ ONE_CYCLE = "ds_config.scheduler.params.cycle_min_lr=0.001+ds_config.scheduler.p
 def test_the_reference_of_trainer_averages_as_the_setting_says(settings: str, weights: list[float]) -> None:
     trainer = driver("trainer", settings)
     shares = trainer._shares([4, 2, 6, 8], 2)
-    assert [part / whole for part, whole in shares] == pytest.approx(weights)
+    assert [count / divisor for count, divisor in shares] == pytest.approx(weights)
 
 
 def test_the_reference_of_trainer_smooths_labels() -> None:

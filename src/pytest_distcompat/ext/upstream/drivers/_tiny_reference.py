@@ -73,14 +73,14 @@ class TinyReference(TinyTraining):
         shares = self._shares(tokens, ranks)
         losses = []
         total = 0.0
-        for batch, (part, whole) in zip(batches, shares, strict=True):
+        for batch, (count, divisor) in zip(batches, shares, strict=True):
             loss = self.reference_loss(model, batch)
             # Multiplied, then divided, as trainers do that average over tokens: 30 / 42 is no
             # number of float32, and Adam makes much of what is rounded in a gradient near zero.
-            share_of_loss = loss * part / whole
+            share_of_loss = loss * count / divisor
             (share_of_loss * self.ranks_added_up(ranks)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
-            total += losses[-1] * part / whole
+            total += losses[-1] * count / divisor
         # A joined batch (``one_batch``) has no micro-batches of single ranks to average.
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
@@ -149,10 +149,10 @@ class TinyReference(TinyTraining):
         return self.mean
 
     def _shares(self, tokens: Sequence[int], ranks: int) -> list[tuple[int, int]]:
-        """Return the share of each micro-batch in the loss of a step: (part, whole).
+        """Return the share of each micro-batch in the loss of a step: (count, divisor).
 
-        Two ranks with one micro-batch each, of 30 and 10 tokens: half and half if micro-batches or
-        ranks count alike, (30, 40) and (10, 40) if tokens do.
+        Two ranks with one micro-batch each, of 30 and 10 tokens: (1, 2) for each if micro-batches
+        count alike, (30, 40) and (10, 40) if tokens do.
 
         Args:
             tokens: The number of tokens of each micro-batch, those of rank 0 first.
