@@ -97,6 +97,9 @@ class Scopes:
             names: The names of the functions and classes that it is in, the outermost first.
         """
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                # Half of all nodes are expressions, and no statement is below one.
+                continue
             self._read_condition(child)
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 inner_names = (*names, child.name)
