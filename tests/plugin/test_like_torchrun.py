@@ -140,7 +140,8 @@ def test_a_rank_is_a_process_of_its_own(run_pytest: RunPytest, tmp_path: Path) -
         assert set(result.outcomes.values()) == {"passed"}, result.out
 
 
-@pytest.mark.parametrize("imported", [pytest.param("at the top", marks=pytest.mark.nightly), "in the test"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("imported", ["at the top", "in the test"])
 def test_a_module_beside_the_test_hides_one_of_python(run_pytest: RunPytest, tmp_path: Path, imported: str) -> None:
     """``sys.path`` had another order on warm ranks, so that they imported Python's ``this``."""
     (tmp_path / "this.py").write_text("OWN = True\n", encoding="utf-8")

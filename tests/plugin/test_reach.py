@@ -168,10 +168,11 @@ def test_without_coverage_the_extra_is_named(pytester: pytest.Pytester, monkeypa
 
 
 @pytest.mark.spawn
-def test_branches_of_a_real_cell_have_its_name_and_action(tmp_path: Path, run_pytest: RunPytest) -> None:
-    """Two ranks, in one worker of xdist for each cell: accelerate wraps by FSDP2 in one of them alone."""
+@pytest.mark.parametrize("workers", ["-n0", pytest.param("-n2", marks=pytest.mark.nightly)])
+def test_branches_of_a_real_cell_have_its_name_and_action(tmp_path: Path, run_pytest: RunPytest, workers: str) -> None:
+    """Two cells, under xdist in a worker each: accelerate wraps by FSDP2 in one of them alone."""
     (tmp_path / "test_suite.py").write_text(SUITE, encoding="utf-8")
-    run = run_pytest(tmp_path, "-n2", "--distcompat-reach=r.sqlite", "-k", "names")
+    run = run_pytest(tmp_path, workers, "--distcompat-reach=r.sqlite", "-k", "names")
     assert run.code == 0, run.out
     assert "reach: r.sqlite" in run.out
     reach_map = read_map(tmp_path / "r.sqlite")
