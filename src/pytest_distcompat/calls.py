@@ -78,17 +78,17 @@ def training(method: Method) -> Method:
 def observer(method: Method) -> Method:
     """Declare a method of a ``Calls`` as a call that must change nothing.
 
-    It may return what is compared with the reference: a tensor of outputs, a model, or tensors by
-    the names of parameters, whole or this rank's part.
+    It may return what is compared with the reference, the same calls in one process: a tensor of
+    outputs, a model, or tensors by the names of parameters, whole or this rank's part.
     """
     method.kind = "observer"  # type: ignore[attr-defined]  # see above
     return method
 
 
 def kind_of(calls: type, name: str) -> str:
-    """Return what a method is declared as: ``training``, ``observer``; empty for no call.
+    """Return what a method is declared as: ``training`` or ``observer``; empty if it is no call.
 
-    A class that overrides the method of another one need not declare it again.
+    A class that overrides a declared method need not declare it again.
     """
     for base in calls.__mro__:
         kind: str = getattr(vars(base).get(name), "kind", "")
@@ -98,9 +98,10 @@ def kind_of(calls: type, name: str) -> str:
 
 
 def offered(calls: type) -> list[Call]:
-    """Return all declared methods, each with all choices of its arguments.
+    """Return all calls that a class offers: each declared method with all choices of its arguments.
 
-    Of each argument the default comes first, which a call leaves out.
+    ``step(clip: Literal["norm", "no"] = "norm")`` gives ``step()`` and ``step(clip='no')``: the
+    default of an argument comes first, and a call leaves it out.
     """
     offers: list[Call] = []
     for name in sorted(dir(calls)):
@@ -163,7 +164,7 @@ def read_calls(text: str, calls: type) -> list[Call]:
 def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
     """Return the offered call that is the same, without arguments at their defaults.
 
-    Raises ValueError if there is none.
+    ``offers`` is what ``offered(calls)`` returned. Raises ValueError if there is none.
     """
     same_method = [offer for offer in offers if offer.name == call.name]
     if not same_method:
@@ -183,10 +184,10 @@ def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
 
 
 def refused(calls: Any, strategy: str) -> dict[Call, str]:
-    """Return the calls that a driver does not have under a strategy, each with the reason.
+    """Return the calls that a driver does not have under a strategy -> the reason.
 
-    ``calls`` is the driver's subclass of ``Calls``, whose ``refused`` names them: ``{"fsdp1":
-    {"freeze*": "FSDP1 flattens frozen parameters with others"}}``.
+    ``calls`` is the driver's subclass of ``Calls``, whose ``refused`` has them by strategy and
+    pattern: ``{"fsdp1": {"freeze*": "FSDP1 flattens frozen parameters with others"}}``.
     """
     reasons: dict[Call, str] = {}
     for call in offered(calls):

@@ -1,8 +1,9 @@
 """Disks that take no more bytes: how to recognise one, and the error to report.
 
 On a full disk a rank can write neither its log nor a report of its error, and the user must see the
-full disk as the cause. ``launch.forensics`` asks for the reason when a rank has ended without a
-last event in its log. ``lease`` goes on without its records.
+full disk as the cause. ``launch.forensics`` asks for ``full_disk_reason`` when a rank has ended
+without a last event in its log. ``lease``, which lends GPUs to runs, asks ``is_full`` when it
+cannot write its records, and goes on without them.
 """
 
 from __future__ import annotations

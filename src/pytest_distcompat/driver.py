@@ -31,28 +31,29 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.world import World
 
-#: The actions that are an optimizer step.
+#: The actions that are an optimizer step; ``overflow`` is one whose gradients overflow.
 STEP_ACTIONS = frozenset({"step", "overflow"})
 
-#: The epochs and batches at which a loader is resumed: between two epochs, and in the middle of the
-#: second.
+#: (Epoch, batch), both from 0, at which a loader is resumed: between two epochs, and in the middle
+#: of the second.
 RESUME_AT = ((1, 0), (1, 2))
 
 #: The methods that every driver must have; a driver with its own ``train`` needs ``build_model``
 #: alone.
 REQUIRED_METHODS = ("build_model", "build", "step", "save", "load")
 
-#: Called after each action with the action's name and, after a step, the loss on this rank.
+#: ``worker``'s function, called after each action so that the probe reads: ``report("build")``;
+#: after a step with the loss on this rank, ``report("step", 0.7)``; after a call with its result.
 OnAction = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Actions of one training, in order.
+    """Actions of one trainer in a run, in order, without ``build_model``.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow``, ``save`` and ``again``,
-            or a call of the live trainer, ``call step(clip='no')``.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow``, ``save`` and ``again``
+            (begin a second training), or a call of the live trainer, ``call step(clip='no')``.
         first_step: The number of the first step, from 0; more than 0 after a load.
         save_to: The directory to save into; it exists and is the same for all ranks, for those of
             one node in a cell with ``checkpoints="node"``.
@@ -72,9 +73,11 @@ class Plan:
         return self.first_step + len(self.steps)
 
     def trainings(self) -> list[Plan]:
-        """Return the plan of each training, of which there are several in one trainer.
+        """Return the plan cut into trainings, of which one trainer may do several.
 
-        Each but the first begins with ``again``, or with a ``load`` of what the first one saved.
+        Each but the first begins with ``again``, or with a ``load`` of what the first one saved:
+        ``build, step, save, step, load, step`` are two. The second goes on at the step at which the
+        first saved; after ``again`` steps count from 0.
         """
         starts = [0]
         for index, action in enumerate(self.actions):
@@ -87,13 +90,18 @@ class Plan:
             if self.actions[start] == "again":
                 first_step = 0
             elif start:
-                until_save = replace(self, actions=self.actions[: self.actions.index("save")])
+                # It begins with a load.
+                actions_before_save = self.actions[: self.actions.index("save")]
+                until_save = replace(self, actions=actions_before_save)
                 first_step = until_save.last_step
             trainings.append(replace(self, actions=self.actions[start:end], first_step=first_step))
         return trainings
 
     def next_steps(self) -> list[int]:
-        """Return for each action the number of the step that follows it, from 0."""
+        """Return for each action the number of the next step after it: ``[0, 1]`` for build, step.
+
+        By it ``worker`` knows which step the trainer takes next.
+        """
         next_steps: list[int] = []
         for training in self.trainings():
             number = training.first_step
@@ -124,6 +132,11 @@ class LiveTrainer:
     """The trainer of one rank in one run.
 
     It has what a driver knows from its start, and what a probe reads after each action.
+
+    Args:
+        cell: The cell of the run, which says how to train: ``cell.strategy``, ``cell.precision``,
+            ``cell.option("grad_accum")``.
+        world: This process as a rank: its ``rank``, the number of ranks ``size``, its ``device``.
     """
 
     #: The model as the trainer has it, wrapped or not.
@@ -191,8 +204,9 @@ class HasReference(LiveTrainer):
     #: The norm to which the trainer clips gradients, for the derived reference; None if it does not
     #: clip.
     max_norm: float | None = None
-    #: What the loss of the reference's last step would be if something else were averaged: what
-    #: counts alike -> loss.
+    #: What the loss of the reference's last step would be as another mean: what counts alike in
+    #: the mean -> loss, ``{"each token": 0.71, "each rank": 0.69}``. A finding about a wrong loss
+    #: names the mean that it is equal to. A ``reference`` of the driver's own may set it.
     averages: Mapping[str, float] = MappingProxyType({})
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
@@ -201,9 +215,9 @@ class HasReference(LiveTrainer):
         It is done without the trainer.
 
         Derived for a driver with ``loss`` and ``make_optimizer``: the mean of the ranks' losses,
-        clipped to ``max_norm``, with ``make_scheduler``. A derived reference repeats a mistake of
-        ``loss``, such as a division by the rank's own number of tokens. One that overrides it sets
-        ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
+        gradients clipped to ``max_norm``, with ``make_scheduler``. A derived reference repeats a
+        mistake of ``loss``, such as a division by the rank's own number of tokens. A driver that
+        overrides this sets ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
 
         Args:
             model: The unwrapped model, in float32, on this rank's device: ``self.world.device``.
@@ -263,7 +277,8 @@ class HasLoaders(LiveTrainer):
     The check ``coverage`` needs it.
     """
 
-    #: The trainer's loaders that ``rows`` knows, by name.
+    #: The trainer's loaders that ``rows`` knows: a name of the driver's own -> what to expect of
+    #: it, such as ``{"sampler": Loader(shuffled=False)}``.
     loaders: ClassVar[Mapping[str, Loader]] = {}
 
     @classmethod
@@ -277,7 +292,7 @@ class HasLoaders(LiveTrainer):
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield each batch of this rank in two epochs: epoch, and numbers of the rows.
+        """Yield each batch of this rank in two epochs: epoch, and numbers of rows, ``0, [3, 7]``.
 
         Rows are numbers out of ``range(count)``. ``build`` was not called: start the process group
         here if the loader needs it.
@@ -298,8 +313,9 @@ class HasMetrics(LiveTrainer):
     def metrics(self, count: int) -> Mapping[str, float]:
         """Return metrics over rows ``range(count)`` by name, for each way of evaluation.
 
-        They are the ways in which the trainer evaluates. The check ``evaluation`` compares each
-        metric with its value in one process, on every rank. ``build`` was not called.
+        They are the ways in which the trainer evaluates. The check ``evaluation`` has it called in
+        one process too, and compares each rank's metrics with those of it by name. ``build`` was
+        not called.
         """
         raise NotImplementedError
 
@@ -334,9 +350,10 @@ class HasExtraState(LiveTrainer):
     It is state beside model, optimizer, scheduler and scaler.
     """
 
-    #: Name of an attribute of the driver, such as ``trainer.ema`` -> what to expect of it. The
-    #: attribute is a tensor, a module, a number, text, a collection of them, or an object with
-    #: ``state_dict()``.
+    #: Name of an attribute of the driver, such as ``trainer.ema`` -> what to expect of it:
+    #: ``ExtraState()`` says that it changes in training, is alike on all ranks, and comes back with
+    #: a checkpoint. The attribute is a tensor, a module, a number, text, a collection of them, or
+    #: an object with ``state_dict()``.
     extra_state: ClassVar[Mapping[str, ExtraState]] = {}
 
     @classmethod
@@ -395,8 +412,8 @@ class HasPipeline(LiveTrainer):
     #: The process group of the ranks that hold the stages of one pipeline, in their order; None if
     #: each rank has the whole model.
     pp_group: Any = None
-    #: Under pipeline parallelism the micro-batches of the last step as this rank got them: later
-    #: stages are fed activations.
+    #: Under pipeline parallelism the micro-batches of the last step as this rank read them. The
+    #: inputs of its modules do not show them: later stages are fed activations.
     fed: Sequence[Any] = ()
 
 
@@ -410,11 +427,12 @@ class HasBlocks(LiveTrainer):
 
 
 class HasLiveCalls(LiveTrainer):
-    """What users call on the live trainer in any order."""
+    """What users call on the live trainer in any order, as in a loop of their own."""
 
-    #: What users call on the live trainer: a subclass of ``drivers.Calls``.
+    #: What users call on the live trainer: a subclass of ``drivers.Calls``, with a method for each
+    #: call. None if the driver declares none.
     live_calls: ClassVar[Any] = None
-    #: An instance of ``live_calls``, in a run with such calls.
+    #: The instance of ``live_calls`` that ``worker`` makes, which performs ``call step()``.
     caller: Any = None
 
 
@@ -467,8 +485,9 @@ class Driver(
     #: The options of a cell that this driver supports; a cell with another option is not run, and
     #: the report says why.
     options: ClassVar[tuple[str, ...]] = ()
-    #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it,
-    #: with their values; profiles add them.
+    #: Option (``tp``), option with a value (``tp_4``), or several options together (``tp+ep``) ->
+    #: other options without which the driver does not support it, with their values: ``{"tp_4":
+    #: {"model": "mlp"}}``. A profile that makes a cell with ``tp_4`` adds them.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     #: Strategies whose checkpoints can be loaded at another world size.
     reshards: ClassVar[tuple[str, ...]] = ()
@@ -484,16 +503,20 @@ class Driver(
 
         The device is ``cpu`` or ``cuda``. The reason is one sentence; reports show it.
         """
-        # The law of a cell is how checks judge it. An extension may bring another one for its own
-        # cells, which may not be run with every driver.
         for name, _ in cell.options:
             if name not in cls.options:
                 return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
+        # The law of a cell is how checks judge it. An extension may bring another one for its own
+        # cells, and refuse to run them with some drivers.
         return law_of(cell).unsupported_reason(cls, cell)
 
     @classmethod
     def can(cls, action: str) -> bool:
-        """Return whether the driver has that optional method, or those from which it is derived."""
+        """Return whether the driver has an optional method, or those from which it is derived.
+
+        Args:
+            action: The name of the method: ``export``.
+        """
         if action == "reference" and cls.reference is Driver.reference:
             return cls.can("loss") and cls.can("make_optimizer")
         return getattr(cls, action) is not getattr(Driver, action)
@@ -559,6 +582,7 @@ class Driver(
                 report(action, take_step(number))
                 number += 1
             elif action.startswith(CALL):
+                # ``call step(clip='no')``: ``caller`` gets what follows the first word.
                 result = self.caller.perform(action.removeprefix(CALL))
                 report(action, result)
             elif action == "build":
@@ -570,9 +594,11 @@ class Driver(
             elif action == "again":
                 self.again()
                 report(action)
+            elif plan.loads_first:
+                self.load_first(plan.load_from)
+                report(action)
             else:
-                load = self.load_first if plan.loads_first else self.load
-                load(plan.load_from)
+                self.load(plan.load_from)
                 report(action)
 
     def trainer_world_size(self) -> int | None:

@@ -1,12 +1,13 @@
 """Registries: items of one kind that a package's modules define, or other packages add.
 
-Strategies, precisions, models, checks and drivers are found in this way: to add one is to add a
-module with an item to the package, ``strategies/fsdp2.py`` with a ``Strategy`` named ``fsdp2``.
+Strategies, precisions and checks are found in this way: to add one is to add a module with an item
+to the package, ``strategies/fsdp2.py`` with a ``Strategy`` named ``fsdp2``.
 Another installed package adds one by an entry point (a line in its metadata that names an object).
-Each such package of ours has one ``Registry``, ``STRATEGIES`` say. ``STRATEGIES.get("fsdp2")`` is
-how all other code finds the item behind a name that a user wrote.
+Models and drivers come from entry points alone, also those of this package's own extensions.
 
-Nothing is imported before a name is needed (``by_name``).
+Each kind has one ``Registry``, ``STRATEGIES`` say. ``STRATEGIES.get("fsdp2")`` is how all other
+code finds the item behind a name that a user wrote. Nothing is imported before a name is needed
+(``by_name``).
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def installed_entry_points() -> Any:
 class Registry(Generic[T]):
     """The items of one kind that the modules of a package define, by name.
 
-    They are sorted by their attribute ``order``, then by name. An item is an instance of ``kind``,
-    or a subclass of it that a module defines; it has an attribute ``name``.
+    They are sorted by their attribute ``order``, then by name. An item has an attribute ``name``.
+    It is an instance of ``kind``, such as a ``Strategy``, or a subclass of it that a module
+    defines, such as a driver.
 
     Other installed packages, and extensions, add items by entry points: their group is the
     package's name, as ``pytest_distcompat.strategies``, their value ``module:item``, or ``module``
@@ -92,7 +94,10 @@ class Registry(Generic[T]):
 
     @property
     def extensions(self) -> dict[str, EntryPoint]:
-        """Return the entry points by which other packages add items, by "NAME of DISTRIBUTION"."""
+        """Return the entry points by which other packages add items, by "NAME of DISTRIBUTION".
+
+        Extensions of this package are among them.
+        """
         entry_by_origin: dict[str, EntryPoint] = {}
         for entry in installed_entry_points().select(group=self._group):
             distribution = entry.dist.name if entry.dist else "an unknown package"
@@ -145,6 +150,7 @@ class Registry(Generic[T]):
         items: dict[str, T] = {}
         for module, item in self._own_items():
             name = _name(item)
+            # A module may import the item of another one: that is the same item, and no error.
             if items.setdefault(name, item) is not item:
                 raise TypeError(f"{module} holds a second {self._item_name} named {name!r}")
         for where, item in self._added_items():

@@ -2,7 +2,8 @@
 
 ``from pytest_distcompat import scripts`` gives a user's test ``scripts.launch("train.py", ...)``,
 which runs a training script on several ranks, observes it, and checks what it did. The code is in
-the extension ``ext.scripts``. Without that folder this import still works; the use of a name fails.
+the extension ``ext.scripts``. In an installation without that folder this import still works, and
+the use of a name raises ImportError.
 """
 
 from __future__ import annotations

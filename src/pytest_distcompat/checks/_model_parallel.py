@@ -59,7 +59,8 @@ def wrong_model_parallelism(
     Layers are sharded along the mesh dimension ``tp``, experts are spread along ``ep``.
     """
     for model_dim in _MODEL_DIMS:
-        # At the default of 1 the cell asks for whole layers only if the driver knows the option.
+        # ``requested`` is False at the default of 1 if the driver does not know the option: then
+        # nothing requests whole layers of it.
         if not requested(cell, unwrapped, model_dim.name):
             continue
         expected = int(cell.option(model_dim.name))
@@ -120,10 +121,10 @@ def _whole_blocks(run: RunTrace, unwrapped: UnwrappedInfo, snapshot: Snapshot) -
     whole_weights: list[str] = []
     sharded_weights: list[str] = []
     for info in snapshot.parameters:
-        # Norms and biases may stay whole.
+        # Norms and biases, which have one dimension, may stay whole.
         if len(info.shape) < 2:
             continue
-        # Experts that are spread need not be sharded.
+        # Experts that are spread over ranks (``ep``) need not be cut too.
         if is_sharded_along(info, "tp") or is_sharded_along(info, "ep"):
             sharded_weights.append(names(info.name))
         else:
@@ -157,6 +158,7 @@ def wrong_pipeline(cell: Cell, unwrapped: UnwrappedInfo | None, model: ModelInfo
         return
     if cell.pp == 1 or unwrapped is None:
         return
+    # Each rank must have some parameters of the model, and not all of them.
     if not model.parameters:
         yield f"the model has no parameters; {expected}"
     elif len(model.parameters) >= len(unwrapped.parameters):
@@ -228,6 +230,7 @@ def wrong_secondary_partition(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     expected = min(configured, cell.world_size)
     if expected == 1 or not STRATEGIES.get(cell.strategy).shards:
         return
+    # Of each step over how many ranks the copy is sharded; 0 if there is none.
     sizes = {step.secondary for step in snapshot.steps}
     if sizes == {expected}:
         return

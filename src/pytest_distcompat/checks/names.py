@@ -88,7 +88,8 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
         digests = set(digest_by_rank.values())
         if 0 in digest_by_rank and len(digests) > 1:
             unlike.add(name)
-    # Under DeepSpeed's expert parallelism each rank has experts of its own, so models are unlike.
+    # Under DeepSpeed's expert parallelism each rank has experts of its own, so that models should
+    # be unlike.
     if not unlike or cell.option("ep") != 1:
         return
     initial_dtypes: dict[str, str] = {}
@@ -104,6 +105,7 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
             # Values that the build has rounded cannot be compared bit by bit.
             continue
         digest_on_rank_0 = digests_by_name[name][0]
+        # One digest: all copies of the tensor are equal. If not, there are several.
         if built_digests[name] != (digest_on_rank_0,):
             wrong.append(name)
     if wrong:
@@ -134,7 +136,10 @@ def _initial_digests(run: RunTrace) -> Mapping[str, Mapping[int, str]]:
 
 
 def _narrower(dtypes: Iterable[str], than: str) -> bool:
-    """Tell whether any of the dtypes has fewer bytes an element than ``than``."""
+    """Tell whether any of the dtypes has fewer bytes an element than ``than``.
+
+    An unknown dtype counts as narrower.
+    """
     sizes = [BYTES.get(dtype, 0) for dtype in dtypes]
     return min(sizes, default=math.inf) < BYTES.get(than, 4)
 
@@ -212,7 +217,8 @@ def _without_live_counterpart(expected: ExpectedNames, run: RunTrace) -> Iterato
     built = {snapshot.rank: snapshot for snapshot in run.at("build")}
     expected_buffers = expected.first_names_of(expected.unwrapped.buffers)
     expert_groups = [_ranks_with_its_experts(snapshot) for snapshot in trained.values()]
-    # The ranks that hold one copy of the model, with those of the other stages of their pipelines.
+    # The ranks that hold one copy of the model: those of a group of experts, usually a single rank,
+    # and those of the other stages of their pipelines.
     for ranks in across_stages(run, expert_groups):
         parameters: list[ParameterInfo] = []
         for snapshot in _of_ranks(trained, ranks):
@@ -220,7 +226,7 @@ def _without_live_counterpart(expected: ExpectedNames, run: RunTrace) -> Iterato
         buffers: list[ParameterInfo] = []
         for snapshot in _of_ranks(built, ranks):
             buffers += snapshot.buffers
-        # 0, so that the words are never "all ranks".
+        # As if of 0 ranks, so that the words are never "all ranks".
         where = named_ranks(ranks, 0)
         problem = "of the unwrapped model has no live counterpart"
         if len(ranks) > 1:
@@ -274,6 +280,8 @@ def _optimizer_state(expected: ExpectedNames, trained: Snapshots) -> Iterator[st
         return
     if _state_under_one_parameter(trained):
         return
+    # ``updated`` are the parameters for which an optimizer must have state, ``trainable`` those for
+    # which it may.
     names = {expected.unwrapped_name(owner) for owner in owners}
     for name in sorted(expected.updated - names):
         yield f"the optimizer of no rank keeps state for {name!r}"

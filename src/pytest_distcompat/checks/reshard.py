@@ -5,10 +5,12 @@ matrix such as ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks), and a trace. A 
 group from start to end. For each rank and action the trace has a snapshot with digests (hashes) of
 what the rank holds of parameters and optimizer state. The runs are
 
-- ``train``, which saves after three steps on the cell's ranks;
-- ``up``, which loads that checkpoint on twice as many ranks, takes a step and saves;
-- ``back``, which loads what ``up`` saved, on the cell's ranks;
-- ``one``, which loads the checkpoint of ``train`` in one process.
+- ``train``, which saves after three steps on the cell's ranks, and trains on;
+- ``up``, which loads that checkpoint on twice as many ranks, takes a step, saves, and trains on;
+- ``back``, which loads what ``up`` saved, on the cell's ranks, and takes a step;
+- ``one``, which loads the checkpoint of ``train`` in one process, and takes a step.
+
+The step after a load is compared by its step counts with the step that the saving run took next.
 
 A digest of a whole tensor can be computed from those of its shards, however they are cut. So no
 tensor is gathered to compare runs. The check yields findings, such as ``parameter 'lm_head.weight':
@@ -42,7 +44,7 @@ from pytest_distcompat.trace import RunTrace, Trace
 
 
 def _why_not_comparable_by_name(cell: Cell) -> str | None:
-    """Return why a cell's checkpoints cannot be compared; None if they can."""
+    """Return why two checkpoints cannot be compared tensor by tensor; None if they can."""
     if cell.option("save_only_model"):
         return "checkpoints hold the model alone: there is no training to resume"
     if not cell.option("use_orig_params"):
@@ -60,7 +62,8 @@ def _why_not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
             f"the driver does not claim that {cell.strategy} loads a checkpoint of another world "
             "size"
         )
-    # Each machine has a directory of its own for checkpoints, and each rank writes its own masters.
+    # Each machine has a directory of its own for checkpoints, and under ZeRO each rank writes its
+    # own shard of the masters, the float32 weights that the optimizer updates.
     if cell.own_disks and STRATEGIES.get(cell.strategy).flat_masters:
         return "each node has the shards of its own ranks, and other ranks would need those of all"
     return _why_not_comparable_by_name(cell) or saved_as_elsewhere(cell)
@@ -78,6 +81,7 @@ def _reshard_runs(cell: Cell, driver: type[Driver]) -> Scenario:
     largest = 1
     for value in OPTIONS["tp"].values:
         tp = int(value)
+        # The ranks that context parallelism and the pipeline leave.
         ranks = cell.world_size // cell.cp // cell.pp
         if ranks % (tp * cell.ep):
             continue
@@ -88,7 +92,8 @@ def _reshard_runs(cell: Cell, driver: type[Driver]) -> Scenario:
     return scenario.reshard(cell, largest)
 
 
-#: The last snapshots that the check needs: (run, action, which one of that action, from 0).
+#: The last snapshots that the check needs: (run, action, which one of that action, from 0). Those
+#: of ``train`` and of ``up`` are of the step after the save.
 _UNTIL_RESHARDED = (
     ("train", "step", SAVED),
     ("up", "save", 0),

@@ -129,8 +129,8 @@ def _run(
     # Each raises UsageProblem for a name that does not exist.
     STRATEGIES.get(cell.strategy)
     PRECISIONS.get(cell.precision)
-    # Check to the reason why it is not applicable to the cell; None if it is. As in a suite, which
-    # has no item for it, such a check does not run.
+    # Name of a check -> why it is not applicable to the cell; None if it is. Such a check does not
+    # run, as in a suite, which has no item for it.
     reasons = {}
     # The lists of runs that the training and the checks need.
     scenarios = [TRAIN]
@@ -145,13 +145,15 @@ def _run(
         raise UsageProblem(f"{cell.id}: {reason}")
     timeout = options.timeout or Request.timeout
     with local_runner(driver, [cell], device=device, timeout=timeout, store=store) as runner:
-        # A run that is in the directory already is not repeated. It may be of an older trainer.
+        # The runner does not repeat a run that the directory has. With ``--keep`` it may be one of
+        # an older trainer, so all are forgotten first.
         for scenario in scenarios:
             runner.forget(options.driver, cell, scenario)
         trace = runner.trace(options.driver, cell, TRAIN)
         for line in lines(cell, trace):
             print(visible(line))
-        # What is expected to fail: the shipped known issues that concern this driver.
+        # What is expected to fail: of the known issues that this package brings, those that concern
+        # the driver with its installed libraries on this device.
         known = applying(shipped(), names_in_issues(driver), device)
         # Whether a session would stay green with each check.
         green: list[bool] = []
@@ -163,6 +165,7 @@ def _run(
             verdict, _ = run_check(runner, options.driver, cell, check, known)
             _print_verdict(verdict)
             green.append(not verdict.status.red)
+    # ``end`` says how the run of the training failed; None if it did not.
     ended_early = trace.run().end is not None
     return int(ended_early or not all(green))
 
@@ -177,7 +180,7 @@ def _largest_world_size(cell: Cell, scenarios: Iterable[Scenario]) -> int:
 
 
 def _print_verdict(verdict: Verdict) -> None:
-    """Print what a check says, its reason and its message below its status."""
+    """Print the status of a check, and below it the verdict's reason and message."""
     print(f"\ncheck {verdict.check}: {verdict.status}")
     if verdict.reason:
         print(f"  {verdict.reason}")
@@ -190,7 +193,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Args:
         cell: The cell.
-        trace: What the ranks of its training recorded.
+        trace: The trace of its training, which has a single run.
     """
     from pytest_distcompat.evidence.cells import add_training
     from pytest_distcompat.report.result import Row
@@ -224,6 +227,7 @@ def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
     (``layer.weight``), and one in the live model (``module.layer.weight`` under DDP).
     """
     stored_by_name = _stored_elements(run)
+    # Head of a column -> function of an entry of the evidence.
     columns: dict[str, Column] = {
         "unwrapped name": lambda row: row["unwrapped"] or "none",
         "shape": lambda row: " x ".join(map(str, row["shape"])),
@@ -233,8 +237,7 @@ def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
         "kind": lambda row: row["kind"],
         "placement": lambda row: row.get("placement", ""),
         "of each rank": lambda row: stored_by_name.get(row["live"], ""),
-        # None: the optimizer has copies of flattened tensors instead, as under ZeRO.
-        "held": lambda row: "flat" if row["held"] is None else row["held"],
+        "held": _held,
         "files": lambda row: len(row["files"]),
     }
     rows: list[list[object]] = []
@@ -245,6 +248,16 @@ def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
         "held: how often by the optimizer; files: how many have the name)"
     )
     yield from table([*columns], rows)
+
+
+def _held(row: Mapping[str, Any]) -> object:
+    """Return how often a parameter is in the optimizer's param groups: 1, or 0 for never.
+
+    It is ``flat`` where the optimizer has copies of flattened tensors instead, as under ZeRO.
+    """
+    if row["held"] is None:
+        return "flat"
+    return row["held"]
 
 
 def _live_name(row: Mapping[str, Any]) -> object:
@@ -321,7 +334,7 @@ def _model(run: RunTrace) -> Iterator[str]:
 
 
 def _stored_elements(run: RunTrace) -> dict[str, str]:
-    """Return each live name to the number of elements that each rank stores of it, as text.
+    """Return live name -> the number of elements that each rank stores of it, as text.
 
     ``64|64|0`` is 64 on ranks 0 and 1 and none on rank 2. It is one number if all ranks store as
     many.

@@ -8,10 +8,12 @@ interpreter:
   and collects their tests. It is there only if the session has tests to run on ranks.
 
 Both functions get a ``Warmth`` (``request``) as a dict. For example ``{"modules": ["transformers"],
-"call": "...rank_session:collect", "payload": {...}, "path": [...], "device": "cpu"}``. Each returns
-a dict, the status of the server, which says above all whether the process is ``unfit`` to be
-forked. A process with a CUDA context or with threads is unfit, so some imports are kept from
-creating these.
+"call": "...rank_session:collect", "payload": {...}, "path": [...], "own": [...], "device":
+"cpu"}``: modules to import, a function that collects tests and its argument, entries of
+``sys.path``, and installed files that are the user's own code. Each returns a dict, the status of
+the server, which ``server`` sends to pytest's process. It says above all whether the process is
+``unfit`` to be forked. A process with a CUDA context or with threads is unfit, so some imports are
+kept from creating these.
 """
 
 from __future__ import annotations
@@ -66,17 +68,18 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     """Import the modules that a Warmth names, in the fork server of libraries.
 
     Args:
-        warmth: The fields of a Warmth, the ``device`` and, for GPUs, the fields of GpuFacts as
-            ``gpus``.
+        warmth: The fields of a Warmth, the ``device`` and, for GPUs, ``gpus`` (the fields of
+            GpuFacts) and ``nccl``.
         dump_at: When to write the stack of an import that hangs, by ``clock.now``. pytest's process
             gives up soon after that.
 
     Returns:
-        Why this process is ``unfit`` to be forked; empty if it is fit.
+        A dict with the key ``unfit``: why this process must not be forked; empty if it may be.
     """
     extend_import_path(warmth["path"])
-    # To find out about GPUs and NCCL would start threads or open CUDA here. So pytest's process has
-    # found it out, and the functions that would ask get its answers.
+    # To ask for GPUs and for NCCL's library would start threads or open CUDA here. So pytest's
+    # process has asked: ``gpus`` and ``nccl`` (path and version of each library) are its answers,
+    # and the functions that would ask return them.
     if warmth["device"] != "cpu":
         libraries = []
         for known in warmth["nccl"]:
@@ -108,23 +111,25 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
         ``unfit``: why the process must not be forked; empty if it may be.
         ``findings``: what the user's code did at its import that ranks must do themselves
         (``import_findings.Findings`` as a dict).
-        ``libraries``: the names of modules that the tests imported. The other fork server imports
-        them for ranks that, because of a finding, collect the tests themselves.
-        ``leaves``: whether exit functions must be called when the process ends.
+        ``libraries``: the names of the libraries' modules that the tests imported. If there is a
+        finding, the ranks that it concerns are forked from the other fork server and collect the
+        tests themselves; that server then imports these modules for them. Else empty.
+        ``leaves``: whether ``finish`` must be called when the process ends.
     """
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
     module, _, function = warmth["call"].partition(":")
     set_import_path(warmth["path"])
     if warmth["device"] != "cpu":
         devices.set_gpu_facts(GpuFacts(**warmth["gpus"]))
-    # The fork has ended the threads. They are started again before they are counted, so that they
-    # are not taken for threads of the user's modules.
+    # The fork has ended the threads of OpenBLAS. They are started again before they are counted, so
+    # that they are not taken for threads of the user's modules.
     _restart_threads_of_numpy()
     threads = native_threads()
+    # The states of Python's, numpy's and torch's random number generators.
     before = randomness.states()
     at_exit = atexit._ncallbacks()  # noqa: SLF001 - it has no public name
     watch = Watch(warmth["own"])
-    # A copy, because pytest captures stderr while it collects.
+    # A copy of stderr, because pytest captures the original while it collects.
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as log:
         try:
             call = getattr(importlib.import_module(module), function)
@@ -134,9 +139,11 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
         except BaseException:
             # A conftest may raise anything. The ranks run it again, and report it.
             traceback.print_exc(file=log)
-    # Ranks get it after the fork: a conftest may have set ``spawn``, say.
+    # A conftest may have set ``spawn``, say. A forked rank would have the start method by which it
+    # was started itself, so ``rank`` sets this one again.
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
     # If the user's modules have seeded a generator, ranks go on from that seed, as under torchrun.
+    # All other generators get a state of their own on each rank.
     randomness.remember_seeds(before)
     settle(warmth["device"])
     findings = watch.findings
@@ -178,6 +185,7 @@ def settle(device: str) -> None:
 
     The collector will skip all objects that exist now (``gc.freeze``). Some libraries call it again
     and again, and with torch, transformers and deepspeed in memory that took 0.4 s each time.
+    Finalizers of torch are switched off too.
     """
     if device == "cpu":
         # gloo then does what DeepSpeed's own all-reduce would do.
@@ -194,10 +202,13 @@ def _keep_operators_of_torch() -> None:
     process they are useless, and took half of a short rank's CPU time. ``weakref`` has only a
     private name for all finalizers; ``tests/launch/test_private_names.py`` fails when it changes.
     """
-    # ``peek`` returns the object, the function to call, and its arguments; None if it was called.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001 - see the docstring
         alive = finalizer.peek()
-        if alive is not None and str(getattr(alive[1], "__module__", "")).startswith("torch."):
+        if alive is None:
+            # It was called already.
+            continue
+        _, function, *_ = alive
+        if str(getattr(function, "__module__", "")).startswith("torch."):
             finalizer.atexit = False
 
 
@@ -270,6 +281,7 @@ def _restart_threads_of_numpy() -> None:
     if numpy is not None:
         # numpy imports this submodule only at its first use, and ``randomness`` reads its state.
         importlib.import_module("numpy.random")
+        # Large enough that OpenBLAS divides the product among threads.
         square = numpy.ones((256, 256))
         square @ square
 

@@ -33,8 +33,8 @@ from typing import Any
 #: package included, and its import hook would execute their code again.
 _STAY = ("pytest_distcompat", "pytest", "_pytest", "pluggy")
 
-#: By the name of each module that was loaded while imports were recorded: the names of modules that
-#: it imported.
+#: The *record*: name of each module that was loaded while imports were recorded -> the names of
+#: modules that it imported.
 _imported: dict[str, set[str]] = {}
 #: The modules whose code runs, the innermost last.
 _running: list[str] = []
@@ -43,10 +43,10 @@ _hidden: dict[str, ModuleType] = {}
 #: The names of hidden modules that were attributes of their packages. Others are not: a package may
 #: give the name of a module to something else, as Lightning's ``__version__``, which is a text.
 _were_attributes: set[str] = set()
-#: By the name of each module that the fork server was to import (``transformers``): the names of
-#: all modules that are given back with it. They are computed in advance, because ranks import these
-#: modules most, and to follow the records on a rank would copy memory that it shares with the fork
-#: server.
+#: Name of each module that the fork server was to import (``transformers``) -> the names of all
+#: modules that are given back with it. They are computed in advance, because ranks import these
+#: modules most, and to walk through the record on a rank would copy memory that it shares with the
+#: fork server: reading a Python object writes its reference count.
 _given_with: dict[str, tuple[str, ...]] = {}
 #: The names of the modules that were given back, in order, and how many of them the fork server got
 #: back itself (``keep_visible``).
@@ -72,8 +72,15 @@ def recorded(name: str) -> Iterator[None]:
 
 
 def _record_loader(kind: Any, undo: contextlib.ExitStack) -> None:
-    """Note each module that loaders of this class execute, as an import of the one that runs."""
+    """Note each module that loaders of this class execute, as an import of the one that runs.
+
+    Args:
+        kind: A class of Python's loaders, whose ``exec_module`` is replaced.
+        undo: Gets the function that puts it back.
+    """
     execute = kind.exec_module
+    # If the class inherits the method, the replacement is deleted at the end: the class gets no
+    # method of its own.
     inherited = "exec_module" not in vars(kind)
 
     @functools.wraps(execute)
@@ -96,7 +103,11 @@ def _record_loader(kind: Any, undo: contextlib.ExitStack) -> None:
 
 
 def _record_imports(undo: contextlib.ExitStack) -> None:
-    """Note which modules a running module imports that have been loaded already."""
+    """Note which modules a running module imports that have been loaded already.
+
+    No loader executes these, so ``import`` itself is replaced; ``undo`` gets the function that puts
+    it back.
+    """
     original = builtins.__import__
 
     # The parameters of ``builtins.__import__``, which callers may give by name.
@@ -153,7 +164,10 @@ def _stays(name: str) -> bool:
 
 
 def hide() -> None:
-    """Hide the modules that were recorded, but for those that a module which stays has imported."""
+    """Hide the modules that were recorded, but for those that a module which stays has imported.
+
+    After that the record has names of recorded modules only, and each has its package.
+    """
     for name, names in _imported.items():
         # An import of a module imports its package too. Of the names that were taken from modules
         # (``from os import path, sep``) only those of recorded modules are kept.
@@ -274,7 +288,8 @@ class _Loader(importlib.abc.Loader):
         module.__spec__ = self._spec
         name = module.__name__
         if name not in _hidden:
-            # The module calls itself by another name.
+            # The module has set its ``__name__`` to another one. Its spec has the name by which it
+            # was imported.
             name = self._spec.name if self._spec is not None else ""
         _give_back(name)
 

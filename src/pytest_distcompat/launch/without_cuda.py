@@ -37,7 +37,8 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
     ``tests/unit/test_ask_nvml.py`` fails when it changes.
 
     Args:
-        gpus: The facts, as ``GpuFacts(count=2, capability=(9, 0))``.
+        gpus: The facts, as ``GpuFacts(count=2, capability=(9, 0))``: the number of GPUs, and the
+            compute capability of the first, None if unknown.
     """
     devices.set_gpu_facts(gpus)
     torch: Any = importlib.import_module("torch")
@@ -60,6 +61,7 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
 
         return function
 
+    # A torch for CPUs alone has no GPUs, whatever the machine has.
     if torch.backends.cuda.is_built():
         cuda.device_count = answer(cuda.device_count, lambda: gpus.count)
         cuda.is_available = answer(cuda.is_available, lambda: gpus.count > 0)
@@ -87,8 +89,9 @@ def postpone_nvml() -> None:
 class _PostponedNvml:
     """Replacements for functions of NVML that postpone calls of ``nvmlInit``.
 
-    In the fork server a call of ``nvmlInit`` is only counted. In a rank, the first question about a
-    device makes the counted calls before it is asked.
+    In the fork server a call of ``nvmlInit`` is only counted. Ranks inherit the number. In a rank,
+    the first question about a device makes so many calls before it is asked: NVML counts them, and
+    ends after as many calls of ``nvmlShutdown``.
 
     Args:
         nvml: The module ``pynvml``.
@@ -102,12 +105,14 @@ class _PostponedNvml:
         self._waiting = 0
 
     def install(self) -> None:
-        """Replace the functions in the module."""
+        """Replace the functions in the module ``pynvml``."""
         self._nvml.nvmlInit = self._postpone
         self._nvml.nvmlShutdown = self._take_back
         for name in _FIRST_QUESTIONS:
-            if hasattr(self._nvml, name):
-                setattr(self._nvml, name, self._initialised(getattr(self._nvml, name)))
+            # A release of the module may lack some.
+            function = getattr(self._nvml, name, None)
+            if function is not None:
+                setattr(self._nvml, name, self._initialised(function))
 
     def _postpone(self) -> None:
         """Take the place of ``nvmlInit``: in a process that may not open NVML, count the call."""

@@ -1,14 +1,16 @@
 """A trainer's tensors, put together from what each rank holds of them, and their comparison.
 
 Checks use this package on the traces of runs (what ranks recorded, as plain data). Tensors go by
-their name in the unwrapped model, before anything wrapped it. No tensor is ever gathered.
+their name in the unwrapped model, before anything wrapped it. No tensor is ever gathered: ranks
+record a *digest* of each, a hash of the values that the rank has.
 
 - ``whole`` puts the digests of shards together into those of whole tensors;
 - ``differences`` compares them before and after a load;
 - ``exported`` says what an export should have;
 - ``parameters`` says which parameters are sharded, replicated or never updated;
 - ``stages`` divides a model among the stages of a pipeline;
-- ``rounding`` says whose tolerances apply.
+- ``rounding`` says which precision's tolerances apply: a run in float32 that multiplies in TF32 is
+  less exact.
 """
 
 from pytest_distcompat.model_values.differences import (

@@ -8,6 +8,9 @@ Example: on 2 ranks FSDP2 shards ``lm_head.weight``, which its trainer calls
 ``module.lm_head.weight``. The result has ``of("parameter")["lm_head.weight"] == ("32:1f2e...",)``:
 the name in the unwrapped model (before anything wrapped it), and one digest. Two digests would mean
 that replicas of the tensor differ, as under DDP two ranks with different weights.
+
+Which ranks hold a tensor together a snapshot says of each rank's part: ``layout.holders``. ZeRO
+keeps state flattened, many parameters in one tensor: its owner is no parameter but ``partition 0``.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class Values:
         wrong: Findings (sentences for the report) about tensors whose parts do not add up to the
             whole.
         not_elementwise: The kinds of state that do not have an element for each element of a
-            parameter. Their parts cannot be put together.
+            parameter, ``row_var`` say. Their parts cannot be put together, so that their digests
+            are those of all parts.
         dtypes: Kind -> unwrapped name -> the dtypes that the parts are stored in.
     """
 
@@ -85,7 +89,7 @@ class Names:
         self.sizes: dict[str, int] = {}
         for info in (*unwrapped.parameters, *unwrapped.buffers):
             self.sizes[info.name] = math.prod(info.shape)
-        #: The buffers that the state dict has.
+        #: The unwrapped names of the buffers that the state dict has.
         self.persistent: set[str] = set()
         for info in unwrapped.buffers:
             if info.persistent:
@@ -95,8 +99,10 @@ class Names:
         self._unwrapped_by_live_name: dict[str, str] = {}
 
     def __call__(self, live: str) -> str:
-        # Stored: each rank and each key of its state has the same names.
+        # Stored, since it is asked for the same names again and again: for each rank, and for each
+        # key of its optimizer state.
         if live not in self._unwrapped_by_live_name:
+            # The strategy knows which segments its wrappers add to a name.
             name = self.strategy.canonical(live, self.cell, self.known)
             self._unwrapped_by_live_name[live] = self.tied_to.get(name, name)
         return self._unwrapped_by_live_name[live]
@@ -205,6 +211,8 @@ def _copies(
     """Return, for each copy of a tensor in the run, the ranks that hold it together.
 
     With HSDP on 4 ranks in 2 replicas, for example, a parameter has two copies: ((0, 1), (2, 3)).
+    If only ranks 0 and 1 recorded state of it, there are two copies of the state too: the second
+    one lacks all its elements, which is a finding.
 
     Args:
         parts: What the ranks hold of the tensor.
@@ -256,7 +264,7 @@ def _put_together(
     group_parts.sort(key=lambda part: ranks.index(part.rank))
     digests = [part.info.digest for part in group_parts]
     if numel is None:
-        # A name that no strategy's mapping knows, for which nothing can be added up.
+        # A name that the strategy could not map, for which nothing can be added up.
         digest = digests[0] if digests else ""
         return _WholeTensor(digest, "is no name of the unwrapped model")
     elements = sum(part.numel for part in group_parts)

@@ -24,9 +24,9 @@ def first_reason(*rules: tuple[bool, str]) -> str | None:
 
 
 def untried_option_reason(feature: str, cell: Cell, tried: Collection[str]) -> str | None:
-    """Return that a feature was not tried together with an option of the cell.
+    """Return the sentence that a feature was not tried together with an option of the cell.
 
-    None if it was tried with all of them.
+    None if it was tried with all of them. A cell whose options were not tried together is not run.
 
     Args:
         feature: Its name in the sentence: "tensor parallelism".

@@ -1,8 +1,8 @@
 """The options of the core: ``OPTIONS``, with the parsers that only they use.
 
 ``plugin.options`` registers them with pytest and reads them. Each parser gets the text of an option
-and returns its value, or raises UsageProblem with the allowed values; that of a file also gets the
-directory that relative paths start from.
+and returns its value, or raises UsageProblem with the allowed values. That of an option whose
+metavar begins with ``FILE`` also gets the directory that relative paths start from, as ``base``.
 
 Words in the help texts: a *suite* is a subclass of ``CompatSuite``, which tests a *driver* (a
 trainer) in many *cells*, configurations such as ``fsdp2-fp32-w2`` (strategy, precision, 2 ranks). A
@@ -24,7 +24,7 @@ from pytest_distcompat.plugin.option import Option, choice, count, number
 from pytest_distcompat.plugin.shard import read_shard
 from pytest_distcompat.plugin.suite.budget import read_budget
 
-#: The parser of a time limit.
+#: The parser of a time limit: ``"300"`` becomes ``300.0``.
 _seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
@@ -42,7 +42,7 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
-        # Each function raises UsageProblem for a name that is not known.
+        # Called only because each function raises UsageProblem for a name that is not known.
         find: Mapping[str, Callable[[str], object]] = {
             "strategies": STRATEGIES.get,
             "precisions": PRECISIONS.get,
@@ -63,7 +63,7 @@ def _split(text: str) -> list[str]:
 
 
 def _profile(text: str) -> str:
-    """Return the name of a profile, which selects the cells of each suite.
+    """Return the text if it is the name of a profile, which selects the cells of each suite.
 
     Extensions add profiles. They are loaded only for a name that the core does not know.
     """
@@ -75,7 +75,10 @@ def _profile(text: str) -> str:
 
 
 def _known(text: str, base: Path) -> Any:
-    """Return the ``KnownIssue`` of all TOML files in the list, each a bug that is expected."""
+    """Return a tuple of ``KnownIssue``, each a bug that is expected, from a list of TOML files.
+
+    The type is not in the signature: its module is imported only if there are files.
+    """
     from pytest_distcompat.known import read_file
 
     issues: list[Any] = []
@@ -121,7 +124,7 @@ def _report(text: str, base: Path) -> tuple[Path, ...]:
 
 
 def _baseline(text: str, base: Path) -> Any:
-    """Return the report that the session is compared with; None for an empty text."""
+    """Return the ``Report`` that the session is compared with; None for an empty text."""
     if not text:
         return None
     return _read_report((base / text).absolute())
@@ -136,8 +139,8 @@ def _read_report(path: Path) -> Any:
 
 
 #: The options of the core, in the order of ``--help``: short name, metavar, default, parser, help.
-#: A help begins with a verb and names the unit and the default, in the terms of
-#: docs/architecture.md.
+#: ``gpus`` is ``--distcompat-gpus``. A help begins with a verb and names the unit and the default,
+#: in the terms of docs/architecture.md.
 _ALL = (
     Option(
         "gpus",

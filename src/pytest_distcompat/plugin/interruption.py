@@ -29,7 +29,7 @@ def install(config: pytest.Config) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     """Handle the signal: pytest takes the exception for Ctrl-C."""
-    # Schedulers repeat it, and reports are being written then.
+    # Schedulers repeat the signal. By then pytest writes its reports, which it must not interrupt.
     signal.signal(signal.SIGTERM, do_nothing)
     raise KeyboardInterrupt("SIGTERM")
 

@@ -31,7 +31,8 @@ def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | 
         given: Its input, a tensor.
         output: Its output.
     """
-    # With p of 0 or 1 all dropouts drop the same. A fake tensor has no values.
+    # With p of 0 or 1 all dropouts drop the same. A fake tensor (torch's ``FakeTensor``) has no
+    # values.
     if not 0 < p < 1 or valueless(given):
         return None
     # ``local_of`` returns this rank's part of a DTensor, ``digest`` a short text that is equal for

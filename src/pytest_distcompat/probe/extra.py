@@ -36,8 +36,9 @@ class _Value:
         place: Where it is in the state: ``shadow.inlet.weight``.
         text: The value, or a digest of it.
         exact: Whether it is the same in whatever order it is computed; a number with a fraction
-            may be rounded in another way.
-        fractions: The tensor, if it is one of numbers with fractions; None for anything else.
+            may be rounded in another way. Where the check compares two trainings, it leaves out
+            what is not exact.
+        fractions: The tensor, if it is of a floating dtype; None for anything else.
     """
 
     place: str
@@ -67,6 +68,8 @@ def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[Ext
                 exact[value.place] = value.text
             else:
                 rounded[value.place] = value.text
+            # If the reference (the same training in one process) has the state too, sums of squares
+            # are compared with its own: those of shards add up to that of the whole tensor.
             if expected.in_reference and value.fractions is not None:
                 squares[value.place] = square_of(value.fractions)
         info = ExtraStateInfo(
@@ -77,7 +80,7 @@ def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[Ext
 
 
 def _attribute(driver: Any, name: str) -> Any:
-    """Return the attribute of that name, ``averages.decay`` for example."""
+    """Return the attribute of that name, ``trainer.ema`` for example."""
     value = driver
     for part in name.split("."):
         if not hasattr(value, part):
@@ -89,14 +92,20 @@ def _attribute(driver: Any, name: str) -> Any:
 
 
 def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
-    """Yield each value inside ``value``, which is at ``place`` of the state with that name."""
+    """Yield each value inside ``value``, taken apart as far as needed.
+
+    Args:
+        value: The state, or a part of it.
+        place: Where the part is in the state: ``shadow.inlet``; empty for the state itself.
+        name: The name of the state, for an error: ``trainer.ema``.
+    """
     if isinstance(value, _PLAIN):
         is_exact = not isinstance(value, float)
         yield _Value(place, repr(value), is_exact)
     elif isinstance(value, torch.Tensor):
-        # Shards of different parts of a tensor have different places, so that they are not compared
-        # with each other.
-        # Empty for a whole tensor, ``(("Shard(0)", 2, 1),)`` for the second of two shards.
+        # Which part of the tensor this rank has: ``(("Shard(0)", 2, 1),)`` for the second of two
+        # shards, empty for a whole tensor. It is added to the place, so that different parts are
+        # not compared with each other.
         region = layout_of(value).region
         if region:
             place = f"{place} {region}"
@@ -111,7 +120,7 @@ def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
 
 
 def _parts(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a value that has several, each with its key.
+    """Return the parts of a value that has several, each with its key: ``("decay", 0.99)``.
 
     Raises:
         TypeError: If there is no known way to take the value apart.

@@ -3,7 +3,7 @@
 After a trainer has saved a checkpoint or exported a model, ``worker`` calls ``read_files`` on rank
 0 (or on the first rank of each machine), and ``ext.scripts`` does so for the files of a script.
 Checks look for each parameter's name in the result. ``read_saved`` also reads values, for the check
-of checkpoints that hold the model alone.
+``save_only_model`` of checkpoints that have the model alone.
 
 Formats, each read by its library or its JSON, never by the trainer's ``load``:
 
@@ -41,8 +41,9 @@ class SavedFile:
     Attributes:
         path: A path that torch and safetensors can open.
         name: The path from the checkpoint's directory on, as messages have it.
-        key_prefix: What comes before the file's keys in the whole model's state dict: ``2.`` in the
-            module directory ``2_Dense`` of a composite model, else empty.
+        key_prefix: What comes before the file's keys in the whole model's state dict; mostly empty.
+            It is ``2.`` in the directory ``2_Dense`` of a *composite model*, one of
+            sentence-transformers, which writes each of its modules into a directory of its own.
     """
 
     path: Path
@@ -78,7 +79,8 @@ def _with_key_prefix(info: FileInfo, key_prefix: str) -> FileInfo:
 def read_saved(directory: Path) -> tuple[FileInfo, ...]:
     """Return what every file below the directory holds of a training, with digests of its values.
 
-    Each model, optimizer or scheduler has a record; only a model's values have digests.
+    A digest is a hash of a tensor, ``32:1f...``. Each model, optimizer or scheduler has a record;
+    only a model's values have digests.
     Call it when all ranks have finished writing. It reads all tensors of the model, which is too
     slow for every cell.
     """
@@ -103,7 +105,10 @@ def _with_digests(file: SavedFile, holds: str, content: Mapping[str, Any]) -> Fi
 
 
 def _files(directory: Path) -> Iterator[SavedFile]:
-    """Yield each file below the directory, sorted by path."""
+    """Yield each file below the directory, sorted by path.
+
+    Read each in the loop: its path may be valid only until the iteration ends (``readable``).
+    """
     with readable(directory) as root:
         for path in sorted(root.rglob("*")):
             if not path.is_file():
@@ -114,7 +119,13 @@ def _files(directory: Path) -> Iterator[SavedFile]:
 
 
 def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
-    """Yield what one file holds, under the keys that stand in it."""
+    """Yield the records of one file, with the keys as they are in it; none for another format.
+
+    Args:
+        path: A path that can be opened.
+        prefix: As in ``read_files``.
+        relative: The path from the checkpoint's directory on.
+    """
     name = prefix + relative
     if path.suffix == ".safetensors":
         shapes, dtypes = _safetensors(path)
@@ -127,11 +138,11 @@ def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
             dtypes=dtypes,
         )
     elif path.name.endswith(INDEX):
-        # What is no index is another file of that name, and no business of ours.
+        # A file of that name that is no such index is left out, like any file of another format.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             yield _index(path, name)
     elif path.name == ".metadata":
-        # The checkpoint is the directory, which is named.
+        # The checkpoint is the directory, so the record has the name of that.
         relative_directory = Path(relative).parent
         yield from read_dcp(path.parent, f"{prefix}{relative_directory}")
     elif path.suffix in PICKLED:
@@ -204,8 +215,8 @@ def module_prefix(directory: Path) -> str:
 
     It is the name of the module that a composite model saves there; empty for any other model.
     """
-    # The directory is the model's own, where its first module is, or that of another module of the
-    # model above.
+    # The directory is the model's own, where its first module is ("" in its modules.json), or that
+    # of another module, whose modules.json is in the directory above.
     name = module_directories(directory).get("")
     if name is None:
         name = module_directories(directory.parent).get(directory.name)
@@ -218,8 +229,9 @@ def module_prefix(directory: Path) -> str:
 def readable(directory: Path) -> Iterator[Path]:
     """Provide a path of the directory that torch and safetensors can open.
 
-    They accept UTF-8 alone, while a path of Linux is any bytes. For another path it is
-    ``/proc/self/fd/N`` of an open directory. The directory need not exist.
+    They accept UTF-8 alone, while a path of Linux is any bytes. In place of such a path it is
+    ``/proc/self/fd/N``, where N is a descriptor of the directory, open until the block ends. The
+    directory need not exist.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -9,7 +9,8 @@
 A *block* is one of the equal modules of which a model is made, such as ``layers.0``: FSDP wraps
 them one by one. A *live name* is a name in the wrapped model: ``module.layers.0.weight``. Of each
 parameter are recorded, among others, a *digest* (a hash of the values that this rank has) and a
-*layout* (which part of the whole tensor these are). No values are recorded.
+*layout* (which part of the whole tensor these are). No values are recorded. The classes of the
+records, ``ParameterInfo`` and the like, explain each field (package ``trace``).
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def read_unwrapped(
         blocks: Class names of the modules to wrap one by one, ``("LlamaDecoderLayer",)``; empty for
             those that the model declares.
         ignored_modules: Names of the modules to leave out of the sharding.
-        obeyed: The options of a cell that the driver supports, such as ``compile``.
+        obeyed: The options of a cell that the driver supports, such as ``compile``; checks ask only
+            for what these ask for.
         compute: The name of the dtype that the precision computes in, ``bfloat16``. Digests are
             also taken of the values rounded to it; empty for none.
 
@@ -104,6 +106,7 @@ def read_unwrapped(
         ignored_modules=ignored_modules,
         obeyed=obeyed,
         linears=_linear_count(model),
+        # How many modules multiply by a matrix.
         products=sum(multiplies(module) for module in model.modules()),
         evaluating=_names_where(model, _is_evaluating),
         noncontiguous=_noncontiguous_names(model),
@@ -189,6 +192,7 @@ def read_model(
         pp_ranks = tuple(distributed.get_process_group_ranks(pp_group))
         index = pp_ranks.index(distributed.get_rank())
         # No tensor says that it is in one stage of a pipeline only, so that is added here.
+        # Name of the dimension, its size, this rank's coordinate, and what each rank has of it.
         stage = MeshDim("pp", len(pp_ranks), index, STAGE)
         parameters = [_with_outermost_dim(info, stage) for info in parameters]
     world_size = 1
@@ -225,11 +229,13 @@ def read_model(
 
 
 def _live_parameters(model: Module, optimizer: Any, zero_stage: int | None) -> list[ParameterInfo]:
-    """Return each live parameter, with the number of entries of the optimizer's groups that it is.
+    """Return each live parameter, and how often it is in the optimizer's param groups.
 
-    The number is None under ZeRO, whose optimizer has flat copies in its groups instead.
+    That is 1, or 0 for a parameter that is not optimized. It is None under ZeRO, whose optimizer
+    has flat copies in its groups instead.
     """
     layouts = wrapper_layouts(model)
+    # ``id`` of a float32 copy that the optimizer updates -> the parameter.
     masters = master_copies(optimizer)
     entries_by_id: Counter[int] = Counter()
     for entry in entries(optimizer):
@@ -250,7 +256,10 @@ def _with_outermost_dim(info: ParameterInfo, dim: MeshDim) -> ParameterInfo:
 
 
 def _names_where(model: Module, condition: Callable[[Module], bool]) -> tuple[str, ...]:
-    """Return the live names of the modules for which the condition is true."""
+    """Return the names of the modules for which the condition is true; empty for the model itself.
+
+    For the units of FSDP these are ``("", "layers.0", "layers.1")``.
+    """
     names: list[str] = []
     for name, module in model.named_modules():
         if condition(module):
@@ -285,7 +294,10 @@ def _is_run_by_deepspeed(module: Module) -> bool:
 
 
 def compiled_modules(model: Module) -> tuple[str, ...]:
-    """Return the names of the modules that torch.compile wraps, or that were compiled in place."""
+    """Return the names of the modules that torch.compile wraps, or that were compiled in place.
+
+    In place means ``module.compile()``.
+    """
     # Compilation in place leaves only a private mark, ``_compiled_call_impl``;
     # ``tests/launch/test_private_names.py`` fails when it changes.
 
@@ -318,7 +330,10 @@ def _graph_count() -> int:
 
 
 def _wrappers(model: Module) -> dict[str, int]:
-    """Count the known wrappers; by class name where the wrapper's library need not be installed."""
+    """Return how many modules are each known wrapper: ``{"FSDP2": 3}``.
+
+    Those whose library may not be installed or loaded are known by the name of their class.
+    """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -382,8 +397,11 @@ def live_parameter_info(
         # With use_orig_params each parameter is a one-dimensional view, maybe empty, into this
         # rank's shard of the flat parameter.
         kind = "FSDP1 shard"
-    # A DTensor itself says where its shard begins in the full tensor, which its digest needs.
-    digested = parameter if kind == "DTensor" else local
+    digested = local
+    if kind == "DTensor":
+        # Its digest needs to know where the shard begins in the full tensor, which it says itself.
+        digested = parameter
+    # DeepSpeed's tensor parallelism: the parameter is a shard, and the full shape is noted in it.
     tensor_parallel_shard = autotp_cut(parameter)
     if tensor_parallel_shard:
         shape = tensor_parallel_shard.shape

@@ -7,6 +7,9 @@
 - a dictionary of parts such as ``model`` and ``optimizer``;
 - DeepSpeed's file of model states: ``module`` has the model, or empty tensors in place of the
   parameters that ZeRO-3 partitioned; ``param_shapes`` describes what the other files have.
+
+A record is a ``FileInfo``: what a file, or a part of it, has of a model or an optimizer. ``Part``
+and ``Shapes`` are ``("model", {"lm_head.weight": tensor})`` and ``{"lm_head.weight": (64, 16)}``.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ def pickled_values(data: Mapping[str, Any]) -> Iterator[Part]:
     A part is ``("model", {"lm_head.weight": tensor, ...})``, and so for ``optimizer`` and
     ``scheduler``, by whichever of its usual names (``PARTS``) the file has it.
     """
+    # State dicts of torch's optimizers and schedulers have these keys.
     if "param_groups" in data and "state" in data:
         yield "optimizer", data
     elif "last_epoch" in data:
@@ -54,7 +58,7 @@ def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
     """Yield the records of the models and optimizers in a file of ``torch.save``.
 
     Args:
-        data: What the file has.
+        data: What the file has, as ``load_pickle`` returned it.
         name: Its path as records have it. Of a file with parts the name of the part follows it:
             ``mp_rank_00_model_states.pt:module``.
     """
@@ -66,7 +70,8 @@ def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
         yield from _deepspeed_shapes(data, name)
     yield from _models_in_parts(data, name, is_deepspeed=is_deepspeed)
     state = _optimizer_state(data)
-    # torch numbers an optimizer's parameters; FSDP's functions write their names.
+    # torch numbers an optimizer's parameters; FSDP's functions write their names. Numbers say
+    # nothing, so that there is no record of them.
     parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
     if parameters:
         yield FileInfo(name, format="torch", holds="optimizer", keys=tuple(parameters))
@@ -93,14 +98,19 @@ def _models_in_parts(
         if is_deepspeed:
             shapes = _without_partitioned(shapes)
         if shapes:
+            # Of the libraries, DeepSpeed alone names the model so.
             form = "deepspeed" if part == "module" else "torch"
             keys = tuple(shapes)
             yield FileInfo(f"{name}:{part}", format=form, holds="model", keys=keys, shapes=shapes)
 
 
 def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
-    """Yield the shapes of trained and of frozen parameters in DeepSpeed's file of model states."""
+    """Yield a record of the trained and of the frozen parameters that DeepSpeed's file describes.
+
+    Their values may be in other files: those of ZeRO-3's shards.
+    """
     trained: Shapes = {}
+    # One dictionary for each param group of the optimizer.
     for group in data["param_shapes"]:
         for key, shape in group.items():
             trained[str(key)] = tuple(shape)
@@ -122,15 +132,19 @@ def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
 
 
 def _without_partitioned(shapes: Shapes) -> Shapes:
-    """Return the shapes without those of parameters whose values are in other files."""
-    # For the parameters that it partitioned ZeRO-3 writes empty tensors into the model states.
+    """Return the shapes without those of empty tensors.
+
+    ZeRO-3 writes them in place of the parameters that it partitioned, whose values are in other
+    files.
+    """
     return {key: shape for key, shape in shapes.items() if shape != (0,)}
 
 
 def _optimizer_state(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the optimizer's state dict: the file itself, or its part of that name.
+    """Return the optimizer's state dict: the file itself, or its part under a usual name.
 
-    The result is empty if the file has none.
+    The names are those of ``OPTIMIZER``, such as ``optim``. The result is empty if the file has
+    none.
     """
     if isinstance(data.get("state"), Mapping):
         return data

@@ -84,7 +84,11 @@ def read_snapshot_fields(
 
 
 def read_products(device: str) -> dict[str, str]:
-    """Return how torch multiplies on the GPU now (see ``Snapshot.products``); empty on the CPU."""
+    """Return how torch multiplies on the GPU now: ``{"matmul": "ieee", "conv": "tf32"}``.
+
+    It is the precision of float32 products, and the dtype of autocast if that is on. Empty on the
+    CPU.
+    """
     if not device.startswith("cuda"):
         return {}
     cudnn = torch.backends.cudnn
@@ -99,7 +103,7 @@ def read_products(device: str) -> dict[str, str]:
 
 def _float32_precision(backend: Any) -> str:
     """Return the precision of a backend's products of float32: ``ieee`` or ``tf32``."""
-    # From torch 2.9 on it has a name, "none" where nothing was set; before there is only
+    # From torch 2.9 on the precision has a name, "none" where nothing was set; before there is only
     # ``allow_tf32``, which raises in later releases once the name was set.
     named = getattr(backend, "fp32_precision", None)
     if named == "none":
@@ -155,9 +159,13 @@ def _hysteresis(optimizer: Any) -> dict[str, float]:
 def fit_first_scale(scaler: Any, optimizer: Any) -> None:
     """Lower a dynamic loss scale to ``FIRST_SCALE`` before the first step.
 
-    ``torch.amp.GradScaler`` begins at 65,536 and skips steps until the scale fits; the reference
-    skips none. From a scale that fits, every skipped step is a difference: checks need no rule for
-    steps that may be skipped.
+    ``torch.amp.GradScaler`` begins at 65,536 and skips steps until the scale fits; the reference,
+    the same training in one process, skips none. From a scale that fits, every skipped step is a
+    difference: checks need no rule for steps that may be skipped.
+
+    Args:
+        scaler: The trainer's GradScaler; None without one.
+        optimizer: The trainer's optimizer, which may be DeepSpeed's with a loss scale of its own.
     """
     if scaler is not None:
         state = scaler.state_dict()
@@ -173,6 +181,7 @@ def fit_first_scale(scaler: Any, optimizer: Any) -> None:
 
 def _scales_dynamically(optimizer: Any) -> bool:
     """Tell whether it is an optimizer of DeepSpeed with a dynamic loss scale."""
+    # ZeRO's optimizers have the first attribute, those without ZeRO the second.
     zero_scaler = getattr(optimizer, "loss_scaler", None)
     if getattr(zero_scaler, "dynamic", False):
         return True
@@ -184,6 +193,7 @@ def peak_memory(device: str) -> int:
     """Return the peak memory in bytes: torch's on the GPU, or the process's RSS on the CPU."""
     if device.startswith("cuda"):
         return int(torch.cuda.max_memory_allocated(device))
+    # Linux counts it in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -204,6 +214,9 @@ def sample(output: torch.Tensor) -> tuple[float, ...]:
 
 def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
     """Return what a call of the live trainer left behind, to compare it with other processes.
+
+    Users call a trainer in any order: ``step(clip='no')``, ``state_dict()``. A run that does so is
+    compared after each call.
 
     Args:
         model: The trainer's model.
@@ -241,7 +254,10 @@ def read_sums(model: Module) -> dict[str, Sums]:
 
 
 def _sums_by_name(tensors: Mapping[str, Any]) -> dict[str, Sums]:
-    """Return the sums of each tensor; what is no tensor is left out."""
+    """Return the sums of each tensor: ``{"lm_head.weight": (1024, 3.1, 9.4)}``.
+
+    What is no tensor is left out.
+    """
     sums: dict[str, Sums] = {}
     for name, tensor in tensors.items():
         if hasattr(tensor, "numel"):
@@ -268,7 +284,10 @@ def _optimized(model: Module) -> dict[str, torch.Tensor]:
 
 
 def _sums(tensor: torch.Tensor) -> Sums:
-    """Return the sums of this rank's part of a tensor, in float64."""
+    """Return of this rank's part of a tensor the number of elements, their sum, that of squares.
+
+    The sums are computed in float64.
+    """
     with torch.no_grad():
         values = local_of(tensor).double()
         total = float(values.sum())

@@ -1,8 +1,8 @@
 """Parts shared by FSDP1 and FSDP2: dtypes, mixed precision, device mesh, backend configs.
 
 ``fsdp1.py`` and ``fsdp2.py`` make the strategies of these functions; a strategy says how state is
-split over ranks. Its *backend config* says how a library spells it for a cell, one configuration
-under test: ``fsdp2-bf16_upcast-w2`` becomes an ``Accelerator`` with
+split over ranks. A strategy's *backend config* is its arguments for a library in a cell, which is
+one configuration under test: ``fsdp2-bf16_upcast-w2`` becomes an ``Accelerator`` with
 ``FullyShardedDataParallelPlugin(fsdp_version=2, ...)`` by ``plugin``, and
 ``TrainingArguments(fsdp=True, fsdp_config={"version": 2, ...})`` by ``arguments``. Drivers, the
 classes by which trainers are tested, call them on each rank. Fields that the cell sets by its
@@ -31,9 +31,10 @@ STATE_DICT_TYPES = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
 
 
 def dtypes(precision: Precision) -> Dtypes:
-    """Return the dtypes of FSDP: its row in the documentation's table of strategies.
+    """Return the dtypes that FSDP should have: shards and optimizer state in the master dtype.
 
-    Shards and optimizer are in the master dtype, products and reductions in the compute dtype.
+    Matrix products and reductions are in the compute dtype. The check ``dtypes`` expects these, and
+    the documentation's table of strategies has them as a row.
     """
     # As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the
     # reduce dtype to the compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
@@ -49,7 +50,7 @@ def dtypes(precision: Precision) -> Dtypes:
 
 
 def policy(version: int, precision: Precision, cell: Cell) -> Any:
-    """Return torch's mixed-precision policy for that version of FSDP.
+    """Return torch's MixedPrecision for FSDP1, its MixedPrecisionPolicy for FSDP2.
 
     None if the precision has one dtype only.
 
@@ -87,8 +88,8 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Such as ``{"dp_replicate_size": 2, "dp_shard_size": 2}``, the outermost dimension first; empty
-    # for a mesh of one dimension.
+    # Named as the arguments of accelerate's ParallelismConfig: ``{"dp_replicate_size": 2,
+    # "dp_shard_size": 2}``, the outermost dimension first; empty for a mesh of one dimension.
     size_by_name = parallelism(cell)
     if not size_by_name:
         size_by_name = {"dp_shard_size": cell.world_size // cell.pp}
@@ -127,7 +128,7 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
         names = [re.escape(name) for name in wrap.ignored_modules]
         settings["ignored_modules"] = "|".join(names)
     if cell.option("reduce_dtype") != "auto":
-        # accelerate makes its own policy if none is given.
+        # Otherwise accelerate makes a policy of its argument ``mixed_precision``.
         settings["mixed_precision_policy"] = policy(version, precision, cell)
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
@@ -144,8 +145,8 @@ def _common_settings(cell: Cell) -> dict[str, Any]:
         "state_dict_type": STATE_DICT_TYPES[str(cell.option("state_dict"))],
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("cpu_offload")),
-        # They have no word for the re-entrant implementation (a backward pass of its own for each
-        # block), which the model does itself. Option values are False, True or a text.
+        # Option values are False, True or a text. They have no setting for ``reentrant`` (a
+        # backward pass of its own for each block): there the driver turns it on in the model.
         "activation_checkpointing": cell.option("activation_checkpointing") is True,
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
@@ -174,10 +175,20 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
 
 
 def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
-    """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
+    """Return keyword arguments for TrainingArguments: ``fsdp=True`` and an ``fsdp_config``.
+
+    https://huggingface.co/docs/transformers/fsdp
+
+    Args:
+        version: 1 or 2.
+        precision: The cell's dtypes.
+        cell: The cell.
+        wrap: Which modules are blocks.
+    """
     if cell.tp * cell.ep > 1:
-        # transformers shards the model while it loads it (``mesh.distributed_config``), and Trainer
-        # takes the sizes of the mesh from the model.
+        # Tensor or expert parallelism: transformers shards the model while it loads it
+        # (``mesh.distributed_config``), by FSDP2 too. Trainer takes the sizes of the mesh from the
+        # model, and needs no argument.
         return {}
     settings = {
         "version": version,

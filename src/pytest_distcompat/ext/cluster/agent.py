@@ -151,9 +151,10 @@ class _Agent:
         #: Where leases of devices are recorded until pytest's process gets them.
         self._spans = self._owned.path / "leases"
         self._welcome = welcome
-        #: The GPUs that a scheduler gave the run; none if it gave none.
+        #: The GPUs that a scheduler gave the run, as CUDA_VISIBLE_DEVICES names them: ``("0",
+        #: "1")``; none if it gave none.
         self._given: tuple[str, ...] = ()
-        #: GPUs that a scheduler gave -> the pool of these, or of all GPUs if none were given.
+        # GPUs that a scheduler gave -> the pool of these, or of all GPUs if none were given.
         pools = functools.cache(self._pool)
         #: Starts ranks too, once it has leased devices of this node from a pool.
         self._leased = LeasedLauncher(self._launcher, lambda: pools(self._given), self._say)
@@ -173,10 +174,14 @@ class _Agent:
         self._said = threading.Event()
 
     def serve(self) -> NoReturn:
-        """Do what pytest's process sends, one thing after the other, until a signal ends that."""
+        """Do what pytest's process sends, one thing after the other, until a signal ends that.
+
+        When the session is over, ``_receive`` sends this process such a signal itself.
+        """
         signal.signal(signal.SIGTERM, self._end)
         threading.Thread(target=self._receive, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
+        # The wall clock, by which pytest's process compares the clocks of the machines.
         facts_now = {**self._facts, "wall": clock.wall()}
         self._channel.send({"is": "facts", "facts": facts_now})
         while True:
@@ -218,6 +223,7 @@ class _Agent:
             inventory = gpus(welcome["gpus"], welcome["ranks_each"], given, runs_share=runs_share)
         else:
             inventory = cpu_slots()
+        # None: the locks are in the default directory, which all processes of the machine share.
         return Pool(
             None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say
         )
@@ -240,6 +246,7 @@ class _Agent:
         self._run.mkdir()
         self._given = tuple(message["gpus"])
         request = self._request(message)
+        # The GPUs that ranks here used; those of a lease are in the lease's record.
         devices: tuple[str, ...] = ()
         if not message["place"]:
             # The whole run is on this node, which leases devices for it.
@@ -250,7 +257,8 @@ class _Agent:
                 devices = shown.ids
                 request = _on_given_gpus(request, shown)
             place = Place(**message["place"])
-            # The first node opens the store on which all meet, at a free port, and says which.
+            # The first node opens the store by which the ranks of all nodes find each other
+            # (torch's rendezvous), at a free port. pytest's process tells the other nodes.
             self._launcher.listens = lambda port: self._channel.send(
                 {"is": "listens", "store": [place.address, port]}
             )
@@ -273,9 +281,11 @@ class _Agent:
     def _request(self, message: Mapping[str, Any]) -> Request:
         """Return the request of this node's part, with directories of this node.
 
-        Those in the message are paths on the machine of pytest's process.
+        Those in the message are paths on the machine of pytest's process. ``here`` of the request
+        are the ranks of this node, a range.
         """
         payload = dict(message["request"]["payload"])
+        # That of a marked test names the file that describes pytest's session.
         if "session" in payload:
             payload |= {"session": str(self._session), "directory": str(self._run)}
         if payload.get("own_disks"):
@@ -333,7 +343,7 @@ class _Agent:
 
     def _stream(self, request: Request) -> None:
         """Send whole lines of the ranks' logs as they are written, in a thread of its own."""
-        #: Rank -> how many bytes of its log are sent.
+        # Rank -> how many bytes of its log are sent.
         sent = dict.fromkeys(request.here, 0)
         last = False
         while not last:

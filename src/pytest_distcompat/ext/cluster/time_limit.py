@@ -2,8 +2,11 @@
 
 A scheduler such as Slurm may stop all processes of a job for minutes, and let them go on later. By
 the clock a run would then be over its time limit. So a ``TimeLimit`` counts *beats*: each node's
-agent, the process that starts ranks there, sends one a second while it runs. ``NodesRun`` (``run``)
-makes a ``TimeLimit`` for each run, and asks it in its loop.
+agent, the process that starts ranks there, sends one a second while it runs. ``Node.beats`` is how
+many have arrived.
+
+``NodesRun`` (``run``) makes a ``TimeLimit`` for each run. It calls ``begin`` when the ranks have
+their devices, and then, many times a second, ``note_suspended`` and ``is_over``.
 """
 
 from __future__ import annotations
@@ -50,7 +53,10 @@ class TimeLimit:
             self._counted_from = {node: node.beats for node in self._nodes}
 
     def is_over(self, running: Sequence[Node]) -> bool:
-        """Tell whether the time limit has passed on all nodes that still run their parts."""
+        """Tell whether the time limit has passed on all nodes that still run their parts.
+
+        A node on which it has not was suspended for a while, and the others wait for its ranks.
+        """
         if not self._counted_from:
             return False
         limit = (self._seconds + AFTER_LIMIT_S) / HEARTBEAT_S
@@ -61,16 +67,16 @@ class TimeLimit:
         return all(map(has_run_for_so_long, running))
 
     def note_suspended(self, running: Sequence[Node], now: float) -> None:
-        """Tell the user of nodes whose agents do not run.
+        """Tell the user of nodes whose agents do not run, and give up those that stay so too long.
 
-        Give up those that are suspended for too long.
+        A node counts as suspended if its last beat is more than ``clock.GAP_S`` (5 s) old.
 
         Args:
             running: The nodes that have not ended their parts.
             now: The time, by ``clock.now``.
         """
         # If this process itself has not looked for so long, it was stopped, as a whole job is. Then
-        # all nodes count as suspended too.
+        # all nodes count as suspended too: beats that arrived meanwhile say nothing.
         suspended: list[Node] = []
         for node in running:
             # ``beat_at`` is when the last beat of the node arrived.
@@ -79,7 +85,8 @@ class TimeLimit:
         if suspended and not self._suspended:
             names = ", ".join(node.name for node in suspended)
             self._say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
-        # Count anew if no node was suspended until now, or after this process was stopped.
+        # Count anew if no node was suspended when this was called last, or after this process was
+        # stopped, in which time it could not see a beat.
         if not self._suspended or now - self._looked_at > clock.GAP_S:
             self._suspended_since = now
         self._suspended = suspended

@@ -2,10 +2,11 @@
 
 ``distcompat reach MAP --changed accelerate@OLD_DIR..NEW_DIR`` and ``distcompat releases --changed``
 call ``read_change`` with the text of the option. The result is a ``ChangedPlace`` for each group of
-lines that are replaced, removed or added together. ``changed`` then looks up which test cells
-executed the old lines.
+lines that are replaced, removed or added together. ``changed`` then looks up in a *map* (``MAP``)
+which test cells executed the old lines; it has the lines of the old release that each executed.
 
-Only files with training code count (``libraries``). Comments and docstrings do not count.
+Only files with training code count (``libraries``). Comments and docstrings do not count. A
+``FileId`` is the file of a library, ``FileId("accelerate", "utils/other.py")``.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class ChangedPlace:
     Attributes:
         file: Library and path: ``accelerate/accelerator.py``.
         line: The line of the new file at which it begins.
-        removed: The numbers of the old lines that are gone or replaced.
-        after: The old line that the new ones come after; 0 at the start.
+        removed: The numbers of the old lines that are gone or replaced: ``(12, 13)``.
+        after: The number of the old line that the new ones come after; 0 at the start. If no line
+            is removed, the cells that execute this one or the next count as those of the place.
         text: The first new line, or the first removed one where none is new.
-        defines: Whether the first new line defines a function or class, so that no old line says
-            who executes it.
+        defines: Whether lines are only added, and the first of them begins a function or class. Who
+            will execute that no old line says.
     """
 
     file: FileId
@@ -69,7 +71,8 @@ def read_change(text: str) -> tuple[str, list[ChangedPlace]]:
             f"expected PACKAGE@OLD_DIR..NEW_DIR or PACKAGE@FILE.diff, of {known}."
         )
     if where.endswith((".diff", ".patch")):
-        return package, list(places_of_diff(library, _read(Path(where))))
+        diff = _read(Path(where))
+        return package, list(places_of_diff(library, diff))
     old, separator, new = where.partition("..")
     if not separator:
         raise UsageProblem(
@@ -84,7 +87,8 @@ def read_change(text: str) -> tuple[str, list[ChangedPlace]]:
 def files_outside(text: str) -> list[str]:
     """Return the changed files of a package that no map has, since they are no training code.
 
-    They are only counted, so that the user knows of them: models of transformers, say.
+    ``command`` prints how many they are, so that the user knows of them: models of transformers,
+    say. The result is ``["models/llama/modeling_llama.py"]``.
 
     Args:
         text: The change, as in ``read_change``. Of a diff the result is empty.
@@ -123,7 +127,8 @@ def _bytes(path: Path) -> bytes:
 def old_release(text: str) -> str | None:
     """Return the release of the old copy in a change, such as ``1.14.0``.
 
-    None if the metadata of the package is not beside it, as in a clone, and of a diff.
+    ``command`` compares it with the release that the map is of. None if the metadata of the package
+    is not beside it, as in a clone, and of a diff.
     """
     package, _, where = text.partition("@")
     old, separator, _ = where.partition("..")
@@ -176,7 +181,7 @@ def changed_places(library: Library, old: Path, new: Path) -> Iterator[ChangedPl
             after = _code_lines(_read(new / name))
         if before == after:
             continue
-        # The first two lines of a diff are the names of the files.
+        # The first two lines of a diff are the names of the files. ``n=0``: no unchanged lines.
         _, _, *hunks = difflib.unified_diff(before, after, n=0, lineterm="")
         yield from _places(FileId(library.name, name), hunks)
 
@@ -222,11 +227,11 @@ def places_of_diff(library: Library, diff: str) -> Iterator[ChangedPlace]:
         library: The library.
         diff: The text. Its paths have the name of the package in them, as git writes them.
     """
-    #: The file of the diff that is being read, None for one that does not count; and its lines.
+    #: The file that the lines of the diff are about; None for one that is not of the package.
     file: FileId | None = None
     lines: list[str] = []
     old_name = ""
-    # The head of a further file at the end, so that the last one is yielded too.
+    # The line that would begin a further file at the end, so that the last one is yielded too.
     for line in [*diff.splitlines(), "--- /dev/null"]:
         if line.startswith("--- "):
             if file is not None:
@@ -294,6 +299,9 @@ def _first_line(number: str, count: str | None) -> int:
 
 class _Block:
     """The changed lines that follow each other in a diff; they become a place if they have code.
+
+    ``_places`` calls ``begin`` after a head of a hunk or an unchanged line, ``remove`` and ``add``
+    for each changed line, and ``place`` at their end.
 
     Attributes:
         old: The number of the next line of the old file.

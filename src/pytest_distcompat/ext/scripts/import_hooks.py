@@ -6,6 +6,9 @@ script may never need it. So it says ``on_import("torch", patch)`` at the start 
 
 Python asks the finders in ``sys.meta_path`` for each module. Ours comes first. For a module that is
 waited for it asks the others, and replaces ``exec_module`` of the loader that they return, once.
+
+All that the probe does is called by ``guard.attempt``: an exception of the probe is logged, and
+does not reach the script.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # Restore the loader, which others use too: it stays at the module (``__loader__``).
+            # This takes the attribute off the object again, so that the method of its class counts:
+            # the module keeps the loader (``__loader__``), and others may use it.
             del loader.exec_module
             execute(module)
             for function in self.waiting.pop(name, ()):

@@ -6,6 +6,10 @@ others, and each wrapper calls methods such as ``before_backward`` and ``after_s
 script calls that function. The recorder writes lines of the rank's log, ``rank-0.jsonl``, which the
 parent process reads after the run (``result``).
 
+A wrapper runs the function inside of ``with recorder.inside_call()``. Only the outermost wrapped
+call is the script's own; a call inside another one is the library's. Most calls, such as a save, do
+not train: what happens inside them is not recorded as training, not even an optimizer's step.
+
 A *snapshot* is what was read of model, optimizer and scheduler after one *action*. In the project's
 other runs a driver, a class that the user writes, has a method for each action. A script has none,
 so the recorder infers when an action is over:
@@ -87,11 +91,12 @@ class Recorder:
         #: How many wrapped calls are going on, one inside the other: 2 while
         #: ``Accelerator.prepare`` calls ``fully_shard``.
         self.depth = 0
-        #: How many of these do not train. Steps and gradients inside them are not the script's.
+        #: How many of these do not train (``inside_call``).
         self._ignored_depth = 0
         #: The models, optimizers and schedulers that the script has made.
         self.tracked = TrackedObjects(config.blocks)
-        #: The script's state beside model and optimizer, such as a variable ``ema``.
+        #: The script's state beside model and optimizer: variables that the user names, such as
+        #: ``ema``, and objects that a library saves or averages weights in.
         self.states = NamedStates(config.extra_state)
         #: The outermost module that computes in training, whose inputs are recorded.
         self._root: weakref.ref[Module] | None = None
@@ -105,7 +110,7 @@ class Recorder:
         self.in_engine = False
         #: The optimizer that trains the model, as the trainer wrapped it; a list of several.
         self._optimizer: Any = None
-        #: The handles by which the probe's hooks are removed from modules.
+        #: The handles of torch by which the probe's hooks are removed from modules.
         self._hooks: list[Any] = []
         #: What ``backward`` was called with since the last step: a loss for each micro-batch.
         self._losses: list[torch.Tensor] = []
@@ -122,15 +127,15 @@ class Recorder:
         self._had_process_group = False
         #: How many checkpoints were written since the last step.
         self._saves = 0
-        #: The number of steps after which the trained model was recorded last.
+        #: The number of steps after which the trained model was recorded last; -1 for never.
         self._final_recorded_at = -1
-        #: Whether the run ends when the script goes on: the checkpoint of step ``stop_after`` is
-        #: written.
+        #: Whether the run ends when the script begins the next step: the checkpoint of step
+        #: ``stop_after`` is written.
         self._should_stop = False
-        #: Whether this rank alone has written a file after the last step, by ``torch.save``.
+        #: Whether this rank has written a file of its own since the last step, by ``torch.save``.
         self._wrote_file = False
-        #: Whether the ranks have compared what they wrote after the step at which the run may be
-        #: stopped.
+        #: Whether the ranks have told each other (``anyone_wrote``) if they wrote a file of their
+        #: own after step ``stop_after``.
         self._compared = False
         #: Whether the script has read a file of ``torch.save``.
         self._read_file = False
@@ -225,9 +230,8 @@ class Recorder:
                 if not torch.compiler.is_compiling():
                     guarded(*arguments)
 
-            self._hooks.append(
-                value.register_forward_pre_hook(Hook(hook), prepend=True, with_kwargs=True)
-            )
+            handle = value.register_forward_pre_hook(Hook(hook), prepend=True, with_kwargs=True)
+            self._hooks.append(handle)
         elif hasattr(value, "param_groups"):
             self.tracked.optimizers.append(weakref.ref(value))
 
@@ -295,8 +299,8 @@ class Recorder:
             optimizer: The torch optimizer that is about to step; None if an engine steps.
             engine: The DeepSpeed engine that is about to step: its model and its optimizer.
         """
-        # A step inside a call that does not train is none of the script's. Inside an engine's step
-        # the engine itself was reported before.
+        # A step inside a call that does not train is none of the script's. An engine reports its
+        # step, and then calls the optimizer, which reports it once more.
         if self._built or self._ignored_depth or (self.in_engine and engine is None):
             return
         from torch import distributed
@@ -326,14 +330,17 @@ class Recorder:
     def after_step(self) -> None:
         """Read the model after a step of the optimizer or engine.
 
-        ``finish_step`` adds the scheduler, which steps later.
+        The fields are written by ``finish_step``, with the scheduler, which steps later.
         """
         if self._model is not None and not self.in_engine and not self._ignored_depth:
             self._pending = self._read_fields(whole=self.in_full)
             self._trained_model = self._model()
 
     def finish_step(self) -> None:
-        """Write the snapshot of the last step, if it is not written yet."""
+        """Write the snapshot of the last step, if it is not written yet.
+
+        Each method that begins something new calls this first.
+        """
         if self._pending is None:
             return
         from pytest_distcompat.probe.optimizer import read_scheduler
@@ -403,7 +410,10 @@ class Recorder:
             self._should_stop = self.steps == self.config.stop_after
 
     def _end_step_or_stop(self) -> None:
-        """Write the snapshot of the last step, or end the run: the script begins a new step."""
+        """Write the snapshot of the last step, and end the run if it is to stop there.
+
+        Called when the script begins a new step.
+        """
         self.finish_step()
         if self.steps == self.config.stop_after and not self._compared:
             self._compared = True
@@ -438,8 +448,8 @@ class Recorder:
     def _read_untrained(self, optimizer: Any) -> None:
         """Read a loaded model and its optimizer, for a script that may never train them.
 
-        The fields are kept until the end, and dropped if a step follows. ``optimizer`` is the last
-        one that the script made or wrapped, None without any.
+        The fields are kept in ``_untrained_snapshots``; ``_before_end`` writes them unless a step
+        follows. ``optimizer`` is the last one that the script made or wrapped, None without any.
         """
         model = self.tracked.model_of(optimizer)
         self._optimizer = None
@@ -461,7 +471,7 @@ class Recorder:
         """
         self.finish_step()
         if self._read_file and not self._built and self._final_recorded_at != self.steps:
-            # A file is read before its parts are loaded, so that the model shows them now.
+            # By now the script has loaded the parts of the file into the model.
             self._read_untrained(
                 self.tracked.last_optimizer() or self.tracked.last_torch_optimizer()
             )
@@ -470,6 +480,7 @@ class Recorder:
             self._final_recorded_at = self.steps
             from pytest_distcompat.probe.snapshot import read_sums
 
+            # Of each parameter the number of elements, their sum, and the sum of their squares.
             sums: dict[str, Sums] = {}
             # A quantized tensor may have no arithmetic.
             with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):
@@ -518,7 +529,8 @@ class Recorder:
     def _read_states(self, *, known: bool) -> dict[str, Any]:
         """Return the field of a snapshot with the script's state beside model and optimizer.
 
-        ``known`` adds the objects that libraries know of (``NamedStates.read``).
+        ``known`` adds the objects that a library saves (``NamedStates.read``). To read these may be
+        a collective, so it is True only where all ranks are.
         """
         return {"extra": self.states.read(known=known)}
 

@@ -71,7 +71,8 @@ class Candidate:
     def only(self, parts: Sequence[str]) -> Candidate:
         """Return the candidate with these of its parts only.
 
-        A call whose argument is not among them is made without that argument.
+        An option that is not among them has its default. A call whose argument is not among them is
+        made without that argument, and an argument without its call is dropped.
         """
         kept = set(parts)
         options: list[tuple[str, OptionValue]] = []
@@ -136,8 +137,12 @@ class Candidate:
 def parse_calls(text: str) -> list[Call]:
     """Return the calls that a text lists: ``step(), export(max_shard_size=7)``.
 
+    Unlike ``calls.read_calls`` it accepts any name: an argument may be one that only the library
+    knows, ``max_shard_size`` say.
+
     Raises:
-        ValueError: The text is no list of calls.
+        SyntaxError: The text is no list in Python.
+        ValueError: An element of it is no call.
     """
     expression = ast.parse(f"[{text}]", mode="eval")
     calls = expression.body
@@ -146,5 +151,6 @@ def parse_calls(text: str) -> list[Call]:
 
 
 def _argument_part(number: int, pair: tuple[str, Any]) -> str:
+    """Return the text of an argument, name and value, of call ``number``."""
     name, value = pair
     return f"{number} {name}={value!r}"

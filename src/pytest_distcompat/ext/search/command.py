@@ -6,9 +6,10 @@ export(max_shard_size=7)``). The command tries candidates for a while, prints a 
 keeps those that reach new branches. A branch is new if neither the map (``--map``, written by
 ``--distcompat-reach``) nor an earlier candidate has it.
 
-``cli`` calls ``add``, by the entry point ``pytest_distcompat.commands``. The parser then calls
-``_search``, whose return value is the exit code: 1 if a candidate breaks the law (``trial``): its
-checks pass and its calls do what they do in one process, or the stack refuses it with a message.
+``cli`` calls ``add``, by the entry point ``pytest_distcompat.commands``, and then ``_search`` with
+the parsed options. Its return value is the exit code: 1 if a candidate breaks the *law*. By the law
+the checks of a candidate pass and its calls do what they do in one process, or the stack refuses it
+with a message (``trial``).
 
 This file has the options and the output; ``guide`` has the search itself.
 """
@@ -124,6 +125,7 @@ def _search(options: argparse.Namespace) -> int:
     """Run the search, or the candidate of ``--cell`` alone; return the exit code."""
     if options.cell:
         return _alone(options)
+    # What was tried, kept and seen to fail so far.
     state = _state(options)
     reached = _reached(options)
     limit = _limit(options)
@@ -157,7 +159,11 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _reached(options: argparse.Namespace) -> Reached:
-    """Return what the map of ``--map`` says cells reach; nothing without a map."""
+    """Return the branches that cells reach by the map of ``--map``; none without a map.
+
+    ``readers`` of the result are names, and how many unreached branches have each in their
+    condition: the search draws settings with such a name more often.
+    """
     if not options.map:
         return Reached()
     return read_reached(options.map)
@@ -176,6 +182,8 @@ def _alone(options: argparse.Namespace) -> int:
         raise UsageProblem(f"--calls {options.calls}: {error}") from None
     cell = Cell.parse(options.cell)
     candidate = Candidate(options.driver[0], cell, tuple(calls))
+    # A space has the candidates of a driver under some strategies; ``sound`` tells whether it has
+    # this one.
     space = DriverSpace(candidate.driver, [candidate.cell.strategy])
     if not space.sound(candidate):
         raise UsageProblem(
@@ -189,6 +197,7 @@ def _alone(options: argparse.Namespace) -> int:
         print(f"{candidate}: {counted}")
         # Without a map all branches are new, which is too much to list.
         if options.map:
+            # ``torchao/optim/adam.py _AdamBase.step: 11``: the functions that have new branches.
             for text in trials.installed.functions(new):
                 print(f"  {text}")
     if outcome.refused:
@@ -244,7 +253,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _spaces(options: argparse.Namespace) -> Sequence[DriverSpace]:
-    """Return the candidates of each driver that supports any of the strategies."""
+    """Return the space of candidates of each driver that supports any of the strategies."""
     from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.strategies import STRATEGIES
 
@@ -281,6 +290,7 @@ def _print_summary(state: State) -> None:
     """Print the numbers of the whole search, and all findings."""
     tried = f"{len(state.tried)} candidates in {state.seconds:.0f} s"
     new = f"{len(state.new_branches)} new branches by {len(state.kept)}"
+    # Few kept candidates that together reach all new branches.
     cover = list(smallest_cover(state.kept))
     failures = f"{state.refused} refused, {len(state.found)} findings"
     print()

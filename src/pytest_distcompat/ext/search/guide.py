@@ -5,7 +5,9 @@ It decides which candidate is tried next, what is kept of it, and how a failure 
 A *candidate* is a cell of a driver (``torch fsdp2-fp32-w2-model_mlp``), perhaps with calls of the
 live trainer. A candidate that reaches branches of the installed libraries that none has reached
 before is *kept*. About half of the candidates are drawn from all that are possible. The others are
-*neighbours* of kept ones, which differ in an option, a setting or a call.
+*neighbours* of kept ones, which differ in an option, a setting or a call. A *yield* is what an
+option, setting or call has brought so far: those that brought many new branches are drawn more
+often (``yields``).
 
 ``command`` calls ``Search.run`` with a function that runs and judges a candidate
 (``trial.Trials.run``), and prints each ``Step`` that it yields. The *law* is that all checks pass,
@@ -49,7 +51,8 @@ class Step:
 
     Attributes:
         candidate: The candidate.
-        outcome: The branches that it reached, and whether it breaks the law.
+        outcome: What came of it: the ``branches`` that it reached, ``problem``, how it breaks the
+            law (empty if it does not), and ``refused``, why the libraries refuse it.
         new_branches: How many branches it was the first to reach.
         found: The finding that it belongs to; None if it does not break the law.
     """
@@ -67,12 +70,12 @@ class Search:
         spaces: The candidates of each driver. A space draws them (``fresh``, ``neighbour``) and
             tells whether one can be run (``sound``).
         state: What was tried before. Each trial is added to it.
-        known: The branches that are not new, such as those that cells of a map reach. What trials
-            reach is added.
+        known: The branches that are not new: those that the cells of a map reach, a record of what
+            the cells of the tests execute. What trials reach is added.
         functions: Returns the functions that have some branches, those with most branches first:
             ``torchao/optim/adam.py _AdamBase.step: 11``.
-        readers: Name -> how many branches that no cell reaches have it in their condition. A
-            setting whose field has such a name is drawn more often.
+        readers: Name, ``eps`` say -> how many branches that no cell reaches have it in their
+            condition. A setting whose field has such a name is drawn more often.
         guided: Whether neighbours of kept candidates are tried. If not, all candidates are drawn
             with equal weights, for comparison.
     """
@@ -129,8 +132,8 @@ class Search:
 
         The result is None if no candidate is left.
         """
-        # The seed has the number of candidates tried, so that a search that goes on from a file
-        # draws as one that never stopped.
+        # The seed of each draw has the number of candidates tried, so that a search that goes on
+        # from a file draws as one that never stopped.
         state = self.state
         random = Random(f"{state.seed} {state.shard} {len(state.tried)}")  # noqa: S311 - no secret
         spaces = list(self._spaces.values())
@@ -172,12 +175,15 @@ class Search:
         outcome = attempt(candidate)
         new = outcome.branches.without(self.known)
         self.known.add(new)
+        # The state has each candidate with the number of its new branches, and sums over all: of
+        # seconds, and of candidates that were refused.
         self.state.tried[str(candidate)] = len(new)
         self.state.seconds += outcome.seconds
         self.state.refused += bool(outcome.refused)
         if self.guided:
             self._yields.add(candidate, len(new))
         if parent is not None:
+            # How many of its neighbours in a row have reached nothing new.
             parent.barren = 0 if len(new) else parent.barren + 1
         if len(new):
             functions = tuple(self._functions(new))
@@ -197,7 +203,7 @@ class Search:
         A failure of a new cause is a new finding, whose candidate is reduced. Another failure of a
         known cause is only counted.
         """
-        # The text without what differs between failures of one cause.
+        # The text without what differs between failures of one cause, such as numbers.
         cause = cause_of(outcome.problem)
         known_finding = self.state.finding(cause)
         if known_finding is not None:

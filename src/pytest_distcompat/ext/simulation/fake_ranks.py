@@ -2,9 +2,9 @@
 
 ``launcher.SimulatingLauncher`` starts it for each run of a suite: ``python -m
 pytest_distcompat.ext.simulation.fake_ranks request.json``. It does what the ranks of such a run do
-(``worker.Rank``): it builds the model with the trainer under test, takes a step, and writes a
-snapshot of the model and the optimizer to each rank's log. But no other rank exists, and no values
-are computed:
+(``worker.Rank``): it builds the model with the *driver*, the class for the trainer under test,
+takes a step, and writes a snapshot of the model and the optimizer to the rank's log. But no other
+rank exists, and no values are computed:
 
 - Floating-point tensors are fake (torch's ``FakeTensor``: shape and dtype alone). Whole numbers are
   real, so that data and masks keep their control flow.
@@ -13,7 +13,7 @@ are computed:
 Most ranks hold as much as another one. So rank 0 is simulated first. It finds the classes of ranks
 that hold equally much of each parameter: with 5 rows on 4 ranks these are ``(0, 1)``, ``(2,)`` and
 ``(3,)``. Then one rank of each further class is simulated, each in a process of its own. A snapshot
-says for which ranks it stands (``trace.StandIn``).
+says for which ranks it stands (``trace.StandIn``), and there are no logs of the other ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pytest_distcompat.trace import StandIn
 from pytest_distcompat.worker import Rank
 from pytest_distcompat.world import World
 
-#: The actions of a simulated rank. One step is enough: each sends the same.
+#: The actions of a simulated rank. One step is enough: each runs the same collectives.
 ACTIONS = ("build_model", "build", "step")
 
 #: Ranks that hold as much of each parameter as each other.
@@ -165,8 +165,8 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         rank: The rank.
         size: The number of ranks of the group.
     """
-    # All of it is private: torch's fake process group (registered as a backend by the import), fake
-    # tensors, and the function that disables modes. ``tests/launch/test_simulated.py`` fails when
+    # All of it is private in torch: the fake process group (registered as a backend by the import),
+    # fake tensors, and ``_disable_current_modes``. ``tests/launch/test_simulated.py`` fails when
     # they change.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -178,8 +178,8 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
     distributed.init_process_group("fake", store=store, rank=rank, world_size=size)
     begin = distributed.init_process_group
     distributed.init_process_group = again
-    # ``Module.to`` swaps fake parameters in place, which torch refuses where it holds weak
-    # references to them itself.
+    # ``Module.to`` swaps fake parameters in place, which torch refuses for a tensor with weak
+    # references. torch itself makes such references, so here it sees none.
     utils: Any = torch.utils
     weakref = utils.weakref
     utils.weakref = SimpleNamespace(getweakrefs=lambda _: ())
@@ -208,6 +208,7 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
+        # The operator behind ``tensor.item()``.
         reads_number = func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
         if reads_number and self._fake in types:
             return _number_one(args[0].dtype)
@@ -228,9 +229,10 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _EqualChunks(TorchFunctionMode):
     """Mode in which equally large chunks of a tensor without values are one tensor.
 
-    ``fully_shard`` makes a chunk for each rank, a thousand for a thousand ranks, of which a rank
-    needs its own. Where the tensor is shorter than there are ranks, it makes the missing ones of
-    the first chunk (``new_empty(0)``). This mode makes each only once.
+    It saves time: ``fully_shard`` makes a chunk for each rank, a thousand for a thousand ranks,
+    though a rank needs its own alone. If the tensor has fewer rows than there are ranks,
+    ``fully_shard`` makes an empty chunk for each further rank, by ``first_chunk.new_empty(0)``.
+    This mode makes one of each size.
     """
 
     def __init__(self) -> None:

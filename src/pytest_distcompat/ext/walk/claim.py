@@ -152,19 +152,20 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
     assert run.unwrapped is not None
     # Maps a name in the wrapped model, ``module.layer.weight``, to that in the unwrapped one.
     names = Names(run, run.unwrapped)
-    # A trainer that loads may wrap the model only then, so a later run is compared with the build
-    # of the first.
+    # A trainer that resumes may wrap the model only when it loads, after its build. So the
+    # structure in a later run is compared with the build of the first.
     first_run = trace.runs[reference.replace("reference", "0")]
     built = _by_rank(first_run.at("build"))
     before = _by_rank(run.at_index(recorded.index - 1))
     expected = reference_snapshots[0]
-    # First what each rank has by itself: what must be equal bit by bit (``exact``), and numbers.
-    # Most findings are those of all ranks: each is said once.
+    # First what each rank has by itself: what must be equal bit by bit (``exact``), and numbers
+    # (``inexact``). Most findings are those of all ranks: each is said once, with the ranks.
     ranks_by_finding: dict[str, list[int]] = defaultdict(list)
     for snapshot in snapshots:
         texts: list[str] = []
         if must_change_nothing(call, snapshot):
             texts += changes(before[snapshot.rank], snapshot)
+        # No call may change names, shapes, dtypes or shards of parameters.
         texts += structure_changes(built[snapshot.rank], snapshot)
         texts += reference_differences(names, snapshot, expected)
         texts += inexact_numbers(cell, call, snapshot, expected)

@@ -1,14 +1,16 @@
 """The command ``distcompat walk``: call a live trainer in random order, compare with one process.
 
 A *walk* is a sequence of calls, such as ``step(), micro(), save()``. Without ``--calls`` the
-command replays walks that failed once and draws new ones (``explore``). With it the command runs
+command replays the *corpus*, walks that failed once, and draws new ones. With it the command runs
 that walk alone. It prints a line for each walk, ``ok: ...`` or ``FAIL: ...`` with the findings,
 then the shortest walk that fails. The command line calls ``add`` by the entry point group
 ``pytest_distcompat.commands``, and ``_walk`` with the parsed options; the exit code is 1 if a walk
-failed.
+failed. The walks are run by an ``Explorer`` (``explore``), which keeps those that failed.
 
-A *driver* is the class that builds and calls a trainer, such as ``torch``. A *cell* is what it runs
-in: strategy, precision, number of ranks and options, such as ``fsdp2-fp32-w2-model_mlp``.
+A *driver* is the class that builds and calls a trainer, such as ``torch``; its class of calls
+(``live_calls``) has a method for each call. A call is *refused* if the driver does not have it
+under the strategy. A *cell* is what it runs in: strategy, precision, number of ranks and options,
+such as ``fsdp2-fp32-w2-model_mlp``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand ``walk`` to those of the parser, as ``add_subparsers`` returned them."""
     parser = commands.add_parser(
         "walk",
         help="call a live trainer in drawn sequences, compare with one process",
@@ -68,18 +70,20 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="write a script that shows the failure without the plugin",
     )
+    # ``finds_drivers``: a driver may be a module in the working directory.
     parser.set_defaults(call=_walk, finds_drivers=True)
 
 
 def _named(
     text: str, kind: type[Calls], reasons: Mapping[Call, str]
 ) -> tuple[list[Call], list[Call]]:
-    """Return the calls that the option ``--calls`` names, then those of them that are refused.
+    """Return the calls of ``--calls`` that can be made, then those that are refused.
 
     Args:
         text: The option's value: ``step(), micro(), step(clip='no')``.
-        kind: The driver's class of calls.
-        reasons: The calls that the driver does not have under the strategy -> why.
+        kind: The driver's class of calls. ``kind.own`` names those that the trainer makes itself in
+            a loop of its own, after which alone it saves.
+        reasons: The calls that are refused -> why.
 
     Raises:
         UsageProblem: The driver cannot do this walk.
@@ -95,18 +99,18 @@ def _named(
         raise UsageProblem("--calls: no call is given")
     calls: list[Call] = []
     # A dict, because it keeps the order and has each call only once.
-    passed_over: dict[Call, str] = {}
+    refused_calls: dict[Call, str] = {}
     for call in named:
         if call in reasons:
-            passed_over[call] = reasons[call]
+            refused_calls[call] = reasons[call]
         else:
             calls.append(call)
     if not calls:
-        refusals = [f"{call}: {reason}" for call, reason in passed_over.items()]
+        refusals = [f"{call}: {reason}" for call, reason in refused_calls.items()]
         raise UsageProblem(f"--calls {text}: no call is left: {'; '.join(refusals)}")
     if not valid(calls, kind.own):
         raise UsageProblem(f"--calls {text}: a call may not follow those before it")
-    return calls, list(passed_over)
+    return calls, list(refused_calls)
 
 
 def _walk(options: argparse.Namespace) -> int:
@@ -128,9 +132,9 @@ def _walk(options: argparse.Namespace) -> int:
         seed = secrets.randbelow(2**31)
     reasons = refused(driver.live_calls, cell.strategy)
     calls: list[Call] = []
-    passed_over: list[Call] = []
+    refused_calls: list[Call] = []
     if options.calls is not None:
-        calls, passed_over = _named(options.calls, driver.live_calls, reasons)
+        calls, refused_calls = _named(options.calls, driver.live_calls, reasons)
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
         """Print a walk that has run, and what is wrong with it."""
@@ -140,7 +144,7 @@ def _walk(options: argparse.Namespace) -> int:
     with local_runner(driver, [cell], device="cpu", timeout=60) as runner:
         explorer = Explorer(runner, options.driver, cell, note)
         if calls:
-            for call in passed_over:
+            for call in refused_calls:
                 print(f"passed over: {call}: {reasons[call]}")
             explorer.check(calls)
         else:
@@ -156,16 +160,18 @@ def _walk(options: argparse.Namespace) -> int:
 
 
 def _print_shortest(explorer: Explorer, driver: type[Driver], script_file: Path | None) -> None:
-    """Print the shortest walk that fails, a new one if there is one.
+    """Print the shortest walk that fails, preferably one that is not in the corpus.
 
     Args:
         explorer: What has run the walks.
         driver: The driver's class.
-        script_file: Where to write the walk's script; None for nowhere.
+        script_file: Where to write a script that shows the failure; None for nowhere. None is
+            written if the driver has none for the strategy.
     """
     from pytest_distcompat.ext.walk.script import script
     from pytest_distcompat.ext.walk.sequence import Walk
 
+    # The calls of each walk of the corpus, without the entry's other fields.
     replayed = {calls for calls, _ in explorer.corpus()}
 
     def new_and_short_first(calls: tuple[Call, ...]) -> tuple[bool, int]:

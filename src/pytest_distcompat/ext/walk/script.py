@@ -1,10 +1,14 @@
 """Script that shows a walk without this plugin, for a bug report to the authors of a library.
 
-A *walk* is a sequence of calls of a live trainer that went wrong. ``distcompat walk --script
-walk.py`` writes what ``script`` returns here; ``torchrun walk.py`` then makes the same calls on
-several ranks and on the reference, one process, and prints ``SEEN`` or ``GONE``. The script has the
-source of the methods that are called, of the tiny model, and of the reference, read by ``inspect``.
-A *cell* is what the walk ran in: strategy, precision, number of ranks.
+A *walk* is a sequence of calls of a live trainer that went wrong: ``step(), save(), step()``. Its
+``kind`` is the driver's class of calls, a subclass of ``Calls`` with a method for each. ``Calls``
+itself has the same methods for the *reference*, one process with the bare model.
+
+``distcompat walk --script walk.py`` writes what ``script`` returns here; ``torchrun walk.py`` then
+makes the same calls on several ranks and on the reference, compares both, and prints ``SEEN`` if
+the failure is still there, else ``GONE``. The script has the source of the methods that are called,
+of the tiny model, and of the reference, read by ``inspect``. A *cell* is what the walk ran in:
+strategy, precision, number of ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +38,11 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
     Args:
         cell: The cell of the walk.
         walk: The walk.
-        finding: What is wrong with it.
+        finding: What is wrong with it, the first lines of the script: ``the loss is 0.4; 0.3 in the
+            reference``.
     """
-    #: The code that builds the trainer under this strategy, from the driver's class of calls.
+    # Lines of code by which the script makes the trainer under this strategy, such as
+    # ``fully_shard(model)``. The class of calls has them: strategy -> code.
     built = walk.kind.script.get(cell.strategy)
     if built is None:
         return None
@@ -71,11 +77,13 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
 def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
     """Return the source of the class of calls and of its bases, with only the methods needed.
 
+    They are in the order in which a module defines them: first ``class Calls:``, then ``class
+    TorchCalls(Calls):``.
+
     Args:
-        kind: The class.
+        kind: The class of calls, ``TorchCalls``.
         names: The methods that the script calls.
     """
-    # The base class comes first, as in a module.
     classes = [base for base in reversed(kind.__mro__) if issubclass(base, Calls)]
     # The template itself calls these, besides the calls of the walk.
     helpers = {"__init__", "outputs", "save", "load"} & set(dir(kind))

@@ -78,7 +78,8 @@ class RankEnd:
     #: The Python stacks that it wrote at the time limit, or when another rank gave up waiting for
     #: it. The text is that of ``faulthandler``.
     stack: str = ""
-    #: For a stuck rank: the collective that it waits in, read from ``stack``.
+    #: For a stuck rank: where it was, and the collective that it waits in, such as ``all_reduce``,
+    #: read from ``stack`` and from torch's flight recorder; None if it wrote no stack.
     wait_state: WaitState | None = None
     #: The last lines of its stdout and stderr.
     output: str = ""
@@ -173,11 +174,12 @@ class Ending:
     def in_order(self) -> list[RankEnd]:
         """Return the ranks that did not end well, the cause first.
 
-        The order is that of ``_ORDER``. Stuck ranks that wait for other ranks come after stuck
+        The order is that of ``_ORDER``. Stuck ranks that wait in a collective come after stuck
         ranks that do not, since the latter are what the others wait for.
         """
 
         def position(end: RankEnd) -> tuple[int, bool, float, int]:
+            # ``waits`` is the name of the collective, empty outside of one.
             waits = end.wait_state is not None and end.wait_state.waits != ""
             return _ORDER[end.status], waits, end.time, end.rank
 
@@ -215,10 +217,13 @@ class Ending:
         train.py:12; rank 1 waits in barrier (...) at train.py:14``.
         """
         parts = [f"time limit of {self.timeout:g} s"]
+        # How the collectives of two ranks disagree, such as ``different collectives``.
         mismatch = first_mismatch(self._wait_states)
         if mismatch is not None:
             parts.append(mismatch.kind)
-        parts.append(self.hosts.name_in(describe_wait_states(self._wait_states)))
+        waits = describe_wait_states(self._wait_states)
+        # With the names of machines, if there are several: ``rank 1 on n2``.
+        parts.append(self.hosts.name_in(waits))
         if self.builds:
             parts.append(self.builds)
         return ": ".join(parts)
@@ -317,6 +322,7 @@ def _section_body(end: RankEnd) -> str:
     lines = []
     if end.text:
         lines.append(end.text.rstrip())
+    # The last collectives that torch's flight recorder has of the rank.
     if end.wait_state is not None and end.wait_state.recorded:
         lines.append(end.wait_state.history())
     if end.status == "stuck":

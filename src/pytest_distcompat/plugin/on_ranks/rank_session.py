@@ -53,7 +53,7 @@ RUN = f"{__name__}:run"
 #: The variable with the directory in which pytest makes its temporary directories.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"
 
-#: Option to the value that silences it. These options print through the terminal plugin or write
+#: Option -> the value that silences it. These options print through the terminal plugin or write
 #: files. All ranks of a marked test have these values, as part of ``_OPTIONS_ON_RANKS``. If pytest
 #: was started by torchrun (``ext/inside``), rank 0 reports as pytest does, and the other ranks have
 #: them.
@@ -64,24 +64,28 @@ SILENCING_OPTIONS: dict[str, Any] = {
     "log_file": os.devnull,  # None would leave the ini key in force
 }
 
-#: Option to the value that it has on ranks, in place of the user's. Only pytest's process applies
-#: these options: they select by earlier sessions, distribute, debug or write files. An option is
-#: set only if its plugin is loaded. -m and -k stay as the user gave them: a conftest may read them
-#: to decide what to skip.
+#: Option -> the value that it has on ranks, in place of the user's. Only pytest's process applies
+#: these options. An option is set only if its plugin is loaded. -m and -k stay as the user gave
+#: them: a conftest may read them to decide what to skip.
 _OPTIONS_ON_RANKS: dict[str, Any] = {
     **SILENCING_OPTIONS,
+    # They select tests by what earlier sessions have recorded, or remove that record.
     **dict.fromkeys(
         ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False
     ),
-    **dict.fromkeys(
-        ("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"),
-        False,
-    ),
-    **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
-    **dict.fromkeys(("distcompat_report", "distcompat_baseline", "distcompat_shard"), None),
-    "maxfail": None,
+    "cacheclear": False,
+    # They are about all tests of a session: select some, or end after some.
+    **dict.fromkeys(("deselect", "distcompat_shard", "maxfail"), None),
+    # They run no test, or run it in a debugger.
+    **dict.fromkeys(("collectonly", "usepdb", "trace"), False),
+    # xdist's: they start workers.
+    **dict.fromkeys(("looponfail", "distload"), False),
+    **dict.fromkeys(("numprocesses", "maxprocesses"), None),
     "dist": "no",
     "tx": [],
+    # They report on the session, or write into one directory for all processes.
+    **dict.fromkeys(("durations", "distcompat_report", "distcompat_baseline", "basetemp"), None),
+    "json_report": False,
     "no_cov": True,
 }
 
@@ -96,6 +100,11 @@ def _read_options(payload: Mapping[str, Any], *, by_hand: bool) -> dict[str, Any
     """Return the values of options whose types are built-in, as a rank needs them.
 
     The others follow later, by ``_set_objects``.
+
+    Args:
+        payload: The return value of ``describe``: ``options`` is a pickle in base64, of name ->
+            value.
+        by_hand: Whether a user repeats the run from a terminal.
     """
     options: dict[str, Any] = pickle.loads(base64.b64decode(payload["options"]))
     for name, value in _OPTIONS_ON_RANKS.items():
@@ -112,7 +121,8 @@ def _read_options(payload: Mapping[str, Any], *, by_hand: bool) -> dict[str, Any
 def _set_objects(config: pytest.Config, payload: Mapping[str, Any]) -> None:
     """Set the options whose types are not built-in.
 
-    Such a type may be from a conftest.py, which pytest must have imported in its own way before.
+    Such a type may be from a conftest.py, which pytest must have imported in its own way before. So
+    the payload's ``objects`` has one pickle in base64 for each name.
     """
     for name, value in payload["objects"].items():
         try:
@@ -144,9 +154,9 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     sys.argv[:] = payload["argv"]
     from pytest_distcompat.launch import at_import
 
-    # The watch that finds what the user's modules read while they are imported, such as the
-    # variable RANK, which forked ranks would then share. It is None on a rank that collects by
-    # itself: as under torchrun, it may read what it wants.
+    # The fork server has started a watch: it notes what the user's modules read while they are
+    # imported, such as the variable RANK, whose value forked ranks would then share. It is None on
+    # a rank that collects by itself: as under torchrun, it may read what it wants.
     watch = at_import.active
     config = _make_config(payload, _read_options(payload, by_hand=by_hand), watch)
     # A conftest may read options from the arguments.
@@ -169,9 +179,9 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
         config.addinivalue_line("markers", line)
     session = _collected(config)
     if watch is not None:
-        # The watch has noted what the user's modules read while they were imported, such as the
-        # variable RANK. Tests that it concerns are not run on ranks forked from this process. What
-        # a test module read concerns its own tests only; all else concerns every test.
+        # Tests that a note of the watch concerns are not run on ranks forked from this process.
+        # What a test module read concerns its own tests only; all else concerns every test. So the
+        # watch is given the files that have tests.
         watch.only_in({str(item.path) for item in session.items})
     return session
 
@@ -182,13 +192,14 @@ def _make_config(
     """Return pytest's configuration. This imports plugins and the first conftest.py files.
 
     Args:
-        payload: The return value of ``describe``.
+        payload: The return value of ``describe``. ``args`` are the paths and node ids to collect,
+            ``files`` the patterns of test files, ``["test_*.py"]``.
         options: The values of options by name.
         watch: Looks at the conftest.py files and, from then on, at the user's hooks; None for no
             watch.
     """
-    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them
-    # (anyio).
+    # pytest warns of plugins that are imported before it can rewrite their assertions. The fork
+    # server imports libraries on purpose before, and some are plugins (anyio).
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = ["-p", "no:terminal", *quiet, *payload["args"]]
     from _pytest.assertion.rewrite import AssertionRewritingHook
@@ -235,7 +246,7 @@ class CollectionErrors:
     """
 
     def __init__(self) -> None:
-        #: Node id of a module or class to pytest's text for the error, a traceback mostly.
+        #: Node id of a module or class -> pytest's text for the error, a traceback mostly.
         self.texts: dict[str, str] = {}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -270,7 +281,8 @@ class ItemPayload:
         shared: The directory for what all ranks share. It is set for ranks on several machines,
             each of which has a ``directory`` of its own; empty if ``directory`` is the place.
         plain: Whether the item must not see the variable ``PYTEST_DEBUG_TEMPROOT``, which this rank
-            sets. True under cold torchrun: there a test shall see an ordinary environment.
+            sets so that pytest makes temporary directories in a place of its own. True under cold
+            torchrun: there a test shall see an ordinary environment.
     """
 
     nodeid: str
@@ -282,6 +294,7 @@ class ItemPayload:
     plain: bool = False
 
 
+# Now, because later a test may have broken what decoding needs.
 decode.prepare(ItemPayload)
 
 
@@ -329,6 +342,7 @@ def reporting(
     """
     directory = Path(payload.directory)
     config = item.config
+    # ``launched.WORLD`` and ``SHARED`` are what the fixtures of this package read on a rank.
     world = config.stash[WORLD] = World.from_environment(payload.device)
     # Several ranks may share a GPU; then each may use only its part of the memory.
     if world.divides_memory:
@@ -338,7 +352,8 @@ def reporting(
         world.divide_memory_once_used(torch)
     shared = "shared"
     if log.by_hand:
-        # It repeats an earlier run, whose files may still be in the directory.
+        # It repeats an earlier run, whose files may still be in the directory. torchrun gives all
+        # ranks of a run the same id.
         shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}"
     config.stash[SHARED] = Path(payload.shared or directory, shared)
     RankReporter.of(config).begin(log, payload.world_size, directory)

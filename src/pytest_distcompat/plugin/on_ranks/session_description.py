@@ -44,7 +44,8 @@ def describe(config: pytest.Config) -> dict[str, Any]:
         pytest.UsageError: An option has a value that cannot be handed to another process.
     """
     # Two dictionaries, because ``collect`` unpickles them at two times. To unpickle an object may
-    # import the conftest.py that defines its type, which pytest must import first.
+    # import the conftest.py that defines its type, which pytest must import first. So ``values`` is
+    # one pickle, and of ``objects`` each value.
     values, objects = {}, {}
     for name, value in vars(config.option).items():
         if _is_builtin(value):
@@ -60,6 +61,7 @@ def describe(config: pytest.Config) -> dict[str, Any]:
                     f"{value!r:.200} "
                     f"({type(error).__name__}: {error}); expected one that can be pickled"
                 ) from None
+    # The worker's id and the number of workers are among these; what plugins add may be no JSON.
     workerinput = getattr(config, "workerinput", {})
     worker = {name: value for name, value in workerinput.items() if isinstance(value, (str, int))}
     return {
@@ -110,9 +112,10 @@ def _is_default(config: pytest.Config, name: str, value: object) -> bool:
 def own_files(config: pytest.Config) -> tuple[str, ...]:
     """Return the installed files of the project under test, as after ``pip install .``.
 
-    ``Watch`` looks at the user's own code and not at installed libraries. These files are installed
-    and are the user's own code. The project is that of ``pyproject.toml`` in pytest's root
-    directory.
+    The fork server imports the user's code under a watch (``at_import.Watch``): code that reads
+    RANK when it is imported must be imported by each rank itself. The watch looks at the user's own
+    code and not at installed libraries, so it must know these files, which are both. The project is
+    that of ``pyproject.toml`` in pytest's root directory.
 
     Returns:
         The paths of its Python files; none if there is no such project or it is not installed.

@@ -3,9 +3,12 @@
 A *suite* is a subclass of ``CompatSuite`` with the attributes ``driver``, ``matrix`` and
 ``expect``. A misspelled name in it would be ignored silently, and what it declares would not hold.
 So at collection ``suite_class.validate`` calls ``check_names`` for each *expectation* in
-``expect``, as ``fails("names", strategy="fsdp2")``, and the hook ``pytest_pycollect_makeitem``
-calls ``check_attributes``. ``DistcompatSession.own`` calls ``check_names`` for the expectations in
-the user's known issues.
+``expect``, and the hook ``pytest_pycollect_makeitem`` calls ``check_attributes``.
+``DistcompatSession.own`` calls ``check_names`` for the expectations in the user's known issues.
+
+An expectation is, say, ``fails("names", strategy=("fsdp1", "fsdp2"))``: the check of that name
+fails in the cells that have these *facets*, ``(("strategy", ("fsdp1", "fsdp2")),)``. A facet is a
+property of a cell, a point of the matrix: strategy, precision, number of ranks, or an option.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies import STRATEGIES
 
-#: The attributes of a suite's class, and the type by which each is recognized under another name;
-#: ``expect`` is a tuple of expectations.
+#: The attributes of a suite's class -> the type of its value, by which a misspelled one is
+#: recognized. The value of ``expect`` is a tuple of expectations.
 _ATTRIBUTES = {"driver": str, "matrix": Matrix, "expect": Expectation}
 #: The arguments of ``Matrix``, as ``strategies``.
 _MATRIX_FIELDS = tuple(field.name for field in fields(Matrix))
@@ -32,6 +35,7 @@ _MATRIX_FIELDS = tuple(field.name for field in fields(Matrix))
 
 def check_names(expectation: Expectation) -> None:
     """Raise UsageProblem, with the known names, for an unknown check, strategy or precision."""
+    # ``*`` stands for all checks. ``find_check`` and ``get`` raise for a name that is not known.
     if expectation.check != "*":
         find_check(expectation.check)
     known: dict[str, Registry[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
@@ -48,9 +52,11 @@ def check_attributes(suite: type[CompatSuite]) -> None:
     """Raise UsageProblem for an attribute that is a misspelled or misplaced declaration.
 
     A class may have attributes of its own, as helpers of its driver. One that is called ``expects``
-    and has expectations is a misspelled ``expect``.
+    and has expectations is a misspelled ``expect``. A misplaced one is ``strategies``, which is an
+    argument of ``Matrix``.
     """
     for base in suite.__mro__:
+        # Only classes of the user's that are suites: mixins may have what they like.
         if base is CompatSuite or not issubclass(base, CompatSuite):
             continue
         for name, value in vars(base).items():

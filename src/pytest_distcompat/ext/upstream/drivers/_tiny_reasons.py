@@ -4,7 +4,9 @@ A cell is one configuration under test, such as ``fsdp2-bf16_upcast-w2-lora``: s
 number of ranks, options. ``TinyDriver._reasons`` (``tiny.py``), the base of the built-in drivers
 (classes by which trainers are tested), asks these functions before any rank is started. Each
 returns one sentence, which reports show for the skipped cell, or None if its rules have nothing
-against the cell. Most are tables of (condition, reason); the first condition that holds decides.
+against the cell. They are tables of (condition, reason); the first condition that holds decides.
+
+A ``TinyModel`` describes the model of the cell, and what libraries can do with it (``models``).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
     other_parallelism = cell.dp_size < cell.world_size or cell.ep > 1 or replicated
     return first_reason(
         (
+            # A model for one driver alone has experts of that driver's library.
             cell.own_disks and (other_parallelism or bool(tiny.driver)),
             (
                 "checkpoints on each node are tried with plain data parallel ranks alone, "
@@ -60,6 +63,8 @@ def options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
     # DeepSpeed's own function is re-entrant too, and is given the blocks as they are.
     by_deepspeed = cell.option("activation_checkpointing") == "deepspeed"
     reentrant = cell.option("activation_checkpointing") == "reentrant" or by_deepspeed
+    # LoRA freezes the model too. PEFT then has its inputs require gradients
+    # (``_prepare_model_for_gradient_checkpointing``), which suffices but with DeepSpeed's function.
     partly_frozen = bool(cell.option("frozen")) or (by_deepspeed and bool(cell.option("lora")))
     # Models of transformers have the inputs of recomputed blocks require gradients themselves
     # (``enable_input_require_grads``), unless the driver recomputes the blocks.
@@ -124,7 +129,8 @@ def options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
 def dtypes_reason(cell: Cell, tiny: TinyModel) -> str | None:
     """Return why the cell's precision does not go with its model or options; None if it does."""
     precision = PRECISIONS.get(cell.precision)
-    # A mixed precision computes in another dtype than the optimizer works in.
+    # A mixed precision computes in another dtype than the optimizer works in (``master``); ``load``
+    # is the dtype in which the model is made.
     bf16_gradients = precision.mixed and precision.compute == "bfloat16"
     low_products = precision.mixed and precision.compute != "float32"
     loads_low = precision.mixed and precision.load != "float32"
@@ -180,9 +186,9 @@ def quantized_state_reason(
     Args:
         cell: The cell, with ``optimizer`` at ``adam8bit``.
         tiny: Its model.
-        masters: Dtype of the parameters that the optimizer updates.
-        device: Kind of the ranks' devices.
-        flat: Whether these parameters are flat partitions of several.
+        masters: Dtype of the parameters that the optimizer updates: ``float32``.
+        device: Kind of the ranks' devices: ``cpu`` or ``cuda``.
+        flat: Whether these parameters are flat partitions of several, as under FSDP1 and ZeRO.
     """
     # Over how many ranks each tensor is split.
     shards = 1
@@ -210,8 +216,8 @@ def quantized_state_reason(
                 "lerp says 'expected dtype torch.bfloat16 for `end`'"
             ),
         ),
-        # Then state would be in float32, and the cell would test nothing.
         (
+            # State would be in float32, and the cell would test nothing.
             tiny.largest // shards < QUANTIZED_FROM,
             (
                 f"torchao quantizes state from {QUANTIZED_FROM} elements on a rank on: "
@@ -231,7 +237,11 @@ def quantized_state_reason(
 def quantized_base_reason(cell: Cell, driver: str) -> str | None:
     """Return why the cell cannot train an adapter on a quantized model; None if it can.
 
-    The reasons were found with torchao 0.18.
+    That is option ``lora`` at ``int8``. The reasons were seen with torchao 0.18.
+
+    Args:
+        cell: The cell.
+        driver: The driver's name, ``torch``.
     """
     broadcasts_parameters = cell.strategy == "fsdp1" or (
         cell.strategy == "ddp" and driver != "torch"

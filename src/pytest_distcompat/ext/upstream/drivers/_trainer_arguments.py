@@ -4,7 +4,10 @@
 sets the variables of ``environment()`` and calls ``arguments(plan)``; the result is passed to
 ``transformers.TrainingArguments``. A cell is one configuration under test: ``fsdp2-bf16_upcast-w2``
 becomes ``fsdp=True``, an ``fsdp_config`` and ``bf16=True``. The plan has the actions of the run
-(``build``, ``step``, ``save``, ``load``) and the directory to save into.
+(``build``, ``step``, ``save``, ``load``) and the directory to save into. ``TrainerArguments``
+itself inherits, by ``TrainerReference``, what all built-in drivers have: the cell, the tiny model
+``tiny`` that they train, ``accumulate`` (micro-batches a step) and ``wrap_spec`` (which modules to
+shard one by one).
 
 The arguments come from several places, a later one overrides an earlier one: those of every cell,
 the strategy's backend config (``strategies/``), the cell's precision and options, what CPU ranks
@@ -51,21 +54,24 @@ class TrainerArguments(TrainerReference):
         """Return the keyword arguments for TrainingArguments."""
         from transformers import TrainingArguments
 
-        # Any tensor of a batch has its rows as the first dimension.
+        # The batch of step 0 on rank 0, by name, as ``input_ids`` and ``labels``. Each tensor has
+        # the rows as its first dimension.
         first_batch = self.tiny.batch(0, 0)
-        tensor = next(iter(first_batch.values()))
+        first_tensor, *_ = first_batch.values()
+        optimizer = str(self.cell.option("optimizer"))
         last_step = plan.last_step
         if not plan.steps:
-            # The plan ends with a build or a load. With no step to go at the end of an epoch
-            # Trainer would return before its callback sees the load.
+            # The plan ends with a build or a load, which the driver's callback reports when Trainer
+            # begins the next step. So there must be one; the callback ends the training before it.
             last_step += 1
         settings: dict[str, Any] = {
             "output_dir": str(plan.save_to),
-            "per_device_train_batch_size": len(tensor),
+            "per_device_train_batch_size": len(first_tensor),
             "per_device_eval_batch_size": EVALUATED_ROWS,
             "gradient_accumulation_steps": self.accumulate,
             "max_steps": last_step,
-            "optim": OPTIMIZERS.get(str(self.cell.option("optimizer")), "adamw_torch"),
+            # Muon has no name there: ``optimizer_class`` makes it.
+            "optim": OPTIMIZERS.get(optimizer, "adamw_torch"),
             "optim_args": self.optimizer_arguments,
             "learning_rate": LEARNING_RATE,
             "weight_decay": DECAY,
@@ -83,11 +89,13 @@ class TrainerArguments(TrainerReference):
             "remove_unused_columns": False,
             "dataloader_pin_memory": False,
         }
-        if self.in_parts and self.cell.option("optimizer") == "adamw":
-            # Trainer's own default, which is fused: it updates parameters of one mesh together.
+        if self.in_parts and optimizer == "adamw":
+            # Trainer's own default, the fused AdamW, as users of such models have it. One fused
+            # call updates parameters of one mesh only, so Trainer makes param groups by mesh.
             del settings["optim"]
         if self.loads_best(self.cell):
-            # A callback requests an evaluation, too, where the plan saves.
+            # Trainer refuses to load the best checkpoint unless it saves and evaluates by the same
+            # strategy. The callback requests both where the plan saves.
             steps = {"eval_strategy": "steps", "eval_steps": NEVER}
             settings |= {**steps, "save_strategy": "steps", "save_steps": NEVER}
         backend_arguments, _ = self._backend_config()
@@ -113,6 +121,7 @@ class TrainerArguments(TrainerReference):
         from packaging.version import Version
 
         assert self.strategy.transformers is not None
+        # Spelled as the latest release wants it, then as the installed one does.
         arguments = dict(self.strategy.transformers(self.precision, self.cell, self.wrap_spec))
         overrides, variables = _releases.fsdp_for_release(
             arguments, Version(transformers.__version__)
@@ -120,7 +129,11 @@ class TrainerArguments(TrainerReference):
         return {**arguments, **overrides}, variables
 
     def _mixed_precision(self) -> dict[str, Any]:
-        """Return the flag for mixed precision, which DeepSpeed's low-precision mode needs too."""
+        """Return the flag for mixed precision: ``{"bf16": True}``; empty for none.
+
+        fp8 has no flag: ``environment`` sets it. DeepSpeed needs the flag of the dtype that is
+        computed in for any precision, also for fp8 and for a model that has one dtype as a whole.
+        """
         mixed = self.precision.mixed and not self.precision.float8
         flag = {"bfloat16": "bf16", "float16": "fp16"}.get(self.precision.compute)
         if flag is None:
@@ -132,8 +145,8 @@ class TrainerArguments(TrainerReference):
     def _recomputation(self) -> dict[str, Any]:
         """Return the arguments for activation checkpointing; empty without it.
 
-        They are empty under FSDP too: there ``fsdp_config`` asks for it, unless the re-entrant
-        implementation is wanted.
+        They are empty too where ``fsdp_config`` asks for it: under FSDP, but not for the re-entrant
+        implementation, nor for a model that transformers shards itself.
         """
         mode = self.cell.option("activation_checkpointing")
         by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts and mode != "reentrant"
@@ -145,7 +158,11 @@ class TrainerArguments(TrainerReference):
         }
 
     def _compilation(self) -> dict[str, Any]:
-        """Return the arguments for torch.compile; empty if the model as a whole is not compiled."""
+        """Return the arguments for torch.compile; empty if Trainer is not to compile.
+
+        Option ``compile`` is False, True (inductor), ``aot_eager``, ``regional`` (each block, by
+        aot_eager; see ``environment``), or ``partial``: one block, which the driver compiles.
+        """
         mode = self.cell.option("compile")
         if mode in {False, "partial"}:
             return {}
@@ -175,20 +192,21 @@ def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, 
 
     Args:
         settings: The arguments so far.
-        in_parts: Whether transformers has sharded the model. It then runs under no strategy of
-            accelerate, which refuses its mesh on what it takes for CPUs.
+        in_parts: Whether transformers has sharded the model. Then the arguments name no strategy,
+            and accelerate refuses the model's mesh while its state is one of CPUs.
     """
-    # ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world
-    # size of 1. For FSDP ``use_configured_state``, a public option, makes Trainer use the state
-    # that ``launch.accelerate_cpu`` sets.
     from pytest_distcompat.launch import accelerate_cpu
 
     if settings.get("deepspeed") and settings.get("parallelism_config"):
-        # On GPUs accelerate does it, before Ulysses makes its groups.
+        # DeepSpeed's sequence parallelism, Ulysses, makes process groups of the default one. On
+        # GPUs accelerate initializes that before.
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo")
     if not settings.get("fsdp") and not in_parts:
+        # Without ``use_cpu`` DeepSpeed would assume a world size of 1.
         return {"use_cpu": True}
+    # ``use_cpu`` alone silently turns FSDP into plain DDP. So accelerate's process-wide state is
+    # set first, and ``use_configured_state``, a public option, makes Trainer use it.
     accelerate_cpu.on_cpu({"fsdp_plugin": settings.get("fsdp_config")})
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}

@@ -12,7 +12,9 @@ with an FSDP2 plugin, mixed precision ``bf16`` and ``gradient_accumulation_steps
 come from three places, a later one overrides an earlier one: the strategy's backend config
 (``strategies/fsdp2.py`` and others), the cell's options, and the settings in its option ``set``, as
 in ``set_DataLoaderConfiguration.even_batches=false``. ``sources`` lists the objects that may be
-set in this way.
+set in this way; ``cell.settings("save_state")`` returns the fields that the cell sets of one,
+``{"safe_serialization": False}``, and ``cell.with_settings(name, arguments)`` lets them override
+arguments.
 
 What the profile ``walk`` calls on the live trainer in random order is in ``_accelerate_calls.py``.
 
@@ -50,7 +52,7 @@ __all__ = ["AccelerateCalls", "AccelerateDriver"]
 
 
 #: The cells with tensor parallelism (tp) that are tried, as (precision, *names of further options):
-#: all without further ones. They are declared as known failures
+#: all without further options. They are declared as known failures
 #: (docs/upstream/accelerate_tp_fsdp2.py), so that a fix is noticed.
 TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
 
@@ -78,7 +80,8 @@ class AccelerateDriver(MakesAccelerator):
         "ema",
     )
     #: Of each object the name in settings, its import path, the strategies under which this driver
-    #: makes it, and how its fields are found where it has no plain fields.
+    #: makes it, and where its fields are if not in its signature: in its ``subclasses``, in a
+    #: dictionary (``keys``), or in the ``environment``, variables that it reads when it is made.
     sources: ClassVar[tuple[Source, ...]] = (
         Source(
             "FullyShardedDataParallelPlugin",
@@ -89,6 +92,7 @@ class AccelerateDriver(MakesAccelerator):
             "DeepSpeedPlugin",
             "accelerate.DeepSpeedPlugin",
             ("zero2", "zero3"),
+            # accelerate turns the plugin into DeepSpeed's JSON, which ``json_of`` returns.
             becomes="pytest_distcompat.ext.upstream.drivers.accelerate.json_of",
         ),
         Source("Accelerator", "accelerate.Accelerator", ("ddp", "fsdp2", "zero2")),
@@ -143,7 +147,8 @@ class AccelerateDriver(MakesAccelerator):
     }
     order: ClassVar[int] = 1
     live_calls: ClassVar[type[Calls]] = AccelerateCalls
-    #: The number by which accelerate accumulates, and what the driver registers.
+    #: The number by which accelerate accumulates, and what the driver registers. Each is expected
+    #: to change in training, to be alike on all ranks, and to come back with a checkpoint.
     extra_state: ClassVar[Mapping[str, ExtraState]] = {
         "accelerator.step": ExtraState(),
         "progress": ExtraState(),
@@ -152,14 +157,18 @@ class AccelerateDriver(MakesAccelerator):
 
     #: The ``Accelerator`` that ``build`` makes; None in the reference, which runs without one.
     accelerator: Any = None
-    #: A registered object that counts micro-batches.
+    #: A ``_average.Progress``, which counts micro-batches. It stands for an object of the user's
+    #: that accelerate saves and loads (``register_for_checkpointing``).
     progress: Any = None
     #: The endless iterator over the prepared loader; None before the first batch.
     _stream: Iterator[Batch] | None = None
 
     @classmethod
     def needs(cls, cell: Cell) -> tuple[str, ...]:
-        """Return what every driver requires, and torchdata for a ``StatefulDataLoader``."""
+        """Return the modules and releases that the cell requires, as ``torch>=2.9``.
+
+        They are those of every driver, and torchdata for a ``StatefulDataLoader``.
+        """
         needed = super().needs(cell)
         if _is_stateful(cell):
             return (*needed, "torchdata")
@@ -167,15 +176,17 @@ class AccelerateDriver(MakesAccelerator):
 
     @classmethod
     def extra_state_in(cls, cell: Cell) -> Mapping[str, ExtraState]:
-        """Return what every cell has, and the average of the weights in a cell that has one."""
+        """Return what every cell has, and with option ``ema`` the average of the weights."""
         if not cell.option("ema"):
             return cls.extra_state
+        # The reference, the same training in one process, keeps the average too.
         return {**cls.extra_state, "averaged_model": ExtraState(in_reference=True)}
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
         """Yield for each condition why the cell cannot run, or None; the first reason counts."""
         strategy = STRATEGIES.get(cell.strategy)
+        # The function that makes the arguments of Accelerator for the strategy.
         if strategy.accelerate is None:
             yield f"accelerate has no {cell.strategy}"
         # Option ``conflict`` has the DeepSpeed JSON ask for another precision than the Accelerator.
@@ -189,7 +200,7 @@ class AccelerateDriver(MakesAccelerator):
         if cell.option("ema"):
             yield _average.unsupported_by_accelerate(cell)
         yield from super()._reasons(cell, device)
-        # Last: a cell for which there is any other reason reports that one.
+        # Only the driver for DeepSpeed has it. Last: a cell with any other reason reports that one.
         if autotp:
             yield _options.AUTOTP
 
@@ -213,12 +224,15 @@ class AccelerateDriver(MakesAccelerator):
         set_seed(1, device_specific=True)
 
     def _changed_in_place(self, model: Module) -> Module:
-        """Compile, recompute and cut layers of the model where accelerate leaves it to the user."""
+        """Compile a block, checkpoint activations and shard for tensor parallelism, in place.
+
+        Each is done only where the cell asks for it and accelerate leaves it to the user.
+        """
         if self.cell.option("compile") == "partial":
             _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
         self._recompute(model)
         if self.cell.tp > 1:
-            # accelerate wants a model that is cut already:
+            # accelerate wants a model that tensor parallelism has sharded already:
             # https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
             mesh = self.accelerator.torch_device_mesh["tp"]
             spec = self.wrap_spec
@@ -235,13 +249,15 @@ class AccelerateDriver(MakesAccelerator):
 
             # Option ``optimizer`` at ``muon`` has two, Muon and AdamW. Under FSDP and DeepSpeed
             # accelerate prepares several, and cannot save them:
-            # docs/upstream/accelerate_two_optimizers.py.
+            # docs/upstream/accelerate_two_optimizers.py. So they are made as one object, by a
+            # function from param groups to the two.
             optimizers = [Joined(self.groups(model), self.muon_and_adamw)]
         # accelerate's scheduler takes a step for each rank:
         # https://huggingface.co/docs/accelerate/concept_guides/performance
         schedulers = self.make_scheduler(optimizers, every=self.world.size)
+        # The rows of an epoch: micro-batch by micro-batch, rank by rank.
         data = self.dataset(self.cell.dp_size)
-        # The rows of one micro-batch on one rank.
+        # The rows of one micro-batch on one rank; ``epoch`` is the number of micro-batches in one.
         rows = len(data) // (self.epoch * self.cell.dp_size)
         # A list is a data set too.
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]
@@ -285,7 +301,8 @@ class AccelerateDriver(MakesAccelerator):
 
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch; under context parallelism of this rank's part of it."""
-        # Only DeepSpeed's Ulysses runs here: ``_parallelism_reason`` excludes that of FSDP2.
+        # Of context parallelism only DeepSpeed's Ulysses runs here: ``_parallelism_reason``
+        # excludes that of FSDP2.
         if self.cell.cp > 1:
             return context_parallel.ulysses_part_loss(self.model, batch)
         return self.tiny.loss(self.model, batch)
@@ -302,7 +319,10 @@ class AccelerateDriver(MakesAccelerator):
         return next(self._stream)
 
     def forget_stream(self) -> None:
-        """Iterate over the loader anew at the next batch, as a walk that skips a batch does."""
+        """Have ``next_batch`` iterate over the loader anew.
+
+        Called when a walk (random calls of the live trainer) skips a batch or begins a new epoch.
+        """
         self._stream = None
 
     def _batches(self, done: int) -> Iterator[Batch]:
@@ -328,7 +348,8 @@ class AccelerateDriver(MakesAccelerator):
         # The places in the epoch of this step's micro-batches: ``range(2, 4)``.
         micro_batches = self.micros(number)
         for _ in micro_batches:
-            # The number of batches before this step counts only for the first batch of a run.
+            # The number of batches before this step counts only for the first batch of a run: then
+            # the loader begins there.
             batch = self.next_batch(micro_batches.start)
             self.tokens += self._count(batch)
             with self.accelerator.accumulate(self.model):
@@ -348,6 +369,7 @@ class AccelerateDriver(MakesAccelerator):
                     optimizer.zero_grad()
             self.progress.batches += 1
             total += float(loss.detach()) / self.accumulate
+        # Only with option ``ema``.
         if self.averaged_model is not None:
             self.update_average(self.accelerator.unwrap_model(self.model))
         return total
@@ -355,7 +377,7 @@ class AccelerateDriver(MakesAccelerator):
     def _count(self, batch: Batch) -> int:
         """Return how many tokens or samples of a batch are trained on."""
         if self.cell.cp > 1:
-            # Ulysses has shifted the labels already.
+            # Ulysses has shifted the labels already; those at -100 are not trained on.
             return int((batch["shift_labels"] != -100).sum())
         return self.tiny.count(batch)
 
@@ -379,7 +401,9 @@ class AccelerateDriver(MakesAccelerator):
     def early_schedule_steps(self, number: int) -> int:
         """Return how often the scheduler steps before the optimizer does in a step; usually 0.
 
-        If it does not step with the optimizer, it steps in the micro-batches before the last too.
+        The reference steps its scheduler so often before its optimizer. With
+        ``step_scheduler_with_optimizer=False`` the scheduler steps in each micro-batch, the
+        optimizer only in the last one.
         """
         if self._steps_with_optimizer:
             return 0
@@ -399,7 +423,7 @@ class AccelerateDriver(MakesAccelerator):
             self.accelerator.save_state(str(directory), **settings)
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint by ``load_state``: the last one where accelerate has named several."""
+        """Load a checkpoint by ``load_state``: the last one where accelerate names them itself."""
         if self._names_checkpoints(self.cell):
             directory = _named_checkpoints(directory)[-1]
         self.accelerator.load_state(str(directory))
@@ -438,9 +462,11 @@ class AccelerateDriver(MakesAccelerator):
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
             return
         configured = hasattr(unwrapped, "config")
-        # A model with a config is one of transformers. Its weights are written in several files, as
-        # those of large models are; ``from_pretrained`` reads them.
-        arguments = {"max_shard_size": "20KB"} if configured else {}
+        arguments = {}
+        if configured:
+            # A model with a config is one of transformers. Its weights are written in several
+            # files, as those of large models are; ``from_pretrained`` reads them.
+            arguments = {"max_shard_size": "20KB"}
         arguments = self.cell.with_settings("save_model", arguments)
         self.accelerator.save_model(self.model, str(directory), **arguments)
         if main and configured:
@@ -456,6 +482,7 @@ class AccelerateDriver(MakesAccelerator):
         if self.cell.cp > 1:
             if self.accelerator is None:
                 self.build(self.build_model())
+            # The length of a sequence, of which each rank gets a part.
             tokens = 2 * self.cell.cp
             return _rows.ulysses_rows(loader, count, self.accelerator, self.model, tokens)
         return _rows.accelerate_rows(
@@ -479,7 +506,8 @@ class AccelerateDriver(MakesAccelerator):
     def _mesh_settings(self) -> Mapping[str, Any]:
         """Return the arguments of Accelerator for the cell's mesh; empty if it has one dimension.
 
-        Which rows a rank reads depends on the mesh. A mesh of one dimension needs no argument.
+        For ``rows`` and ``metrics``, which have an Accelerator of their own: which rows a rank
+        reads depends on the mesh.
         """
         if self.cell.strategy != "fsdp2":
             return {}
@@ -514,8 +542,9 @@ def _parallelism_reason(cell: Cell) -> str | None:
 
     DeepSpeed's tensor parallelism is not judged here.
     """
-    # The options beside those that are judged elsewhere. ``*`` takes their names.
-    other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
+    # The options beside those that are judged elsewhere.
+    other_options = cell.without("model", "tp", "set", "dp_replicate").options
+    names_of_others = [name for name, _ in other_options]
     return first_reason(
         (
             cell.cp > 1 and cell.strategy == "fsdp2",
@@ -526,7 +555,7 @@ def _parallelism_reason(cell: Cell) -> str | None:
             "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism",
         ),
         (
-            cell.tp > 1 and (cell.precision, *other_options) not in TRIED_TP,
+            cell.tp > 1 and (cell.precision, *names_of_others) not in TRIED_TP,
             (
                 "accelerate cannot prepare tensor parallelism beside FSDP2 at all "
                 "(docs/upstream.md), so nothing more is tried"

@@ -9,7 +9,8 @@ Each model has something that libraries may get wrong: uneven shards, an empty p
 that runs twice, experts. So fields of its ``TinyModel`` say how it may be used: ``only_float32``
 (rounding decides what it computes), ``one_batch`` (it computes over the rows of all ranks),
 ``unused`` (a rank may leave a parameter out), ``random``, and ``spread``, a factor on the loss
-tolerance of lower precisions. The numbers "measured" below are relative differences of losses.
+tolerance of lower precisions, as ``Precision.loss_tolerance`` has it. The numbers "measured" below
+are relative differences of losses from the reference, for which the factor leaves a margin.
 
 The module classes are in ``modules.py``, which imports torch; they are
 named by a text here, as pytest's process imports no torch. All map four rows of 7 numbers, the
@@ -50,8 +51,10 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
         "count": _count,
         "outputs": _outputs,
         "reload": functools.partial(_reload, class_name, width),
+        # The class whose modules FSDP wraps one by one. Most models have a single such module.
         "blocks": ("Block",),
         "one_block": True,
+        # What option ``frozen`` freezes: the first layer.
         "frozen_modules": ("inlet",),
         # How many parameters make an FSDP unit where the wrap policy goes by size.
         "unit_size": 200,
@@ -88,9 +91,9 @@ def _batch(step: int, rank: int) -> Batch:
 
 
 def _batch_of_branch(step: int, rank: int) -> Batch:
-    """Return rows that all need the branch, or of which none does.
+    """Return rows that all need the layer of the model ``branch``, or of which none does.
 
-    Those whose first feature is positive need it.
+    Those whose first feature is positive need it. In each step those of every second rank do.
     """
     batch = _batch(step, rank)
     sign = 1 if (step + rank) % 2 else -1
@@ -133,9 +136,10 @@ def _reload(class_name: str, width: int, directory: Path) -> Module:
 
 
 def _tp_plan(*layers: str) -> dict[str, str]:
-    """Return a plan of tensor parallelism, as ``parallel/tensor_parallel.py`` explains it.
+    """Return a plan of tensor parallelism: name of a layer -> how ``tensor_parallel`` cuts it.
 
-    Each rank has full activations between the layers.
+    Each rank has full activations between the layers: they are gathered after a layer that is cut
+    by columns, and split before the last one, which is cut by rows.
 
     Args:
         layers: Names of the layers between inlet and outlet.
@@ -156,7 +160,8 @@ MLP_MODEL = _classifier(
     order=2,
 )
 #: One block that each forward uses two times, and a layer whose weight is used outside its own
-#: forward. The parameters are views of one storage, and attributes are handed on to the block.
+#: forward. The parameters are views of one storage, and the model hands attributes that it lacks on
+#: to its block.
 TWICE = _classifier("twice", "Twice", order=3)
 #: Parameters and buffers as no library's own model has them: empty, smaller than the ranks, of many
 #: dtypes.
@@ -169,7 +174,8 @@ TRANSPOSED = _classifier("transposed", "Transposed", order=6)
 BRANCH = _classifier("branch", "Branch", batch=_batch_of_branch, unused=True, order=7)
 #: Dropout in each block: every forward draws random numbers.
 DROPOUT = _classifier("dropout", "Dropout", tp_plan=_tp_plan("block.linear"), random=True, order=7)
-#: Modules with the names of wrappers, which trainers take out of names.
+#: Modules with names such as ``_fsdp_wrapped_module``, under which wrappers keep what they wrap:
+#: trainers take these out of names.
 WRAPPER_NAMES = _classifier("wrapper_names", "WrapperNames", order=7)
 #: BatchNorm, whose buffers each rank fills from its own data. Rounding in bfloat16 decides the
 #: statistics of a few rows, so it is trained in float32 only.
@@ -202,7 +208,8 @@ MOE_FUSED = _classifier(
     spread=2.5,
     order=11,
 )
-#: Mixture of experts by DeepSpeed's own layer, whose experts its engine can spread over ranks.
+#: Mixture of experts by DeepSpeed's own layer, whose experts its engine can spread over ranks. Only
+#: the driver for DeepSpeed trains it.
 MOE_DEEPSPEED = _classifier(
     "moe_deepspeed",
     "DeepSpeedMixture",
@@ -216,10 +223,12 @@ MOE_DEEPSPEED = _classifier(
 CONVOLUTIONS = _classifier(
     "convolutions", "Convolutions", lora_targets=("widen", "grouped", "linear"), order=13
 )
-#: A backward pass within the backward pass, by DeepSpeed's tiled computation.
+#: A backward pass within the backward pass, by DeepSpeed's tiled computation, which needs its
+#: engine.
 TILED = _classifier("tiled", "Tiled", only_zero=True, order=14)
-#: MLP whose layers are wide enough for quantized optimizer state, on each of four ranks that shard
-#: it. 2.1e-3 measured in bf16_upcast, with optimizer state in 8 bits up to 6.8e-3.
+#: MLP whose layers are wide enough for quantized optimizer state, also where four ranks shard them;
+#: its largest matrix has 128 x 128 elements. 2.1e-3 measured in bf16_upcast, with optimizer state
+#: in 8 bits up to 6.8e-3.
 WIDE = _classifier(
     "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=15
 )

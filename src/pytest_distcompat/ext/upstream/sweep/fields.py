@@ -31,7 +31,8 @@ class Source:
         kind: ``fields``; ``subclasses``, if ``target`` is the base of the classes that are meant;
             ``keys``, if ``target`` reads a dictionary whose keys are the fields; ``environment``
             for the variables that ``target`` reads when it is made.
-        precision: The precision under which it matters.
+        precision: The precision of the cells in which the sweep tries its fields: ``bf16_upcast``
+            for an object that only mixed precision uses.
         becomes: The import path of a function from what ``target`` makes to the settings of
             ``ds_config`` (DeepSpeed's JSON) that come of it; empty if none do. ``DeepSpeedPlugin``
             of accelerate, for example, becomes JSON.
@@ -49,11 +50,13 @@ class Source:
     def names(self, setting: str, strategy: str) -> bool:
         """Tell whether a setting is one of this object, or of DeepSpeed's JSON if that comes of it.
 
-        Of ``subclasses`` it is False: their names are not known without the library.
+        ``law`` asks it which driver may have a setting, without importing any library. So the
+        answer is False for ``subclasses``, whose names only the library knows.
 
         Args:
-            setting: The full name of a setting, also with its value: ``AdamW.amsgrad=true``.
-            strategy: A strategy; under ZeRO the object becomes JSON, if it does.
+            setting: The full name of a setting, also with its value: ``AdamW.amsgrad=true``. That
+                of a variable begins with ``env.``.
+            strategy: The strategy of the cell. Only under ZeRO does an object become JSON.
         """
         if self.becomes and strategy.startswith("zero") and setting.startswith("ds_config."):
             return True
@@ -65,7 +68,7 @@ class Source:
         return owner == prefix and self.means(field)
 
     def means(self, field: str) -> bool:
-        """Tell whether a field is one of those that are meant."""
+        """Tell whether a field is one of those that are meant (``only``), ``amsgrad`` say."""
         return not self.only or field in self.only
 
 
@@ -80,8 +83,8 @@ class Field:
         default: Its default, as text: ``null``.
         values: Other values than the default, as text: ``("true", "false")``; empty if its type
             does not say any.
-        strategies: The strategies under which the driver makes the source.
-        precision: The precision under which it matters.
+        strategies: As in the source.
+        precision: As in the source.
         places: The full names of other settings that say the same: for an argument, the keys of
             DeepSpeed's JSON that it changes; for a variable, the argument.
     """
