@@ -49,6 +49,7 @@ def encode(value: Any) -> Any:
     return value
 
 
+#: The types whose values JSON can write as they are.
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
@@ -96,7 +97,8 @@ def _from_name(kind: Any, name: Any) -> Any:
 def _unchecked(kind: Any, data: Any) -> Any:
     """Return the value that ``encode`` and JSON wrote, of which no type is checked.
 
-    Where msgspec is missing, a rank reads only what this package wrote in the same run.
+    Where msgspec is missing, a rank reads only what this package wrote in the same run. A dataclass
+    may be nested in fields, tuples and mappings; a field that may also be None has none in it.
 
     Raises:
         TypeError: A field without a default is missing.
@@ -109,7 +111,8 @@ def _unchecked(kind: Any, data: Any) -> Any:
                 values[field.name] = _unchecked(types[field.name], data[field.name])
         return kind(**values)  # type: ignore[operator]
     if isinstance(data, list):
-        # JSON has no tuples, and a dataclass of ours no lists.
+        # JSON has no tuples, and a dataclass of ours no lists. Values of one tuple that have
+        # different types are plain, so that the first type does for all.
         kind_of_values, *_ = typing.get_args(kind) or (Any,)
         return tuple(_unchecked(kind_of_values, value) for value in data)
     if isinstance(data, Mapping):

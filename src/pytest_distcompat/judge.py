@@ -6,7 +6,9 @@
 - the check, a claim such as ``resume``, which yields findings: one sentence for each thing wrong;
 - the cell: one point of the test matrix, such as ``fsdp2-bf16_upcast-w2``;
 - the trace: what each rank recorded in each run (a process group from start to end), and how a
-  run failed, if it did: ``raised``, ``crashed`` or ``hung``;
+  run failed, if it did: the ``RunFailure`` has its ``kind`` (``raised``, ``crashed`` or ``hung``),
+  one line as ``message`` (``rank 1 raised ValueError: no such layer``), and all that is known,
+  such as tracebacks, as ``text``;
 - the expectations: what users and known issues declare by ``fails(...)`` (a known bug) or
   ``refuses(...)`` (the trainer does not support the cell and must say so at build).
 
@@ -17,8 +19,13 @@ It returns a ``Verdict``. For the example of ``fails("resume", strategy="fsdp2",
 - it yields something without ``exp_avg``: failed;
 - a rank crashes before the check's last snapshot: crashed, whatever is declared.
 
-An expectation that is not ``strict`` (``may_fail(...)``) need not occur. It *matches* a text that
-contains its ``match``, and *explains* a finding that it matches or that contains its ``also``.
+An expectation that is not ``strict`` (``may_fail(...)``) need not occur. It *matches* a text in
+which its regular expression ``match`` is found. It *explains* a finding that it matches, or in
+which its ``also`` is found. It has *ended* once the last day for which it was declared is over
+(``until``).
+
+An extension may judge some cells in another way: their ``law`` may change which expectations count
+and which findings there are. The law of most cells changes neither.
 
 ``declaration`` goes the other way: it returns the declaration that would cover a failure, which the
 failure's text offers to paste.
@@ -95,9 +102,9 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     """
     expectations = list(expectations)
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
-    # Without those whose last day is over, and then with a note about them.
     ended = [expectation for expectation in covering if expectation.ended]
     if ended:
+        # Judge without them. If the check fails, the verdict names the one that excused it before.
         current = [expectation for expectation in expectations if expectation not in ended]
         verdict = _judge(check, cell, trace, current)
         return _with_ended_excuse(verdict, ended)
@@ -240,6 +247,8 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
         **dict(cell.options),
     }
     if broken_off is not None:
+        # Without the rank, because any rank may be the first to raise. The whole text, if the
+        # message has another form.
         findings = [_without_rank(broken_off) or broken_off.text]
     else:
         findings = law_of(cell).findings(check, cell, trace)
@@ -446,6 +455,7 @@ def _occurred(declared: Iterable[Expectation], findings: list[str]) -> list[Expe
 
 
 def _matches_any(expectation: Expectation, texts: Iterable[str]) -> bool:
+    """Tell whether the expectation matches one of the texts."""
     return any(expectation.matches(text) for text in texts)
 
 
@@ -455,4 +465,5 @@ def _unexplained(findings: Iterable[str], declared: Sequence[Expectation]) -> li
 
 
 def _is_explained(finding: str, declared: Iterable[Expectation]) -> bool:
+    """Tell whether one of the declared bugs explains the finding."""
     return any(expectation.explains(finding) for expectation in declared)

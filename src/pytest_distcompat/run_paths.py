@@ -27,8 +27,8 @@ class SuitePayload:
         driver: The name of the driver (the trainer under test as a class), or
             ``module:attribute``.
         cell: The id of the cell in which the run trains, ``fsdp2-fp32-w2``.
-        ranks: The number of data-parallel ranks of the cell whose check needs the run. A reference
-            run, which repeats the training in one process, trains on the batches of so many ranks.
+        ranks: The number of data-parallel ranks of ``asking_cell``. A reference run, which repeats
+            the training in one process, trains on the batches of so many ranks.
         device: ``cuda`` or ``cpu``.
         run: The actions of the ranks.
         save_to: The directory of the checkpoint that the run saves. If the run corrupts a
@@ -36,9 +36,12 @@ class SuitePayload:
         load_from: The directory of the checkpoint that the run loads.
         export: The directory of the exported model.
         log_level: The log level of pytest; empty if none is set.
-        own_disks: Whether these directories are other ones on each machine.
-        asking_cell: The id of the cell whose check needs the run.
-        recorders: Functions of extensions that record on each rank (``recording``).
+        own_disks: Whether each machine has these directories on a disk of its own, so that a rank
+            does not see what a rank of another machine writes.
+        asking_cell: The id of the cell whose check needs the run. The run itself may train in
+            another cell: the reference of ``fsdp2-fp32-w2`` trains in ``ddp-fp32-w1``.
+        recorders: Functions of extensions that record on each rank (``recording``), by import path:
+            ``my_extension:recorder``.
     """
 
     driver: str
@@ -91,10 +94,11 @@ class RunPaths:
     ranks: int
 
     def clear(self, run: Run, directory: Path, *, first: bool) -> None:
-        """Restore the directories to their state before the run, if a user starts it again.
+        """Restore the directories to their state before the run.
 
-        Each rank calls it (``worker``). A trainer may refuse to overwrite a checkpoint. The
-        checkpoint that the run loads stays as it is.
+        ``worker`` calls it on each rank of a run that a user repeats by hand, because a trainer may
+        refuse to overwrite the checkpoint of the first try. The checkpoint that the run loads stays
+        as it is.
 
         Args:
             run: The run.
@@ -102,6 +106,7 @@ class RunPaths:
                 restored.
             first: Whether this is the rank that restores them. The others wait for it.
         """
+        # Each launch has an id of its own, so the file of an earlier launch does not count.
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if first:
             if self.save_to.is_file():
@@ -110,6 +115,7 @@ class RunPaths:
             if "export" in run.actions:
                 shutil.rmtree(self.export, ignore_errors=True)
             if run.damage and run.after:
+                # The run corrupts this copy of the checkpoint of the run ``after``.
                 shutil.copytree(self.load_from, self.save_to)
             self.save_to.mkdir(parents=True, exist_ok=True)
             cleared.touch()

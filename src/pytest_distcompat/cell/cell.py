@@ -60,6 +60,7 @@ class Cell:
     nodes: int = 1
 
     def __post_init__(self) -> None:
+        # ``world_size`` and ``nodes``.
         for name in COUNTS:
             check_count(name, getattr(self, name))
         for name, value in self.options:
@@ -143,6 +144,7 @@ class Cell:
     @property
     def id(self) -> str:
         """Return the id: ``fsdp2-bf16_upcast-w2-compile``, with ``w2-n2`` over two machines."""
+        # The tokens of the spread are ``w2``, or ``w2`` and ``n2``.
         parts = [self.strategy, self.precision, *self.spread.tokens]
         for name, value in self.options:
             parts.append(OPTIONS[name].token(value))
@@ -288,7 +290,11 @@ class Cell:
             if not setting.startswith(f"{name}."):
                 continue
             field, text = setting.removeprefix(f"{name}.").split("=", 1)
-            values[field] = text if name == "env" else setting_value(text)
+            value: Any = text
+            if name != "env":
+                # The number 0.1 for the text ``0.1``, False for ``false``.
+                value = setting_value(text)
+            values[field] = value
         return values
 
     def with_settings(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,6 +358,7 @@ def _options_by_token(tokens: Sequence[str]) -> dict[str, tuple[str, OptionValue
     for option in OPTIONS.values():
         for token in tokens:
             text = token.removeprefix(f"{option.name}_")
+            # Only an option with a pattern accepts values that it does not list.
             if option.accepts(text):
                 options[option.token(text)] = (option.name, text)
     return options

@@ -92,7 +92,8 @@ RESUMED = CHECKPOINT_OPTIONS | {
     "ignored_modules",
 }
 #: The options that a cell may have in which an evaluation between two steps is tried. They decide
-#: how parameters are held, and what a module computes in training and evaluation mode.
+#: how parameters are held, and what a module computes in training and evaluation mode. ``set`` has
+#: the single settings of libraries, ``AdamW.eps=0.5``.
 EVALUATED_OPTIONS = frozenset(
     {
         "model",
@@ -115,7 +116,8 @@ EXPORTED = CHECKPOINT_OPTIONS | {
     "grad_accum_dtype",
 }
 #: The facets that decide by which names another number of ranks, or another strategy, finds the
-#: parts of a checkpoint.
+#: parts of a checkpoint. How often a part is replicated, and in which order pipeline stages
+#: compute, changes no name.
 RESHARDED = frozenset({"model", "state_dict", "use_orig_params", "checkpoints", *MESH}) - {
     "dp_replicate",
     "pp_schedule",
@@ -140,8 +142,8 @@ class Execution:
     Attributes:
         trace: What the runs recorded.
         seed: The seed if an extension drew the runs at random; else None.
-        may_pass: Whether the runs leave out what is known to fail. Then an expected failure need
-            not appear.
+        may_pass: Whether the runs leave out what is known to fail, as those of the extension
+            ``walk`` do. Then an expected failure need not appear.
     """
 
     trace: Trace
@@ -164,15 +166,17 @@ class Check:
         order: Where the check stands in lists: by ascending order, then by name.
         not_applicable: Returns the reason why the check does not apply to a cell, or None. A check
             that does not apply has no test item; the report shows the reason.
-        limit: The name of a limit without which the check does not apply. The user sets it by
-            ``--distcompat-<limit>``. Empty if there is none.
-        raises: The names of runs that may end in an exception, which the claim itself judges. If
-            one of them crashes or hangs instead, that is the verdict, whatever ``until`` says.
-        costly: Whether the check needs several runs that no other check reads.
+        limit: The name of a limit without which the check does not apply, such as ``throughput``,
+            which the user sets by ``--distcompat-throughput``. Empty if there is none.
+        raises: The names of runs that may end in an exception, which the claim itself judges, such
+            as a run that loads a damaged checkpoint. If one of them crashes or hangs instead, that
+            is the verdict, whatever ``until`` says.
+        costly: Whether the check needs several runs that no other check reads. The profile
+            ``smoke`` runs such a check in one cell only.
         depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
             strategy; None for all. Of several cells that do not differ in them, the default profile
             runs the check in only one.
-        remark: What reports say beside a claim that holds.
+        remark: Returns what reports say beside a claim that holds; empty for nothing.
     """
 
     name: str
@@ -203,8 +207,8 @@ class Check:
     def runs(self, cell: Cell, driver: type[Driver]) -> Scenario:
         """Return the runs that the claim reads in that cell.
 
-        The law of the cell may change them. Most cells have the plain law, which does not. An
-        extension may add another one for its own cells.
+        A *law* says how checks judge a cell (``law``). Most cells have the plain one, which takes
+        the runs as they are. An extension may add a law for its own cells, which may change them.
         """
         scenario = self.scenario
         if not isinstance(scenario, Scenario):
@@ -262,7 +266,7 @@ def check(
 
 
 def _without_repetitions(findings: Iterable[str]) -> list[str]:
-    # A dict, because it keeps the order and has each only once.
+    """Return the findings in their order, each once."""
     return list(dict.fromkeys(findings))
 
 
@@ -309,11 +313,11 @@ def pairs(before: Snapshots, after: Snapshots) -> Iterator[tuple[Snapshot, Snaps
 
 
 def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
-    """Tell whether the trainer was told the cell's value of an option.
+    """Tell whether a check may expect the cell's value of an option: the trainer was given it.
 
-    It was told a value that is not the default. It was told the default, too, if the driver
-    supports the option (``obeyed``). Else it may do what it likes, as a script does that sets the
-    option by itself.
+    A value that is not the default is always given. The default is given only if the driver
+    supports the option (``obeyed``). Else the trainer may do what it likes, as a script does that
+    sets the option by itself.
     """
     if cell.option(option) != OPTIONS[option].default:
         return True

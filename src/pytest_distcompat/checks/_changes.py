@@ -34,7 +34,8 @@ class Value:
 
 #: Name -> value of a tensor: of a parameter, a buffer, or optimizer state (``exp_avg of lm_head``).
 Tensors = Mapping[str, Value]
-#: Name of a buffer -> the values that any rank has of it.
+#: Name of a buffer -> the values that it may have after an action: those that any rank had before.
+#: DDP, for example, sends the buffers of rank 0 to all ranks.
 Buffers = Mapping[str, Collection[Value]]
 
 
@@ -163,13 +164,14 @@ def state_changes(
         before: The snapshot before the action.
         after: The snapshot of the same rank after it.
         action: The action.
-        buffers: Other values that a buffer may have after the action: name -> values. None if it
+        buffers: Values that a buffer may have after the action besides its own. None if each buffer
             must keep its value.
     """
     yield from model_changes(before, after, action, buffers or {})
     states = _optimizer_states(before)
     states_after = _optimizer_states(after)
-    # One finding says it better than each tensor as missing.
+    # One finding says it better than each tensor as missing. The numbers of param groups are not
+    # compared then: an optimizer without its state is wrong whatever they are.
     if states and not states_after:
         yield _EmptyState(after.rank, len(states), action)
         return
@@ -181,7 +183,8 @@ def state_changes(
 def _optimizer_states(snapshot: Snapshot) -> Tensors:
     """Return the tensors of a rank's optimizer state, by names such as ``exp_avg of lm_head``."""
     states: dict[str, Value] = {}
-    # Without the states of parameters of which the rank holds no element.
+    # ``held_states`` leaves out the states of parameters of which the rank holds no element. The
+    # owner of a state is the name of its parameter.
     for state in held_states(snapshot):
         name = f"{state.key} of {state.owner}"
         states[name] = Value(state.digest, state.dtype)
@@ -216,10 +219,10 @@ def _tensors(infos: Iterable[ParameterInfo]) -> dict[str, Value]:
 
 
 def _tensor_changes(before: Tensors, after: Tensors) -> dict[str, Collection[str]]:
-    """Return how tensors changed -> the names of those that did so.
+    """Return the kinds of changes, each with the names of the tensors that changed so.
 
-    The ways are ``missing``, ``new``, ``other values`` and ``another dtype``. A way that no tensor
-    changed in is left out.
+    For example ``{"missing": {"norm.weight"}, "other values": ["embed.weight"]}``. The kinds are
+    ``missing``, ``new``, ``other values`` and ``another dtype``; one without tensors is left out.
     """
     other_values: list[str] = []
     other_dtypes: list[str] = []
@@ -228,7 +231,8 @@ def _tensor_changes(before: Tensors, after: Tensors) -> dict[str, Collection[str
         value_after = after[name]
         if value.digest != value_after.digest:
             other_values.append(name)
-        # A saved Python number may come back as a tensor, whose dtype is another one.
+        # The type of a Python number (``int``, ``float``) equals any dtype, because a saved number
+        # may come back as a tensor.
         if not same_dtype(value.dtype, value_after.dtype):
             other_dtypes.append(name)
     names_by_change: dict[str, Collection[str]] = {

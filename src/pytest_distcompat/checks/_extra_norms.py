@@ -31,7 +31,8 @@ def other_extra_state(
         for info in snapshot.extra:
             squares_by_name.setdefault(info.name, []).append(info.squares)
     for expected in reference.extra:
-        # Not all steps are recorded with it.
+        # Ranks record extra state only after the first steps and the last one, because to read it
+        # takes time. After any other step it is not compared.
         if expected.name not in squares_by_name:
             continue
         norms = _norms(squares_by_name[expected.name])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pytest_distcompat.cell import Cell
@@ -61,6 +61,8 @@ def _same_rates(rates: _Rates, expected: _Rates) -> bool:
     # A trainer may split its groups. If all groups have one rate, their number does not matter.
     if len(set(expected)) == len(set(rates)) == 1:
         return _same_rate(rates[0], expected[0])
+    # Groups that only one side has are not compared here: ``other_hyperparameters`` compares the
+    # rates by parameter.
     for rate, expected_rate in zip(rates, expected, strict=False):
         if not _same_rate(rate, expected_rate):
             return False
@@ -153,7 +155,11 @@ class NumbersOfParameters:
     """
 
     def __init__(self, run: RunTrace) -> None:
-        self._names = Names(run, run.unwrapped) if run.unwrapped else str
+        #: Returns the unwrapped name of a parameter, given its name on a rank. Without a record of
+        #: the unwrapped model it is the name on the rank (``str`` returns a text as it is).
+        self._unwrapped_name: Callable[[str], str] = str
+        if run.unwrapped:
+            self._unwrapped_name = Names(run, run.unwrapped)
         #: (rank, number of the optimizer step within the trainer's step) -> parameter -> number of
         #: its param group. A trainer with two optimizers has the optimizer steps 0 and 1.
         self._groups: dict[tuple[int, int], dict[str, int]] = {}
@@ -170,9 +176,11 @@ class NumbersOfParameters:
             if step.gradients:
                 groups: dict[str, int] = {}
                 for info in step.gradients:
-                    groups[self._names(info.name)] = info.group
+                    name = self._unwrapped_name(info.name)
+                    groups[name] = info.group
                 self._groups[place] = groups
             for name, group in self._groups.get(place, {}).items():
+                # The optimizer may have fewer groups now than when the groups were recorded.
                 if group < len(step.param_groups):
                     numbers[name] = step.param_groups[group]
         return numbers

@@ -32,9 +32,9 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 ROUNDING_FACTOR = 2
 #: Returns the number of a snapshot that is compared, such as its loss; None if it has none.
 _NumberOf = Callable[[Snapshot], float | None]
+_LAST = STEPS - 1
 #: The last snapshots that ``parity`` and ``clipping`` need, for ``check(until=...)``: those after
 #: the last step of each run, as (run, action, which one of that action).
-_LAST = STEPS - 1
 WHOLE_RUNS = (("train", "step", _LAST), ("reference", "reference", _LAST))
 
 
@@ -73,7 +73,7 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
 
     They are relative to the reference's number: ``([2e-5, 2e-5, ...], [2e-4, 2e-4, ...])``.
     """
-    loss_tolerance, norm_tolerance = table_tolerances(cell, trace.run())
+    loss_tolerance, norm_tolerance = table_tolerances(cell, trace.run("train"))
     losses = allowed_deviations(loss_tolerance, trace, _loss)
     norms = allowed_deviations(norm_tolerance, trace, _grad_norm)
     return losses, norms
@@ -122,8 +122,8 @@ def _spread(model: TinyModel | None, precision: Precision, run: RunTrace) -> flo
 def allowed_deviations(table: float, trace: Trace, number: _NumberOf) -> list[float]:
     """Return the tolerance of a number for each step, relative to the reference's number.
 
-    It is that of the table. If the run ``rounded`` exists, it is ``ROUNDING_FACTOR`` times the
-    larger of the table's and of what that run measured.
+    Without a run ``rounded`` it is that of the table. With it, it is ``ROUNDING_FACTOR`` times the
+    larger of the table's and of how far that run was from the reference.
 
     Args:
         table: The tolerance of the table.
@@ -146,8 +146,9 @@ def allowed_deviations(table: float, trace: Trace, number: _NumberOf) -> list[fl
         deviations.append(deviation)
     allowed: list[float] = []
     for step in range(STEPS):
-        # Step 0 counts what was measured in steps 0 to 2, step 1 that in steps 0 to 4: the
-        # trainer's rounding may show a little earlier than that of the run ``rounded``.
+        # What was measured until about twice this step: in steps 0 to 2 for step 0, in steps 0 to 4
+        # for step 1. Rounding that grows in late steps must not excuse a deviation in early ones;
+        # but the trainer's rounding may show a little earlier than that of the run ``rounded``.
         measured = max(deviations[: 2 * step + 3])
         allowed.append(ROUNDING_FACTOR * max(table, measured))
     return allowed

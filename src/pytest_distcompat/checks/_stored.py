@@ -154,6 +154,7 @@ def _sharded(
     if not run.has_every_rank:
         # One process stands in for ranks, so that only some groups are known. All have one size.
         replicas = size // len(groups[0])
+    # Each of several ranks holds a copy of its own.
     unsharded = replicas == size > 1
     expected = cell.option("dp_replicate")
     if unsharded or (requested(cell, unwrapped, "dp_replicate") and replicas != expected):
@@ -173,6 +174,7 @@ def _sharded(
 
 def _shard_groups(model: _StoredModel, built: Snapshots) -> tuple[Ranks, ...]:
     """Return the ranks of each copy of the model: ``((0, 1), (2, 3))`` for two copies."""
+    # Rank -> the ranks that hold a copy together with it.
     holders: dict[int, set[int]] = defaultdict(set)
     for snapshot in built:
         for info in snapshot.parameters:

@@ -18,6 +18,12 @@ read it:
   and after two batches of it.
 - ``moved_rows`` has twice as many ranks and resumes after one batch of epoch 2, which is as far.
 
+A driver says by a ``Loader`` what is expected of each of its loaders: that the order changes
+(``shuffled``), that the last batches are filled with rows from the beginning (``filled``) or rows
+that fill no batch are left out (``dropped``), and which other loader it is with another seed
+(``reseeded``). Each record of rows, a ``RowsInfo``, has it as ``expected``. The record also has the
+``epoch`` with which the loader began, and how many batches of that were ``done`` before.
+
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
 place in lists; ``not_applicable`` returns why a cell of a driver (the class by which a trainer is
@@ -37,7 +43,7 @@ from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks.data import shared_by
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import EVALUATION, MESH, ROWS
+from pytest_distcompat.scenario import EVALUATION, MESH, ROWS, Scenario
 from pytest_distcompat.scenario import coverage as runs_of_loaders
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
@@ -104,6 +110,7 @@ def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
     """
     for precision in PRECISIONS.names():
         for strategy in STRATEGIES.names():
+            # On as many ranks as the given cell has, over as many machines.
             plain = Cell(strategy, precision, cell.world_size).spread_as(cell)
             if not driver.unsupported_reason(plain):
                 return plain
@@ -117,8 +124,14 @@ def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
     return tested_once(cell, driver)
 
 
+def _runs_to_read(cell: Cell, driver: type[Driver]) -> Scenario:
+    """Return the runs that read the driver's loaders; those that resume only if a loader can."""
+    loaders = driver.loaders_in(cell)
+    return runs_of_loaders(cell, loaders.values())
+
+
 @check(
-    scenario=lambda cell, driver: runs_of_loaders(cell, driver.loaders_in(cell).values()),
+    scenario=_runs_to_read,
     until=(
         ("rows", "rows", 0),
         ("resumed_rows", "resumed_rows", 0),
@@ -176,7 +189,9 @@ def _silent_ranks(run: RunTrace | None) -> list[str]:
     """Return a finding if ranks of a run did not report the rows; none without such a run."""
     if run is None:
         return []
-    return list(every_rank(run.at(run.name), run.world_size, run.name))
+    # The run, and its only action that reads rows, have one name.
+    snapshots = run.at(run.name)
+    return list(every_rank(snapshots, run.world_size, run.name))
 
 
 def _without_an_epoch(rows_by_rank: RowsByRank) -> Iterator[str]:
@@ -188,16 +203,17 @@ def _without_an_epoch(rows_by_rank: RowsByRank) -> Iterator[str]:
     for rank, infos in sorted(rows_by_rank.items()):
         loader = infos[0].expected
         count = len(infos[0].epochs)
-        # Where nothing makes ranks equal, a rank may rightly have no rows at all.
-        has_rows = count > 0 or loader.filled or loader.dropped
-        if has_rows and count < most:
+        # If the loader neither fills nor drops, ranks are given unequally many rows, and a rank
+        # may rightly have none at all.
+        must_have_rows = count > 0 or loader.filled or loader.dropped
+        if must_have_rows and count < most:
             yield f"rank {rank} is given rows in {count} of {most} epochs"
 
 
 def _same_with_another_seed(
     rows_by_rank: RowsByRank, full_run: Mapping[str, RowsByRank]
 ) -> Iterator[str]:
-    """Yield a finding if a loader has the order of that which differs in the seed alone."""
+    """Yield a finding if a loader has the order of the loader from which only its seed differs."""
     infos = _only_records(rows_by_rank)
     base = infos[0].expected.reseeded
     if base not in full_run:
@@ -304,8 +320,8 @@ def _not_each_once(
         before: What the ranks of another run were given earlier in the same epoch.
     """
     times_given = _times_given([*batches_by_rank, *before])
-    # A run that resumed after the last batch is given none. Only the batches before it then say
-    # how many rows a step has.
+    # A run that resumed after the last batch is given none. Then only the batches before that run
+    # say how many rows a step has.
     rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
     unequal = list(_unequal_batches(batches_by_rank, loader))
     if not unequal:

@@ -44,7 +44,7 @@ from pytest_distcompat.trace import ExtraStateInfo, Snapshot, Trace
 _TextByPlace = Mapping[str, str]
 
 
-def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
+def _no_extra_state(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the cell does not have the check; None if it does."""
     if not driver.extra_state_in(cell):
         return "the driver names no state in extra_state"
@@ -57,7 +57,7 @@ def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
     scenario=resume_runs,
     until=UNTIL_RESUMED,
     order=4,
-    not_applicable=_names_none,
+    not_applicable=_no_extra_state,
     depends_on=RESUMED | {"ema"},
 )
 def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:

@@ -153,6 +153,7 @@ def _followed(
         steps: How many steps to compare.
         load: The words for the load: ``second load``.
     """
+    # For each step the snapshots of all ranks, in the run that never stopped and in this one.
     first_time = []
     repeated = []
     for nth in range(steps):

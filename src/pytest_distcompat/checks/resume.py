@@ -222,8 +222,8 @@ def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: Snapsho
     if run.unwrapped is None or not run.unwrapped.buffers:
         return snapshots
     strategy = STRATEGIES.get(cell.strategy)
-    # By the names of the unwrapped model. Live names may have prefixes of wrappers, which
-    # ``canonical`` removes.
+    # Name in the unwrapped model -> whether the buffer is persistent. Names in the live model may
+    # have prefixes of wrappers, which ``canonical`` removes.
     persistent = {info.name: info.persistent for info in run.unwrapped.buffers}
     kept: list[Snapshot] = []
     for snapshot in snapshots:
@@ -240,7 +240,10 @@ def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: Snapsho
 
 
 def _buffers_of_ranks(snapshots: Snapshots) -> Buffers:
-    """Return name of a buffer -> the values that any rank has of it."""
+    """Return name of a buffer -> the values that any rank has of it.
+
+    Each rank may fill a buffer from its own data. After an action it may have any of these values.
+    """
     values: dict[str, set[Value]] = defaultdict(set)
     for snapshot in snapshots:
         for info in snapshot.buffers:
@@ -393,7 +396,8 @@ def midway(cell: Cell, trace: Trace) -> Iterator[str]:
     for nth in (0, 1):
         steps = evaluating.at("step", nth)
         expected_steps = train.at("step", SAVED + nth)
-        # A run that resumed wrongly has another loss anyway; the check ``resume`` reports it.
+        # If the run resumed wrongly, the loss after the evaluation differs whatever the evaluation
+        # does. The check ``resume`` reports that.
         if any(_loss_changes(nth, expected_steps, steps, tolerance)):
             return
         changes = list(_later_rate_changes(nth, expected_steps, steps))
@@ -437,7 +441,8 @@ def best(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train = trace.run("train")
     saved = _without_nonpersistent_buffers(cell, train, train.at("save"))
-    # The snapshot of ``export`` is taken before the driver exports, so at the end of the training.
+    # The run takes 20 steps and saves after the third. The snapshot of ``export`` is taken before
+    # the driver exports, so at the end of the training.
     ended = _without_nonpersistent_buffers(cell, train, train.at("export"))
     yield from every_rank(ended, cell.world_size, "the end of the training")
     for before, after in pairs(saved, ended):
@@ -472,7 +477,8 @@ def _observed(
         before_action: The snapshots of all ranks before the action.
         after_action: Those after it.
         action: The action in words: ``save``, ``export`` or ``evaluation``.
-        buffers: Other values that a buffer may have after the action: name -> values.
+        buffers: Values that a buffer may have after the action besides its own; None if each buffer
+            must keep its value.
     """
     yield from every_rank(after_action, cell.world_size, action)
     for before, after in pairs(before_action, after_action):

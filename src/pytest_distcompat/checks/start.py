@@ -47,13 +47,14 @@ def start(cell: Cell, trace: Trace) -> Iterator[str]:
     were copied from rounded weights; making the optimizer's state was a step with weight decay. A
     trainer that makes a model of its own is to copy the given values in ``build``.
     """
-    run = trace.run()
+    run = trace.run("train")
     built = run.at("build")
     yield from every_rank(built, cell.world_size, "build")
     if run.unwrapped is None:
         yield "the unwrapped model was not recorded"
         return
     yield from _other_parameters(cell, run, built)
+    # Returns the unwrapped name of what a rank has recorded under a name with wrappers' prefixes.
     names = Names(run, run.unwrapped)
     for snapshot in built:
         yield from with_rank(snapshot, _other_buffers(snapshot, run.unwrapped, names))
@@ -120,6 +121,7 @@ def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
     """Return name -> tensor, without tensors on the meta device, which have no values."""
     with_values: dict[str, ParameterInfo] = {}
     for info in infos:
+        # A tensor on the meta device has the digest of an empty tensor, whatever its shape is.
         has_no_elements = 0 in info.shape
         if not info.digest or (info.digest == digests.EMPTY and not has_no_elements):
             continue
@@ -149,11 +151,16 @@ def _expected_values(
     compute = PRECISIONS.get(cell.precision).compute
     if loaded.rounded and set(dtypes) == {compute}:
         return {loaded.rounded}
-    loaded_size = BYTES.get(loaded.dtype, 4)
+    loaded_bytes = _element_bytes(loaded.dtype)
     for dtype in dtypes:
-        if BYTES.get(dtype, 4) < loaded_size:
+        if _element_bytes(dtype) < loaded_bytes:
             return set()
     return {loaded.digest}
+
+
+def _element_bytes(dtype: str) -> int:
+    """Return the bytes of an element; a dtype that ``BYTES`` does not list counts as float32."""
+    return BYTES.get(dtype, 4)
 
 
 def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
@@ -200,6 +207,7 @@ def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> I
     strategy = STRATEGIES.get(names.cell.strategy)
     evaluating: list[str] = []
     for module in snapshot.evaluating:
+        # ``canonical`` returns the name in the unwrapped model: without the prefixes of wrappers.
         name = strategy.canonical(module, names.cell, trained)
         if name in trained and name not in unwrapped.evaluating:
             evaluating.append(name)

@@ -86,6 +86,7 @@ def _parameters_by_rank(cell: Cell, run: RunTrace) -> list[_Parameters]:
     for snapshot in run.at("build"):
         parameters: _Parameters = {}
         for info in snapshot.parameters:
+            # Without the prefixes of wrappers, such as ``module.``.
             name = strategy.canonical(info.name, cell, unwrapped_keys)
             parameters[name] = info
         parameters_by_rank.append(parameters)
@@ -152,9 +153,10 @@ def _layouts(parameters_by_rank: Sequence[_Parameters]) -> list[dict[str, Any]]:
 def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
     """Return each parameter as the lowest rank that has it holds it.
 
-    Under pipeline parallelism each rank has some of the layers. Those of the last ranks come first.
+    Under pipeline parallelism each rank has some of the layers. Then the parameters of the last
+    stage come first.
     """
-    # Later updates replace earlier ones, so the lowest rank comes last.
+    # From the highest rank to the lowest: an update replaces what higher ranks have given.
     first: _Parameters = {}
     for parameters in reversed(parameters_by_rank):
         first.update(parameters)
@@ -182,8 +184,8 @@ def _dims(info: ParameterInfo) -> tuple[MeshDim, ...]:
 
 def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) -> list[int]:
     """Return the rank's coordinates in these dimensions, as far as its parameters have them."""
-    # Experts are on another mesh than other parameters. Both may have a dimension of one name, with
-    # different sizes.
+    # (name, size) of a dimension -> the rank's coordinate. The size is in the key, because experts
+    # are on another mesh than other parameters, and both may have a dimension of the same name.
     coordinates: dict[tuple[str, int], int] = {}
     for info in parameters:
         for dim in _dims(info):
@@ -203,6 +205,8 @@ def _part(shape: tuple[int, ...], dims: tuple[MeshDim, ...]) -> str:
     It is a slice for each dimension (``0:8, :``), ``all``, ``none``, or ``flat piece 1 of 2`` of
     the flattened tensor.
     """
+    # As ``held_indices`` takes them: the dimension of the tensor, in how many pieces another mesh
+    # dimension had cut it before, in how many it is cut, and which of these the rank holds.
     cuts: list[tuple[int, int, int, int]] = []
     flat_pieces: list[str] = []
     for dim in dims:

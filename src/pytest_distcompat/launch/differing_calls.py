@@ -15,7 +15,7 @@ READS_CLOCK = "reads the clock"
 _ASKS_FOR_PID = "asks for the number of its process"
 _OPENS_DATABASE = "opens a database"
 _SETS_THREADS = "sets how many threads torch uses"
-#: Functions of ``time`` that compute only from their arguments.
+#: Functions of ``time`` that do not read the clock; ``asctime`` does only without an argument.
 _WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
 #: Functions of ``os`` that change files or processes.
 _CHANGING = (
@@ -55,6 +55,7 @@ FINDING_BY_FUNCTION: dict[tuple[str, str], str] = {
     ("_sqlite3", "connect"): _OPENS_DATABASE,
     ("torch", "set_num_threads"): _SETS_THREADS,
 }
+# ``dir`` has constants too, such as ``CLOCK_REALTIME``, which are never looked up.
 for _name in dir(time):
     if _name not in _WITHOUT_CLOCK:
         FINDING_BY_FUNCTION["time", _name] = READS_CLOCK

@@ -16,7 +16,9 @@ ranks whose numbers differ in one binary digit come from different sides.
 
 Each side has a server that has imported libraries. Where tests are collected beforehand, it has
 another server, forked from the first, that has imported the user's modules too. Then the four
-servers are ``libraries-0``, ``libraries-1``, ``session-0`` and ``session-1``.
+servers are ``libraries-0``, ``libraries-1``, ``session-0`` and ``session-1``. The servers of side 0
+are forked from the launcher process (``ForkServers.fork``); those of side 1 are a new interpreter
+(``ForkServers.spawn``).
 """
 
 from __future__ import annotations
@@ -185,7 +187,9 @@ class ForkServers:
 
         Args:
             kind: ``LIBRARIES`` or ``SESSION``.
-            turn: Its parity says from which side rank 0 comes; None: from another one each time.
+            turn: The number of the run in a chain of runs, each of which loads the checkpoint of
+                the one before. If it is even, rank 0 comes from side 0, else from side 1. None: the
+                number of all runs before takes its place.
             world_size: The number of ranks that will be forked.
         """
         servers = self._servers[kind]
@@ -236,8 +240,8 @@ def serve(
         at_end: Called when no process is left that could ask for a rank.
     """
     code = 1
-    # Libraries are hidden from ranks until they import them, but for those that the collected tests
-    # have imported.
+    # To a rank a library looks as if it was not imported, until the rank imports it (see
+    # ``unimported``). Only libraries that the collected tests have imported stay visible.
     unimported.keep_visible()
     try:
         with os.fdopen(ends.ready, "w", encoding="utf-8") as file:

@@ -60,6 +60,7 @@ GRACE = 0.3
 #: The option of ``python -m pytest_distcompat.launch.rank`` with the rank in which the user wants a
 #: debugger.
 DEBUG_OPTION = "--pdb"
+#: The environment variable with the number of threads that OpenMP, and so torch, uses.
 _THREADS = "OMP_NUM_THREADS"
 #: The start method of multiprocessing (``spawn``, say) that the user's modules have set in the fork
 #: server that imported them; None if they set none. ``preload`` sets it.
@@ -109,8 +110,9 @@ def forked(path: str) -> None:
 
     Such a rank ends by ``os._exit``, so the exit functions of its interpreter are called before.
     """
-    # Not after ``main``: torch's agent waits for this function to return, and an exit function may
-    # end the process.
+    # multiprocessing calls a ``Finalize`` at the end of the process. The exit functions are not
+    # called right after ``main``, because an exit function may end the process, and torch's agent
+    # must see before that this function has returned.
     multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
     # By this name code distinguishes a process of a user from one of multiprocessing's workers.
     multiprocessing.current_process().name = "MainProcess"
@@ -159,26 +161,27 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
     with contextlib.closing(
         RankLog(request.directory, number, by_hand=by_hand, debugged=debugged)
     ) as log:
-        own = pristine_builtins.own_pid()
-        log.write(Start(own, deaths.out_of_memory_kills()))
+        pid = pristine_builtins.own_pid()
+        # With the number of processes that the kernel has killed for lack of memory so far: if this
+        # rank dies and the number has grown, that is the cause.
+        log.write(Start(pid, deaths.out_of_memory_kills()))
         try:
             module, _, function = request.target.partition(":")
             target = getattr(importlib.import_module(module), function)
             target(request.payload, log)
-        except (
-            BaseException
-        ) as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
+        except BaseException as error:
+            # SystemExit and KeyboardInterrupt end a rank like any other error.
             debug(log, error)
             # The target may have logged an error itself, with more details. The first one counts.
             if not of_kind(Error, read_events(request.directory, number)):
                 report_error(log, error)
             leave_failed(request.directory, request.world_size)
-        if pristine_builtins.own_pid() != own:
+        if pristine_builtins.own_pid() != pid:
             # This is a child that the target forked, and that came back here in the rank's place.
             # The rank itself may be gone: only it may log that it is done, and answer the parent.
             flush()
             pristine_builtins.exit_now(0)
-        log.write(Done(own))
+        log.write(Done(pid))
 
 
 def debug(log: RankLog, error: BaseException) -> None:
@@ -202,7 +205,8 @@ def debug(log: RankLog, error: BaseException) -> None:
 
     def debugged_has_ended() -> bool:
         # The log of an earlier run may still be there.
-        return has_ended(event for event in logs.read()[debugged] if event.time > began)
+        events = [event for event in logs.read()[debugged] if event.time > began]
+        return has_ended(events)
 
     clock.wait_until(debugged_has_ended, math.inf, every=0.1)
 
@@ -232,21 +236,30 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
     """
     logs = LogReader(directory, range(world_size))
     request_straggler_stacks(logs.read())
-    clock.wait_until(lambda: all(map(has_ended, logs.read().values())), GRACE, every=0.01)
+
+    def all_have_ended() -> bool:
+        events_by_rank = logs.read()
+        return all(map(has_ended, events_by_rank.values()))
+
+    clock.wait_until(all_have_ended, GRACE, every=0.01)
     flush()
     pristine_builtins.exit_now(1)
 
 
 def report_error(log: RankLog, error: BaseException) -> None:
-    """Log the error."""
-    log.write(
-        Error(type(error).__name__, message_of(error), format_error(error), lost=lost_peer(error))
-    )
+    """Log the error, and whether it only says that another rank is gone (``lost``)."""
+    kind = type(error).__name__
+    log.write(Error(kind, message_of(error), format_error(error), lost=lost_peer(error)))
 
 
 def message_of(error: BaseException) -> str:
-    """Return the error's message in one line, or in as many as a SyntaxError has."""
-    return explained("".join(pristine_builtins.format_exception_only(error)).strip())
+    """Return type and message of an error: ``ValueError: no such layer``.
+
+    It is one line, or as many as a SyntaxError has.
+    """
+    text = "".join(pristine_builtins.format_exception_only(error)).strip()
+    # The message of an error that only says that a debugger quit gets the likely cause.
+    return explained(text)
 
 
 #: Messages of gloo, the store, ``monitored_barrier`` and NCCL's watchdog when they give up waiting.

@@ -35,9 +35,10 @@ class TorchrunLauncher(Launcher):
         self._plain = plain
 
     def run(self, request: Request) -> Ending:
-        """Start the ranks, wait until they ended or were killed, and return how.
+        """Start the ranks, wait until they ended or were killed, and return how they ended.
 
-        It never raises for what the ranks do.
+        The ``Ending`` has the end of each rank and the events that it logged. What the ranks do
+        never raises an exception.
         """
         # With this process's working directory and command line, as a file that each rank reads.
         request = request.from_here()
@@ -49,8 +50,10 @@ class TorchrunLauncher(Launcher):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(request.world_size)]
         command += ["--log-dir", str(logs), "--redirects", "3"]
-        # By itself torchrun starts its ranks without the flags that this interpreter was given.
+        # ``unbuffered`` returns this interpreter with its flags and ``-u``. By itself torchrun
+        # starts ranks as ``python -u``, without the other flags.
         command += ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
+        # Ranks on the CPU see no GPU.
         environment = on_device(os.environ, self._device)
         if self._plain:
             environment = user_environment(os.environ, self._device)

@@ -60,7 +60,7 @@ def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
 class Queue:
     """Tickets of all processes, as files of one directory.
 
-    A waiting process restores its ticket if it is removed.
+    A waiting process restores its ticket if it is removed, as by somebody who cleans the directory.
     """
 
     def __init__(self, directory: LeaseDirectory) -> None:
@@ -75,16 +75,16 @@ class Queue:
         """Have a request stand in the queue in the block. The arguments are as in ``Ticket``."""
         # Callbacks run in reverse order at the end of the block: the files are removed, then the
         # lock is released.
-        with contextlib.ExitStack() as own:
+        with contextlib.ExitStack() as stack:
             # All processes of a machine share this clock, so numbers grow. The process number keeps
             # two apart that come in the same nanosecond.
             number = clock.now_ns() << 22 | os.getpid()
             mine = Ticket(number, ids, count, who, os.getpid())
             self._own[mine.number] = self._lock(mine)
-            own.callback(lambda: self._own.pop(mine.number).close())
-            own.callback(self._ahead.pop, mine.number, None)
+            stack.callback(self._unlock, mine)
+            stack.callback(self._ahead.pop, mine.number, None)
             # Before the lock is released.
-            own.callback(self._remove, mine)
+            stack.callback(self._remove, mine)
             # After the lock, because a visible ticket without a lock belongs to a dead process.
             self._write(mine)
             yield mine
@@ -152,6 +152,11 @@ class Queue:
     def _lock(self, ticket: Ticket) -> FileLock:
         """Lock a ticket. Raises TakenError if its owner waits."""
         return self._directory.lock(self._name(ticket, "lock"))
+
+    def _unlock(self, mine: Ticket) -> None:
+        """Release the lock of an own ticket."""
+        lock = self._own.pop(mine.number)
+        lock.close()
 
     def _write(self, ticket: Ticket) -> None:
         """Write the file of a ticket, which makes it visible to other processes."""

@@ -72,6 +72,7 @@ def unused(run: RunTrace) -> frozenset[str]:
     snapshots: list[Snapshot] = []
     for nth in range(3):
         for snapshot in run.at("step", nth):
+            # Without an optimizer step nothing is known of gradients.
             if snapshot.steps:
                 snapshots.append(snapshot)
     return _always_empty(snapshots) | _without_gradient(run, snapshots)
@@ -95,6 +96,7 @@ def _always_empty(snapshots: Sequence[Snapshot]) -> frozenset[str]:
 
 def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset[str]:
     """Return the live names of trainable parameters that never had a gradient on any rank."""
+    # Rank -> its stage in a pipeline; empty without a pipeline.
     stage_of_rank = stages_of(run)
     names_by_stage: dict[int, set[str]] = defaultdict(set)
     with_gradient: set[str] = set()
@@ -109,6 +111,7 @@ def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset
             if info.held == 0 or not info.local_numel:
                 continue
             names_on_rank.add(info.name)
+            # A frozen parameter has no gradient by intent, so it does not count as unused.
             if info.name not in snapshot.optimizer.without_gradient or not info.trainable:
                 with_gradient.add(info.name)
     without_gradient: set[str] = set()

@@ -78,8 +78,8 @@ class TinyModel:
         unit_size: How many parameters make a unit under option ``wrap_policy``.
         lora_targets: Names of the modules that option ``lora`` adapts.
         in_8_bits: Whether it has layers with sizes divisible by 16, as products in 8 bits need.
-        largest: How many elements its largest matrix has, of a model whose optimizer state is
-            quantized.
+        largest: How many elements its largest matrix has. Only the model for optimizers with
+            quantized state says it, because they quantize large tensors alone; 0 for others.
         spread: Factor on the loss tolerance of precisions below float32: rounding shows the more,
             the fewer samples are averaged.
         gpu_spread: Factor in place of ``spread`` for bfloat16 on a GPU, if it is larger: products
@@ -87,24 +87,27 @@ class TinyModel:
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see
             ``parallel/tensor_parallel.py``.
-        experts: Name of the module whose experts can be spread: the parameters of FSDP2's hold one
-            in each row of their first dimension, DeepSpeed's has a module for each. Empty without
-            one.
+        experts: Name of the module with the experts, which option ``ep`` spreads over ranks. In a
+            model for FSDP2 each row of its parameters, along dimension 0, belongs to one expert; in
+            DeepSpeed's ``MoE`` each expert is a module. Empty without experts.
         driver: Name of the only driver that can train it, empty if all can.
-        only_zero: Whether it is trained under ZeRO alone: it calls functions of DeepSpeed, which
-            its engine must know of.
+        only_zero: Whether it is trained under ZeRO alone, because its forward calls functions of
+            DeepSpeed that need DeepSpeed's engine.
         stages: How pipeline parallelism cuts it; None if it cannot.
         random: Whether its forward draws random numbers. The reference, which is the same training
             in one process, cannot draw those of several ranks.
         only_float32: Whether it is numerically unstable: rounding decides what it computes.
         one_batch: Whether its forward computes over the rows of all ranks, so that the reference
             takes them as one batch.
-        one_block: Whether it has a block only once, so that nothing repeats.
-        unused: Whether its forward may use a parameter on one rank and not on another.
-        without_loss: Whether no loss comes with its outputs, which then learn fixed targets.
+        one_block: Whether it has a block only once. Then there are no equal blocks, as regional
+            compilation needs.
+        unused: Whether its forward may use a parameter on one rank and not on another. DDP gets
+            ``find_unused_parameters`` then.
+        without_loss: Whether its class computes no loss. Then ``loss`` is how far the outputs are
+            from fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
-        find_blocks: Returns ``blocks`` where they are known only once the model's class is
-            imported.
+        find_blocks: Returns what ``blocks`` should be, where that is known only once the model's
+            class is imported; ``blocks`` is empty then.
         written_names: Returns the keys that its library's ``save_pretrained`` writes, where they
             are not the names of the state dict.
         unsupported_reason: Why the model cannot be made here; empty if it can.

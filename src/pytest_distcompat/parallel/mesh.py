@@ -18,6 +18,9 @@ def parallelism(cell: Cell) -> dict[str, int]:
 
     ``{"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}``, the outermost first. Empty for a
     mesh of one dimension. Ranks of other stages of a pipeline are on a mesh of their own.
+
+    Ranks of context and of expert parallelism (``cp``, ``ep``) are among those of ``dp_shard``:
+    they hold different shards of the parameters.
     """
     replicas = int(cell.option("dp_replicate"))
     sizes = {}
@@ -35,7 +38,8 @@ def parallelism(cell: Cell) -> dict[str, int]:
 def distributed_config(cell: Cell) -> Any:
     """Return how transformers shards a model while it loads it, as its ``DistributedConfig``.
 
-    By layer, by expert, and what is left of both by FSDP2.
+    It splits layers over ``tp`` ranks and spreads experts over ``ep`` ranks. FSDP2 shards the parts
+    that then are on each rank.
     """
     # https://huggingface.co/docs/transformers/expert_parallelism
     from transformers.distributed import DistributedConfig

@@ -51,6 +51,7 @@ def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
     if not hasattr(tensor, "placements"):
         return other
     mesh = tensor.device_mesh
+    # A mesh may have no names for its dimensions; then they are empty.
     names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
     return dtensor_layout(names, place_of_rank(mesh), placements_of(tensor))
 
@@ -100,14 +101,15 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
     layouts = _fsdp1_and_ddp_layouts(model)
     for parameter in parameters_of(model):
         if hasattr(parameter, "ds_tensor"):
+            # ZeRO-3: ``ds_tensor`` is this rank's shard of the flattened parameter.
             layouts[id(parameter)] = flat_layout(parameter.ds_process_group)
         elif hasattr(parameter, "_hp_mapping"):
-            # ZeRO-1 and 2 shard the masters, while each rank has all of the parameter. See
-            # ``partition_layout`` for the private names.
+            # ZeRO-1 and 2 shard the masters, to which ``_hp_mapping`` leads, while each rank has
+            # all of the parameter. See ``partition_layout`` for the private names.
             group = parameter._dp_group  # noqa: SLF001 - see above
             layouts[id(parameter)] = _replicated(flat_layout(group, "dp_replicate"))
         # AutoTP cuts parameters before ZeRO distributes the pieces: its mesh dimension is added to
-        # the layout that the piece has.
+        # the layout that the piece has. ``cut`` is None for a parameter that it left whole.
         cut = autotp_cut(parameter)
         if cut is not None:
             layout_before = layouts.get(id(parameter), WHOLE)

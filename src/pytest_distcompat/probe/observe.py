@@ -72,7 +72,13 @@ if TYPE_CHECKING:
 
 
 class _CollectiveKind(NamedTuple):
-    """What collectives have in common that are counted together."""
+    """What collectives have in common that are counted together.
+
+    Attributes:
+        op: The name of the operator, without namespace: ``allreduce``.
+        dtype: The dtype of the tensors that are sent: ``float32``.
+        ranks: The ranks of the process group.
+    """
 
     op: str
     dtype: str
@@ -86,8 +92,9 @@ _Call = Callable[..., Any]
 Guarded = Callable[[str, _Call], _Call]
 #: The positional and the keyword arguments of an optimizer's step.
 _StepArguments = tuple[Any, Any]
-#: The trainer's model, or None; its optimizer, as wrapped as it is; and whether to record the
-#: gradients of single parameters in the next step, which is done in the first steps only.
+#: The trainer's model, or None; its optimizer, with all wrappers that the trainer has put around
+#: it; and whether to record the gradients of single parameters in the next step, which is done in
+#: the first steps only.
 _Trainer = tuple["Module | None", Any, bool]
 
 
@@ -239,28 +246,34 @@ class Observer:
 
         # A block that computes (``_depth`` > 0) while the model's own forward does not run
         # (``_forward`` is False) is being recomputed, in the backward pass.
-        def setting_forward(on: bool) -> Hook:
-            return Hook(lambda *_: setattr(self, "_forward", on))
+        def begin_forward(*_: Any) -> None:
+            self._forward = True
 
-        def changing_depth(by: int) -> Hook:
-            return Hook(lambda *_: setattr(self, "_depth", self._depth + by))
+        def end_forward(*_: Any) -> None:
+            self._forward = False
+
+        def enter_module(*_: Any) -> None:
+            self._depth += 1
+
+        def leave_module(*_: Any) -> None:
+            self._depth -= 1
 
         def count_call(*_: Any) -> None:
             # True counts as 1, so only calls in the model's own forward count.
             self.recomputed["calls"] += self._forward
 
-        model.register_forward_pre_hook(setting_forward(True))
-        model.register_forward_hook(setting_forward(False), always_call=True)
+        model.register_forward_pre_hook(Hook(begin_forward))
+        model.register_forward_hook(Hook(end_forward), always_call=True)
         for name in names:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(Hook(count_call))
             # On the modules in a block too, because transformers recomputes the method ``forward``
             # of a block, which does not call the block's own hooks.
             for module in block.modules():
-                module.register_forward_pre_hook(changing_depth(1))
+                module.register_forward_pre_hook(Hook(enter_module))
                 # ``always_call``, because torch leaves a recomputed forward by an exception as soon
                 # as it has all tensors that it needs.
-                module.register_forward_hook(changing_depth(-1), always_call=True)
+                module.register_forward_hook(Hook(leave_module), always_call=True)
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
@@ -298,7 +311,7 @@ class Observer:
         if not records_gradients:
             return
         logits = logits_of(output)
-        # Tensors of a stand-in for ranks have no values.
+        # Tensors on the meta device and fake ones have no values to read.
         if logits is None or valueless(logits):
             return
         values = logits.detach()
@@ -375,7 +388,9 @@ class Observer:
         if on and self._mode is None:
             self._enter_mode()
         elif not on and self._mode is not None and _get_current_dispatch_mode() is self._mode:
-            # Only if it is the innermost mode: others are left first, by those who entered them.
+            # A mode can be left only while it is the innermost one. If the trainer has entered
+            # another inside it, ours stays on until a later call, after the trainer has left its
+            # own.
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._mode = None
 
@@ -441,7 +456,7 @@ class Observer:
         return frozenset(without)
 
     def infos(self) -> dict[str, Any]:
-        """Return what was recorded, as fields of a ``Snapshot`` by name."""
+        """Return what was recorded since the last restart, as fields of a ``Snapshot`` by name."""
         collectives: list[CollectiveInfo] = []
         for kind, sizes in sorted(self.collectives.items()):
             count = len(sizes)
@@ -496,10 +511,11 @@ class Observer:
             after the closure has computed them; None for a step without a closure.
         """
         # A step inside another optimizer's step belongs to the outer one: ZeroRedundancyOptimizer
-        # lets a second optimizer step on this rank's shard.
+        # lets a second optimizer step on this rank's shard. The same optimizer comes again if its
+        # ``step`` calls that of a base class, or if its last step ended in an exception.
         if not self.active or self._stepping not in {0, id(optimizer)}:
             return None
-        # 0 again once this step has ended, see ``_post_step``.
+        # ``_post_step`` sets it to 0 again.
         self._stepping = id(optimizer)
         self._state = set()
         self._record_gradients(optimizer)
@@ -531,6 +547,8 @@ class Observer:
             read = read_gradients(model, trainers_optimizer, group_by_tensor, single=single)
             self._step = StepInfo(
                 optimizer=type(optimizer).__name__,
+                # The dtypes of the tensors that the optimizer updates: master weights, in mixed
+                # precision.
                 master=_dtypes_of(group_by_tensor),
                 gradient=_dtypes_of(gradients),
                 state=(),
@@ -559,7 +577,15 @@ class Observer:
             self._stepping = 0
 
     def _record_operator(self, func: Any, args: Any, result: Any) -> None:
-        """Record an operator if it is a collective, a cast to float8, or in a block's forward."""
+        """Record an operator if it is a collective, a cast to float8, or in a block's forward.
+
+        ``_OperatorMode`` calls it for each operator.
+
+        Args:
+            func: torch's operator, such as ``torch.ops.aten.mm.default``.
+            args: Its positional arguments.
+            result: What it has returned.
+        """
         if func.namespace in {"c10d", "_c10d_functional"}:
             self._record_collective(func, args)
         # The result of a view is in float8 if its input is. A cast has no such input.

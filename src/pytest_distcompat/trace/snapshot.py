@@ -61,7 +61,7 @@ class StandIn:
         status: The name of the status of a check without findings in such a run. It never is
             ``passed``, since less was checked (``status.ADDED_STATUSES``).
         ranks: The ranks for which the snapshot was taken: all whose shards have the same shapes.
-        steps: How many steps of the training it takes, instead of three.
+        steps: How many steps it takes before the snapshots that checks read. Ranks take three.
     """
 
     status: str
@@ -124,8 +124,8 @@ class Snapshot:
     dropouts: tuple[DropoutInfo, ...] = ()
     #: The weights of tokens in the gradients of each micro-batch, in the first steps of a run.
     token_weights: tuple[TokenWeights, ...] = ()
-    #: At the end of a script: sums of this rank's parts of what is optimized and of buffers, by
-    #: live name.
+    #: At the end of a script: live name -> sums of this rank's part of each buffer and of each
+    #: parameter. Of a parameter with a float32 master in ZeRO's flat partition it is the master's.
     sums: Mapping[str, Sums] = field(default_factory=dict)
     #: A sample of what the model computes on a fixed batch.
     outputs: tuple[float, ...] = ()
@@ -174,7 +174,8 @@ class Snapshot:
     #: The metrics of an evaluation by name: ``{"accuracy": 0.5}``.
     metrics: Mapping[str, float] = field(default_factory=dict)
     #: Of a reference run, which repeats the training in one process: what its loss would be if the
-    #: mean were taken over something else. What has an equal weight then -> loss.
+    #: mean were taken over something else, ``{"each token": 2.31, "each micro-batch": 2.29}``. The
+    #: key says what has an equal weight in the mean.
     averages: Mapping[str, float] = field(default_factory=dict)
 
     # Of the machine, and of what stood in for ranks.

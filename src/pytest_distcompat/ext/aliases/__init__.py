@@ -31,7 +31,8 @@ from pytest_distcompat.plugin.reporting.representation import represent
 
 __all__ = ["DistributedFixture", "DistributedTest", "gpu_test"]
 
-#: The marks of composer and of LLaMA-Factory.
+#: The marks of composer and of LLaMA-Factory. The first is also the name of the class attribute,
+#: and of the argument of this package's own mark.
 _SIZE = "world_size"
 _DEVICES = "require_distributed"
 #: The fixtures that lend devices, and that say on how many ranks a test runs.
@@ -79,8 +80,10 @@ def pytest_collection_modifyitems(
             others(session=session, config=config, items=candidates)
         restored.update(candidates)
     # If the order is that of the collection, it stays so. Otherwise the restored tests come last.
-    if [item for item in collected if item in selected] == items:
-        items[:] = [item for item in collected if item in selected | restored]
+    in_order_of_collection = [item for item in collected if item in selected]
+    if items == in_order_of_collection:
+        kept = selected | restored
+        items[:] = [item for item in collected if item in kept]
     else:
         # Another plugin has changed the order.
         items += [item for item in collected if item in restored]
@@ -146,8 +149,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def _sizes(item: Any) -> list[int]:
     """Return the world sizes of a test, from its mark or its class's attribute ``world_size``.
 
-    The list is empty for a test with this package's own mark, and for one that runs in pytest's own
-    process.
+    ``[2, 4]`` for ``@pytest.mark.world_size([2, 4])``. The list is empty for a test with this
+    package's own mark, and for one that runs in pytest's own process.
 
     Raises:
         pytest.Collector.CollectError: The mark has a wrong argument.
@@ -157,26 +160,33 @@ def _sizes(item: Any) -> list[int]:
         return []
     mark = item.get_closest_marker(_SIZE)
     if mark is None:
-        declared = getattr(test_class, _SIZE, None)
-        sizes = _listed(declared)
+        sizes = _listed(getattr(test_class, _SIZE, None))
         if not _are_sizes(sizes):
             # An unrelated attribute of that name.
             return []
     else:
-        where = f"{item.nodeid}: @pytest.mark.{_SIZE}"
-        if len(mark.args) != 1:
-            raise pytest.Collector.CollectError(
-                f"{where} takes a number of ranks, or a list of them"
-            )
-        declared = mark.args[0]
-        sizes = _listed(declared)
-        if not _are_sizes(sizes):
-            raise pytest.Collector.CollectError(
-                f"{where}({declared!r}): expected whole numbers above 0"
-            )
+        sizes = _sizes_of_mark(item, mark)
     # One rank is an ordinary test, unless its class asks for a process group.
     if sizes == [1] and not issubclass(test_class, DistributedTest):
         return []
+    return sizes
+
+
+def _sizes_of_mark(item: Any, mark: pytest.Mark) -> list[int]:
+    """Return the world sizes of the mark ``world_size`` of a test.
+
+    Raises:
+        pytest.Collector.CollectError: The mark has a wrong argument.
+    """
+    where = f"{item.nodeid}: @pytest.mark.{_SIZE}"
+    if len(mark.args) != 1:
+        raise pytest.Collector.CollectError(f"{where} takes a number of ranks, or a list of them")
+    declared = mark.args[0]
+    sizes = _listed(declared)
+    if not _are_sizes(sizes):
+        raise pytest.Collector.CollectError(
+            f"{where}({declared!r}): expected whole numbers above 0"
+        )
     return sizes
 
 
@@ -254,5 +264,6 @@ def pytest_runtest_makereport(
             represent(report, text, (crash.path, crash.lineno, ""), short=crash.message)
         else:
             represent(report, text, None, short="")
+        # The report fails even if the test is marked xfail.
         unexcused(report)
     return report

@@ -47,5 +47,6 @@ class ScheduledPool(Pool):
                 lease_stack.callback(scheduler_stack.close)
                 given = scheduler_stack.enter_context(self.ask(ranks, who))
                 lease_stack.callback(setattr, self, "inventory", self._whole)
+                # Until the end of the lease the pool has all GPUs that were given, and no others.
                 self.inventory = gpus(None, self._whole.ranks_each, given[""])
             yield lease_stack.enter_context(super().lease(ranks, who=who, **options))

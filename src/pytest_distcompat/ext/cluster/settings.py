@@ -2,6 +2,10 @@
 
 ``session_nodes`` makes them from the options; ``launcher``, ``membership``, ``run`` and ``alike``
 read them. *Ranks* are the processes of a run; a *lease* gives a run devices for a while.
+
+There are two ways to use nodes. Either a run may span several of them: then ``nodes`` is how many,
+and ``node`` is empty. Or the workers of pytest-xdist are dealt out over the nodes: then all runs of
+one worker, which is a pytest process with ``Settings`` of its own, are on its ``node``.
 """
 
 from __future__ import annotations
@@ -12,20 +16,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """The nodes of a session, as its options describe them.
+    """The nodes of a session, and how runs may use their devices.
 
     Attributes:
-        nodes: The number of nodes; 1 where one node has all runs of this process (``node``).
-        root: The root directory of the session.
+        nodes: The most nodes that a run spans; 1 where ``node`` has all runs of this process.
+        root: pytest's root directory (``rootdir``).
         device: ``cpu`` or ``cuda``.
         listen: Where node agents join: host and port, 0 for a free one. An agent is the process
             that starts ranks on its node.
         token: The secret that they must know; empty for a random one.
         wait: How long they may take to join, in seconds.
         shared: A directory that all nodes must share; empty if they need none.
-        node: The node that has all runs of this process, and leases its devices itself; empty where
-            runs span nodes.
-        spare: The nodes that have all runs in turn where ``node`` is lost.
+        node: The name of the node that has all runs of this process, and leases its devices itself;
+            empty where runs span nodes.
+        spare: The names of the nodes that take over all runs, one after another, where ``node`` is
+            lost. The last one is ``node`` itself, because only its agent may be gone.
         timeline: The directory where leases are recorded: which run had which devices, and when.
         worker: The xdist worker whose leases they are, such as ``gw0``; empty without xdist.
         gpus: How many GPUs of each node runs may have; 0 if they run on the CPU.

@@ -96,7 +96,9 @@ class Inside:
         self._termination = Termination()
         #: By it the ranks agree; None until all tests are collected.
         self._lockstep: Lockstep | None = None
+        #: pytest's own session, to stop it; None until all tests are collected.
         self._pytest: pytest.Session | None = None
+        #: The errors of collection on this rank: ``test_a.py: ImportError: ...``.
         self._collection_errors: list[str] = []
         #: Whether the ranks cannot go on together, because one has ended or hangs. From then on no
         #: outcomes are exchanged, and this rank only tears down.
@@ -146,6 +148,7 @@ class Inside:
             "items": [item.nodeid for item in session.items],
             "errors": self._collection_errors,
         }
+        # The time limit for collecting, which other ranks may still be doing.
         limit = float(self._session.setting("warm_timeout").value)
         try:
             # How the collected tests differ between ranks, as text; empty if they do not.
@@ -242,18 +245,13 @@ class Inside:
         This is where a rank waits for the others, at the end of each phase.
         """
         report = yield
+        # Notes in the report whether its exception is due to a rank that is gone: later only the
+        # exception's text is left.
         mark_exception(report, call, item.config.rootpath)
         if self._is_of_subtest(call):
             # Other ranks need not have the same subtests.
             return report
-        # A setup or teardown that failed only because another rank is gone: ``mark_exception`` has
-        # set the attribute ``LOST``.
-        is_lost = call.when != "call" and report.failed and getattr(report, LOST, False)
-        if is_lost and (self._over or self._cut):
-            # A fixture has waited for its peers in vain again. The report of the call has the
-            # cause.
-            report.outcome = "passed"
-            report.longrepr = None
+        self._pass_lost_fixture(report)
         lockstep = self._lockstep
         if lockstep is None or self._over:
             return report
@@ -262,8 +260,10 @@ class Inside:
             self._begin(item, report.when)
         try:
             phase = self._phases.of(report)
+            # This waits for the reports of all ranks.
             agreement = lockstep.end(phase, group=self._has_group(call.when))
         except Gone as problem:
+            # Rank 0 does not answer any more.
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         outcome = agreement.outcome
         self._cut = self._cut or agreement.cut
@@ -273,11 +273,23 @@ class Inside:
             self._postponed = call.excinfo.value
         # The report now shows the outcome of all ranks.
         impose(report, outcome, self._command(item))
+        # ``over``: a rank has ended, hangs, or runs another test.
         if agreement.over and self._pytest is not None:
             self._over = True
             self._pytest.shouldfail = _STOP_REASON
         self._apply_known_issues(item, report, outcome)
         return report
+
+    def _pass_lost_fixture(self, report: pytest.TestReport) -> None:
+        """Let a setup or teardown pass that failed only because another rank is gone.
+
+        A fixture has waited for its peers in vain again. The report of the call has the cause.
+        """
+        # ``mark_exception`` has set the attribute ``LOST``.
+        is_lost = report.when != "call" and report.failed and getattr(report, LOST, False)
+        if is_lost and (self._over or self._cut):
+            report.outcome = "passed"
+            report.longrepr = None
 
     def _is_of_subtest(self, call: pytest.CallInfo[None]) -> bool:
         """Tell whether a report is for a subtest, in the test function or in a fixture."""
@@ -302,8 +314,9 @@ class Inside:
     def _has_group(self, when: str) -> bool:
         """Tell whether this rank has a process group at the end of a phase.
 
-        If the connections of a rank were closed in this test, the group is of no use any more. It
-        is destroyed in the teardown, so that the next test can make a new one.
+        Rank 0 clears the store of the launch once no rank has one. If the connections of a rank
+        were closed in this test, the group is of no use any more. It is destroyed in the teardown,
+        so that the next test can make a new one.
 
         Args:
             when: ``setup``, ``call`` or ``teardown``.
@@ -369,7 +382,9 @@ class Inside:
             self._lockstep.close()
 
     def _overrun(self, outcome: Outcome | None) -> None:
-        """End this process, whose main thread hangs in a test; the watcher's thread calls this.
+        """End this process, whose main thread hangs in a test.
+
+        The thread of ``Lockstep`` that watches the phase calls it.
 
         Args:
             outcome: The outcome that rank 0 reports before; None if it is unknown.

@@ -28,7 +28,8 @@ class Termination:
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
-        # Two threads read: the byte may be gone when the second one gets there.
+        # The main thread and a watcher of ``lockstep`` read: the byte may be gone when the second
+        # one gets there.
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
         self._received_at: float | None = None
@@ -38,7 +39,7 @@ class Termination:
 
     @property
     def since(self) -> float:
-        """Seconds since the signal came; 0 if it has not."""
+        """Seconds since the signal came; 0 if it has not, or if ``wait`` has not yet noticed it."""
         if self._received_at is None:
             return 0.0
         # Never 0, which means that no signal came.
@@ -55,9 +56,13 @@ class Termination:
                 self._received_at = clock.now()
 
     def ignore(self) -> None:
-        """Ignore SIGTERM to the end; Python itself restores the default handler earlier."""
-        # Only the main thread can set a handler. In another thread nothing is done, and needs to
-        # be: such a thread ends the process by os._exit, which restores no handler.
+        """Ignore SIGTERM from now on, also while the interpreter shuts down.
+
+        ``Lockstep.close`` calls it at the end of the session. Python restores the default handler
+        when it shuts down, so a late signal would end this process with another exit status.
+        """
+        # Only the main thread can set a handler. In another thread nothing is done, and nothing
+        # needs to be: such a thread ends the process by os._exit, which restores no handler.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -68,7 +68,7 @@ class Function:
 
     Attributes:
         name: Its qualified name.
-        first: The last line of its definition (``def f(...):``); the body begins after it.
+        first: The line before the first one of its body: usually the end of ``def f(...):``.
         body: The lines of its body without those of functions inside it, as bits by line number.
         public: Whether users may call it.
     """

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pytest_distcompat.ext.reach.branches import SourceFile
 from pytest_distcompat.ext.reach.diffs import ChangedPlace
 from pytest_distcompat.ext.reach.map import Context, FileReach, ReachMap
 
@@ -42,8 +43,9 @@ class PlaceReach:
     def on_import(self) -> bool:
         """Whether no known function has it, so that it runs when the module is imported.
 
-        Ranks are forked from a process that has imported it, so no map says who executes it. Of a
-        file that the map lacks no function is known: all its places but new functions count.
+        Ranks are forked from a process that has imported it, so no map says who executes it. The
+        functions of a file that the map lacks are unknown, so it is True for all places of such a
+        file that define no new function.
         """
         return not self.function and not self.place.defines
 
@@ -89,13 +91,35 @@ def reached_places(reach_map: ReachMap, places: Iterable[ChangedPlace]) -> list[
 
 
 def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
-    """Return who executes the old statements of a place, and its ways.
+    """Return who executes the old statements of a place, and its ways."""
+    function_name, statements = _old_statements(file_reach.file, place)
+    bits = 0
+    ways: dict[tuple[Context, ...], None] = {}
+    for statement in statements:
+        bits |= statement
+        ways[file_reach.contexts_of_lines(statement)] = None
+    for contexts in _contexts_of_branches(file_reach, place):
+        ways[contexts] = None
+    # Without the empty group: no choice of cells executes what no cell has executed.
+    ways.pop((), None)
+    return PlaceReach(place, function_name, file_reach.contexts_of_lines(bits), tuple(ways))
 
-    Where lines are only added, the statements before and after them count.
+
+def _old_statements(file: SourceFile, place: ChangedPlace) -> tuple[str, list[int]]:
+    """Return the name of the function that a place is in, and the place's old statements.
+
+    Where lines are only added, the statements before and after them count. Sets of lines are
+    integers, in which bit ``n`` stands for line ``n``. A statement is the bit of its first line; in
+    place of the ``def`` there are all lines of the function's body.
+
+    Args:
+        file: The file of the old release.
+        place: The place.
+
+    Returns:
+        The name of the first function, empty outside of functions; and each statement once.
     """
-    file = file_reach.file
     function_name = ""
-    # Each statement once, as the bit of its first line; or all lines of a body, as bits.
     statements: dict[int, None] = {}
     # ``removed`` are the numbers of the old lines that are gone or replaced. Where there are none,
     # new lines come after the old line ``after``. The statement before them may be in another
@@ -111,27 +135,22 @@ def _reached_place(file_reach: FileReach, place: ChangedPlace) -> PlaceReach:
         if statement & function.body:
             statements[statement] = None
         else:
-            # ``body`` has all lines after the signature, but the last statement that begins at or
-            # before this line is outside of it, as the ``def`` itself is: the line ends the
-            # signature, or comes before the first statement. So all that execute the function.
+            # The statement of this line begins before the body: it is the ``def`` itself. The line
+            # ends the signature, or comes before the body's first statement. So all count that
+            # execute any line of the body.
             statements[function.body] = None
-    bits = 0
-    ways: dict[tuple[Context, ...], None] = {}
-    for statement in statements:
-        bits |= statement
-        ways[file_reach.contexts_of_lines(statement)] = None
-    for contexts in _contexts_of_branches(file_reach, place):
-        ways[contexts] = None
-    # What no cell executes is no way.
-    ways.pop((), None)
-    return PlaceReach(place, function_name, file_reach.contexts_of_lines(bits), tuple(ways))
+    return function_name, list(statements)
 
 
 def _contexts_of_branches(
     file_reach: FileReach, place: ChangedPlace
 ) -> Iterator[tuple[Context, ...]]:
-    """Yield who executes each branch from an old line of a place."""
+    """Yield who executes each branch from an old line of a place.
+
+    A branch is a way from one line to another, such as from an ``if`` to the line after it.
+    """
     removed = set(place.removed)
+    # Bit ``number`` stands for the branch with that index.
     for number, branch in enumerate(file_reach.file.branches):
         if branch.line in removed:
             yield file_reach.contexts_of_branches(1 << number)

@@ -55,7 +55,7 @@ class NamedStates:
 
         Args:
             known: Whether to read the objects that libraries know of too. Their ``state_dict()``
-                may be a collective, so it is called only where all ranks are.
+                may be a collective, so the caller says True only where all ranks make this call.
 
         Raises:
             TypeError: If a variable that the user names has values that cannot be compared.

@@ -17,7 +17,8 @@ from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
 from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.failures import UsageProblem
 
-#: The ids of the checks that need no values.
+#: The ids of the checks that need no values. Simulated ranks have fake tensors: shapes and dtypes
+#: without values.
 CHECKS = ("active", "names", "dtypes", "units", "memory")
 #: The options of a cell with which FSDP2 was simulated.
 _OPTIONS = frozenset(
@@ -39,10 +40,11 @@ _OPTIONS = frozenset(
 
 
 class Simulation:
-    """Simulated ranks in the place of all ranks of suites (``substitute.Substitute``).
+    """Simulated ranks in the place of all ranks of suites.
 
-    The session reads the attributes: ``title`` is its line in pytest's header, ``needs_ranks`` why
-    a marked test is skipped.
+    It has the attributes and methods of the protocol ``pytest_distcompat.substitute.Substitute``,
+    by which the session uses it: ``title`` is its line in pytest's header, ``needs_ranks`` why a
+    marked test is skipped.
     """
 
     name = "simulation"
@@ -80,6 +82,7 @@ class Simulation:
                 f"{cell.strategy} needs values and peers; "
                 "FSDP2, with replicas and tensor parallelism, can be simulated"
             )
+        # The driver declares the libraries that it trains with: ``("accelerate", "torch")``.
         if {*driver.libraries} - {"torch"}:
             libraries = " and ".join(driver.libraries)
             return f"{libraries} reads values at build; drivers of plain torch can be simulated"

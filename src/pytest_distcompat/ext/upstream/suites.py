@@ -9,7 +9,8 @@ pytest gets an item for each check: ``TestTorch::test[fsdp2-fp32-w2-tp_2:names]`
 The base class ``CompatSuite`` makes the items. A matrix has all combinations of its strategies,
 precisions and sets of options; ``extra`` adds single cells or further matrices. It is kept to what
 may fail in a way of its own, as each cell takes seconds; the profiles ``pairwise`` and ``full``
-test more.
+test more. A matrix with ``world_sizes`` keeps its number of ranks whatever the session's default
+is: with ``tp=2`` there is one data-parallel rank among 2 ranks, and there are two among 4.
 
 Option ``model`` names a tiny model: ``mlp`` is the quickest; ``twice`` runs one block two times;
 ``odd`` has an empty parameter, one of a single number and buffers of many dtypes; half of the ranks
@@ -200,7 +201,8 @@ class TestTrainer(CompatSuite):
                     {"save_only_model": True, "ep": 2, "model": "hf:gpt_oss"},
                 ),
             ),
-            # Ranks beside those that hold the parts of each layer.
+            # Two groups of two ranks. The ranks of a group hold the parts of each layer (``tp``),
+            # and FSDP2 shards these parts over the groups.
             Matrix(
                 ("fsdp2",),
                 ("fp32",),

@@ -20,10 +20,13 @@ from pytest_distcompat.plugin.session import DistcompatSession
 def session_info(
     session: DistcompatSession, installed_versions: Mapping[str, str], began: float
 ) -> dict[str, Any]:
-    """Return the part ``session`` of a report, but for what only ``Results`` knows.
+    """Return the part ``session`` of a report, but for what ``Results`` adds to it.
+
+    ``Results`` adds how the session ended and what it has counted itself, such as finished runs.
 
     Args:
-        session: The plugin's session.
+        session: The plugin's session. Its ``began`` is the same time as the argument, on the
+            monotonic clock.
         installed_versions: Package to version, as ``{"torch": "2.13.0"}``.
         began: When the session began, in seconds since 1970.
 
@@ -67,6 +70,7 @@ def _settings(session: DistcompatSession) -> dict[str, dict[str, str]]:
     Example: ``{"timeout": {"value": "20", "from": "option"}}``.
     """
     settings = {}
+    # The names are those of pytest's configuration: ``distcompat_timeout``.
     for option in options_of(session.config):
         name = option.removeprefix("distcompat_")
         setting = session.setting(name)

@@ -22,6 +22,7 @@ class Slurm(Executor):
     """Executor for the job that pytest runs in; nodes have the names that Slurm gives them."""
 
     name = "slurm"
+    # On the interface of the host name, by which other nodes reach this one; 0 is any free port.
     listen = (socket.gethostname(), 0)
 
     def unsupported_reason(self) -> str | None:
@@ -82,7 +83,10 @@ class Slurm(Executor):
     def _srun(self, join: Sequence[str], token: str, *where: str) -> subprocess.Popen[str]:
         """Start agents by ``srun``, on the nodes that its options ``where`` say."""
         # srun hands its standard input to all tasks: https://slurm.schedmd.com/srun.html, --input.
+        # ``--overlap``: other steps of the job may use the same nodes at the same time.
+        # ``--kill-on-bad-exit=0``: an agent that fails does not end those of other nodes.
         srun = ["srun", "--overlap", *where, "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
-        # The parent of an agent is a daemon of Slurm, which ends it.
+        # Without the option by which an agent ends with its parent process: here the parent is a
+        # daemon of Slurm, which ends the agent itself.
         command = [argument for argument in join if argument != "--with-parent"]
         return self._popen([*srun, *command], token)

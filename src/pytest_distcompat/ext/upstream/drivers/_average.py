@@ -5,10 +5,11 @@ torch and accelerate, by which these trainers are tested, have it:
 
 - With option ``ema`` of a cell (``fsdp2-fp32-w2-model_mlp-ema``) they keep an exponential moving
   average of the weights: ``averaged``, torch's own object, or ``AverageOfWeights``, an object that
-  accelerate registers. ``build`` makes it, ``step`` updates it, and so does the reference. Under
-  DDP and FSDP2 each rank averages what it has of the weights; under FSDP1 and ZeRO-3, where that is
-  a piece of a flattened tensor, each gathers them first (``gathered_weights``).
-- The driver for accelerate registers a ``Progress`` in every cell.
+  accelerate registers. ``build`` makes it and ``step`` updates it. So does the reference, the same
+  training in one process, with which the check ``parity`` compares the average. Under DDP and FSDP2
+  each rank averages what it has of the weights; under FSDP1 and ZeRO-3, where that is a piece of a
+  flattened tensor, each gathers them first (``gathered_weights``).
+- The driver for accelerate registers a ``Progress`` in every cell, and counts in it.
 
 ``unsupported_by_torch`` and ``unsupported_by_accelerate`` say at collection which cells have no
 average.
@@ -20,7 +21,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -31,37 +31,38 @@ if TYPE_CHECKING:
 #: How much of the average each step keeps: average = DECAY * average + (1 - DECAY) * weights. It is
 #: small, so that a lost average shows after three steps.
 DECAY = 0.5
-#: Options that were tried beside ``ema``.
+#: Options that a cell may have beside ``ema``: those with which an average was tried. A cell with
+#: any other option gets no average, because nobody knows whether it works.
 _BESIDE = frozenset(
     {"model", "ema", "grad_accum", "activation_checkpointing", "frozen", "param_groups"}
 )
-#: The same of the drivers for torch and accelerate.
+#: All options that a cell with ``ema`` may have with the driver for torch, and with that for
+#: accelerate.
 _OF_TORCH = _BESIDE | {"state_dict", "cpu_offload", "async_save", "reshard_after_forward"}
 _OF_ACCELERATE = _BESIDE | {"reshard_after_forward"}
-#: The same where ranks gather the weights for it.
+#: All that it may have with either driver where ranks gather the weights for the average.
 _GATHERED = frozenset({"model", "ema"})
 
 
 def unsupported_by_torch(cell: Cell) -> str | None:
-    """Return why the torch driver keeps no average in the cell; None if it does."""
+    """Return why the torch driver keeps no average in a cell with ``ema``; None if it does."""
     tried = _GATHERED if cell.strategy == "fsdp1" else _OF_TORCH
-    return first_reason(
-        (_is_untried(cell, tried), "an average beside some of these options is not tried"),
-    )
+    return _untried_reason(cell, tried)
 
 
 def unsupported_by_accelerate(cell: Cell) -> str | None:
-    """Return why the accelerate driver registers no average in the cell; None if it does."""
+    """Return why the accelerate driver registers no average in a cell with ``ema``, or None."""
     gathers = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).zero_stage == 3
     tried = _GATHERED if gathers else _OF_ACCELERATE
-    return first_reason(
-        (_is_untried(cell, tried), "an average beside some of these options is not tried"),
-    )
+    return _untried_reason(cell, tried)
 
 
-def _is_untried(cell: Cell, tried: frozenset[str]) -> bool:
-    """Tell whether the cell has an option that was not tried beside ``ema``."""
-    return any(name not in tried for name, _ in cell.options)
+def _untried_reason(cell: Cell, tried: frozenset[str]) -> str | None:
+    """Return the reason for a cell with an option that was not tried beside ``ema``; else None."""
+    for name, _ in cell.options:
+        if name not in tried:
+            return "an average beside some of these options is not tried"
+    return None
 
 
 def averaged(model: Module) -> Any:
@@ -77,7 +78,9 @@ def averaged(model: Module) -> Any:
 
 @contextlib.contextmanager
 def gathered_weights(model: Module) -> Iterator[None]:
-    """Have each rank hold the whole weights in this context, of a model under FSDP1 or ZeRO-3.
+    """Have each rank hold the whole weights of a model under FSDP1 or ZeRO-3 in this context.
+
+    Of another model each rank has what it had: all weights under DDP, its shards under FSDP2.
 
     https://docs.pytorch.org/docs/stable/fsdp.html (summon_full_params),
     https://deepspeed.readthedocs.io/en/latest/zero3.html (GatheredParameters)
@@ -101,6 +104,7 @@ class Progress:
     """A count of micro-batches, alike on all ranks, as ``register_for_checkpointing`` takes it."""
 
     def __init__(self) -> None:
+        #: The driver adds 1 after each micro-batch.
         self.batches = 0
 
     def state_dict(self) -> dict[str, int]:

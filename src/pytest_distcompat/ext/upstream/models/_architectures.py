@@ -176,7 +176,8 @@ def _written_names(model: str) -> tuple[str, ...]:
 def _preload(model: str) -> tuple[str, ...]:
     """Return the modules to import in the fork server, from which ranks are forked.
 
-    They are transformers, and the architecture's module if its file is where most are.
+    They are transformers, and the architecture's module ``modeling_TYPE`` if transformers has a
+    file of that name.
     """
     model_type = entry_of(model).id
     source = source_of(model_type, f"modeling_{model_type}.py")
@@ -191,8 +192,10 @@ def _reason(model: str) -> str:
     entry = entry_of(model)
     if not entry.model_type:
         return UNKNOWN
+    # The reason for what the cell names comes first: for a class, if it names a class.
     if model in UNSUPPORTED:
         return UNSUPPORTED[model]
+    # Else the reason for its model type, its class, or its task.
     return reason_of(entry)
 
 
@@ -208,6 +211,7 @@ def architecture(name: str) -> TinyModel:
         """Return the function of this module with ``model`` as its first argument."""
         return functools.partial(function, model)
 
+    # A regular expression for tasks that have labels. Classes for other tasks compute no loss.
     tasks_with_loss = f"{LABELS_OF_TOKENS}|{LABELS_OF_ROWS}|{OTHER_LABELS}"
     return TinyModel(
         name,
@@ -220,6 +224,8 @@ def architecture(name: str) -> TinyModel:
         count=bound(_count),
         outputs=_outputs,
         reload=bound(_reload),
+        # Products in 8 bits need layers with sizes divisible by 16; small configs need not have
+        # them.
         in_8_bits=False,
         # 1.3e-3 measured in fp32 after four steps, of Gemma 4, whose gradients agree in the first
         # three.

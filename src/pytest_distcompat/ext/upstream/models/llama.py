@@ -74,7 +74,8 @@ def _batch(step: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
     labels = tokens.clone()
-    # -100 marks tokens that are not trained on: the first 0 to 13 of each row.
+    # -100 marks tokens that are not trained on: the first 0 to 13 of each row, as many as
+    # ``prompt_length`` returns for the step and rank.
     labels[:, : prompt_length(step, rank)] = -100
     return {"input_ids": tokens, "labels": labels}
 
@@ -108,7 +109,8 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-#: Modules that the fork server imports, from which ranks are forked.
+#: Modules that the fork server imports, from which ranks are forked. The last one compiles
+#: transformers' patterns of parameter names, so that ranks need not.
 _PRELOAD = (
     "transformers",
     "transformers.models.llama.modeling_llama",
@@ -202,6 +204,12 @@ def _llama(name: str, order: int, *, tied: bool = False, dropout: float = 0.0) -
         tied: Whether input and output embeddings are one parameter.
         dropout: Probability with which elements of each MLP's output are dropped.
     """
+    tp_plan: dict[str, str] = {**_TP_PLAN, **_EMBEDDINGS}
+    stages: Stages | None = _STAGES
+    if tied:
+        tp_plan = _TP_PLAN
+        # The first stage of a pipeline needs the embeddings, and so does the last.
+        stages = None
     return TinyModel(
         name=name,
         # The class of the modules that FSDP wraps one by one.
@@ -212,13 +220,13 @@ def _llama(name: str, order: int, *, tied: bool = False, dropout: float = 0.0) -
         count=_count,
         outputs=_outputs,
         reload=_reload,
+        # What option ``frozen`` freezes, and what option ``lora`` adapts.
         frozen_modules=("model.embed_tokens", "model.layers.0"),
         lora_targets=("q_proj", "v_proj"),
         # How many parameters make an FSDP unit where the wrap policy goes by size.
         unit_size=5000,
-        tp_plan=_TP_PLAN if tied else {**_TP_PLAN, **_EMBEDDINGS},
-        # Tied ones are in the first stage and in the last.
-        stages=None if tied else _STAGES,
+        tp_plan=tp_plan,
+        stages=stages,
         # Whether the forward pass draws random numbers.
         random=dropout > 0,
         preload=_PRELOAD,

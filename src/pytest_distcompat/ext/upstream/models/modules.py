@@ -118,8 +118,8 @@ class OneBlock(nn.Module):
 class Twice(OneBlock):
     """Classifier that runs one block two times, and uses a weight by ``functional.linear``.
 
-    Its parameters are views of one storage. It hands attributes that it lacks on to its block, and
-    its forward uses one of them, ``gain``.
+    Its parameters are views of one storage, and must not be taken for tied ones because of that. It
+    hands attributes that it lacks on to its block, and its forward uses one of them, ``gain``.
     """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
@@ -181,7 +181,8 @@ class BatchNorm(OneBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         x = _enter(self.inlet, x)
-        # A bias right before the norm would have no gradient but rounding.
+        # Without this the norm would subtract the bias of ``inlet`` again, and its gradient would
+        # be nothing but rounding.
         x = torch.tanh(x)
         x = self.norm(x)
         logits: torch.Tensor = self.outlet(self.block(x))
@@ -322,6 +323,8 @@ class DeepSpeedMixture(nn.Module):
             expert.reset_parameters()
         gate = self.moe.deepspeed_moe.gate.wg
         with torch.no_grad():
+            # The number for the chosen expert, 1, adds 2 to that expert's score. This is so much
+            # that the gate chooses the same expert, and rounding does not decide.
             gate.weight[:, width:] = 2 * torch.eye(4)
             # So large that gradients are clipped in each step, however many ranks average them.
             self.outlet.weight.mul_(2)
@@ -341,7 +344,11 @@ class DeepSpeedMixture(nn.Module):
         return logits / _divisor(balance, x.dtype)
 
     def _in_one_process(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the experts compute, and the auxiliary loss."""
+        """Return what the experts compute, and the auxiliary loss.
+
+        Every expert computes on all rows, and a weight of 0 takes out those for which it was not
+        chosen.
+        """
         layer = self.moe.deepspeed_moe
         output = torch.zeros_like(x)
         gate_weight = layer.gate.wg.weight.float()

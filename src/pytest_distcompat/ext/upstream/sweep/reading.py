@@ -7,7 +7,9 @@ name, a type, a default and the other values to try:
 ``Field("AdamW.amsgrad", "bool", "false", ("true",), ...)``.
 
 How the fields of a source are found depends on its kind: they are declared (``_members.py``), keys
-that a function reads (``_keys.py``), or environment variables (``_variables.py``).
+that a function reads (``_keys.py``), or environment variables (``_variables.py``). A *member* is
+what these modules return of a field: its name, type, default and limits. A ``Field`` has its
+default and values as texts, as ``text`` writes them: ``true``, ``null``, ``0.5``.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ def _fields_of(source: Source) -> Iterator[Field]:
     """Yield the fields of a source, as its kind says."""
     target = pkgutil.resolve_name(source.target)
     if source.kind == "subclasses":
+        # The target is a base class, as accelerate's ``KwargsHandler`` is of
+        # ``DistributedDataParallelKwargs`` and others. The fields are those of its subclasses.
         for subclass in target.__subclasses__():
             named = dataclasses.replace(source, name=subclass.__name__)
             yield from _fields(named, members_of(subclass))
@@ -65,7 +69,9 @@ def _fields_of(source: Source) -> Iterator[Field]:
 def _fields_with_places(source: Source, target: Any) -> Iterator[Field]:
     """Yield the fields of a class or function.
 
-    If DeepSpeed's JSON comes of the source, each field has the keys that it changes as ``places``.
+    What the target makes may be turned into DeepSpeed's JSON, as accelerate's ``DeepSpeedPlugin``
+    is. Then ``source.becomes`` is the import path of the function that returns this JSON, and each
+    field has the keys that it changes as ``places``.
     """
     places: dict[str, tuple[str, ...]] = {}
     if source.becomes:
@@ -78,6 +84,7 @@ def _fields_with_places(source: Source, target: Any) -> Iterator[Field]:
 def _fields(source: Source, members: Iterable[Member]) -> Iterator[Field]:
     """Yield the members of a source as fields with the values to try."""
     for member in members:
+        # A source may name the only fields that are to be tried.
         if not source.means(member.name):
             continue
         yield Field(
@@ -122,13 +129,14 @@ def _json_keys_by_field(
     making the target with each value.
 
     Args:
-        becomes: Returns the JSON of what ``target`` makes.
-        target: What has the fields.
+        becomes: Returns the JSON of an object that ``target`` has made.
+        target: The class or function whose keyword arguments are the fields.
     """
     try:
-        base = dict(_leaves("ds_config", becomes(target())))
+        json_of_defaults = becomes(target())
     except ImportError:
         return {}  # without DeepSpeed
+    base = dict(_leaves("ds_config", json_of_defaults))
     keys_by_field = {}
     for member in members_of(target):
         changed: dict[str, None] = {}
