@@ -30,7 +30,7 @@ from pytest_distcompat.ext.upstream.sweep.fields import Field, Source
 from pytest_distcompat.ext.upstream.sweep.values import text, values_to_try
 
 #: Libraries that may be missing; torch may not.
-_OPTIONAL = ("accelerate", "deepspeed", "torchao", "transformers")
+_OPTIONAL = ("accelerate", "deepspeed", "peft", "torchao", "transformers")
 
 
 def read_fields(sources: list[Source]) -> list[Field]:
