@@ -94,6 +94,8 @@ def _stale(optimizer: Any) -> Any:
     "resume",
     "ddp-fp32-w2-model_mlp",
     match=r"rank 1: the optimizer's state is empty after the load; 36 tensors were saved(?s:.*)scheduler is at",
+    # The random state after an evaluation is another in the sound trainer too: known issue transformers-evaluate-rng.
+    also={"midway": r"rank 1: lr of the optimizer's group 0 is [\d.]+ after step 1 of the resumed run"},
 )
 class OnlyTheModelComesBack(Trainers):
     """As when the file that the library wrote had another name than the one that Trainer looked for.
@@ -109,7 +111,7 @@ class OnlyTheModelComesBack(Trainers):
     "resume",
     "ddp-fp32-w2-model_mlp-set_train.resume_from_checkpoint=true",
     match=r"raised RuntimeError: Trainer goes on after 0 steps; expected 3",
-    also=dict.fromkeys(("data", "extra_state"), r"raised RuntimeError"),
+    also=dict.fromkeys(("data", "extra_state", "midway"), r"raised RuntimeError"),
 )
 class AsksForThePathAlone(Trainers):
     """``train(resume_from_checkpoint=True)`` begins anew: a path alone is looked at."""
