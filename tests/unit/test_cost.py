@@ -58,6 +58,19 @@ def test_throughput_is_of_one_rank_at_the_pace_of_the_slowest_after_the_first_st
     assert costs == Cost(step_seconds=1.5, tokens_per_second=100 / 1.5, memory=8, state_bytes=12.0)
 
 
+@pytest.mark.parametrize("seconds", [0.01, 90.0])
+def test_a_single_step_that_is_fast_or_slow_decides_nothing(seconds: float) -> None:
+    sound = run()
+    last = max(snapshot.index for snapshot in sound.snapshots)
+    snapshots = []
+    for snapshot in sound.snapshots:
+        if snapshot.index == last:
+            snapshots.append(replace(snapshot, seconds=seconds))
+        else:
+            snapshots.append(snapshot)
+    assert cost(trace(replace(sound, snapshots=tuple(snapshots)))) == cost(trace(sound))
+
+
 def test_mfu_needs_a_device_whose_peak_is_known() -> None:
     costs = cost(trace(run()), device="NVIDIA H200")
     assert costs is not None
