@@ -32,8 +32,8 @@ from pytest_distcompat.spread import COUNTS
 #: What a declaration may give for a facet: a value, or a tuple of values of which any will do.
 FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 
-#: A lower bound such as ``>=2``, which facets that count ranks or machines take in place of a
-#: number.
+#: A lower bound such as ``>=2``, which the facets that count ranks or machines (``COUNTS``) take in
+#: place of a number.
 _LOWER_BOUND = re.compile(r">=([1-9][0-9]*)")
 
 
@@ -83,7 +83,8 @@ class Expectation:
                 continue
             actual = [values[name]]
             if name == "set":
-                # A cell may have several settings, and a bug is about one of them.
+                # The option ``set`` of a cell may have several settings of libraries, joined by
+                # ``+``, and a bug is about one of them.
                 actual += cell.set
             if not any(value in wanted for value in actual):
                 return False

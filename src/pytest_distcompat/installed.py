@@ -35,7 +35,8 @@ def version_of(package: str, path: list[str] | None = None) -> str | None:
 def fits(requirement: Requirement, version: str | None) -> bool:
     """Tell whether the version meets the requirement; None, which is not installed, meets none.
 
-    Local builds (2.13.0+cpu) and nightlies count by their number.
+    A local build, 2.13.0+cpu, counts as its release. A nightly, 2.14.0.dev20261101, meets
+    ``>=2.13``, but not ``>=2.14``: it comes before that release.
     """
     if version is None:
         return False

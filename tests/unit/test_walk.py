@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -200,6 +201,9 @@ def test_the_script_has_the_calls_their_methods_and_no_import_of_this_plugin(dri
         assert text is not None
         ast.parse(text)
         assert "pytest_distcompat" not in text
+        # The script has no driver: it sets all attributes of one that its methods use.
+        for attribute in re.findall(r"self\.trainer\.(\w+)", text):
+            assert re.search(rf"\b{attribute}\b[\w., ]*=", text), attribute
         assert "def skip(self)" in text
         assert "def freeze(self" not in text
         assert "the finding" in text

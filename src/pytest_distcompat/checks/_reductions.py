@@ -32,8 +32,9 @@ REDUCTIONS = frozenset(
 def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveInfo]:
     """Yield the collectives of a rank's step that may sum gradients.
 
-    They reduce several floating-point numbers. Collectives of activations are left out: those among
-    ranks that hold parts of the same layers (tensor parallelism) or stages of one pipeline.
+    They reduce tensors of more than one floating-point number; a norm or a flag is a single number.
+    Collectives of activations are left out: those among ranks that hold parts of the same layers
+    (tensor parallelism) or stages of one pipeline.
     """
     for info in snapshot.collectives:
         if info.op not in REDUCTIONS or "float" not in info.dtype:
@@ -44,7 +45,7 @@ def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveIn
 
 def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
     """Tell whether a collective runs only among ranks of one tensor-parallel group or pipeline."""
-    # The ranks of the process group are not known.
+    # Nobody knows the ranks of its process group: it counts as a collective of gradients.
     if not info.ranks:
         return False
     ranks = set(info.ranks)

@@ -15,9 +15,10 @@ last snapshots that it needs, as (run, action, which one of that action, from 0)
 place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
 ``depends_on`` has the facets of a cell (precision, options, ...) on which the outcome depends, so
 that of cells with equal facets the default profile tests only one; ``costly`` says that it needs
-several runs of its own; ``raises`` names runs whose exceptions the check itself judges, so that
-only a crash or a hang is a verdict at once. Both checks have ``only_where_it_differs``: which files
-are found depends on few options of a cell, so that other cells leave the check to these.
+several runs of its own; ``raises`` names runs that may end in an exception, which the check itself
+judges (a crash or a hang of them fails it at once). Both checks have ``only_where_it_differs``:
+only cells in ``fp32`` whose options are about the model or its checkpoints have them, because other
+options and precisions do not change which files a load looks for.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def _paths_runs(_cell: Cell, driver: type[Driver]) -> Scenario:
     """Return the runs ``named``, ``reopened`` and ``blocked``.
 
     ``named`` saves, and ``reopened`` loads. In ``blocked`` a file is in the place of the directory.
-    It ends with the build if the trainer is given the directory there, and must raise then.
+    A trainer that is given the directory when it is built must raise then: ``blocked`` ends with
+    the build. For others it goes on to a save.
     """
     if driver.knows_directory:
         return PATHS_AT_BUILD
@@ -167,6 +169,7 @@ def _blocked(run: RunTrace) -> Iterator[str]:
     """Yield a finding unless the run raised in time, with an error that names the directory."""
     problem = f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
     end = run.end
+    # Only a run that is to end with the build takes no step (see ``_paths_runs``).
     if end is None and not run.at("step"):
         built = "the trainer was built without an error"
         yield f"{problem}: {built}, although it knows then where to save"

@@ -95,7 +95,7 @@ def _wrong_batches(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
     ``nth`` is the number of the step, from 0.
     """
     step = f"step {nth + 1}"
-    # Place of rows (see ``_place_of_rows``) -> the first rank with that place.
+    # Place of rows (see ``_place_of_rows``) -> the snapshot of the first rank with that place.
     first_at_place: dict[int, Snapshot] = {}
     # Digest of a batch -> the first rank that was fed it.
     first_rank_of_batch: dict[str, int] = {}

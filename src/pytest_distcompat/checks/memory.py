@@ -138,8 +138,8 @@ def _wrong_sizes(
     ranks = [snapshot.rank for snapshot in snapshots]
     ranks_of_stage = cell.world_size // cell.pp
     built = _built_on(run, ranks)
-    # What tp replicates has state on each tp rank. So it counts as trained once for each of them,
-    # and below a copy of the model takes all tp ranks.
+    # ``_parameter_copies`` counts the ranks of a tensor-parallel group as one copy of the model.
+    # What this group replicates has state on each of them, so it counts as trained once for each.
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
     padding = MAX_PADDING
     if not is_sharded:
@@ -157,13 +157,14 @@ def _wrong_sizes(
         trained_with_state = trained
         copies = parameter_copies
         if key != "master":
-            # These elements are counted on all ranks, so in all copies.
+            # Counted on all ranks, so once for each copy; ``trained`` counts one copy.
             without_state = _without_state(snapshots, key, unused(run))
             trained_with_state -= without_state // parameter_copies
         if shards_state and key != "master":
             copies = 1
         expected = trained_with_state * copies
-        # Masters are not among the tensors of state: there is one partition of them on each rank.
+        # How many elements of padding are allowed: so many for each tensor of state. ``tensors``
+        # has no masters, of which each rank has one partition.
         room = padding * (tensors[key] or ranks_of_stage)
         if expected <= kept[key] <= expected + room:
             continue
@@ -245,7 +246,7 @@ def _state_tensors(snapshots: Sequence[Snapshot]) -> Counter[str]:
 def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter[str]) -> list[str]:
     """Return the kinds of state that have one element for each element of a parameter.
 
-    A kind that these ranks lack altogether is returned too, if the ranks of other stages have it.
+    A kind that only the ranks of other stages have is returned too: these ranks lack it.
 
     Args:
         run: The run ``train``.

@@ -62,6 +62,7 @@ def add(commands: Any) -> None:
         "--all", action="store_true", help="show why other cells cannot run, and each known issue"
     )
     doctor.add_argument("--strict", action="store_true", help="a warning is a problem")
+    # ``finds_drivers``: a driver may be a module in the working directory.
     doctor.set_defaults(call=_doctor, finds_drivers=True)
 
 
@@ -136,7 +137,8 @@ def _findings(
         gpus = f"{visible} of {len(inspected.gpus)} are visible"
         yield Finding("problem", f"{wanted_gpus} GPUs are wanted, {gpus}")
     if not any(capability.able for capability in capabilities):
-        # No suite has a cell to run. A dictionary, to have each reason once and in order.
+        # No suite has a cell to run. ``reasons`` of a capability has each cell to the reason why it
+        # cannot run. A dictionary, to have each reason once and in order.
         reasons: dict[str | None, None] = {}
         for capability in capabilities:
             reasons |= dict.fromkeys(capability.reasons.values())
@@ -215,6 +217,7 @@ def _devices(inspected: Machine) -> Iterator[str]:
     yield f"ranks talk through {gloo} on the CPU; for GPUs there is {nccl}"
     library = inspected.nccl
     if library is not None:
+        # ``CURE`` is the advice to install a newer NCCL.
         sharing = f"takes one rank a GPU. {CURE}"
         if library.shares_gpus:
             sharing = "takes several ranks of one GPU"

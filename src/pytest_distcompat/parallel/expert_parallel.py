@@ -1,8 +1,8 @@
 """Expert parallelism (``ep``): each rank holds some of the experts.
 
-It sends its rows to the ranks that hold the experts of these rows. Of n experts, rank r of the ep
-ranks holds those from r * n / ep to (r + 1) * n / ep. These ranks have other rows each, so that
-they are data-parallel ranks for the layers around the experts.
+A rank sends each of its rows to the rank that holds the expert of that row, and gets the output
+back. Of 4 experts and ``ep`` 2, rank 0 holds the experts 0 and 1, rank 1 the experts 2 and 3. The
+two have different rows, so that they are data-parallel ranks for the layers around the experts.
 
 The built-in drivers (classes by which trainers are tested) for torch and DeepSpeed have it in cells
 (configurations under test) such as ``fsdp2-fp32-w2-model_moe_fused-ep_2``. At collection
@@ -10,8 +10,9 @@ The built-in drivers (classes by which trainers are tested) for torch and DeepSp
 ``spread`` for the module of experts, and the driver for DeepSpeed calls ``spread_by_deepspeed``.
 The model's *router* chooses the expert of a row.
 
-Under FSDP2 as in torchtitan, whose ``ExpertTensorParallel`` cuts each expert too; under ZeRO by
-DeepSpeed's own layer: https://www.deepspeed.ai/tutorials/mixture-of-experts/.
+Under FSDP2 this module does the exchange, as torchtitan does, whose ``ExpertTensorParallel`` also
+shards each expert. Under ZeRO DeepSpeed's own layer does it:
+https://www.deepspeed.ai/tutorials/mixture-of-experts/.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import TinyModel
 
-#: Names of the options that were tried beside DeepSpeed's own expert parallelism.
+#: Names of the options that a cell may have beside DeepSpeed's own expert parallelism: the
+#: combinations that were tried. A cell with another option is skipped.
 BESIDE_DEEPSPEED = frozenset({"model", "ep", "grad_accum", "set"})
 #: The same under FSDP2 with tensor parallelism.
 BESIDE_TP = BESIDE_DEEPSPEED | {
@@ -55,14 +57,14 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
         experts: The name of the model's module of experts; empty without one.
     """
     by_deepspeed = cell.strategy != "fsdp2"
-    if by_deepspeed:
-        driver = "deepspeed"
-        layer = "of a DeepSpeed layer"
-    else:
-        driver = ""
-        layer = "in one tensor"
     # ``tiny.driver`` names the only driver that can train a model: ``deepspeed`` for a model with
     # DeepSpeed's own layer of experts. It is empty for a model that all drivers can train.
+    if by_deepspeed:
+        needed_driver = "deepspeed"
+        layer = "of a DeepSpeed layer"
+    else:
+        needed_driver = ""
+        layer = "in one tensor"
     feature = "tensor parallelism of experts"
     if cell.ep > 1 or tiny.driver:
         feature = "expert parallelism"
@@ -79,7 +81,7 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
             "Native DeepSpeed MoE is not supported with ZeRO Stage 3, says DeepSpeed",
         ),
         (
-            not experts or tiny.driver != driver,
+            not experts or tiny.driver != needed_driver,
             f"the model {tiny.name} has no experts {layer}",
         ),
         (
@@ -202,13 +204,14 @@ class Exchange:
         outputs = self._gathered(rows)
         if self.mesh is None:
             return outputs
+        # ``argsort`` of a permutation is its inverse.
         as_received = outputs[self.order.argsort()]
         return self._exchanged(as_received, self.received, self.sent)
 
     def _whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows that all ranks of tensor parallelism have.
+        """Return the same rows; the backward pass sums their gradients over the ranks of ``tp``.
 
-        In the backward pass their gradients are summed.
+        All these ranks have the same rows, and each computes only its columns of the experts.
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -219,7 +222,7 @@ class Exchange:
         return local
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the columns of all ranks of tensor parallelism."""
+        """Return full rows, put together from the columns that each rank of ``tp`` has computed."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if self.columns is None:
@@ -253,7 +256,7 @@ class Exchange:
         assert self.mesh is not None
 
         all_to_all: Any = all_to_all_single
-        # Of one dimension, or of several taken together.
+        # The columns of a row; of rows with several dimensions, of all of these together.
         width = math.prod(rows.shape[1:])
         output = rows.new_empty(sum(received), width)
         exchanged: torch.Tensor = all_to_all(
@@ -274,6 +277,7 @@ def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
     """
     full_layer = model.moe.deepspeed_moe
     all_experts = full_layer.experts.deepspeed_experts
+    # DeepSpeed copies the given expert for each that this rank holds; below they get their values.
     model.moe = model.make_moe(all_experts[0], ep_size=size)
     model.moe.deepspeed_moe.gate.wg = full_layer.gate.wg
     own_experts = model.moe.deepspeed_moe.experts.deepspeed_experts

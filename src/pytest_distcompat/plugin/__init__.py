@@ -96,10 +96,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # pytest's process.
         config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
-            # Reading these properties checks the options behind them.
+            # Reading these properties checks the options behind them. ``verified`` is that of
+            # ``--distcompat-verify``.
             _ = session.world_size, session.verified
-            # ``elsewhere``: some test runs on other machines. Any other process does this in
-            # ``pytest_runtestloop``, when it knows its tests.
+            # ``elsewhere``: some test runs on other machines. A process that runs tests does this
+            # in ``pytest_runtestloop``, when it knows them.
             if session.placement.elsewhere and _is_controller(config):
                 _end_by_sigterm(config)
 
@@ -280,7 +281,8 @@ def pytest_collection_modifyitems(
         declare.check_items(marked)
     if (marked or of_suites) and ON_RANK not in config.stash:
         _prepare_for_ranks(config, items, collected)
-        # Ranks are forked from a process that has collected the tests, if they run pytest items.
+        # Ranks of marked tests run pytest items: they are forked from a process that has collected
+        # the tests. Ranks of suites run drivers, and need no collection.
         session_of(config).collects = bool(marked)
 
 

@@ -59,7 +59,8 @@ class RegisteredOptions:
         for option in options:
             self.by_name[option.name] = option
             action = "append" if option.repeated else "store"
-            # The default is None, which tells an option that was not given.
+            # None, not ``option.default``, so that ``setting`` sees that an option was not given.
+            # ``flags`` and ``names`` also have the option's alias, if it has one.
             group.addoption(
                 *option.flags,
                 dest=option.name,

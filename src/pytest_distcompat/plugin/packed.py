@@ -50,7 +50,7 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
     def __init__(self, config: pytest.Config, log: Any, plan: Plan) -> None:
         super().__init__(config, log)
         self._plan = plan
-        #: The number of the unit that a test is in, by the test's index; in the order of the plan.
+        #: Index of a test -> the number of its unit. Its keys are in the order of the plan.
         self._unit: dict[int, int] = {}
 
     def schedule(self) -> None:

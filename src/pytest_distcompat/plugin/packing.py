@@ -69,8 +69,8 @@ def note_spread(session: DistcompatSession, items: Iterable[pytest.Item]) -> Non
             spread = spread_of(item, mark, session)
             shares = "shared_dir" in getattr(item, "fixturenames", ())
         elif case is not None:
-            # A run of a suite loads the files of another one, unless each machine has its own
-            # checkpoint.
+            # A run of a suite loads files that another run saved, perhaps on another machine. Only
+            # in a cell spread over machines can each of them have a checkpoint of its own.
             spread = case.cell.spread
             shares = spread.on_one or not case.cell.own_disks
         else:
@@ -112,7 +112,8 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
     """
     mark = mark_of(item)
     if mark is not None:
-        # The key of tests that an extension runs on the same ranks, one after the other.
+        # An extension may run several tests on the same ranks, one after the other: then they
+        # have this key in common, such as ``module tests/test_a.py 2``.
         group: str | None = session.config.hook.pytest_distcompat_group(session=session, item=item)
         name = group or item.nodeid
         return name, world_size_of(item, mark, session)
@@ -212,7 +213,8 @@ def keep_durations(session: DistcompatSession, exitstatus: int) -> None:
     from pytest_distcompat.lease import read_timeline
 
     seconds: dict[str, float] = {}
-    # A span of the timeline does not include the time for which the demand waited for its devices.
+    # A span of the timeline is the time for which the test ``span.who`` had its devices. The time
+    # for which it waited for them is not in it.
     for span in read_timeline(session.store):
         name = demands.items.get(span.who)
         if name:

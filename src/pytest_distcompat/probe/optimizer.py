@@ -216,7 +216,8 @@ def _states_of_parameter(
 
 def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
     """Tell whether a state is a plain tensor of the shape of the parameter's local part."""
-    # The optimizer may have made it of the local part of a DTensor. A step count has no dimension.
+    # The optimizer may have made it of the local part of a DTensor: then its elements are where
+    # those of the parameter are. A DTensor knows its place itself. A step count has no dimension.
     if not isinstance(value, torch.Tensor):
         return False
     if hasattr(value, "placements") or valueless(value):

@@ -2,8 +2,9 @@
 
 ``distcompat join 10.0.0.1:29500 --token-file token`` makes this machine a *node* of a pytest
 session that runs elsewhere: it runs an agent (``agent``), which starts ranks here until the session
-ends. Users, Slurm and Ray start it. ``distcompat sbatch --nodes 2 -- tests`` prints a job script
-for Slurm that runs pytest over the nodes of the job.
+ends. The token is a secret that pytest's process and its nodes share. Users, Slurm and Ray start
+it. ``distcompat sbatch --nodes 2 -- tests`` prints a job script for Slurm that runs pytest over the
+nodes of the job: pytest starts ``distcompat join`` on each by ``srun``.
 
 The command line calls ``add`` by the entry point group ``pytest_distcompat.commands``. Each
 subcommand is a function of the parsed options that returns the exit code.
@@ -34,7 +35,7 @@ _TEXTS = (
 
 
 def add(commands: Any) -> None:
-    """Add the subcommands to the parser's."""
+    """Add the subcommands; ``commands`` is what argparse's ``add_subparsers`` returned."""
     join = commands.add_parser(
         "join",
         help="be a further node of a pytest session",
@@ -96,6 +97,7 @@ def _join(options: argparse.Namespace) -> int:
     from pytest_distcompat.ext.cluster import agent
 
     host, port = read_address(options.session)
+    # None for an address without a port.
     if not port:
         raise UsageProblem(f"{options.session!r} is not right: expected HOST:PORT")
     from_stdin = options.token_file == "-"  # noqa: S105 - a file's name
@@ -140,7 +142,7 @@ def _sbatch(options: argparse.Namespace) -> int:
         # script.
         if value and not re.fullmatch(pattern, value):
             raise UsageProblem(f"--{name} {value!r} is not right: expected {expected}")
-    #: Option of sbatch -> value; options without a value are left out.
+    #: Option of sbatch -> value; an option with an empty value or 0 is left out.
     wanted = {
         "job-name": "distcompat",
         "nodes": options.nodes,
@@ -148,8 +150,8 @@ def _sbatch(options: argparse.Namespace) -> int:
         "gpus-per-node": options.gpus_per_node,
         "time": options.time,
         "partition": options.partition,
-        # pytest itself gets the signal before the limit, so that it ends its nodes and writes its
-        # reports.
+        # pytest itself, which takes the place of the script's shell, gets SIGINT 60 seconds before
+        # the limit, so that it ends its nodes and writes its reports.
         "signal": "B:INT@60",
     }
     of_nodes = ("--distcompat-nodes", str(options.nodes), "--distcompat-executor", "slurm")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand; ``commands`` is what argparse's ``add_subparsers`` returned."""
     parser = commands.add_parser(
         "reach",
         help="which branches of the stack the cells execute, and which none does",
@@ -171,7 +171,9 @@ def _lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
 def _value_lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator[str]:
     """Yield the lines about the cells whose values, such as losses, differ between two reports.
 
-    Each has what differs in the code that it executes (``differences``).
+    The lines of a cell say what may be the cause: the changed places that it executes
+    (``--changed``), and the functions of which it executes something else than in the earlier map
+    (``--compare``).
     """
     from pytest_distcompat.ext.reach.changed import reached_places
     from pytest_distcompat.ext.reach.differences import difference_lines
@@ -206,12 +208,15 @@ def _changed_lines(options: argparse.Namespace, reach_map: ReachMap) -> Iterator
     from pytest_distcompat.ext.reach.selection import check_release, file_lines, select, summary
     from pytest_distcompat.ext.reach.text import changed, changed_unexecuted
 
+    # ``PACKAGE@OLD_DIR..NEW_DIR`` or ``PACKAGE@FILE.diff``.
     text = options.changed
     library, places = read_change(text)
     if library not in reach_map.libraries():
         known = ", ".join(reach_map.libraries())
         raise UsageProblem(f"--changed {text}: {library} is not in the map. Known: {known}.")
+    # The map must be of the release of the old copy.
     check_release(reach_map, library, old_release(text))
+    # Each place with the cells that execute it.
     reached = reached_places(reach_map, places)
     if options.select:
         yield from changed_unexecuted(reached)

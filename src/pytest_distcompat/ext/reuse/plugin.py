@@ -56,25 +56,26 @@ def pytest_distcompat_options() -> tuple[Option, ...]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_mark_arguments() -> list[AddedArgument]:
-    """Add the argument of the mark."""
+    """Add the argument ``reuse`` of the mark, whose value is one of the words ``REUSE``."""
     return [AddedArgument("reuse", REUSE)]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_preload() -> tuple[str, ...]:
-    """Have fork servers, from which ranks are forked, import what shared ranks need.
+    """Return the modules that fork servers import, since the ranks forked from them need these.
 
-    ``rank_item`` is not among it, because it imports pytest. The same servers fork the ranks of
-    suites (subclasses of ``CompatSuite``), which run a driver and need no pytest.
+    ``rank_item``, which runs a test on a shared rank, is not among them, because it imports pytest.
+    The same servers fork the ranks of suites (subclasses of ``CompatSuite``), which need no pytest.
     """
     return ("pytest_distcompat.ext.reuse.request_loop",)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_configure(config: pytest.Config) -> None:
-    """Import what runs an item on a rank, so that ranks from a fork server need not.
+    """Import what runs an item on a rank, in a process that is a rank or will fork ranks.
 
-    A fork server that collects tests has ``ON_RANK`` in its configuration, as its forks are ranks.
+    Both have ``ON_RANK`` in their configuration. A fork server that has collected the tests hands
+    its configuration and its imports on to the ranks that are forked from it.
     """
     if ON_RANK in config.stash:
         from pytest_distcompat.ext.reuse import rank_item  # noqa: F401 - see the docstring
@@ -90,12 +91,13 @@ def pytest_distcompat_session(session: DistcompatSession) -> None:
         session.config.pluginmanager.register(shared, "distcompat-shared-ranks")
 
 
-# These two are hooks of this module, which pytest registers before any conftest.py, and not of
-# ``SharedRanks``. So a conftest's wrapper of the same priority comes around them.
+# A wrapper comes around those that were registered before it. The next two hooks are in this
+# module, which pytest registers before any conftest.py, and not in ``SharedRanks``, which is
+# registered later: so a conftest's wrapper of the same priority comes around them.
 
 
-# ``tryfirst``: ranks have ended before wrappers without it begin the item. The other hook acts
-# after the item's teardown, and needs no such order.
+# ``tryfirst``: ranks that are not kept have ended before wrappers without it begin the item. The
+# hook after this one acts when the item's teardown is done, and needs no such order.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
@@ -121,9 +123,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_process_group(world: World) -> ProcessGroup | None:
-    """Return, on a rank that is shared, the one group of all tests that it runs."""
-    # A shared rank gets its tests by this module, whose ``reused`` is then set. Elsewhere it is not
-    # imported for this question.
+    """Return, on a shared rank, the group that all its tests use; None in any other process.
+
+    The fixture that gives a test its process group calls the hook.
+    """
+    # ``request_loop`` is the main loop of a shared rank, and ``reused`` the state that this rank
+    # keeps between tests. Another process has no need to import the module.
     loop = sys.modules.get("pytest_distcompat.ext.reuse.request_loop")
     if loop is None or loop.reused is None:
         return None

@@ -36,6 +36,8 @@ def _log_change(description: str) -> None:
     if rank is not None:
         from pytest_distcompat.ext.scripts.events import Bridged
 
+        # ``attempt`` calls the second argument with the third, and lets no exception reach the
+        # script; ``always``: also if the probe has failed before.
         guard.attempt("the CPU bridge", rank.log.write, Bridged(description), always=True)
 
 
@@ -43,8 +45,8 @@ def _requested_plugin() -> dict[str, Any]:
     """Return the plugin that the environment requests: ``{"fsdp_plugin": None}``; empty for none.
 
     ``accelerate launch`` and Accelerator's plugins set the environment variables
-    ``ACCELERATE_USE_FSDP`` and ``ACCELERATE_USE_DEEPSPEED``. ``on_cpu`` asks only whether the key
-    is there.
+    ``ACCELERATE_USE_FSDP`` and ``ACCELERATE_USE_DEEPSPEED``. The dictionary is for ``on_cpu``,
+    which asks only whether the key is there.
     """
     for name in ("deepspeed", "fsdp"):
         requested = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
@@ -54,7 +56,7 @@ def _requested_plugin() -> dict[str, Any]:
 
 
 def _patch_accelerate(state: ModuleType) -> None:
-    """Call ``on_cpu`` when the first ``PartialState`` of a rank is made."""
+    """Pass the arguments that ``on_cpu`` returns to the first ``PartialState`` of a rank."""
     original = state.PartialState.__init__
     #: Not empty inside ``on_cpu``, which makes a state itself.
     busy: list[bool] = []

@@ -68,6 +68,7 @@ def _share_gpus() -> None:
 
     There may be fewer GPUs than ranks. Ranks that share a GPU divide its memory.
     """
+    # ``World.from_environment`` sets LOCAL_RANK.
     if (
         wrappers.probe_config().device == "cuda"
         and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
@@ -79,6 +80,7 @@ def install() -> None:
     """Wrap each library's calls when the library is imported; import none."""
     # Without a probe, too, the process that launched the script must learn how each rank ends.
     on_import("torch", _process_groups)
+    # How many steps are recorded in full; 0 leaves the probe out.
     if not wrappers.probe_config().steps:
         return
     for name, calls in _CALLS.items():
@@ -91,8 +93,8 @@ def install() -> None:
 def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
     """Wrap these calls of a module that has just been imported.
 
-    A release of the library without one of their classes fails the probe, which would see too
-    little. A class without the last name, the method, is left as it is.
+    In a release of the library without one of their classes the probe fails, because it would see
+    too little. A class that lacks only the method is left as it is.
 
     Args:
         calls: Path of a function below the module, such as ``Accelerator.prepare`` -> its wrapper.
@@ -213,8 +215,8 @@ def _trainer_model(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     """Wrap ``model.save_pretrained(save_directory)``: record the trained model and the files."""
-    # ``depth`` is how many wrapped calls are running. Inside another one, as
-    # ``Trainer.save_model``, the model is recorded by that one.
+    # ``depth`` is how many wrapped calls are running. It is 0 if the script itself makes this call,
+    # and not a library in a call such as ``Trainer.save_model``.
     if not recorder.depth:
         recorder.call_unobserved(recorder.record_final_model)
     path = _second("save_directory")
@@ -334,7 +336,10 @@ def _callback(recorder: Recorder) -> Any:
 
 
 #: Module -> path of a function or method in it -> the wrapper. They are wrapped when the module has
-#: been imported.
+#: been imported. The first argument of ``wrappers.wraps`` picks the wrapped models and optimizers
+#: from the call's result and arguments, that of ``trains`` the loss, that of ``saves`` the path.
+#: ``everyone=False``: the call writes no checkpoint, which all ranks do together; ``model=False``:
+#: the file need not hold the model.
 _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     "torch": {
         # What ``loss.backward()`` calls.

@@ -51,7 +51,7 @@ FINAL_MODEL_CHECK = "final_model_loadable"
 #: The step that ``SCRIPT_CHECKS`` judge. In earlier steps a warm-up may change nothing, and a
 #: gradient scaler may skip the update.
 JUDGED_STEP = 3
-#: The index of snapshots of files that are read after the run: behind every step.
+#: The index of the first snapshot of files, which are read after the run: above those of all steps.
 _FILES_INDEX = 10**9
 #: Calls by which the probe sees a model.
 MODEL_CALLS = (
@@ -266,6 +266,7 @@ class ScriptRun:
     def _verdict_on_final_model(self) -> Verdict:
         """Return the verdict on the model that the run left."""
         cell = self._assumed_cell
+        # ``everyone``: all ranks have saved it together, as they do a checkpoint.
         checkpoints = [saved.path for saved in self.saved() if saved.everyone]
         findings = check_final_model(
             self.trace, cell, self.model_path(), checkpoints, self._read, saved_name=self.saved_name
@@ -303,6 +304,7 @@ class ScriptRun:
             return probe_failure
         if not ProbeConfig.read(self.directory).steps:
             return "nothing to probe: watch_steps=0 leaves the probe out"
+        # The probe records ``build`` when the first optimizer step begins.
         if trains and not self.trace.at("build"):
             reason = "no optimizer of torch's stepped"
             unseen = self._logged(UnseenModel)
@@ -346,7 +348,8 @@ class ScriptRun:
     def saved(self) -> list[Saved]:
         """Return the last event of each path that was saved, in the order of their ``index``.
 
-        The index is 100 times the steps taken until then, plus an offset.
+        The index is 100 times the steps taken until then, plus an offset, such as 10 for the first
+        checkpoint after a step.
         """
         last_by_path = {saved.path: saved for saved in self._logged(Saved)}
         return sorted(last_by_path.values(), key=lambda saved: saved.index)

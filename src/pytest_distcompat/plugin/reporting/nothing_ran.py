@@ -27,7 +27,8 @@ def nothing_ran_lines(skipped: Iterable[Verdict], without_cells: Mapping[str, st
 
     Args:
         skipped: The verdicts of the session, all of which are skips.
-        without_cells: The node id of the only item of a suite without selected cells to the reason.
+        without_cells: Why suites have no selected cell. Such a suite has one item, which is skipped
+            with the reason: ``{"tests/test_a.py::TestMyTrainer::test[no-cell]": reason}``.
     """
     lines = ["no cell ran, so nothing was checked; expected at least one verdict"]
     # A dictionary, to have each package once and in order.
@@ -38,8 +39,8 @@ def nothing_ran_lines(skipped: Iterable[Verdict], without_cells: Mapping[str, st
         for package in _NOT_INSTALLED.findall(reason):
             missing[package] = None
     if "torch" in missing:
-        # Only torch is named. The other packages need it, and pip would install its build for CUDA
-        # with them.
+        # Only torch is named, even if other packages are missing: they need torch, and with them
+        # pip would install its build for CUDA.
         lines.append(f"  install it: {GET_TORCH}")
     elif missing:
         lines.append(f"  install it: pip install {' '.join(missing)}")
@@ -50,9 +51,10 @@ def nothing_ran_lines(skipped: Iterable[Verdict], without_cells: Mapping[str, st
 def _places_by_reason(
     skipped: Iterable[Verdict], without_cells: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return each reason to the suites and cells that it holds for, each once.
+    """Return, for each reason, the suites and cells with it: reason -> places, each place once.
 
-    Example: ``{"torch is not installed": ["TestMyTrainer ddp-fp32-w2"]}``.
+    Example: ``{"torch is not installed": ["TestMyTrainer ddp-fp32-w2"]}``. A suite without selected
+    cells stands by its name alone.
     """
     places: dict[str, list[str]] = {}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 #: Name of a node -> the GPUs that a run was given there, as in CUDA_VISIBLE_DEVICES:
-#: ``{"n1": ["0", "1"]}``. Empty if nothing was asked for, or for CPUs.
+#: ``{"n1": ["0", "1"]}``. Empty if no device was requested of a scheduler, or for CPUs.
 Given = Mapping[str, Sequence[str]]
 
 
@@ -68,7 +68,7 @@ class Executor:
     def names(self, nodes: int) -> list[str] | None:  # noqa: ARG002 - the executors' protocol
         """Return the names of so many nodes, or of all if there are fewer.
 
-        None means that the executor cannot start the agent of a single node.
+        None means that the executor cannot start the agent of a node by its name (``start_one``).
         """
         return None
 
@@ -80,11 +80,14 @@ class Executor:
         raise NotImplementedError
 
     def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:
-        """Start the agent of one node, which has all runs of one xdist worker."""
+        """Start the agent of the node of that name, which has all runs of one xdist worker.
+
+        By default it starts as a lost agent does (``restart``).
+        """
         return self.restart(join, name, token)
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:  # noqa: ARG002
-        """Start the agent of a node again; return None if the user must do that."""
+        """Start the agent of a lost node again; return None if the user must do that."""
         return None
 
     @contextlib.contextmanager
@@ -112,7 +115,7 @@ class Executor:
     def _popen(
         command: Sequence[str], token: str, *, answers: bool = False
     ) -> subprocess.Popen[str]:
-        """Start a command and write the token to its standard input: other processes cannot see it.
+        """Start a command and write the token to its standard input, unseen by other processes.
 
         Args:
             command: The command.

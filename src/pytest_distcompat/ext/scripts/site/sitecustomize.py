@@ -4,7 +4,7 @@
 module named ``sitecustomize`` whenever an interpreter starts, so this one runs before the script.
 It starts the *probe*, the code that records what the script trains (``instrumentation.enter``).
 Then it removes its directory from ``sys.path``, and imports the ``sitecustomize`` that the user's
-environment has, if any. So it leaves no trace.
+environment has, if any: the script has the ``sys.path`` that it would have without the probe.
 """
 
 # ruff: noqa: INP001 - a directory of PYTHONPATH, no package
@@ -65,7 +65,8 @@ def _import_own_sitecustomize() -> None:
 def _start_probe() -> None:
     """Start the probe.
 
-    A failure is written to a file that the parent reads, and never raised in the script.
+    A failure is written to a file in the run's directory, which is read when the script has ended.
+    It is never raised in the script.
     """
     sys.meta_path.append(_OurPackage())
     try:

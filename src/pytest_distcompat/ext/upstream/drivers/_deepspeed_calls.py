@@ -40,7 +40,8 @@ _WITHOUT_ZERO = dict.fromkeys(("gather*", "accessors*"), "it is an interface of 
 
 #: Code that makes the trainer in the script of a walk; ``STAGE`` stands for the stage of ZeRO. The
 #: rest of the script defines ``trainer_of``, ``optimizer_of`` and MAX_NORM
-#: (``ext/walk/script.py.tmpl``).
+#: (``ext/walk/script.py.tmpl``). ``deepspeed_shm_comm`` is DeepSpeed's own all-reduce on the CPU:
+#: switched off, gloo does the work. ``initialize`` returns engine, optimizer, loader and scheduler.
 _SCRIPT = """
     import deepspeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -58,7 +59,9 @@ _SCRIPT = """
     }
     parts = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
-    return trainer_of(parts[0], parts[1], parts[3], strategy=SimpleNamespace(shards=STAGE == 3))
+    strategy = SimpleNamespace(shards=STAGE == 3)
+    return trainer_of(
+        parts[0], parts[1], parts[3], strategy=strategy, forget_activations=lambda: None)
 """
 
 #: The class whose methods get the further arguments of calls.
@@ -118,6 +121,7 @@ class DeepSpeedCalls(Calls):
     def micro(self) -> float:
         """Add the gradients of a batch up, without updating parameters."""
         loss = super().micro()
+        # ``super().micro()`` calls ``backward(last=False)``.
         # The engine wants a step() after each backward(); it updates where accumulation ends.
         self.model.step()
         return loss
@@ -125,13 +129,14 @@ class DeepSpeedCalls(Calls):
     def update(self, clip: str, zero: str) -> None:  # noqa: ARG002 - see ``refused``
         """Do all of a call ``step()`` that follows its backward pass.
 
-        The engine itself clips, steps the scheduler and zeroes gradients.
+        The engine itself clips, steps the scheduler and zeroes gradients. So ``clip`` and ``zero``
+        always have the default values: ``refused`` leaves out calls with others.
         """
         self.model.step()
         self.trainer.grad_norm = self.model.get_global_grad_norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients: by the optimizer, or by the engine."""
+        """Discard the gradients: by the optimizer, or else by the engine, which sets None too."""
         if set_to_none:
             self.model.optimizer.zero_grad()
         else:

@@ -4,15 +4,17 @@ Most tests give the trainer a model that exists. Users often have the trainer's 
 example by ``from_pretrained``. A cell, one configuration under test, does so with option
 ``loaded``: ``zero3-fp32-w2-loaded_from_pretrained``. Its values: ``given`` (the default),
 ``from_pretrained`` (from files), ``from_backbone`` (from files without the head, which is drawn
-anew), ``from_config``, ``zero_init`` (under ``deepspeed.zero.Init``). Settings of a cell may give
-embeddings another size.
+anew), ``from_config``, ``zero_init`` (under ``deepspeed.zero.Init``). A cell's option ``set`` may
+have further arguments of these calls, ``cell.settings("from_pretrained")``, and have a model resize
+its embeddings, ``cell.settings("resize_token_embeddings")``. ``cell.with_settings`` adds such
+arguments to others.
 
 The drivers, classes by which trainers are tested, call it: ``unsupported_reason`` at collection,
 ``make`` in ``build`` on each rank. The new model gets the values of the given one, so that the
 reference, which trains in one process, has the same. Where the reading itself changes values
 (``changes_values``), ``build_model`` already calls ``read``, in the reference too.
 
-ZeRO-3 partitions such models parameter by parameter meanwhile:
+ZeRO-3 partitions the parameters of such a model one by one, while it is made or read:
 https://huggingface.co/docs/transformers/deepspeed,
 https://deepspeed.readthedocs.io/en/latest/zero3.html
 """
@@ -63,6 +65,7 @@ def unsupported_reason(cell: Cell, tiny: TinyModel) -> str | None:
     loaded = cell.option("loaded")
     if loaded == "given":
         return None
+    # ``preload`` has the modules that the model needs.
     of_transformers = "transformers" in tiny.preload
     partitions = STRATEGIES.get(cell.strategy).zero_stage == 3
     return first_reason(
@@ -176,7 +179,7 @@ def read(cell: Cell, precision: Precision, base: Any, run_directory: Path | None
             written = copy.deepcopy(written)
             written.resize_token_embeddings(written.config.vocab_size + 1)
         written.save_pretrained(directory, **cell.settings("save_pretrained"))
-        # Rank 0 alone has written.
+        # transformers may have written on rank 0 alone.
         _wait_for_all_ranks()
         torch.manual_seed(SEED)
         settings = {"dtype": getattr(torch, precision.load)}
@@ -225,12 +228,16 @@ def _wait_for_all_ranks() -> None:
 
 
 def _has_other_sizes(cell: Cell) -> bool:
-    """Tell whether the files have embeddings of another size, which a setting has ignored."""
+    """Tell whether the files are to have embeddings of another size than the model that is read.
+
+    It is so in cells with the setting ``from_pretrained.ignore_mismatched_sizes=true``, by which
+    transformers draws such embeddings anew.
+    """
     return bool(cell.settings("from_pretrained").get("ignore_mismatched_sizes"))
 
 
 def fill(made: Module, base: Module) -> None:
-    """Copy a model's parameters into another one, which has parts of them under ZeRO-3."""
+    """Copy the parameters of ``base`` into ``made``, which has parts of them under ZeRO-3."""
     values = dict(base.named_parameters())
     for name, parameter in made.named_parameters():
         whole: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -245,7 +252,7 @@ def fill(made: Module, base: Module) -> None:
 
 
 def with_adapter(model: Module, given: Any, run_directory: Path | None) -> Module:
-    """Return the model with the adapter of another one, which is written and read."""
+    """Return the model with the adapter of ``given``, a model of PEFT: it is written and read."""
     from peft import PeftModel
 
     with _shared_directory(run_directory, "adapter") as directory:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 TOKENS = 4
 
 
-#: The loaders that ranks of one model may change. Each is a training of the whole model, so the
-#: others are tested alone where each rank has a model.
+#: The loaders that are tested on a mesh where several ranks hold the parts of one model: those that
+#: such ranks may change. To read a loader is to train the whole model, so the others are tested
+#: only on a mesh without such ranks.
 ON_A_MESH = frozenset(
     {
         "shuffle",
@@ -46,7 +47,7 @@ ON_A_MESH = frozenset(
         "get_eval_dataloader",
     }
 )
-#: Those that a mesh may change where ranks of it read different rows.
+#: Further loaders that are tested on such a mesh if it also has ranks that read different rows.
 WHERE_ROWS_ARE_DIVIDED = frozenset(
     {"dispatch_batches, dataloader_drop_last", "even_batches=False, dataloader_drop_last"}
 )
@@ -67,7 +68,8 @@ def _is_tested(name: str, cell: Cell) -> bool:
     # crash: docs/upstream/transformers_rebalance_mesh.py.
     if name == "batch_rebalance" and cell.dp_size < cell.world_size:
         return False
-    # Ulysses expects the batch before it is split, and no rank of it evaluates with the others.
+    # ``cp`` is DeepSpeed's Ulysses in Trainer's cells. It expects the batch before it is split, and
+    # its ranks do not evaluate together.
     if cell.cp > 1 and ("split_batches" in name or name == _rows.EVALUATION_LOADER):
         return False
     if not _splits_model(cell):
@@ -81,7 +83,15 @@ def _splits_model(cell: Cell) -> bool:
 
 
 def _on_mesh(name: str, loader: Loader, cell: Cell) -> Loader:
-    """Return what a loader must do on the cell's mesh."""
+    """Return what a loader must do on the cell's mesh.
+
+    Args:
+        name: The name of the loader.
+        loader: What it must do where each rank has a whole model. A loader ``resumes`` in a fresh
+            process group, also in the middle of an epoch (``midway``), also with another number of
+            ranks (``moves``).
+        cell: The cell.
+    """
     if _splits_model(cell):
         # Two full batches of each data parallel rank, and a last step that is not full.
         loader = dataclasses.replace(loader, rows=2 * _rows.BATCH * cell.dp_size + 3)
@@ -109,6 +119,7 @@ def rows_on_mesh(
         directory: Checkpoints are saved there.
     """
     place = directory / name
+    # ``in_parts``: transformers shards the model while it loads it.
     model: Any = driver.model_on_mesh(driver.build_model())
     # Of the loader ``sequential``, for example: ``{"train_sampling_strategy": "sequential"}``.
     settings = _rows.TRAINER_SETTINGS[name]
@@ -121,12 +132,14 @@ def rows_on_mesh(
         data_collator=_collated,
         callbacks=[_rows.epochs_callback(saves=not driver.in_parts)],
     )
+    # The loader that Trainer evaluates with: no training reads it.
     if name == _rows.EVALUATION_LOADER:
         for epoch in range(_rows.EPOCHS):
             for evaluated in trainer.get_eval_dataloader():
                 yield epoch, evaluated["input_ids"][:, 0].tolist()
         return
-    # A list for each epoch, of the batches with their rows. ``epochs_callback`` begins an epoch.
+    # A list for each epoch, of the batches with their rows. ``epochs_callback`` appends an empty
+    # list when an epoch begins.
     model.fed = []
     hook = model.register_forward_pre_hook(_record, with_kwargs=True)
     # None at the beginning of the training.

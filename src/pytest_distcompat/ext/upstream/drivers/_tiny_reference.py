@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 class TinyReference(TinyTraining):
     """Driver that can repeat its training in one process.
 
+    ``tiny`` is the cell's model with its batches and its loss. ``accumulate`` is how many
+    micro-batches each rank has in a full step, and ``micros(number)`` has the indices in the epoch
+    of a step's micro-batches.
+
     Drivers override what differs in their library: ``reference_loss``, ``averaged_over``,
     ``ranks_added_up``, ``early_schedule_steps``.
     """
@@ -49,9 +53,10 @@ class TinyReference(TinyTraining):
         return joined
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
-        """Return the loss on a rank's micro-batch; ``number`` counts on from epoch to epoch.
+        """Return the loss on a rank's micro-batch.
 
-        Walks, which call the live trainer in random order, train by it.
+        ``number`` counts micro-batches from the beginning of the training; ``epoch`` is how many an
+        epoch has. Walks, which call the live trainer in random order, train by this method.
         """
         return self.tiny.loss(model, self.batch_of(number % self.epoch, rank))
 
@@ -81,7 +86,7 @@ class TinyReference(TinyTraining):
             (share_of_loss * self.ranks_added_up(ranks)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
             total += losses[-1] * count / divisor
-        # A joined batch (``one_batch``) has no micro-batches of single ranks to average.
+        # ``one_batch``: the rows of all ranks are joined, and have no losses of ranks to average.
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
         self._clip_and_step(model, number)
@@ -125,9 +130,9 @@ class TinyReference(TinyTraining):
         raise NotImplementedError
 
     def ranks_added_up(self, ranks: int) -> int:
-        """Return the factor on gradients: 1, or the number of ranks where they are summed.
+        """Return the factor on the reference's gradients: 1 if the trainer averages over ranks.
 
-        DeepSpeed's JSON may say that gradients are the sum over ranks, not their mean.
+        It is the number of ranks if the trainer sums gradients. DeepSpeed's JSON may say that.
         """
         reduction = self.setting_or_default("mean", "ds_config.gradient_allreduce_op")
         return ranks if reduction == "sum" else 1

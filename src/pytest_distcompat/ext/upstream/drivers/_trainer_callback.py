@@ -5,7 +5,12 @@ each action a probe must read model, optimizer and scheduler. ``TrainerDriver.tr
 (``trainer.py``) does the plan in one call of ``Trainer.train``. It adds the callback of
 ``make_callback``, which calls ``report("step", loss)`` or ``report("save")`` when Trainer has done
 an action. ``report`` is the worker's function: it checks that the plan has this action next, and
-has the probe read.
+has the probe read. Before each report the callback calls ``driver.read_trainer()``, which sets
+``driver.model``, ``driver.optimizer`` and the like to the objects that Trainer has now.
+
+The other actions are ``load`` (resume from a checkpoint), ``again`` (a second training in the same
+trainer), ``overflow`` (a step whose gradients overflow), and calls such as ``call evaluate()``: a
+*walk* calls methods of the live trainer in random order.
 
 Trainer calls the methods ``on_step_begin``, ``on_step_end``, ``on_log``, ``on_save`` in this order
 in each step: https://huggingface.co/docs/transformers/main_classes/callback.
@@ -23,7 +28,10 @@ from pytest_distcompat.driver import OnAction, Plan
 
 
 class PlanDoneError(Exception):
-    """Raised when a plan ends with a load: nothing else stops Trainer before its first step."""
+    """Raised for a plan without a step: nothing else stops Trainer before its first one.
+
+    ``TrainerDriver.train`` catches it.
+    """
 
 
 def _save_steps(plan: Plan) -> set[int]:
@@ -66,7 +74,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
     have stepped and no checkpoint is saved yet.
 
     Args:
-        driver: The Trainer's driver.
+        driver: The ``TrainerDriver`` of this rank.
         plan: The actions of the run.
         report: Called with each action that was done, and the loss of a step.
     """
@@ -82,14 +90,13 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
             self.first = _first_action(plan)
             #: The context of a step whose gradients overflow; empty in other steps.
             self.step = contextlib.ExitStack()
-            #: The actions that are not reported yet, calls of a walk among them.
+            #: The actions that are not reported yet, calls among them.
             self.pending = list(plan.actions)
 
         def report(self, action: str, *result: Any) -> None:
-            """Report an action, then do the calls that follow it in the plan.
+            """Report an action, then do and report the calls that follow it in the plan.
 
-            In a walk there are calls between actions, as ``call evaluate()``: what users call on
-            the live trainer. Trainer knows nothing of them.
+            Trainer knows nothing of calls such as ``call evaluate()``.
             """
             report(action, *result)
             self.pending = self.pending[self.pending.index(action) + 1 :]
@@ -129,8 +136,9 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
             """Ask Trainer for a checkpoint, and an evaluation, where the plan saves."""
             self.step.close()
             control.should_save = state.global_step in save_after_steps
+            # Whether Trainer is to load its best checkpoint at the end. It chooses that by the loss
+            # of an evaluation after the step of the save.
             if driver.loads_best(driver.cell):
-                # Trainer chooses a checkpoint by the loss of an evaluation after the same step.
                 control.should_evaluate = control.should_save
 
         def on_log(
@@ -141,6 +149,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
                 driver.read_trainer()
                 # Trainer has counted the step already.
                 step = state.global_step - 1
+                # The worker reads these two when it gets the report.
                 driver.grad_norm = logs.get("grad_norm")
                 driver.tokens = _tokens_of_step(driver, step)
                 self.report(self.action_of(step), logs["loss"])

@@ -79,7 +79,8 @@ RULES_OF_TASKS: Rules = (
 )
 #: Field -> its value for every task but causal language models.
 VALUES: dict[str, Any] = {"ctc_loss_reduction": "mean", "apply_spec_augment": False}
-#: Tasks for which transformers has one head for all causal models.
+#: Tasks for which causal models share the code of their head in transformers
+#: (``GenericForSequenceClassification``, ``GenericForTokenClassification``).
 TASKS_OF_HEADS = frozenset({"sequence_classification", "token_classification"})
 #: Field -> its value where the default is None.
 VALUES_OF_NONE = {"head_dim": 8, "num_key_value_heads": 4}
@@ -142,7 +143,7 @@ def _small(fields: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
         if small is not None:
             changes[name] = small
     if "kv_lora_rank" in fields:
-        # Latent attention has keys for every head.
+        # Latent attention has a key head for each attention head, and the rules leave 4 of these.
         changes["num_key_value_heads"] = 4
     # Other tasks than causal language models.
     if rules is not RULES:
@@ -188,7 +189,7 @@ def _small_list(name: str, values: Sequence[Any], rules: Rules) -> list[int] | N
         if type(value) is not int:
             return None
     if "heads" in name:
-        # As many heads as divide a size that is a power of 2.
+        # One or two heads, because they must divide the size of their stage, a power of 2.
         return [2 if value > 1 else 1 for value in values]
     return [min(value, limit) for value in values]
 
@@ -212,6 +213,8 @@ def _stages(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not output_stages:
         return {}
     if "num_hidden_layers" not in fields:
+        # A config within a config is made anew, of the returned fields alone: without this one it
+        # would have the default of its own class.
         return {"out_features": output_stages}
     layers = max(2, len(output_stages))
     first = layers - len(output_stages) + 1

@@ -70,7 +70,7 @@ def keys_of(reader: _ConfigReader) -> Iterator[Member]:
     _call(reader, Recorder({}, read))
     for key, default in list(read.items()):
         inner_keys: dict[str, Any] = {}
-        # Only such a key may hold another dictionary.
+        # Any other default shows that the key's value is no dictionary.
         if default is None or isinstance(default, dict):
             model = _model_of_key(reader, key)
             if model is not None:
@@ -94,7 +94,8 @@ def _model_of_key(reader: _ConfigReader, key: str) -> Any:
     model = _model_named(getattr(error, "title", ""))
     if model is None:
         return None
-    # One model may hold several keys (DeepSpeed's monitors): the place of the error says which.
+    # The model of the error may have the key as a field, as that of DeepSpeed's monitors has. Then
+    # the place of the error, ``("tensorboard", "distcompat_unknown")``, leads to the key's model.
     for outer in error.errors()[0]["loc"][:-1]:  # type: ignore[union-attr]
         model = model.model_fields[outer].annotation
     return model

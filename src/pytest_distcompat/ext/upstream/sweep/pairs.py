@@ -84,8 +84,8 @@ def reduced_failures(
 ) -> Iterator[tuple[_Row, str]]:
     """Yield each smallest failing part of a row, with its outcome.
 
-    A part that fails loses its last setting, and the rest of the row is tried again: a refusal must
-    not hide other pairs.
+    Of a part that fails, the last setting is taken out of the row, and the rest of the row is tried
+    again: it may have another part that fails.
 
     Args:
         row: The settings.

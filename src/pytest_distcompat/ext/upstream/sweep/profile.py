@@ -26,7 +26,8 @@ def _cells(selection: Selection) -> Iterator[Cell]:
     driver = selection.driver
     # The directory in which the processes of a session share what was read from the libraries.
     shared = None if selection.shared is None else selection.shared()
-    # ``setting.cells`` has the texts of its cells' option ``set``: ``AdamW.amsgrad=true``.
+    # The sources of a driver are the objects of libraries that it makes. A setting is one of their
+    # fields; ``setting.cells`` has a text for each value to try: ``AdamW.amsgrad=true``.
     for setting in rules.settings_of(rules.sources_of(driver), shared):
         for strategy, text in itertools.product(setting.strategies, setting.cells):
             if strategy not in selection.strategies:
@@ -50,7 +51,7 @@ def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue
     if "model" in driver.options:
         options.setdefault("model", "mlp")
     if "optimizer" not in driver.options:
-        # It makes the one that its sources name.
+        # Such a driver always makes the same optimizer, whose settings are swept.
         options.pop("optimizer", None)
     options["set"] = text
     return Cell.of(cell.strategy, cell.precision, cell.world_size, **options)
