@@ -169,28 +169,28 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
     processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
     for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items():
         # Where NVML lists no processes, as in most containers, all memory counts.
-        others = [
-            process.usedGpuMemory
-            for process in processes.get(uuid, ())
-            if not _is_ours(process.pid)
-        ]
+        memory_of_others = []
+        for process in processes.get(uuid, ()):
+            if not _is_ours(process.pid):
+                memory_of_others.append(process.usedGpuMemory)
         # NVML may say None for a process.
-        if None not in others:
-            memory_by_id[uuid] = int(info.used) - sum(others)
+        if None not in memory_of_others:
+            memory_by_id[uuid] = int(info.used) - sum(memory_of_others)
     return memory_by_id
 
 
 def own_memory(ids: Sequence[str]) -> dict[str, int]:
     """Return the bytes that this process and those below it use on each of these GPUs.
 
-    It is for a GPU that other runs share.
-
-    Memory that no process owns may be a neighbour's, whose process ends just now or is not listed.
-    Where NVML lists no processes, as in most containers, nothing is known to be this process's.
+    It is for a GPU that other runs share. Unlike ``used_memory`` it does not count memory that no
+    process owns: that may be another run's, whose process ends just now or is not listed. So it is
+    0 where NVML lists no processes, as in most containers. A GPU is left out if NVML does not know
+    it, or does not tell how much one of these processes uses.
     """
     memory_by_id: dict[str, int] = {}
     for uuid, processes in _query(ids, "nvmlDeviceGetComputeRunningProcesses").items():
         own = [process.usedGpuMemory for process in processes if _is_ours(process.pid)]
+        # NVML may say None for a process.
         if None not in own:
             memory_by_id[uuid] = sum(own)
     return memory_by_id
@@ -199,7 +199,8 @@ def own_memory(ids: Sequence[str]) -> dict[str, int]:
 def _is_ours(pid: int) -> bool:
     """Tell whether that is this process or one below it.
 
-    What ranks leave behind is below too: the launcher process, a child of this one, adopts it.
+    A process that outlives the rank that started it counts too: the launcher process, a child of
+    this one, adopts it.
     """
     # A session without GPUs must not pay for the import.
     import psutil
@@ -222,6 +223,7 @@ def compute_capability() -> tuple[int, int] | None:
     if facts is not None:
         return facts.capability
     first_gpu = visible_ids()[:1]
+    # At most one answer.
     for major, minor in _query(first_gpu, "nvmlDeviceGetCudaComputeCapability").values():
         return int(major), int(minor)
     return None
@@ -327,7 +329,7 @@ def _named_device(
     """
     if entry.isdigit() and int(entry) < len(devices):
         numbered = devices[int(entry)]
-        # A lost GPU has an empty name.
+        # A lost GPU has an empty UUID.
         if numbered:
             return numbered
     if entry.startswith("MIG-"):
@@ -339,7 +341,9 @@ def _named_device(
         return named.pop() if len(named) == 1 else entry
     if not entry.startswith("GPU-"):
         return None
-    matching = [
-        device for device, uuid in zip(devices, uuids, strict=True) if uuid.startswith(entry)
-    ]
+    matching = []
+    for device, uuid in zip(devices, uuids, strict=True):
+        if uuid.startswith(entry):
+            matching.append(device)
+    # The beginning of several UUIDs names none of them.
     return matching[0] if len(matching) == 1 else None

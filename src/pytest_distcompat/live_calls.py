@@ -29,10 +29,10 @@ SLOWER = 0.5
 class Calls:
     """Calls in one process, without a strategy: the reference of walks, and the base of drivers'.
 
-    Methods that are marked ``training`` or ``observer`` are calls, which a walk may make. Their
-    arguments have annotations ``bool`` or ``Literal``, whose values are drawn. All other methods
-    are for subclasses to override. A driver that has fewer values overrides the call, and lists in
-    ``refused`` what it does not have.
+    Methods that are marked ``training`` (it changes the training) or ``observer`` (it must not) are
+    calls, which a walk may make. Their arguments have annotations ``bool`` or ``Literal``, whose
+    values are drawn. All other methods are for subclasses to use or override. A driver whose
+    library has no such call, or not with each value of an argument, lists that in ``refused``.
 
     Args:
         trainer: Has ``model``, ``optimizer``, ``scheduler``, ``epoch``, ``loss(model, number,
@@ -217,8 +217,9 @@ class Calls:
     def resume(self) -> None:
         """Save, and go on in a new process group. What is not saved is lost.
 
-        On several ranks this method is not called: the walk ends a run and begins the next. In the
-        reference nothing is saved or loaded; it only loses gradients and the mode of the model.
+        On several ranks this method is not called: the walk ends a run and begins the next. The
+        reference goes on in its process. It only discards what the ranks lose: gradients, and that
+        the model is in evaluation mode.
         """
         self.zero_grad()
         self.model.train()
@@ -234,13 +235,13 @@ class Calls:
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
         """Load the last checkpoint in the same process group.
 
-        The state of optimizer and scheduler is loaded or not.
+        The arguments say whether the states of optimizer and scheduler are loaded, beside the
+        weights.
         """
+        stateful_objects = (self.model, *self._stateful())
         states = copy.deepcopy(self.saved)
         loaded = (True, optimizer, scheduler)
-        for stateful, state, is_loaded in zip(
-            (self.model, *self._stateful()), states, loaded, strict=True
-        ):
+        for stateful, state, is_loaded in zip(stateful_objects, states, loaded, strict=True):
             if is_loaded:
                 stateful.load_state_dict(state)
 
@@ -259,10 +260,11 @@ class Calls:
         return self.outputs(context)
 
     def accessors(self, of: Any = "fp32_param") -> Any:
-        """Return what a driver's reads of single tensors are compared with, by live name.
+        """Return what a driver's reads of single tensors are compared with, by name.
 
-        DeepSpeed, for example, has ``safe_get_full_fp32_param``. ``of`` is ``fp32_param``, ``grad``
-        or ``optimizer_state`` (Adam's first moments). Tensors that do not exist are left out.
+        Without a mark it is not a call. DeepSpeed's class overrides it as a call, which reads each
+        tensor by ``safe_get_full_fp32_param`` and its like. ``of`` is ``fp32_param``, ``grad`` or
+        ``optimizer_state`` (Adam's first moments). Tensors that do not exist are left out.
         """
         state = self.trainer.optimizer.state
         tensors: dict[str, Any] = {}
@@ -280,10 +282,11 @@ class Calls:
         return tensors
 
     def optimizer_state(self, how: Any = "own") -> Any:
-        """Return what the optimizer's state is compared with, as ``accessors`` does.
+        """Return what a driver's read of the optimizer's state is compared with.
 
-        ``how`` says how a driver takes the state: by the optimizer's ``own`` state dict, of which
-        nothing is compared, or by a function of its library.
+        Like ``accessors`` it is a call only where a driver overrides it. ``how`` says how the
+        driver takes the state: by the optimizer's ``own`` state dict, of which nothing is compared,
+        or by a function of its library.
         """
         if how == "own":
             return None
@@ -308,7 +311,8 @@ class Calls:
         import torch
         from safetensors.torch import load_file
 
-        if self.ranks[0]:
+        # On a rank this list has its number alone, in the reference those of all ranks from 0 on.
+        if self.ranks[0] != 0:
             return None
         path = self.exports / name
         paths = sorted(self.exports.glob(f"{path.stem}-*-of-*{path.suffix}"))

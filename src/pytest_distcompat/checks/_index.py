@@ -82,6 +82,7 @@ def _wrong_places(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iter
         if indexed_name is not None and _StoredKey(pair.key, indexed_name) in stored:
             in_second_file.append(pair)
         else:
+            # The index does not name the key, or names a file that lacks it.
             not_in_index.append(pair)
     for problem, pairs in (
         (f"it names {len(lost)} keys that are not in their files", lost),

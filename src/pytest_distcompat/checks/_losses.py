@@ -102,8 +102,8 @@ def other_loss(
 def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: float) -> str:
     """Return the words about a loss that is another kind of mean than the reference's.
 
-    An example is ``: here each micro-batch counts alike, there each token``. The text is empty if
-    the loss is no such mean.
+    An example is ``: here each micro-batch counts alike, there each token``, where *here* is the
+    trainer and *there* the reference. The text is empty if the loss is no such mean.
 
     A mean that is multiplied by the number of data-parallel ranks, or of micro-batches, is
     recognized too: such a loss is meant to be a part of a sum.
@@ -125,7 +125,7 @@ def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: floa
         return ""
     if weights:
         return f": here {weights[0]} counts alike, there {reference_weight}"
-    # Both numbers may be equal: then one finding names both.
+    # The two numbers may be the same, as 2 ranks and 2 micro-batches: then one text names both.
     names_by_factor: dict[int, list[str]] = defaultdict(list)
     names_by_factor[cell.dp_size].append("ranks")
     names_by_factor[int(cell.option("grad_accum"))].append("micro-batches a step")

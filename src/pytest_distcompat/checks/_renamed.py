@@ -46,6 +46,8 @@ class Part:
         """
         if not self.extra:
             return True
+        # The segments that an option (``_orig_mod``) or a strategy puts into names, a strategy in
+        # front (``leading``) or anywhere (``wrappers``).
         wrappers = set(OPTION_WRAPPERS.values())
         for name in STRATEGIES.names():
             strategy = STRATEGIES.get(name)
@@ -148,7 +150,7 @@ def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Can
 
     A shortened name is a known name without one of its prefixes or segments.
     """
-    without_segment: dict[str, list[_Candidate]] = defaultdict(list)
+    candidates_by_name: dict[str, list[_Candidate]] = defaultdict(list)
     without_prefix: dict[str, list[_Candidate]] = defaultdict(list)
     for name in sorted(known):
         segments = name.split(".")
@@ -156,15 +158,16 @@ def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Can
             shortened = ".".join(segments[count:])
             prefix = _prefix(segments[:count], extra=False)
             without_prefix[shortened].append(_Candidate(prefix, name))
+        # Without its first segment a name lacks a prefix, see above. The last one is never missing.
         for segment in dict.fromkeys(segments[1:-1]):
             shortened = _without(segments, segment)
             part = _segment(segment, extra=False)
-            without_segment[shortened].append(_Candidate(part, name))
+            candidates_by_name[shortened].append(_Candidate(part, name))
     for shortened, candidates in without_prefix.items():
         # The end of several names, such as "weight", says nothing.
         if len(candidates) == 1:
-            without_segment[shortened] += candidates
-    return without_segment
+            candidates_by_name[shortened] += candidates
+    return candidates_by_name
 
 
 def _prefix(segments: list[str], *, extra: bool) -> Part:
@@ -181,8 +184,8 @@ def _segment(segment: str, *, extra: bool) -> Part:
 def _without(segments: list[str], segment: str) -> str:
     """Return the name without that segment, however often it has it.
 
-    The result is empty for a number, as in ``layers.0``: it tells modules of a list apart, and no
-    wrapper adds it.
+    The result is empty, which is no known name, for a number as in ``layers.0``: it tells modules
+    of a list apart, and no wrapper adds it.
     """
     if segment.isdecimal():
         return ""

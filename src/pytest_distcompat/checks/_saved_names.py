@@ -8,14 +8,19 @@ holds (``model``, ``optimizer``, ``index``), keys and shapes. The function yield
 ``file 'model.safetensors': 9 keys have the extra prefix `_orig_mod.`: key
 '_orig_mod.lm_head.weight' is no name of the unwrapped model; expected 'lm_head.weight'``.
 
-It asks ``ExpectedNames`` about each file:
+It asks ``ExpectedNames``, which knows the names that tensors must have, about each file:
 
 - ``known_in``: which keys it may have, without a finding;
-- ``renamed_in``: its other keys, those together that differ from names in the same part;
+- ``renamed_in``: its other keys, in groups that differ from the model's names in the same way, as
+  by the extra prefix ``_orig_mod.``;
 - ``names_in``: which tensors it has, by the model's names and with renamed keys resolved;
 - ``has_key_of_model``: whether any of its keys is such a name, perhaps a changed one.
 
-A tied tensor has several names, and counts under the first of them (``first_name``).
+Its sets of names are ``in_files`` (all parameters), ``trainable``, ``persistent`` and
+``not_persistent`` (buffers that are saved or not), ``updated`` (parameters for which an optimizer
+must have state) and ``written`` (what the model's library writes in place of the model's own names,
+empty if it writes those). A tied tensor has several names, and counts under the first of them
+(``first_name``).
 """
 
 from __future__ import annotations
@@ -93,8 +98,8 @@ def _missing_of_model(expected: ExpectedNames, saved: set[str], run: RunTrace) -
         parameters = expected.trainable
         buffers = set()
     if expected.written_by_library(saved) and not parameters <= saved:
-        # The model's library writes names of its own (``Driver.written_names``), so all of those
-        # must be there instead. ``saved`` has first names.
+        # The model's library has written names of its own (``Driver.written_names``), so all of
+        # those must be there instead. ``saved`` has first names.
         kind = "names that the library writes"
         parameters = {expected.first_name(name) for name in expected.written}
         buffers = set()

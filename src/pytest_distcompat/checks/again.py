@@ -20,8 +20,9 @@ the learning rate is 0.0008; 0.001 in the reference``.
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
 place in lists; ``not_applicable`` returns why a cell does not have the check, or None;
-``depends_on`` has the facets of a cell on which the outcome depends, so that of cells with equal
-facets the default profile tests only one; ``costly`` says that it needs several runs of its own.
+``depends_on`` has the facets of a cell (precision, world size, options) on which the outcome
+depends beside the strategy, in this check none: so the default profile tests only one cell of each
+strategy; ``costly`` says that the check needs several runs of its own.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does."""
     if not driver.can("again"):
         return "the driver has no again(), which begins a second training in the same trainer"
+    # The cell may name any model, but no other option.
     others = [name for name, _ in cell.options if name != "model"]
     if cell.precision != "fp32" or others:
         return "a second training is tried in fp32 and without that option"
@@ -61,6 +63,7 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
 
 @check(
     scenario=AGAIN,
+    # The steps of a run are counted over all its trainings.
     until=(
         ("again", "step", FIRST_STEPS + SECOND_STEPS + LOADED_STEPS - 1),
         ("again_reference", "reference", FIRST_STEPS + SECOND_STEPS - 1),
@@ -93,6 +96,7 @@ def again(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(loaded, cell.world_size, "the load in the trainer that saved")
     yield from differences(values(run, saved), values(run, loaded), when)
     yield from settings(saved, loaded, when)
+    # The steps that followed the save at first, and those after it was loaded.
     first_time = []
     repeated = []
     for nth in range(LOADED_STEPS):
@@ -104,11 +108,13 @@ def again(cell: Cell, trace: Trace) -> Iterator[str]:
 def _second_training(cell: Cell, run: RunTrace, reference: RunTrace) -> Iterator[str]:
     """Yield findings for the first step of the second training that is not the reference's."""
     yield from every_rank(run.at("again"), cell.world_size, "the start of the second training")
+    # How far numbers may be from the reference's in this precision, relatively.
     loss_tolerance, norm_tolerance = table_tolerances(cell, run)
     # Numbers by which a wrong loss may be multiplied: ``{"the number of ranks": 2}``.
     factors = factors_of(cell, run)
     first_references = reference.at("reference")
-    # Whether the gradients are right if the losses of ranks add up is for ``parity`` to say.
+    # The ranks' losses may add up to the reference's, instead of having it as their mean. Whether
+    # the gradients are right all the same is for the check ``parity`` to say.
     losses_add_up = bool(first_references) and add_up(
         cell, run.at("step"), first_references[0], loss_tolerance
     )

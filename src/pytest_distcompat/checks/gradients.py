@@ -52,6 +52,7 @@ SAME_RATIO = 0.05
 
 def _no_single_gradients(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does."""
+    # FSDP1 then joins the parameters of a unit to one, the flat parameter.
     if not cell.option("use_orig_params"):
         return "a flat parameter has one gradient for all the parameters in it"
     return has_reference(cell, driver)
@@ -74,6 +75,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train = trace.run("train")
     reference = trace.run("reference")
+    # The names of parameters in the unwrapped model, before anything wraps it.
     known: set[str] = set()
     if train.unwrapped:
         known = {info.name for info in train.unwrapped.parameters}
@@ -207,7 +209,7 @@ class _Deviation:
 
     @property
     def is_scale(self) -> bool:
-        """Tell whether the ratio may be that by which clipping scaled all gradients."""
+        """Tell whether the ratio may be a factor by which clipping scales gradients."""
         return self.ratio != 0 and math.isfinite(self.ratio)
 
 
@@ -217,8 +219,8 @@ class _Comparison:
 
     Attributes:
         deviations: The deviations that are findings, without a common one.
-        common_ratio: The ratio that most gradients have in common, because clipping scaled them:
-            0.7, or 1.0 if there is none.
+        common_ratio: The ratio that most gradients have in common, because clipping scaled them,
+            such as 0.7; 1.0 if most have none.
     """
 
     deviations: tuple[_Deviation, ...]

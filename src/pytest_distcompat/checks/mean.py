@@ -37,8 +37,9 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 #: bfloat16.
 TOLERANCE = 0.03
 
-#: The names of means, by what has an equal weight in them -> the words for it. A driver declares
-#: one of the names. A joint micro-batch is the micro-batches with one number of all ranks together.
+#: The names of means, by what has an equal weight in them -> the words for it. A driver may declare
+#: one of the names. A joint micro-batch is the micro-batches of all ranks that have the same number
+#: in the step.
 MEANS = {
     "token": "each token",
     "row": "each row",
@@ -76,11 +77,13 @@ def _measured(cell: Cell, trace: Trace) -> str:
     if "token" in means:
         return text
     first_step = run.at("step")
-    return text + _joined_loss(first_step, steps[0].rows)
+    return text + _two_mean_losses(first_step, steps[0].rows)
 
 
-def _joined_loss(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
+def _two_mean_losses(snapshots: Sequence[Snapshot], rows: Iterable[_Row]) -> str:
     """Return the words for two means of the ranks' losses in the first step: plain and by tokens.
+
+    They are empty if a rank has reported no loss, or no rank has a token that is trained on.
 
     No other check shows the difference if the reference is derived from the trainer's own loss,
     since it then has the same mean.
@@ -118,8 +121,8 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
 
     If the driver declares none of these, any will do. The weight of each token is read
     from the gradient of the model's logits, on each rank and in each micro-batch of the first three
-    steps; no reference is needed. It is known of cross-entropy that weights the tokens of a row
-    alike. Where ranks have equally many tokens all means are the same.
+    steps; no reference is needed. It can be read only if the loss is a cross-entropy that weights
+    the tokens of a row alike. Where ranks have equally many tokens all means are the same.
 
     If it fails: a mean of means gives tokens of short batches more weight than others. Divide the
     sum over tokens by the number of tokens of all micro-batches and ranks
@@ -129,6 +132,7 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
     means from one over tokens.
     """
     run = trace.run()
+    # The driver's attribute ``mean``: a key of ``MEANS``, or empty.
     declared = run.unwrapped.mean if run.unwrapped else ""
     if declared and declared not in MEANS:
         names = ", ".join(repr(name) for name in MEANS)
@@ -137,13 +141,14 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
     steps = _steps(run)
     means = frozenset(MEANS)
     for number, step in enumerate(steps, start=1):
+        # ``means`` are those that fitted all steps before this one.
         if not step.means:
             other = f"gradients are a mean with other weights than those of {_words(means)}"
             example = _example(step.rows)
             yield f"step {number}: {other}: {example}"
             return
         means = step.means
-    # The weights of a step are not known, so nothing can be said.
+    # The weights of a step are not known, so whether the declared mean fits is not known either.
     if len(steps) < SAVED:
         return
     if declared and declared not in means:
@@ -172,7 +177,7 @@ class _Step:
     """A step whose weights are known.
 
     Attributes:
-        rows: Its rows on all ranks.
+        rows: Its rows on all ranks, without those that have no token to train on.
         means: The means (keys of ``MEANS``) that fit the weights of this step and all before it.
     """
 

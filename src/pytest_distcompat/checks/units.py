@@ -72,6 +72,7 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     if reason:
         yield reason
         return
+    # The snapshots of all ranks after three steps.
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshots, stage_model in by_stage(run, trained):
@@ -152,7 +153,7 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
     if not _has_units(cell):
         return
     fsdp_units = _unwrapped_names(cell, unwrapped, model.units)
-    # Tensor parallelism takes all ranks, so FSDP may be left out.
+    # If tensor parallelism takes all ranks, FSDP has none to shard over, and may be left out.
     if cell.only_tp and not fsdp_units:
         return
     if cell.option("wrap_policy") == "size":
@@ -212,7 +213,8 @@ def _recomputed_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) 
     Without activation checkpointing, those of no block may be.
     """
     recomputed = _unwrapped_names(cell, unwrapped, model.checkpointed)
-    # A parent of blocks may be marked without being recomputed.
+    # transformers also marks parents of blocks, by ``gradient_checkpointing``. What counts is
+    # whether the blocks are marked.
     recomputed &= _blocks_and_modules_inside(unwrapped)
     if not cell.option("activation_checkpointing"):
         # A script may turn it on by itself. ``requested``: a driver that supports the option was
@@ -277,7 +279,8 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Yield texts unless torch.compile has compiled what the cell says.
 
-    That is the whole model, each block (``regional``) or one of them (``partial``).
+    That is the whole model, each block (``regional``), or one block or a module inside it
+    (``partial``).
     """
     # False, True and ``aot_eager`` (the whole model), ``regional``, ``partial``.
     mode = cell.option("compile")
@@ -304,7 +307,8 @@ def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) ->
 def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Yield a text for each parameter of ``ignored_modules`` that is sharded all the same."""
     strategy = STRATEGIES.get(cell.strategy)
-    # Such a strategy, as DDP, shards no live parameters.
+    # ``kind`` says how ranks store live parameters: as ``DTensor``, ``FSDP1 shard``, ``ZeRO-3``, or
+    # as ``Tensor`` under a strategy that shards none, such as DDP.
     if strategy.kind == "Tensor":
         return
     numel_by_name = {info.name: info.local_numel for info in unwrapped.parameters}

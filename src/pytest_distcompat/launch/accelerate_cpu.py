@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-#: The releases of accelerate on which ``on_cpu`` was tested: from the first, up to but without the
-#: second.
+#: The releases of accelerate with which ``on_cpu`` is expected to work: from the first, up to but
+#: without the second.
 TESTED_RELEASES = ("1.6", "2")
 
 
@@ -35,13 +35,18 @@ def check_version(version: str) -> None:
 
 
 def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that make ``Accelerator(**settings)`` run the requested strategy on CPU.
+    """Return further arguments with which ``Accelerator`` runs the requested strategy on the CPU.
 
     Without them accelerate silently turns an FSDP plugin with ``cpu=True`` into plain DDP, one
     without it into a bare model without gradient sync, and a DeepSpeed plugin into plain DDP
-    (``AcceleratorState.__init__``). For FSDP the shared state is set beforehand to a multi-device
-    run on "cpu"; setting ``distributed_type`` is not documented. Tested with accelerate 1.6 to
-    1.15. The version is checked (RuntimeError), and the check ``active`` fails if it stops working.
+    (``AcceleratorState.__init__``). For FSDP this function returns none: it sets the state that all
+    Accelerators of the process share to a multi-device run on "cpu". Setting ``distributed_type``
+    is not documented. Tested with accelerate 1.6 to 1.15. The version is checked (RuntimeError),
+    and the check ``active`` fails if it stops working.
+
+    Args:
+        settings: The arguments that ``Accelerator`` gets anyway: ``{"fsdp_plugin": plugin}``.
+            Without a plugin the strategy is DDP.
     """
     import os
     from datetime import timedelta

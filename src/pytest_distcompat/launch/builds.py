@@ -56,7 +56,12 @@ def is_waiting(frames: Iterable[Frame]) -> bool:
 
 
 def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
-    """Remove the locks of killed builds that were made within the last ``seconds``."""
+    """Remove the locks of killed builds that were made during a run which has just failed.
+
+    Args:
+        seconds: How long the run took. Only a lock made since then may be its own.
+        environment: The ranks' environment variables, which say where the locks are.
+    """
     began = clock.wall() - seconds
     for lock in _locks(environment):
         if lock.holder is None and lock.made_at >= began:

@@ -37,11 +37,11 @@ CRASH = "Fatal Python error: "
 class Files:
     """The files to which the ranks of a request write their output."""
 
-    #: The directory of the run. Ranks that do one request after the other all write to the files of
-    #: the run that they were started with.
+    #: The directory of the run. Ranks that are reused for several requests, such as one test after
+    #: the other, write to the files of the run that they were started with.
     run: Path
-    #: For such ranks, how many bytes each file had when the request began. They belong to earlier
-    #: requests.
+    #: For reused ranks, how many bytes each file had when the request began. They belong to earlier
+    #: requests, and are not shown.
     since: Mapping[Path, int] = field(default_factory=dict)
     #: The first rank of this machine. torchrun's agent numbers its directories from 0 on each
     #: machine.
@@ -84,7 +84,10 @@ def read_file(path: Path) -> str:
 
 
 def log_sizes(run: Path, world_size: int) -> dict[Path, int]:
-    """Return how many bytes each stdout.log and stderr.log of that run's ranks has, by path."""
+    """Return how many bytes each stdout.log and stderr.log of that run's ranks has, by path.
+
+    It is what ``Files.since`` has for a request that begins now.
+    """
     sizes = {}
     for rank in range(world_size):
         for path in _logs(run, rank):

@@ -1,8 +1,8 @@
 """Tell installed files (Python's own, libraries) from the user's own code.
 
-``at_import.Watch`` calls ``is_installed`` for each module that runs while it watches imports: an
-installed library may read the clock at its import, the user's own modules may not. So
-``/venv/lib/python3.12/site-packages/numpy/__init__.py`` is installed, and
+``at_import.Watch`` looks for modules of the user that read the clock or the rank's number at their
+import: ranks that are forked after it would all have one value. It calls ``is_installed`` to tell
+these modules from libraries. ``/venv/lib/python3.12/site-packages/numpy/__init__.py`` is installed,
 ``/home/me/project/conftest.py`` is not.
 """
 
@@ -38,15 +38,21 @@ def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
         site.getusersitepackages(),
         str(Path(__file__).parents[1]),
     ]
-    prefixes = [f"{os.path.realpath(directory)}{os.sep}" for directory in directories]
+    prefixes = [_prefix(directory) for directory in directories]
     for entry in path:
-        if not entry or f"{os.path.realpath(entry)}{os.sep}" in prefixes:
+        # An empty entry is the working directory. What the prefixes cover needs no second look.
+        if not entry or _prefix(entry) in prefixes:
             continue
         # ``pip install --target DIRECTORY`` puts ``numpy-2.0.dist-info`` beside ``numpy``. The
         # directory may be the project's own, so only the files that dist-info lists are installed.
         for description in Path(entry).glob("*.dist-info"):
             prefixes += _listed(description)
     return tuple(prefixes)
+
+
+def _prefix(directory: str) -> str:
+    """Return how the paths of the files in a directory begin, without symbolic links."""
+    return f"{os.path.realpath(directory)}{os.sep}"
 
 
 def _listed(description: Path) -> Iterator[str]:

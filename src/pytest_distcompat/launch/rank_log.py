@@ -60,6 +60,7 @@ class RankLog:
 
     def write(self, event: Event) -> None:
         """Append one event, with the rank, the time and the rank's memory."""
+        # Classes of events have a name; a ``Note`` stands for an event without a class.
         name = event.event if isinstance(event, Note) else event.name
         fields = {
             "event": name,
@@ -116,8 +117,8 @@ class LogReader:
             inode = pristine_builtins.status_of(file.fileno()).st_ino
             known_inode, offset = self._positions.get(rank, (inode, 0))
             if known_inode != inode:
-                # The file is another one than before: the log of an earlier process of this rank
-                # was put aside, and its events do not count.
+                # The file is another one than before: a later process of this rank has renamed the
+                # log of the earlier one (``ext/scripts/hosted_rank``), whose events do not count.
                 self._events[rank] = []
                 offset = 0
             file.seek(offset)
@@ -139,6 +140,7 @@ class LogReader:
         """
         if not isinstance(event, Done) or event.pid is None:
             return False
+        # The first event of a rank is ``start``, with its pid.
         logged = self._events[rank]
         return not logged or event.pid != getattr(logged[0], "pid", None)
 

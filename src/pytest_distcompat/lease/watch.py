@@ -31,7 +31,8 @@ _CHECK_INTERVAL_S = 1.0
 NOTIFY_OF_WORKERS_AFTER_S = 60.0
 #: A notice is one line of 100 columns, with the ``distcompat: `` before it.
 NOTICE_COLUMNS = 100 - len("distcompat: ")
-#: The name of a holder keeps at least this many characters in a notice.
+#: The name of a holder (a test's id) keeps at least this many characters in a notice, which then
+#: may be longer than ``NOTICE_COLUMNS``.
 _NAME_LEAST = 16
 #: After how many seconds of waiting a request goes on without CPU slots that a suspended process
 #: holds, or that another session has held for ``LONG_LEASE_S`` seconds (a debugger). Slots only
@@ -50,7 +51,8 @@ class Holder:
         who: Names the lease in messages: the id of a test.
         pid: The process that holds it, 0 if unknown.
         since: When the lease began, in seconds since the epoch.
-        before: The device's memory in use before the lease, in bytes, if known.
+        before: The device's memory in use before the lease, in bytes, if known. If the holder dies,
+            the next one waits until the memory above that is free.
         run: The pytest session that it belongs to, the same for all xdist workers; empty if
             unknown.
     """
@@ -63,7 +65,8 @@ class Holder:
     run: str = ""
 
 
-#: A holder of a device, or a ticket to be served before.
+#: What a request waits for: the holder of a device, or the ticket (a request in the queue) of an
+#: earlier request, which is served first.
 Blocker = Holder | Ticket
 
 
@@ -80,10 +83,10 @@ class Watch:
         count: How many.
         who: Names the request: the id of a test.
         blockers: Returns the holders and tickets that the request waits for.
-        given_up: Blockers that earlier requests of this process have given up on, so that the next
-            one does not wait for them again.
-        notified: The sessions and processes that the user was told of, so that each wait for them
-            is not a further line.
+        given_up: Blockers that requests of this process have given up on, so that the next one does
+            not wait for them again. All watches of a process share this set, and ``notified``.
+        notified: The sessions, or pids as text, that a notice has named (see ``_session``), so that
+            each wait for them is not a further line.
         run: The pytest session of the request, as in ``Holder``.
         notify: Shows the user a message; None to show none.
     """
@@ -133,7 +136,8 @@ class Watch:
         """
         stuck_devices = [blocker for blocker in stuck if isinstance(blocker, Holder)]
         if len(stuck_devices) < len(stuck):
-            # A stuck ticket blocks it however many devices are free.
+            # Requests are served in order, so a stuck ticket before this one blocks it however many
+            # devices are free.
             return True
         usable = len(self.inventory.ids) - len(stuck_devices)
         return usable < self.count
@@ -159,15 +163,16 @@ class Watch:
         and not for long.
         """
         assert self.notify is not None
-        of_others: list[Blocker] = []
+        # Those that may keep their devices for long: stuck ones, and other sessions.
+        slow: list[Blocker] = []
         for blocker in blockers:
             if blocker in stuck or self._of_other_run(blocker):
-                of_others.append(blocker)
-        notify_after = NOTIFY_AFTER_S if of_others else NOTIFY_OF_WORKERS_AFTER_S
+                slow.append(blocker)
+        notify_after = NOTIFY_AFTER_S if slow else NOTIFY_OF_WORKERS_AFTER_S
         if waited < notify_after:
             return
         news: list[Blocker] = []
-        for blocker in of_others or blockers:
+        for blocker in slow or blockers:
             if _session(blocker) not in self.notified:
                 news.append(blocker)
         if news:

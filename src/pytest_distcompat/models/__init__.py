@@ -7,6 +7,9 @@ its loss. The core has no model of its own: those of ``ext.upstream`` are added 
 groups ``pytest_distcompat.models`` and ``pytest_distcompat.model_families``; the latter has models
 that are made of their names, as ``hf:gpt2``. A user's driver has a model of its own, and needs none
 of these.
+
+For modules that define models, ``Stages`` says how a model is cut for a pipeline, and
+``prompt_length`` how many tokens at the start of a row are not trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pytest_distcompat.models._base import Stages, TinyModel, prompt_length
 from pytest_distcompat.registry import Registry
 
 if TYPE_CHECKING:
-    # A type that needs torch.
+    # A type that needs torch. ``as`` tells type checkers that this module offers it to others.
     from pytest_distcompat.models._base import Batch as Batch
 
 

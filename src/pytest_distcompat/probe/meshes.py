@@ -139,7 +139,8 @@ def dtensor_layout(
         placements: The placement along each mesh dimension.
     """
     if not place.coordinate:
-        # This rank is not in the mesh, so it holds nothing that could be sharded.
+        # This rank is not in the mesh, so it holds nothing that could be sharded. ``WHOLE`` is the
+        # layout without mesh dimensions.
         return WHOLE
     dims: list[MeshDim] = []
     # Which ranks hold one full tensor together: along a mesh dimension that shards it all of them,
@@ -191,10 +192,11 @@ def dtensor_starts(
         return None
     last_dim = sharded_dims[-1]
     # Dimensions after the last sharded one are complete. So consecutive indices of the last sharded
-    # dimension are one run, of which the first index is its start.
+    # dimension are one run of elements, which starts where the first of these indices does.
     stride = math.prod(shape[last_dim + 1 :])
     starts = local_indices[last_dim] * stride
-    # All runs must have the same length: an index begins one at every so many.
+    # All runs must have the same length. So longer ones are cut into pieces of a common length, and
+    # every ``run_length``-th index starts a piece.
     run_length = _common_run_length(local_indices[last_dim])
     starts = starts[::run_length]
     # The same runs repeat at each index of each dimension before it.
@@ -206,9 +208,9 @@ def dtensor_starts(
 
 
 def _common_run_length(indices: torch.Tensor) -> int:
-    """Return the greatest length that divides all runs of consecutive indices.
+    """Return the greatest length into which all runs of consecutive indices can be cut.
 
-    It is 2 for the indices 0 to 3 and 8 to 9, whose runs have 4 and 2 elements.
+    It is 2 for the indices 0 to 3 and 8 to 9, whose runs have 4 and 2 indices.
     """
     is_break = torch.diff(indices) != 1
     breaks = is_break.nonzero().flatten().tolist()
@@ -246,6 +248,7 @@ class _Sharding:
             stride //= size
             if placement.dim is None or size == 1:
                 continue
+            # The rank's coordinate in this mesh dimension.
             if rank in ranks:
                 index = ranks.index(rank) // stride % size
             else:
@@ -254,7 +257,9 @@ class _Sharding:
                 distance = ranks[stride]
                 index = rank // distance % size
             cuts.append((placement.dim, placement.split_factor, size, index))
-        return tuple(len(indices) for indices in held_indices(self.shape, cuts))
+        # The indices of each dimension that the rank holds: ``[range(0, 4), range(3, 6)]``.
+        indices_by_dim = held_indices(self.shape, cuts)
+        return tuple(len(indices) for indices in indices_by_dim)
 
 
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
@@ -262,7 +267,7 @@ def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
 
     An extension runs one process for each group in place of all its ranks. For 1000 ranks whose
     shards have one shape it runs two: one for ranks 0 to 998, one for rank 999. So a rank other
-    than 0 is run in any case.
+    than 0 is run even if all shards have one shape.
 
     Args:
         tensors: The tensors of rank 0, on which this is called.

@@ -124,7 +124,8 @@ def _only_earlier_cause(
 ) -> int | None:
     """Return the number of the only cause that a check found before in these cells.
 
-    The result is None if there is no such cause, or if there are several.
+    The result is None if there is no such cause, or if there are several: which of them explains
+    the failed run is not known then.
 
     Args:
         group: The verdicts of a cause by which a run ended early.
@@ -146,7 +147,10 @@ def _ended_early(group: Iterable[Verdict]) -> bool:
 
 
 def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
-    """Return the checks of the verdicts by cell: ``{"ddp-fp32-w2 (torch)": ["names"]}``."""
+    """Return the checks of the verdicts by cell: ``{"ddp-fp32-w2 (torch)": ["names"]}``.
+
+    A ``Change`` is a verdict that differs between two reports.
+    """
     checks: dict[str, list[str]] = {}
     for verdict in verdicts:
         cell = f"{verdict.cell} ({verdict.driver})"
@@ -196,7 +200,7 @@ def _headline(result: Verdict) -> str:
         second_line, *_ = rest.splitlines()
         return f"{first_line} {second_line}"
     if rest.startswith("Traceback"):
-        # The exception at the end of the traceback, after the beginning of the first line.
+        # What the first line says up to its colon, and the exception at the end of the traceback.
         exception = _EXCEPTION.search(rest)
         if exception:
             context, _, _ = first_line.partition(": ")

@@ -43,7 +43,8 @@ def merge(reports: Sequence[Report]) -> Report:
         runs=_runs(reports),
         unreached=_unreached(reports, results),
     )
-    # An item that failed outside its check does not know the driver of its suite.
+    # An item that failed outside its check does not know the driver (the trainer under test) of its
+    # suite. Other items of the suite do.
     merged.fill_drivers()
     return merged
 
@@ -60,7 +61,7 @@ def _worst_results(reports: Iterable[Report]) -> list[Verdict]:
 
 
 def _rows(reports: Iterable[Report]) -> list[Row]:
-    """Return one row for each cell of each suite, with what all reports know about it."""
+    """Return one row for each cell of each suite, with what the reports know about it."""
     rows: dict[tuple[str, ...], Row] = {}
     for number, report in enumerate(reports, 1):
         for row in report.rows:
@@ -75,7 +76,10 @@ def _rows(reports: Iterable[Report]) -> list[Row]:
 
 
 def _merged_row(first: Row, second: Row) -> Row:
-    """Return the row of both: all runs and reasons, and the rest of the first row that has it."""
+    """Return the row of both: all runs, all reasons why checks do not apply to the cell.
+
+    Any other field is that of the first row, or of the second if the first lacks it.
+    """
     values = {}
     # A field without data is empty or None.
     for field in dataclasses.fields(Row):
@@ -152,7 +156,10 @@ def _versions(sessions: Iterable[_Session]) -> dict[str, str]:
 
 
 def _settings(sessions: Iterable[_Session]) -> dict[str, dict[str, Any]]:
-    """Return each setting with its values in all sessions, and its origin in the last of them."""
+    """Return each setting with its values in all sessions, and its origin in the last of them.
+
+    For example ``{"timeout": {"value": "20 | 60", "from": "option"}}``.
+    """
     all_settings = _values(sessions, "settings", {})
     joined = {}
     for name in _keys(all_settings):

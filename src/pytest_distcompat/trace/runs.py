@@ -5,6 +5,9 @@ A run is one process group from start to end. A scenario is the runs that a chec
 ``Trace`` of a scenario in one cell (one point of the matrix, such as ``fsdp2-fp32-w2``). Checks
 are called with it: ``trace.run("resume").at("step", 0)`` has the snapshot of each rank after the
 first step of the resumed training.
+
+A *stand-in* (``snapshot.StandIn``) is one process that an extension runs in place of several ranks.
+Its tensors have shapes and no values, so it is not compared with other ranks, and saves nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +94,11 @@ class RunTrace:
 
     @property
     def on_gpu(self) -> bool:
-        """Tell whether its ranks computed on GPUs: only there ``products`` is not empty."""
+        """Tell whether its ranks computed on GPUs.
+
+        ``Snapshot.products`` says how a GPU multiplies, such as ``{"matmul": "tf32"}``. On the CPU
+        it is empty.
+        """
         return any(snapshot.products for snapshot in self.snapshots)
 
     @property
@@ -124,12 +131,12 @@ class RunTrace:
 
     @property
     def has_values(self) -> bool:
-        """Tell whether its tensors had values, so that it can train on and save."""
+        """Tell whether its tensors had values, so that it can save: no stand-in took part."""
         return self.stand_in is None
 
     @property
     def has_every_rank(self) -> bool:
-        """Tell whether each rank recorded its own part."""
+        """Tell whether each rank recorded its own part, and no stand-in did so for it."""
         return self.stand_in is None
 
     @property
@@ -188,7 +195,7 @@ class Trace:
         of ranks has other ranks on each machine, and the text does not say which run it is about.
         Then the text stays, and a line below it lists the ranks of each machine for both.
         """
-        # A text that quotes a failure is about that run.
+        # A text that quotes a failure is about the run that failed. Any other may be about any run.
         failed_runs: list[RunTrace] = []
         for run in self:
             if run.end is not None and run.end.message in text:

@@ -52,17 +52,22 @@ class DistributedTest:
         monkeypatch.setenv("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self.init_distributed:
             request.getfixturevalue("process_group")
+            # DeepSpeed takes the process group that exists. A suite that has not imported it does
+            # not need it.
             if "deepspeed" in sys.modules:
                 sys.modules["deepspeed"].init_distributed()
 
     @pytest.fixture
     def tmp_path(self, shared_dir: Path) -> Path:
-        """Return the directory that the parent made for all ranks."""
+        """Return one directory for all ranks of the test, as ``shared_dir`` does."""
         return shared_dir
 
     @pytest.fixture
     def class_tmpdir(self, tmpdir: Any) -> Any:
-        """Return the test's own directory: each test has ranks and directories of its own."""
+        """Return the test's own directory, where DeepSpeed's suite has one for the whole class.
+
+        With this plugin each test has ranks and a directory of its own.
+        """
         return tmpdir
 
 
@@ -79,6 +84,7 @@ class _FixtureClass(type):
         size = getattr(created, _SIZE)
         if size is None:
             return created
+        # Not ``isinstance``: True is an int too.
         if type(size) is not int or size < 1:
             raise TypeError(f"{name}.{_SIZE} is {size!r}: expected a whole number above 0")
         _CLASSES[created.__module__, name] = created
@@ -112,6 +118,7 @@ def _fixture_of(cls: Any) -> Any:
         # test on one process.
         done: Path | None = None
         if "RANK" in os.environ:
+            # Beside the directory that the ranks share, not in it: that is the test's ``tmpdir``.
             shared = request.getfixturevalue("shared_dir")
             done = shared.with_name(f"{shared.name}-{cls.__name__}")
         if os.environ.get("RANK", "0") == "0":

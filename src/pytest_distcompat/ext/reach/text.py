@@ -44,7 +44,8 @@ def headline(reach_map: ReachMap) -> str:
 
     For example ``6372 of 38050 branches (16.7 %) are executed by 48 cells of 4 drivers``.
     """
-    counts = Counts.total(reach_map.coverage_of(file_id).counts() for file_id in reach_map.files)
+    counts_of_files = [reach_map.coverage_of(file_id).counts() for file_id in reach_map.files]
+    counts = Counts.total(counts_of_files)
     cells: set[str] = set()
     drivers: set[str] = set()
     for context in reach_map.contexts():
@@ -110,9 +111,8 @@ def file_table(reach_map: ReachMap, library: str) -> Iterator[str]:
 
 def counts_of(reach_map: ReachMap, library: str) -> Counts:
     """Return the numbers of functions and branches of a library, and of those reached."""
-    return Counts.total(
-        file_reach.counts() for file_reach in reach_map.coverage_of_library(library)
-    )
+    counts_of_files = [file_reach.counts() for file_reach in reach_map.coverage_of_library(library)]
+    return Counts.total(counts_of_files)
 
 
 def _row(name: str, files: str, functions: str, branches: str) -> str:
@@ -219,9 +219,10 @@ def missing(branches: Iterable[BranchReach], title: str) -> Iterator[str]:
 
 
 def _function_heading(branch_reach: BranchReach) -> str:
-    """Return the function of a branch, with the branch's rank.
+    """Return the function of a branch, and how likely users run into the branch (``rank``).
 
-    An example is ``lib/trainer.py prepare (public, setting)``.
+    An example is ``lib/trainer.py prepare (public, setting)``: a function that users may call, and
+    a condition that reads a setting.
     """
     branch = branch_reach.branch
     rank = branch.rank.name.lower().replace("_", ", ")
@@ -279,7 +280,10 @@ def _executed(places: Sequence[PlaceReach]) -> list[PlaceReach]:
 
 
 def _unexecuted(places: Sequence[PlaceReach]) -> list[PlaceReach]:
-    """Return the places in functions of the old release that no cell executes."""
+    """Return the places in functions of the old release that no cell executes.
+
+    A place outside of functions, or one that defines a new function, has no ``function``.
+    """
     unexecuted: list[PlaceReach] = []
     for place_reach in places:
         if place_reach.function and not place_reach.contexts:
@@ -311,14 +315,17 @@ def _changed_headline(places: Sequence[PlaceReach]) -> str:
 
 
 def _unexecuted_lines(places: Sequence[PlaceReach]) -> Iterator[str]:
-    """Yield the lines about places that no cell executes, or of which the map knows nothing."""
+    """Yield the lines about places that no cell executes, or of which the map says nothing.
+
+    The latter are new functions and classes, and places that run on import.
+    """
     yield from _titled_places("places that no cell executes", _unexecuted(places))
     yield from _titled_places("new functions and classes", _definitions(places))
     yield _on_import_line(places)
 
 
 def _cell_line(cell: CellReach) -> str:
-    """Return the line of a cell, with the number of places that it executes."""
+    """Return the line of a cell: how many places it executes, and how many no other cell does."""
     line = f"  {cell.cell}: {_counted(cell.places, 'place')}"
     if cell.alone:
         line += f", {cell.alone} of them alone"

@@ -26,8 +26,8 @@ from pytest_distcompat.recording import RecordedRank
 #: last (the process group is left) is recorded under these names.
 BEFORE, AFTER = "start", "end"
 #: Warnings that coverage would print to the rank's stderr: that nothing was executed, which is no
-#: problem here, and that contexts are incomplete with sys.monitoring, which ``restart_monitoring``
-#: prevents.
+#: problem here; that contexts are incomplete with sys.monitoring, which ``restart_monitoring``
+#: prevents; and, in two forms, that a library was imported before coverage began to trace.
 _WARNINGS = ["no-data-collected", "no-sysmon-context", "module-not-measured", "already-imported"]
 
 

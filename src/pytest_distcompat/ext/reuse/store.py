@@ -57,6 +57,7 @@ class Store:
         self._requests += 1
         count = f"{_DONE}count"
         all_done = f"{_DONE}{self._requests}"
+        # The count goes on from request to request, so it is complete at this product.
         if self._store.add(count, 1) == self._requests * self._ranks:
             self._store.set(all_done, "")
             return lambda: None
@@ -85,6 +86,7 @@ class Store:
         """Tell whether there are keys that ``clear`` could not remove, in an older torch."""
         if self._can_list:
             return False
-        # One for each call of ``clear`` and for each request, and the count of requests.
+        # Keys of this class: one for each call of ``clear``, one for each request, and the count of
+        # ranks that are done.
         own_keys = self._clears + self._requests + 1
         return bool(self._store.num_keys() > self._initial_keys + own_keys)

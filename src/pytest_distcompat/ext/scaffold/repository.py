@@ -62,7 +62,8 @@ class Repository:
         driver: The first subclass of ``Driver``.
         trainer: The first subclass of ``transformers.Trainer``.
         loop: The first module with a training loop; its ``name`` is the strategy of the loop.
-        nameless: Messages about classes in files that no import statement can name.
+        nameless: Messages about classes in files that no import statement can name:
+            ``train-gpt.py: no import can name that file, so MyTrainer has no driver``.
         on_github: Whether the repository is hosted on GitHub.
         importlib_mode: Whether pytest imports tests with ``--import-mode=importlib``.
         installs: Whether pip can install the repository.

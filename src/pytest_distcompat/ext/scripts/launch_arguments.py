@@ -2,8 +2,8 @@
 
 These functions are called with whatever a user's test passed, before anything runs. Each raises
 ``UsageProblem``, with the argument's name and value, for a wrong one, such as ``timeout=-1:
-expected a number of seconds above 0``. Two also turn arguments into what the launch works with:
-``expected_cell`` and ``extra_states``.
+expected a number of seconds above 0``. Three also return what the launch works with:
+``expected_cell``, ``extra_states`` and ``uses_configuration``.
 
 A *cell* says what should run: ``fsdp2-fp32-w2`` is FSDP2 in float32 on 2 *ranks*, the processes
 that train together.
@@ -24,8 +24,10 @@ from pytest_distcompat.trace import ExtraState
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
 __tracebackhide__ = hides_frames
 
-#: What a number of ranks must be, and one of steps: the end of a message.
+#: What a number of ranks must be: the end of a message.
 RANKS = "expected a number of ranks, 1 or more"
+#: What ``watch_steps`` must be, the number of optimizer steps that the probe records: the code of
+#: this package that watches the script on each rank.
 _STEPS = "expected a number of steps, 0 for no probe"
 
 
@@ -45,8 +47,10 @@ def check_launch_arguments(
 ) -> None:
     """Raise UsageProblem for the first argument of ``launch`` that is wrong.
 
-    The arguments are those of ``launch``, with the defaults of its host filled in. ``directory`` is
-    the working directory, which is ``cwd`` if that is given.
+    The arguments are those of ``launch``, with the defaults of its host filled in: ``blocks`` are
+    class names of modules, ``saved_name`` maps a key of a saved file to the model's name, ``fails``
+    is a regular expression for how the run must fail. ``directory`` is the working directory, which
+    is ``cwd`` if that is given.
     """
     is_path = isinstance(script, (str, Path))
     check_argument(
@@ -126,15 +130,17 @@ def extra_states(given: object) -> dict[str, ExtraState]:
         # Of another type: the loop rejects this entry.
         states = {None: given}
     for name, expected in states.items():
-        parts = name.split(".") if isinstance(name, str) else [""]
-        named = all(part.isidentifier() for part in parts)
-        check_argument(
-            "extra_state",
-            given,
-            named and isinstance(expected, ExtraState),
-            "expected names of variables, or a mapping of them to ExtraState",
-        )
+        is_valid = _is_variable(name) and isinstance(expected, ExtraState)
+        problem = "expected names of variables, or a mapping of them to ExtraState"
+        check_argument("extra_state", given, is_valid, problem)
     return states
+
+
+def _is_variable(name: object) -> bool:
+    """Tell whether ``name`` may name a variable or an attribute of one: ``trainer.ema``."""
+    if not isinstance(name, str):
+        return False
+    return all(part.isidentifier() for part in name.split("."))
 
 
 def expected_cell(
@@ -164,18 +170,24 @@ def expected_cell(
 def uses_configuration(
     launcher: str, arguments: Sequence[str], configuration: str | Path | None, strategy: str
 ) -> bool:
-    """Tell whether the run needs a configuration file of accelerate, given or made.
+    """Tell whether the run needs a configuration file of accelerate.
 
     ``accelerate launch`` reads one, and any command may get its path by ``{configuration}`` in an
-    argument.
+    argument. The user gives the file, or ``launch`` makes one for the strategy.
+
+    Args:
+        launcher: ``torchrun``, ``accelerate`` or ``cli``.
+        arguments: The arguments of the script.
+        configuration: The file that the user gives, or None.
+        strategy: The strategy that should be running; empty if the user names none.
 
     Raises:
         UsageProblem: A file is given that nothing uses, or ``{configuration}`` stands for a file
-            that can neither be given nor made.
+            that is not given, and cannot be made without a strategy.
     """
     named = any("{configuration}" in argument for argument in arguments)
-    # Make no file that is not used: a script may do what no file can describe (fp8 under
-    # DeepSpeed).
+    # A file that nothing reads must not be made: for some cells that is an error, as no file can
+    # describe them (fp8 under DeepSpeed), while a script can train them.
     is_read = named or launcher == "accelerate"
     if configuration and not is_read:
         unused = f"launcher {launcher!r} takes none, and no argument has {{configuration}} in it"

@@ -65,7 +65,8 @@ def resume_roundtrip(
             saved. Of several files by ``torch.save`` it is their directory.
         save_at: The step after which the checkpoint is written.
         total: The number of steps of the whole training.
-        same: The quantities that must agree, of ``SAME`` in ``ext.scripts.quantities``.
+        same: The quantities that must agree, by default all: ``losses``, ``grad_norms``,
+            ``parameters``, ``optimizer``, ``scheduler``, ``rng``, ``data`` and ``extra_state``.
         reshard_to: The number of ranks of the resumed run, if it is another.
         host: As for ``launch``.
         **settings: Further arguments of ``launch``.

@@ -49,7 +49,8 @@ class RoundTrip:
         resumed: The run that loaded the checkpoint.
         save_at: The step after which the checkpoint was written.
         total: The number of steps of the whole training.
-        same: The quantities that must agree, of ``SAME`` in ``ext.scripts.quantities``.
+        same: The quantities that must agree, such as ``losses``, ``parameters`` and ``rng``; all
+            are in ``SAME`` of ``ext.scripts.quantities``.
         resharded: Whether the resumed run has another number of ranks.
     """
 
@@ -74,8 +75,8 @@ class RoundTrip:
         """Return what is wrong. If a run took the wrong steps, that is the only finding."""
         runs = {"run": self.through, "stopped run": self.stopped, "resumed run": self.resumed}
         for title, run in runs.items():
-            # ``missing_evidence`` says why a probe recorded nothing, as where none saw a model.
-            # With ``save_at=total`` the resumed run evaluates only.
+            # With ``save_at=total`` the resumed run evaluates only. ``missing_evidence`` says why
+            # the probe recorded nothing to judge.
             must_train = run is not self.resumed or self.steps_left > 0
             problem = run.missing_evidence(trains=must_train)
             if problem:
@@ -105,11 +106,12 @@ class RoundTrip:
         if not findings:
             return
         runs = (self.through, self.stopped, self.resumed)
-        # ``labels`` are a line for each change that made a library run on CPU ranks.
+        # ``labels``: a line for each change that this package made to a library, so that it runs on
+        # CPU ranks.
         lines = [message(findings), *self.resumed.labels]
         for run in runs:
             lines.append(f"logs: {run.directory}")
-        # A crash or hang of a run, which no declared expectation excuses.
+        # A run crashed or hung. That fails the test even if the user has declared that it fails.
         hard = any(run.hard for run in runs)
         raise Incompatible("\n".join(lines), hard=hard)
 
@@ -197,8 +199,8 @@ class RoundTrip:
         """
         if "extra_state" not in self.same or self.resharded:
             return
-        # Of steps without variables nothing is compared: a function that has returned has none.
-        #: ``"step 2"`` -> the snapshots of all ranks after it.
+        #: ``"step 2"`` -> the snapshots of all ranks after it. Steps are left out at which no rank
+        #: had any of the variables: the function that has them may not run then.
         steps: dict[str, tuple[Snapshot, ...]] = {}
         #: The names of the variables that existed in any step.
         seen: set[str] = set()
@@ -236,11 +238,10 @@ class RoundTrip:
         if self.resharded:
             # Another number of ranks feeds each rank other data.
             return
-        quantities = [
-            quantity
-            for quantity in CAUSES_FIRST
-            if quantity in self.same and quantity not in explained
-        ]
+        quantities: list[str] = []
+        for quantity in CAUSES_FIRST:
+            if quantity in self.same and quantity not in explained:
+                quantities.append(quantity)
         #: The rank and the quantity of each difference so far. Later steps differ because of it.
         reported: set[tuple[int, str]] = set()
         for number in range(self.save_at, self.total):
@@ -291,6 +292,7 @@ def _at_load(run: ScriptRun) -> tuple[Snapshot, ...]:
     """Return the snapshots of the load.
 
     A script that reads its file by ``torch.load``, and trains on, has no snapshot of a load. Then
-    they are those just before the first step, when the script has loaded everything.
+    they are those of the action ``build``, just before the first step, when the script has loaded
+    everything.
     """
     return run.trace.at("load") or run.trace.at("build")

@@ -85,6 +85,7 @@ class TrackedObjects:
         from pytest_distcompat.probe.blocks import unwrapped
         from pytest_distcompat.probe.parts import read_parts
 
+        # Without the wrappers of torch that it may be in: DDP, FSDP, torch.compile.
         model = unwrapped(model)
         known = self._unwrapped_by_id()
         if id(model) not in known:
@@ -216,6 +217,7 @@ class TrackedObjects:
         """Return an attribute of the script's Accelerator, None without one."""
         if self.accelerator is None:
             return None
+        # The reference returns None for an Accelerator that is gone, which has no such attribute.
         return getattr(self.accelerator(), name, None)
 
 

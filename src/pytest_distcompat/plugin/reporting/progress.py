@@ -9,8 +9,9 @@ one process group from start to end, which trains in a *cell*, a configuration s
 ``fsdp2-fp32-w2``. Each run has a directory in the *store*, a directory that all processes of the
 session share. So the process with the terminal knows the runs of all xdist workers by reading it.
 
-``Results`` registers ``Progress`` as a pytest plugin in that process and starts its thread when
-tests begin to run. ``Forecast`` guesses how long the rest takes.
+``Results``, which collects the verdicts of checks in that process, registers ``Progress`` as a
+pytest plugin and starts its thread once the tests are collected. ``Forecast`` guesses how long the
+rest takes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Forecast:
         self._known = bool(total)
         mean = 1.0
         #: Seconds of a session for a second of its items. It is less than 1 if several workers run
-        #: items at the same time.
+        #: items at the same time. Not used unless durations are known.
         self._pace = session_seconds
         if self._known:
             mean = total / len(seconds)
@@ -104,7 +105,7 @@ class Progress:
         counts: Returns how many checks have ended, and of how many.
         left: Returns how many seconds the rest takes, after so many seconds; None if unknown.
         waits: Returns what the next run waits for, if it has to wait for devices; else an empty
-            text.
+            text, as ``str()`` does.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Progress:
         """Show progress until ``stop``: the function of the thread."""
         from pytest_distcompat.evidence.progress import running
 
+        # The names of runs that have ended: ``running`` adds to it, and does not read them again.
         finished: set[str] = set()
         while not self._stopped.wait(RENEWED):
             # An error here must not affect tests.
@@ -196,6 +198,7 @@ class Progress:
             self._clear()
             return
         line = f"{_CLEAR_BELOW}  {self._overall()}{activity}"
+        # Cut at the terminal's width, so that it stays one line. The control sequence has no width.
         line = line[: len(_CLEAR_BELOW) + width - 1]
         to_column = f"\x1b[{column + 1}G"
         self._write(f"{line}{_UP}{to_column}")
@@ -218,7 +221,8 @@ class Progress:
         if waits:
             return waits
         ended, _ = self._counts()
-        # xdist's controller writes about its workers before the first test, outside hooks.
+        # Not in xdist's controller (plugin ``dsession``): before the first test it writes about its
+        # workers outside the hooks that remove the line.
         if ended == 0 and not self._config.pluginmanager.hasplugin("dsession"):
             return "fork servers start: they import the libraries"
         return ""
@@ -251,7 +255,7 @@ class Progress:
         if not named or clock.now() < self._next_line:
             return
         self._next_line = clock.now() + HEARTBEAT
-        # Not behind the dots that pytest writes.
+        # Begin a new line, not behind the dots that pytest has written.
         newline = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
         runs_text = "; ".join(named[:NAMED])
         self._write(f"{newline}distcompat: {runs_text}\n")

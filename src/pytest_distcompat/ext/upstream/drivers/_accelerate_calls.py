@@ -1,11 +1,11 @@
 """Calls of a live ``Accelerator``, for walks with the driver for accelerate.
 
-A walk is a list of calls in random order, such as ``step()``, ``save()``, ``micro()``,
-``step(clip='value')``. The profile ``walk`` (``ext/walk``) draws it, makes the calls on each rank
-of a run, and makes the same calls in one process with the base class ``Calls``. After each call the
-parameters, losses and outputs of both are compared. A call is a method, and its arguments are drawn
-from ``bool`` or ``Literal`` annotations. A call marked as ``observer`` must change no bit of the
-training; a method without a mark here has that of ``Calls``.
+A walk is a list of calls in random order, such as ``step()``, ``save()``, ``step(clip='value')``,
+``micro()`` (forward and backward without an update). The profile ``walk`` (``ext/walk``) draws it,
+makes the calls on each rank of a run, and makes the same calls in one process with the base class
+``Calls``. After each call the parameters, losses and outputs of both are compared. A call is a
+method, and its arguments are drawn from ``bool`` or ``Literal`` annotations. A call marked as
+``observer`` must change no bit of the training; a method without a mark here has that of ``Calls``.
 
 The class attributes, as ``Calls`` explains them: ``script`` has, for each strategy, code that makes
 the trainer in a script without this plugin; ``refused`` has, for each strategy (``*`` for all),
@@ -14,7 +14,8 @@ method that gets their further arguments (``**more``).
 
 ``AccelerateDriver.live_calls`` names the class ``AccelerateCalls``. Its attribute ``trainer`` is
 the driver after ``build``; in the script of a walk it is an object with the same attributes, since
-methods of this class are copied into the script (``ext/walk/script.py``).
+methods of this class are copied into the script (``ext/walk/script.py``). ``trainer.tiny`` is the
+tiny model that is trained, and ``position`` the number of the next batch, from 0.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _WRAPPED = dict.fromkeys(
     ("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"
 )
 
-#: Under DDP and FSDP.
+#: Under DDP and FSDP: only DeepSpeed can load without the optimizer's state.
 _WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
 
 #: Under FSDP.
@@ -61,8 +62,10 @@ _VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"
 
 #: Code that makes the trainer in the script of a walk; ``PLUGIN`` stands for a strategy's own part.
 #: The script shows a failing walk without this plugin. ``script.py.tmpl`` in ``ext/walk`` is the
-#: rest of it, with the model, ``optimizer_of``, ``trainer_of``, ``batch``, RANKS, EPOCH, MAX_NORM.
-#: The operator ``deepspeed_shm_comm`` is switched off because DeepSpeed would compile it for 40 s.
+#: rest of it, with the model, ``optimizer_of``, ``trainer_of``, ``batch``, ``RANKS`` (their
+#: number), ``EPOCH`` (the batches of a rank in an epoch) and ``MAX_NORM``. The operator
+#: ``deepspeed_shm_comm`` is switched off because DeepSpeed would compile it for 40 s. The scheduler
+#: counts ``RANKS`` calls as a step, since accelerate's calls it once for each rank.
 _SCRIPT = """
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
@@ -185,7 +188,8 @@ class AccelerateCalls(Calls):
         Args:
             last: Whether it is the last micro-batch of a step. Only then are gradients reduced.
         """
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+        context = contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+        with context:
             batch = self.trainer.next_batch(self.position)
             loss = self.trainer.tiny.loss(self.model, batch)
             self.accelerator.backward(loss)
@@ -193,7 +197,10 @@ class AccelerateCalls(Calls):
         return float(loss.detach())
 
     def clip_norm(self) -> Any:
-        """Clip by the Accelerator. Under DeepSpeed the norm is the engine's, or None before 1.8."""
+        """Clip by the Accelerator, and return the norm.
+
+        Under DeepSpeed that is the engine's; accelerate before 1.8 returns None.
+        """
         return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def clip_value(self) -> None:
@@ -203,6 +210,7 @@ class AccelerateCalls(Calls):
     def skip(self) -> None:
         """Skip a batch by ``skip_first_batches``, as a resumed run does."""
         super().skip()
+        # The next call of ``next_batch`` skips what was had of the epoch.
         self.trainer.forget_stream()
 
     def new_epoch(self) -> None:

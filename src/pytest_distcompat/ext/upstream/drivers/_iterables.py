@@ -1,9 +1,13 @@
 """Loaders of plain torch that keep a state per rank, read for the check ``coverage``.
 
-The driver for torch, the class by which it is tested, calls ``rows`` on each rank. A row is a
-number. ``FilesOfRank`` stands for a data set of files that are streamed: it deals them out to ranks
-by itself, so that ranks have unequal numbers of rows, and its state says which files a rank has yet
-to read. torchdata's ``StatefulDataLoader`` has such a state of any data set, also in its workers.
+The driver for torch, the class by which it is tested, calls ``rows`` on each rank. The rows of the
+data set are the numbers 0, 1, 2 ..., so that a batch shows which rows it has. Data-parallel ranks
+have different rows: ``rank`` and ``ranks`` in this module count only these. Tensor parallel ranks,
+which read the same rows, have the same number.
+
+``FilesOfRank`` stands for a data set of files that are streamed: it deals them out to ranks by
+itself, so that ranks have unequal numbers of rows, and its state says which files a rank has yet to
+read. torchdata's ``StatefulDataLoader`` has such a state of any data set, also in its workers.
 
 Each rank saves the state in a file of its own. ``_rows.TORCH`` says what each loader must do.
 """
@@ -25,7 +29,7 @@ ROWS_OF_FILE = 5
 
 
 class FilesOfRank(IterableDataset[int]):
-    """Data set that gives the rows of some files: every so many ranks one of them.
+    """Data set that gives the rows of this rank's files: of 2 ranks each has every second file.
 
     The order of the files is another one in each epoch.
 
@@ -42,10 +46,11 @@ class FilesOfRank(IterableDataset[int]):
         self.rank = rank
         self.ranks = ranks
         self.epoch = 0
-        # The epoch in which this rank has read, the files that it has left of it, and how many rows
-        # of the first of them were given.
+        # The epoch in which this rank last read, -1 before the first one.
         self.begun = -1
+        # The numbers of the files of that epoch that it has yet to read to their end.
         self.left: list[int] = []
+        # How many rows of the first of these files it has given.
         self.given = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -97,34 +102,50 @@ def rows(
     part: tuple[int, int],
     file: str,
 ) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield the epoch and the rows of each batch, and save the state wherever a run resumes.
+    """Yield the epoch and the rows of each batch, such as ``(0, [4, 17])``.
+
+    The run that begins at the start saves the state wherever another run resumes (``RESUME_AT``:
+    epoch and batches that were read of it). The others load it.
 
     Args:
-        name: One of ``TORCH_STATEFUL``.
+        name: One of ``TORCH_STATEFUL``: ``"StatefulDataLoader, num_workers=2"``.
         count: The number of rows.
         start: Where to begin: an epoch, and how many of its batches were read before.
         directory: The states are saved there.
         part: Which of the ranks with different rows this is, and their number.
         file: The name of this rank's states.
     """
+
+    def state_path(epoch: int, batches: int) -> Path:
+        """Return the file of the state after so many batches of an epoch."""
+        return directory / f"{name}-{file}-{epoch}-{batches}"
+
     ordered, loader, stateful = _made(name, count, part)
     first_epoch, done = start
     saves = start == (0, 0)
     if not saves:
-        state = torch.load(directory / f"{name}-{file}-{first_epoch}-{done}", weights_only=False)
+        path = state_path(first_epoch, done)
+        state = torch.load(path, weights_only=False)
         stateful.load_state_dict(state)
     for epoch in range(first_epoch, EPOCHS):
         ordered.set_epoch(epoch)
         for number, batch in enumerate(loader, 1):
             yield epoch, batch.tolist()
             if saves and (epoch, number) in RESUME_AT:
-                torch.save(stateful.state_dict(), directory / f"{name}-{file}-{epoch}-{number}")
+                torch.save(stateful.state_dict(), state_path(epoch, number))
+        # The end of an epoch is the beginning of the next.
         if saves and (epoch + 1, 0) in RESUME_AT:
-            torch.save(stateful.state_dict(), directory / f"{name}-{file}-{epoch + 1}-0")
+            torch.save(stateful.state_dict(), state_path(epoch + 1, 0))
 
 
 def _made(name: str, count: int, part: tuple[int, int]) -> tuple[Any, Any, Any]:
-    """Return what sets the order of an epoch, the loader, and what has a state."""
+    """Return three objects: the one with ``set_epoch``, the loader, and the one with a state.
+
+    Args:
+        name: One of ``TORCH_STATEFUL``, which maps it to the loader's number of workers.
+        count: The number of rows.
+        part: Which of the ranks with different rows this is, and their number.
+    """
     rank, ranks = part
     data = FilesOfRank(count, rank, ranks)
     if name == BY_RANK:
