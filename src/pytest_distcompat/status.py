@@ -26,9 +26,9 @@ class Status(str):
 
     It is a text that equals its name in reports: ``Status.FIXED == "fixed?"``.
 
-    An extension adds one by an entry point in the group ``pytest_distcompat.statuses``. It is for
-    claims that hold in runs of its own kind, in which a stand-in takes the place of real ranks and
-    shows less than they do (``trace.StandIn``).
+    An extension adds one by an entry point in the group ``pytest_distcompat.statuses``. Its runs
+    have a stand-in in place of real ranks (``trace.StandIn``). A claim that holds there gets this
+    status and not ``passed``, since a stand-in shows less than ranks do.
 
     Attributes:
         name: The name in reports.
@@ -41,7 +41,7 @@ class Status(str):
         order: Its place among all statuses, in counts and lists.
         heading: The words before the list of reasons in a report: ``known``. Empty for a status
             whose reasons are not listed.
-        reason: Why a claim that holds has not passed, for an extension's status; else empty.
+        reason: Of an extension's status, why a claim that holds has not passed; else empty.
     """
 
     __slots__ = ("heading", "name", "order", "reason", "style", "weight", "word")
@@ -160,7 +160,7 @@ def all_statuses() -> list[Status]:
 
 
 def explained_statuses() -> list[Status]:
-    """Return the statuses whose reasons a report lists; successes come last."""
+    """Return the statuses whose reasons a report lists; ``refused``, a success, comes last."""
     explained = [status for status in all_statuses() if status.heading]
     return sorted(explained, key=lambda status: status.ok)
 
@@ -248,9 +248,11 @@ class Verdict:
         """Return one line that explains the verdict.
 
         It is the first line of the message of a red verdict, which a declared reason does not
-        explain. Of others it is the reason.
+        explain. Of others it is the reason, if there is one.
         """
-        return self.headline if self.red else self.reason or self.headline
+        if self.red:
+            return self.headline
+        return self.reason or self.headline
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data for JSON, which ``decode`` turns into a verdict again."""

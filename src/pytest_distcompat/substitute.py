@@ -41,6 +41,9 @@ class Substitute(Protocol):
     def cells(self, cells: Iterable[Cell]) -> list[Cell]:
         """Return the cells of a suite as the substitute runs them, without duplicates.
 
+        With ``world_size`` 1024, ``fsdp2-fp32-w2`` and ``fsdp2-fp32-w4`` both become the one cell
+        ``fsdp2-fp32-w1024``.
+
         Raises:
             UsageProblem: If a cell has no counterpart.
         """

@@ -42,6 +42,7 @@ FULL_STEPS = 3
 def _why_nothing_accumulates(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does."""
     if cell.cp > 1:
+        # ``gradient_reductions`` leaves out only collectives of tensor parallelism and pipelines.
         return (
             "context parallelism sums the gradients of keys and values in every micro-batch, "
             "beside which others do not show"
@@ -96,11 +97,13 @@ def _other_inputs(
 
     Args:
         snapshot: The rank's snapshot after the step.
-        once: Its snapshot after a step of one micro-batch. A pipeline feeds that in several parts.
+        once: Its snapshot after a step of one micro-batch. It has several inputs if a pipeline
+            feeds the micro-batch in parts.
         micro_batches: How many micro-batches a full step has.
         is_full: Whether the step is a full one; the last of an epoch may have fewer.
     """
     if not once.inputs:
+        # No hook sees what a compiled graph is fed.
         return
     expected = micro_batches * len(once.inputs)
     inputs = len(snapshot.inputs)
@@ -135,6 +138,7 @@ def _other_reductions(
     if STRATEGIES.get(cell.strategy).reduces_each_micro_batch:
         times = micro_batches
         if snapshot.inputs:
+            # The last step of an epoch may have fewer.
             times = len(snapshot.inputs) // max(1, len(once.inputs))
     if not expected:
         return

@@ -51,7 +51,7 @@ class Findings:
     def join(self, other: Findings) -> None:
         """Add the findings of another process that imported the same modules.
 
-        There are two such processes: fork servers come in pairs (``forking``).
+        Two processes import them, and ranks are forked from both in turn (``forking``).
         """
         for variable, sentence_by_file in other.found.items():
             # If both processes have a finding on the same file, that of this one stays.

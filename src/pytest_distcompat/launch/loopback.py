@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import socket
 
-#: By name, as torchrun has it. torch looks up the name of each address that connects. It takes
-#: 127.0.0.1 for ``::ffff:127.0.0.1``, which no /etc/hosts has, so a slow name server would cost
-#: each run seconds.
+#: The name, as torchrun has it, and not 127.0.0.1. torch looks up the name of each address that
+#: connects, and that of 127.0.0.1 as ``::ffff:127.0.0.1``. No /etc/hosts has that one, so a slow
+#: name server would cost each run seconds.
 HOST = "localhost"
 
 #: The base class of ``socket.socket``. pytest's process calls ``problem``, and plugins such as
 #: pytest-socket replace ``socket.socket`` there to forbid connections. ``listen`` is called in
 #: processes without plugins.
 _Socket = socket.SocketType
+#: ``getaddrinfo`` as it was at import, whatever replaces it later.
 _resolve = socket.getaddrinfo
 
 
@@ -32,7 +33,8 @@ def problem() -> str:
             f"add '127.0.0.1 {HOST}' to /etc/hosts"
         )
     for family, address in addresses:
-        # For a datagram socket ``connect`` only looks up the route; nothing is sent.
+        # For a datagram socket ``connect`` only looks up the route, which is the same for any port;
+        # nothing is sent. If it raises, the next address is tried.
         with (
             contextlib.suppress(OSError),
             contextlib.closing(_Socket(family, socket.SOCK_DGRAM)) as probe,
@@ -53,8 +55,9 @@ def listen(host: str = HOST, port: int = 0) -> socket.socket:
     for family, address in _addresses(host):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # A port that was given may have been used a moment ago; the kernel chooses a fresh one.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
+            if port:
+                # It may have been used a moment ago. Without a port the kernel chooses a fresh one.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address, port))
             listener.listen()
         except OSError:
@@ -68,8 +71,12 @@ def listen(host: str = HOST, port: int = 0) -> socket.socket:
 
 
 def _addresses(host: str = HOST) -> list[tuple[int, str]]:
-    """Return families and addresses of a host, IPv6 first, as torch has it when it connects."""
+    """Return families and addresses of a host: ``[(AF_INET6, "::1"), (AF_INET, "127.0.0.1")]``.
+
+    IPv6 comes first, as when torch connects.
+    """
     addresses = set()
     for family, _, _, _, address in _resolve(host, 0, type=socket.SOCK_STREAM):
         addresses.add((family, str(address[0])))
+    # False sorts before True.
     return sorted(addresses, key=lambda address: address[0] != socket.AF_INET6)

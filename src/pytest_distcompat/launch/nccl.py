@@ -5,9 +5,10 @@ is set. On a machine with fewer GPUs than ranks the session asks ``library()``, 
 ``Library(path, (2, 29, 7))``: with that one, ranks that share a GPU use gloo. ``leased`` sets the
 variable (``environment_of_shared_ranks``), and ``distcompat doctor`` shows the version.
 
-pytest and the fork servers (processes from which ranks are forked) must not load CUDA's libraries.
-So another process reads the version, once in a session: ``launcher_process`` passes it on from
-pytest's process (``answers``) to the fork servers (``set_libraries``).
+Neither pytest nor a fork server, a process from which ranks are forked, loads the library: that
+could open CUDA or start threads, after which a process must not be forked (``preload``). So another
+process reads the version, once in a session: ``launcher_process`` passes it on from pytest's
+process (``answers``) to the fork servers (``set_libraries``).
 """
 
 from __future__ import annotations

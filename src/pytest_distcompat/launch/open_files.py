@@ -13,8 +13,9 @@ import os
 import stat
 from pathlib import Path
 
-#: How the paths of shared memory begin that no file keeps, in ``/proc/self/maps``.
-_UNKEPT_MEMORY = ("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - as there
+#: How the paths of shared mappings begin that are memory, and no file on a disk. They are those of
+#: ``/proc/self/maps``: anonymous memory, POSIX shared memory, memfd_create(2), System V.
+_MEMORY_PATHS = ("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - only compared
 
 
 def open_files() -> frozenset[tuple[int, str]]:
@@ -24,17 +25,20 @@ def open_files() -> frozenset[tuple[int, str]]:
     """
     files = set()
     for link in Path("/proc/self/fd").glob("*"):
+        descriptor = int(link.name)
+        # A descriptor may be closed by now, as that with which the directory was listed.
         with contextlib.suppress(OSError):
-            if not stat.S_ISCHR(os.fstat(int(link.name)).st_mode):
-                files.add((int(link.name), str(link.readlink())))
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISCHR(mode):
+                files.add((descriptor, str(link.readlink())))
     return frozenset(files)
 
 
 def shared_memory() -> frozenset[str]:
-    """Return the mappings of memory that forks share, while no file keeps what is written there.
+    """Return the writable mappings that forks share and that are no file on a disk.
 
     For example ``/dev/zero (deleted) at 7f0c5a000000-7f0c5a001000``, which ``mmap.mmap(-1, 4096)``
-    makes.
+    makes. Mappings of deleted files are among them.
 
     proc_pid_maps(5): each line has an address, permissions (``s`` is shared), an offset, a device,
     an inode and a path.
@@ -46,6 +50,6 @@ def shared_memory() -> frozenset[str]:
         fields = line.split(maxsplit=5)
         address = fields[0]
         path = fields[5] if len(fields) > 5 else ""
-        if path.startswith(_UNKEPT_MEMORY) or path.endswith(" (deleted)"):
+        if path.startswith(_MEMORY_PATHS) or path.endswith(" (deleted)"):
             mappings.add(f"{path} at {address}")
     return frozenset(mappings)

@@ -227,7 +227,9 @@ def kill_and_wait(process: subprocess.Popen[Any]) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(process.pid, signal.SIGKILL)
-            process.returncode = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+            _, status = os.waitpid(process.pid, 0)
+            # Popen keeps the exit code here, and waits no more for a process that has one.
+            process.returncode = os.waitstatus_to_exitcode(status)
 
 
 def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:
@@ -275,7 +277,8 @@ def native_threads() -> Counter[str]:
     names: Counter[str] = Counter()
     for thread in psutil.Process().threads():
         with contextlib.suppress(OSError):
-            name = Path(f"/proc/self/task/{thread.id}/comm").read_text(encoding="utf-8").strip()
+            file = Path(f"/proc/self/task/{thread.id}/comm")
+            name = file.read_text(encoding="utf-8").strip()
             names[name] += 1
     return names
 

@@ -60,9 +60,10 @@ TIMEOUT = 3600.0
 TOLERANCE = 64 << 20
 #: How long memory may take to become free, in seconds. That of a killed process takes a moment.
 FREE_TIMEOUT_S = 10.0
-#: The intervals in which a request checks its turn and free devices, and between measurements of
-#: memory, in seconds.
-_POLL, _POLL_MEMORY = 0.02, 0.05
+#: The interval in which a request checks its turn and free devices, in seconds.
+_POLL = 0.02
+#: The interval between measurements of memory, in seconds.
+_POLL_MEMORY = 0.05
 
 #: Returns the bytes in use on each device, by all processes; devices whose use is unknown are left
 #: out.
@@ -189,6 +190,7 @@ class Pool:
         self._queue = Queue(self._directory)
         self._used_memory = self.memory or devices.used_memory
         self._own_memory = self.memory or devices.own_memory
+        #: ``session``, or its default; records and messages name the pytest session by it.
         self._run = self.session or str(self.timeline or "")
         #: Reports what the waiting request waits for; None while none waits.
         self._watch: Watch | None = None
@@ -218,13 +220,14 @@ class Pool:
                 few.
             LeaseTimeout: After ``timeout``.
         """
+        # The number of devices.
         count = self.inventory.needed(ranks)
         # Whether other runs may be on the same devices.
         shares = self.inventory.places > 1 and not whole
         # The number of places on each device; 0 for whole devices.
         places = 0
         if shares:
-            # Rounded up.
+            # The ranks on each device, rounded up: 3 ranks on 2 GPUs take 2 places on each.
             places = -(-ranks // count)
         mine = self._of_this_thread()
         if mine:
@@ -240,11 +243,21 @@ class Pool:
             leaks_of_dead = self._await_dead_holders(names)
             granted_at = clock.now()
             since = clock.wall()
-            # On a device that runs share, the memory in use is also that of neighbours: only this
-            # process's own can be told apart. CPU slots have no memory of their own.
-            measure = self._own_memory if shares else self._used_memory
-            before = measure(ids) if self.inventory.kind == "gpu" else {}
-            self._write_records(names, who, since, {} if shares else before)
+            measure = self._used_memory
+            if shares:
+                # The memory in use is also that of neighbours: only this process's own can be told
+                # apart.
+                measure = self._own_memory
+            before: Mapping[str, int] = {}
+            # CPU slots have no memory of their own.
+            if self.inventory.kind == "gpu":
+                before = measure(ids)
+            recorded = before
+            if shares:
+                # The next holder compares the record with all memory in use, of which this is a
+                # part.
+                recorded = {}
+            self._write_records(names, who, since, recorded)
             grant = _Grant(names, who, requested_at, granted_at, waited_for, before, measure)
             environment = self.inventory.environment(ids)
             lease = Lease(ids, environment, self.inventory.places, leaks_of_dead)
@@ -338,6 +351,7 @@ class Pool:
             )
         ids = mine[:count]
         ranks_by_lock = _ranks_by_lock()
+        # The number of ranks that each of the devices is leased for, or the least of these.
         ranks = min(ranks_by_lock[self._path(device, "lock")] for device in ids)
         if places > ranks:
             raise UsageProblem(
@@ -406,6 +420,7 @@ class Pool:
         """
         taken: NamesByDevice = {}
 
+        # ``watch`` calls it while the request has its ticket, below.
         def blockers() -> Iterator[Blocker]:
             """Yield the holders and the tickets that the request waits for."""
             for device in self.inventory.ids:
@@ -495,9 +510,11 @@ class Pool:
     def _has_claimed_places(self, device: str) -> bool:
         """Tell whether a process has claimed a place of a device.
 
-        This process has just claimed the whole device, if the kernel has such claims at all.
+        This process has just claimed the whole device, so its name is among the claims, unless the
+        kernel does not list them.
         """
-        return self._directory.claimed(device) not in ([], [device])
+        claims = self._directory.claimed(device)
+        return claims not in ([], [device])
 
     def _lock_places(self, device: str, count: int, locks: contextlib.ExitStack) -> tuple[str, ...]:
         """Lock so many places of a device until ``locks`` is closed.
@@ -517,8 +534,8 @@ class Pool:
                     names.append(name)
             if len(names) < count:
                 return ()
-            # After its own locks, so that of two requests that exclude each other one sees the
-            # other.
+            # The request has its own locks by now. So of two requests that exclude each other, and
+            # look at the same time, at least one sees the locks of the other.
             if self._is_excluded(device, names):
                 return ()
             locks.push(own.pop_all())

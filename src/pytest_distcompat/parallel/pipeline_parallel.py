@@ -6,7 +6,7 @@ rank ``build`` makes a ``Pipeline``, calls ``keep`` to cut the model, wraps each
 DDP, and calls ``connect``. Then ``step`` trains on the rows of a batch, ``outputs`` evaluates, and
 ``gathered`` collects the weights for an export.
 
-By ``torch.distributed.pipelining``. A stage is a run of the model's layers. It receives
+It is that of ``torch.distributed.pipelining``. A stage is a run of the model's layers. It receives
 hidden states from the stage before it and sends its own to the next one; the first receives tokens,
 the last computes logits and loss. With one stage a rank, rank r holds stage r. Interleaved
 schedules have two a rank: rank r holds stages r and r + pp. A batch passes the stages row by row,
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch, Stages
 
-#: Names of the options that were tried beside pipeline parallelism.
+#: Names of the options that were tried beside pipeline parallelism. A cell with another option
+#: cannot run.
 BESIDE = frozenset(
     (
         "model",
@@ -117,7 +118,8 @@ class Pipeline:
         self.stages = stages
         self.cell = cell
         self.device = device
-        # Neighbours hold the same stages; "each" are the ranks of a stage.
+        # The ranks of dimension "each" hold the same stages. They are neighbours: with 4 ranks and
+        # 2 stages, ranks 0 and 1 hold the first stage, 2 and 3 the second.
         sizes = (cell.pp, cell.world_size // cell.pp)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "each"))
         self.group: Any = mesh["pp"].get_group()
@@ -151,8 +153,10 @@ class Pipeline:
                 # layers of the stage are shared.
                 memo: dict[int, Module] = {}
                 for name, layer in layers.items():
-                    is_of_stage = stage_by_name[name] == number
-                    memo[id(layer)] = layer if is_of_stage else Elsewhere()
+                    if stage_by_name[name] == number:
+                        memo[id(layer)] = layer
+                    else:
+                        memo[id(layer)] = Elsewhere()
                 module = copy.deepcopy(model, memo)
             # What the stage sends on is less than what the model's own forward computes.
             module.forward = functools.partial(
@@ -259,8 +263,8 @@ class Pipeline:
             stages if several_per_rank else stages[0],
             n_microbatches=count,
             loss_fn=loss_of,
-            # It would divide once more in each call:
-            # https://github.com/pytorch/torchtitan/issues/1733
+            # The loss is divided already. With True the gradients would be divided once more in
+            # each call: https://github.com/pytorch/torchtitan/issues/1733
             scale_grads=False,
         )
 

@@ -2,8 +2,9 @@
 
 Masters are the weights that the optimizer updates.
 
-Both load in bfloat16, as https://huggingface.co/blog/deepspeed-to-fsdp-and-back does: FSDP without
-upcasting and DeepSpeed differ there, which a float32 load would hide.
+Both load in bfloat16, as https://huggingface.co/blog/deepspeed-to-fsdp-and-back does. There FSDP
+without upcasting has masters in bfloat16, and DeepSpeed in float32. If the model were loaded in
+float32, both would have masters in float32.
 """
 
 from pytest_distcompat.precisions._base import Precision

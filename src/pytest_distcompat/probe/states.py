@@ -59,8 +59,9 @@ def state_info(
         value: A tensor or a number.
         layout: That of the owner, which says what part of it this rank has; the entry has it too,
             unless it is a step count or a DTensor.
-        starts: Where its runs of consecutive elements start in the flattened full tensor
-            (``layouts.starts_of``); None if ``digest`` is to find out itself.
+        starts: Where each run of consecutive elements that this rank has starts in the flattened
+            full tensor, as ``[3, 9, 15, 21]`` for columns 3 to 5 of a matrix of shape (4, 6). The
+            digest depends on it. None if ``digest`` is to find out itself.
     """
     if not isinstance(value, torch.Tensor):
         dtype = type(value).__name__

@@ -7,7 +7,7 @@ accelerate, the ZeRO optimizers of DeepSpeed), or several of those in a list. ``
 
 The torch optimizer updates one of:
 
-- the live parameters, those of the model as the trainer has wrapped it;
+- the *live* parameters, those of the model as the trainer has wrapped it;
 - master copies of them in float32, a tensor for each (DeepSpeed without ZeRO);
 - flat partitions (ZeRO): see ``flat_masters``.
 """
@@ -36,6 +36,7 @@ def several(optimizer: Any) -> list[Any]:
     """
     if optimizer is None:
         return []
+    # A str is a mistake of the driver's, which the message about it shows whole.
     if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
         return list(optimizer)
     return [optimizer]
@@ -118,8 +119,8 @@ def _paired(low_precision_groups: Any, master_groups: Any) -> dict[int, torch.Te
 def owner_names(model: Module, optimizer: Any) -> dict[int, str]:
     """Map the ``id`` of each live parameter, and of each of its master copies, to its live name.
 
-    An optimizer has tensors without names; with this map its tensors get the names of the model's
-    parameters, such as ``module.lm_head.weight``.
+    A live name is that in the wrapped model: ``module.lm_head.weight`` under DDP. An optimizer has
+    tensors without names, which this map names.
     """
     names: dict[int, str] = {}
     for name, parameter in named_parameters(model):

@@ -94,6 +94,7 @@ def sparkline(values: Sequence[float | None]) -> str:
     Args:
         values: A number for each night, such as seconds; None without one.
     """
+    # Without zeros, so that ``top``, by which heights are divided, is never 0.
     known_values = [value for value in values if value]
     top = max(known_values, default=1.0)
     path = ""
@@ -102,7 +103,7 @@ def sparkline(values: Sequence[float | None]) -> str:
         if value is None:
             after_gap = True
             continue
-        # In SVG's paths M moves to a point, L draws a line to it.
+        # In SVG's paths M moves to a point, L draws a line to it. y grows downwards.
         command = "M" if after_gap else "L"
         x = 10 * night + 5
         y = 22 - 20 * value / top
@@ -225,7 +226,7 @@ def _packed(report: Report) -> bytes:
 
 
 def _strategy(result: Verdict) -> str:
-    """Return the strategy in the id of a verdict's cell; empty for a text that is no cell."""
+    """Return the strategy in the id of a verdict's cell; empty if ``Cell.parse`` refuses the id."""
     return str(facets(result.cell).get("strategy", ""))
 
 
@@ -241,7 +242,7 @@ def _axes(results: list[Verdict]) -> dict[str, list[str]]:
     for result in results:
         drivers[result.driver] = None
         cell = facets(result.cell)
-        # Empty for a text that is no cell.
+        # Empty if ``Cell.parse`` refuses the id.
         if cell:
             strategies.add(str(cell["strategy"]))
             precisions[str(cell["precision"])] = None

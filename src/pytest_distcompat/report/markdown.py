@@ -4,7 +4,8 @@
 ``chat`` for ``.txt`` files. Both get a ``Report``: the *verdicts* (passed, failed, ...) of a
 session, each of one *check* in one *cell* of a suite. A cell is a configuration of the trainer, as
 ``fsdp2-fp32-w2``; a *driver* is the trainer. Verdicts that failed with the same message, numbers
-aside, have one *cause*. The page begins::
+aside, have one *cause*. A *row* is what is known of a cell besides its verdicts: which checks are
+not applicable, and what its training cost. The page begins::
 
     # Distributed compatibility
 
@@ -50,6 +51,7 @@ def markdown(report: Report) -> str:
 def chat(report: Report) -> str:
     """Return a chat message of less than 3000 characters: counts, versions, the first causes."""
     text = "\n".join(_chat_lines(report))
+    # The last character is the newline.
     return cut(text, CHAT - 1) + "\n"
 
 
@@ -70,6 +72,7 @@ def _chat_lines(report: Report) -> Iterator[str]:
         if cause.reproduce and len(cause.reproduce) < 160:
             yield visible(f"  {cause.reproduce}")
     if len(all_causes) > CHAT_CAUSES:
+        # ``and 3 more causes``.
         yield visible(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
     # How the report differs from the earlier one that the user gave as baseline, line by line.
     baseline_lines = report.session.get("baseline", {}).get("text", ())
@@ -155,6 +158,7 @@ def _suite(table: Table, title: str) -> Iterator[str]:
     yield _table_row(["", *map(escape, table.checks)])
     yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
+        # ``ok``, ``FAIL`` and so on; empty where there is no verdict.
         words = [table.word(cell, check) for check in table.checks]
         yield _table_row([escape(cell), *words])
     yield from _reasons(table.results)

@@ -59,13 +59,14 @@ def _torch(
     if device.type == "cuda":
         settings["device_ids"] = [device.index]
     if cell.option("lora") == "int8":
-        # DDP broadcasts flat tensors, which torchao's have no view for ('aten.view'). All ranks
-        # have quantized the same.
+        # At its start DDP broadcasts parameters by way of ``aten.view``, which torchao's tensors
+        # lack. Without the broadcast ranks are equal too: all have quantized the same weights.
         settings["init_sync"] = False
     if cell.pp > 1:
-        # Of a pipeline the ranks with the same stage: only these hold replicas. ``mesh`` returns
-        # the mesh of this rank's stage.
+        # Only the ranks with the same stage of the pipeline hold replicas of each other. ``mesh``
+        # returns the mesh of these ranks.
         settings["process_group"] = _fsdp.mesh(cell, device).get_group()
+    # The model may leave out parameters on a rank that other ranks use.
     if wrap.find_unused:
         settings["find_unused_parameters"] = True
     return DistributedDataParallel(model, **cell.with_settings("DistributedDataParallel", settings))
@@ -94,10 +95,10 @@ DDP = Strategy(
     wrapper="DDP",
     kind="Tensor",
     shards=False,
-    # accelerate, and with it Trainer, wraps no DDP on one GPU (``Accelerator.multi_device``); on
-    # one CPU rank it does.
+    # On a single rank there may be no wrapper: accelerate, and with it Trainer, uses none on one
+    # GPU (``Accelerator.multi_device``), though it does on one CPU rank.
     bare_alone=True,
-    # Names of parameters begin ``module.``.
+    # The names of a wrapped model's parameters begin with ``module.``.
     leading=("module",),
     torch=_torch,
     accelerate=_accelerate,

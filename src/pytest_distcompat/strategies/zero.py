@@ -46,7 +46,7 @@ def _dtypes(precision: Precision) -> Dtypes:
 def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a cell, without an optimizer: torch's AdamW is passed instead.
 
-    DeepSpeed's own would be compiled first.
+    DeepSpeed's own Adam would be compiled first.
 
     Args:
         stage: 0 to 3.
@@ -89,6 +89,7 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         # The JSON asks for float16, where the trainer asks for bfloat16.
         settings["bf16"] = {"enabled": False}
     if cell.own_disks:
+        # Each machine saves its part of a checkpoint on a disk that no other one sees.
         # https://www.deepspeed.ai/docs/config-json/#checkpoint-options
         settings["checkpoint"] = {"use_node_local_storage": True}
     if cell.cp > 1:
@@ -103,9 +104,10 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
 def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
     """Return the JSON for DeepSpeed's own API, whose only configuration it is.
 
-    So option ``conflict`` is one within the JSON: two precisions at once.
+    So under option ``conflict`` the JSON contradicts itself: it asks for float16 and bfloat16.
     """
     settings = config(stage, precision, cell)
+    # ``config`` has disabled it under option ``conflict``.
     settings["bf16"]["enabled"] = precision.compute == "bfloat16"
     return cell.with_settings("ds_config", settings)
 
@@ -122,6 +124,7 @@ def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     # At "auto" accelerate fills in the Accelerator's own count, as its documentation says.
     settings["gradient_accumulation_steps"] = "auto"
     if "gradient_clipping" in cell.settings("DeepSpeedPlugin"):
+        # The plugin's own argument replaces nothing but "auto".
         settings["gradient_clipping"] = "auto"
     settings = cell.with_settings("ds_config", settings)
     arguments = cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings})
@@ -209,8 +212,7 @@ def _zero(stage: int, meaning: str, options: dict[str, str]) -> Strategy:
         shards=stage == 3,
         leading=("module",),
         zero_stage=stage,
-        # Without ZeRO masters are one copy for each parameter, which the probe takes for the
-        # parameters.
+        # Without ZeRO there is one master for each parameter, and no partition.
         flat_masters=stage > 0,
         # Gradients are partitioned from stage 2 on, and the engine raises in no_sync().
         reduces_each_micro_batch=stage >= 2,

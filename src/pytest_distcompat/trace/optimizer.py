@@ -48,15 +48,15 @@ class OptimizerInfo:
     chain: tuple[str, ...]
     #: The number of tensors in its ``param_groups``.
     entries: int
-    #: How many of these are no parameter of the model that is trained. An optimizer that was made
-    #: before the model was wrapped may have nothing but the parameters of before.
+    #: How many of these are no parameter of the model that is trained. If the optimizer was made
+    #: before the model was wrapped, they may be parameters that the wrapper has replaced.
     foreign: int = 0
     #: The state of each parameter or flat partition.
     states: tuple[StateInfo, ...] = ()
     #: Live name of a parameter -> how many of its elements this rank's flat partition has (ZeRO).
     partitioned: Mapping[str, int] = field(default_factory=dict)
-    #: The masters in that partition and their moments (``exp_avg``, ...), by parameter: of each the
-    #: elements that this rank has. ``states`` has the partition as one tensor.
+    #: The masters in that partition and their moments (``exp_avg``, ...), as one entry for each
+    #: parameter: the elements of it that this rank has. ``states`` has the partition as one tensor.
     masters: tuple[StateInfo, ...] = ()
     #: The dtype in which ZeRO adds up gradients; empty without DeepSpeed.
     accumulates: str = ""

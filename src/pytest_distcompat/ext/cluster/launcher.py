@@ -88,7 +88,11 @@ class NodesLauncher(Launcher):
         return self._membership.ready()
 
     def get_warm(self) -> str:
-        """Wait until what runs on one node is ready; return what is wrong with it."""
+        """Wait until the launcher of runs on one node is ready.
+
+        Returns:
+            What is wrong; empty if nothing is.
+        """
         return self._on_one_node.get_warm()
 
     def run(self, request: Request) -> Ending:
@@ -96,8 +100,8 @@ class NodesLauncher(Launcher):
 
         A run that cannot start returns an ``Ending`` with the reason.
         """
-        # ``settings.node``: an agent has all runs of this process. ``own_disks``: the run saves on
-        # each node's own disk, and so does a run on one node that belongs to the same cell.
+        # ``settings.node``: an agent has all runs of this process. ``own_disks``: each node saves
+        # on a disk of its own, so a run on one node that loads a checkpoint needs an agent too.
         needs_agent = bool(self._settings.node) or bool(request.payload.get("own_disks"))
         if request.nodes == 1 and not needs_agent:
             return self._on_one_node.run(request)
@@ -173,7 +177,7 @@ class NodesLauncher(Launcher):
         # The name of pytest's own node is empty.
         names = [node.name for node in nodes] or [""]
         if settings.device == "cpu":
-            # Ranks can share cores: as many as there are, perhaps none by Ray's count.
+            # Ranks can share cores, so any number of cores will do, even none by Ray's count.
             asked = Asked(nodes=names, resource="CPU", least=0, most=ranks, who=who)
         else:
             # Several ranks may share a GPU: the number of GPUs, rounded up.

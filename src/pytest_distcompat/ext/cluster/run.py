@@ -105,9 +105,10 @@ class NodesRun:
             # the first line of a rank's log.
             self._limit.begin()
         run_id = uuid.uuid4().hex
-        # The first node's own address, as this process sees it. Port 0: the node takes a free one,
-        # and says which in a message ``listens``.
-        self._send(0, run_id, (self.nodes[0].channel.peer, 0))
+        # The first node's own address, as this process sees it. Port 0: the node opens the store at
+        # a free port, and says which in a message ``listens``.
+        own_address = self.nodes[0].channel.peer
+        self._send(0, run_id, (own_address, 0))
         all_started = len(self.nodes) == 1
         while len(self._parts) < len(self.nodes):
             messages = self._receive()
@@ -232,7 +233,8 @@ class NodesRun:
     def _stop_late(self) -> None:
         """End the parts that outlive the failure of another one, or the time limit.
 
-        First their agents are told to stop them. A node that does not in time counts as lost.
+        First their agents are told to stop them. A node that has not done so after
+        ``AFTER_LIMIT_S`` counts as lost.
         """
         now = clock.now()
         running = [node for node in self.nodes if node.name not in self._parts]

@@ -220,10 +220,13 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
         now: The state after a test.
         before: The state before it; it is changed.
     """
-    # What is expected of each part. ``before`` says it of the parts that it has. Of a library that
-    # was imported meanwhile the first settings are unknown, so they count as unchanged: as in
-    # ``now``. But its singletons did not exist, so False is expected, which also equals 0.
-    expected = {**now, **dict.fromkeys(SINGLETONS, False), **before}
+    # What each part must equal. Of a library that was imported meanwhile the first settings are
+    # unknown, so those of ``now`` count as unchanged.
+    expected = dict(now)
+    # But its singletons did not exist before, for which their readers return False or 0.
+    expected |= dict.fromkeys(SINGLETONS, False)
+    # All other parts are known.
+    expected |= before
     for name, value in now.items():
         before.setdefault(name, value)
     descriptions = []
@@ -361,7 +364,7 @@ def _interpreter() -> tuple[object, ...]:
         sys.displayhook,
         threading.excepthook,
         sys.breakpointhook,
-        # Python 3.10 has the function from 3.10.7 on.
+        # Python 3.10 has the function from 3.10.7 on. Without it, ``int()`` is 0 each time.
         getattr(sys, "get_int_max_str_digits", int)(),
         sys.get_asyncgen_hooks(),
         sys.get_coroutine_origin_tracking_depth(),
@@ -377,7 +380,7 @@ def _interpreter() -> tuple[object, ...]:
         faulthandler.is_enabled(),
         tracemalloc.is_tracing(),
     ]
-    # Python 3.12 has it.
+    # Python has it from 3.12 on: the names of the tools at its six numbers.
     monitoring: Any = getattr(sys, "monitoring", None)
     if monitoring:
         settings.append([monitoring.get_tool(number) for number in range(6)])

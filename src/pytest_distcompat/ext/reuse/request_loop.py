@@ -32,10 +32,13 @@ from pytest_distcompat.launch.request import Request
 
 #: Time limits of the check of the process group: in seconds, and as a fraction of the request's own
 #: limit; the shorter one counts. A slow check must not look like a request that hangs.
-GROUP_CHECK_TIMEOUT_S, GROUP_CHECK_PART_OF_LIMIT = 5.0, 0.25
-#: Time limits of destroying the process group, in seconds: it waits for collectives that a peer
-#: never joins. The second is shorter, because the end of the process destroys the group too.
-DESTROY_TIMEOUT_S, DESTROY_TIMEOUT_AT_END_S = 5.0, 1.0
+GROUP_CHECK_TIMEOUT_S = 5.0
+GROUP_CHECK_PART_OF_LIMIT = 0.25
+#: Time limit of destroying the process group, in seconds: it waits for collectives that a peer
+#: never joins.
+DESTROY_TIMEOUT_S = 5.0
+#: The same at the end of the process. It is shorter, because that end destroys the group too.
+DESTROY_TIMEOUT_AT_END_S = 1.0
 
 
 class ReusedRank:
@@ -57,6 +60,7 @@ class ReusedRank:
         #: Functions to call when this process ends, the last one first: ``rank_item`` adds the
         #: teardown of pytest's session, for example.
         self.at_end: list[Callable[[], None]] = []
+        #: Memory, threads, open files and children at the start, to see later what has grown.
         self._sizes = sizes()
         #: The environment, directory and import path of the last request.
         self._settings: tuple[object, ...] = ()
@@ -69,7 +73,7 @@ class ReusedRank:
         changes so far, but the import of libraries, say.
         """
         self._baseline = state_now()
-        #: ``sys.path`` as it is between two requests.
+        #: What ``sys.path`` is put back to after a request: what collection has added stays.
         self.path = list(sys.path)
 
     def begin(self, request: Request) -> None:
@@ -222,7 +226,7 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
         _serve(reused, payload["socket"], log.rank, requests)
     except BaseException as error:
         # The parent reads the log of the last request. The error also goes up to the log of this
-        # run, where the next request's notice finds it.
+        # run; if no request waits for it, the user gets it as a notice with the next one.
         if requests:
             with contextlib.closing(RankLog(requests[-1].directory, log.rank)) as last:
                 rank.report_error(last, error)
@@ -267,10 +271,11 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
         rank.prepare(request)
         reused.begin(request)
         rank.perform(request)
-        # What comes next in this run's logs is the next request's.
+        # What is still buffered would be written later, as if it were output of the next request.
         flush()
         # The check starts only when all ranks have finished the request, so that it cannot pair
         # with a collective that a test left unmatched.
+        # ``announce_done`` returns a function that waits until all ranks have called it.
         wait_for_all = reused.store.announce_done()
         changed = reused.changes()
         wait_for_all()

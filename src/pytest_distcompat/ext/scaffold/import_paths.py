@@ -27,6 +27,7 @@ def missing_directory(repository: Repository, chosen: str) -> str:
     on_path = _directories_on_path(repository)
     for imported in _imported_classes(repository, chosen):
         package = imported.module.partition(".")[0]
+        # ``top`` is the directory that holds the package, relative to the root.
         if imported.top not in on_path and not _installed(package):
             return str(imported.top)
     return ""
@@ -35,7 +36,8 @@ def missing_directory(repository: Repository, chosen: str) -> str:
 def _imported_classes(repository: Repository, chosen: str) -> list[Class]:
     """Return the classes of the repository that the suite imports.
 
-    They are a driver, or what a driver drives.
+    They are a driver, or what a driver drives: a subclass of Trainer, or a class beside a training
+    loop.
     """
     if not chosen:
         candidates = (repository.driver, repository.trainer, loop_to_drive(repository, chosen))
@@ -71,6 +73,7 @@ def _installed(name: str) -> bool:
     directory under ``python -m``; pytest's process need not have it.
     """
     for finder in sys.meta_path:
+        # Only PathFinder reads ``sys.path``. The others find built-in modules, for example.
         path = sys.path[1:] if finder is PathFinder else None
         if finder.find_spec(name, path) is not None:
             return True

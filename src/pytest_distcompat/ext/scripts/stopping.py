@@ -3,7 +3,8 @@
 ``resume_roundtrip`` needs a run that ends right after the checkpoint of step 3, say. The script
 knows nothing of that, so the *probe*, the code that records the script from inside each rank
 (process that trains), ends the process. The ``Recorder`` calls these functions when the script goes
-on after that step: ``anyone_wrote`` where only one rank may have saved, then ``exit_together``.
+on after that step: first ``anyone_wrote``, unless all ranks have written a checkpoint together;
+then ``exit_together``, if there is a checkpoint.
 
 Ranks agree through their log files (``rank-0.jsonl``, one event a line), which all of them can
 read. A collective, such as ``torch.distributed.barrier``, could meet one of the script's own.
@@ -29,7 +30,8 @@ CHECKPOINT_TIMEOUT_S = 60.0
 def anyone_wrote(hosted_rank: HostedRank, wrote: bool) -> bool:
     """Wait until all ranks call this, and tell whether any of them wrote a file after the step.
 
-    A file by ``torch.save`` is mostly written by rank 0 alone. Here the others learn of it.
+    A file by ``torch.save`` is mostly written by rank 0 alone. Here the others learn of it, by the
+    event ``TrainsOn``: a rank logs it as it goes on after the step, with whether it has saved.
 
     Args:
         hosted_rank: This rank.
@@ -37,11 +39,12 @@ def anyone_wrote(hosted_rank: HostedRank, wrote: bool) -> bool:
     """
     from pytest_distcompat.ext.scripts.events import TrainsOn
 
-    return any(event.saved for event in _from_all_ranks(hosted_rank, TrainsOn(wrote)))
+    events = _from_all_ranks(hosted_rank, TrainsOn(wrote))
+    return any(event.saved for event in events)
 
 
 def exit_together(hosted_rank: HostedRank) -> None:
-    """Wait until all ranks call this, and end this process with exit code 0.
+    """Wait until all ranks call this, and end this process by ``os._exit(0)``.
 
     A rank that ended earlier would break off the others while they still write their parts of the
     checkpoint.

@@ -1,7 +1,8 @@
 """pytest plugin with the option ``--distcompat-simulate N``.
 
-If it is given, suites get simulated ranks in place of real ones (``substitute``). Otherwise nothing
-else of this extension is imported.
+If it is given, suites get simulated ranks in place of real ones (``substitute``): one process
+trains on fake tensors, which have shapes and dtypes, but no values. Otherwise nothing else of this
+extension is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def pytest_distcompat_options() -> list[Option]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_distcompat_substitute(session: DistcompatSession) -> Simulation | None:
-    """Return what replaces the ranks, if the option is given; else None."""
+    """Return what replaces the ranks, if the option is given; else None.
+
+    ``plugin.session`` calls the hook, once a session.
+    """
     world_size = int(session.setting("simulate").value)
     if not world_size:
         return None

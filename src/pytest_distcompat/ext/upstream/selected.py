@@ -172,13 +172,13 @@ class Selected:
 
     def _chosen(self, item: pytest.Item) -> Chosen | None:
         """Return the line of the file by which an item runs; None if it does not."""
-        # It is a test without parameters, of the user's own.
         if not hasattr(item, "callspec"):
+            # It is a test without parameters, of the user's own.
             return None
         case: Any = item.callspec.params.get("distcompat_case")
-        # None for a user's test with other parameters; a suite of which no cell is selected has an
-        # item whose case has no cell.
         if not hasattr(case, "cell"):
+            # It is a user's test with other parameters, whose case is None, or the only item of a
+            # suite of which no cell is selected.
             return None
         cell = f"{case.suite.driver}/{case.cell.id}"
         chosen = self.selection.chosen(cell)

@@ -51,12 +51,17 @@ def install_handler(directory: str | Path, rank: int) -> None:
     GIL.
     """
     with contextlib.suppress(OSError, MemoryError, AttributeError):
-        # The handler refers to the variable, whose value is set below.
+        # Set below, before the handler is installed.
         file = -1
-        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _write(file))
+
+        def write_record(_signal: int) -> None:
+            _write(file)
+
+        make_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+        handler = make_handler(write_record)
         # The file is opened now because at the time of a hang this process may be unable to open
         # one. The parent takes the file as a sign that there is a handler: without a handler the
-        # signal would end this process. So the handler is made first.
+        # signal would end this process. So what may fail, to make the handler, comes first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         file = os.open(record_file(directory, rank), flags, 0o644)
         ctypes.CDLL(None).signal(int(RECORDER_SIGNAL), handler)

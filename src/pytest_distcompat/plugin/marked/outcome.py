@@ -114,7 +114,8 @@ def finish_report(
         if report.passed:
             report.outcome, report.longrepr = "failed", NOT_RUN
         return
-    # A strict xpass. If the item has the xfail mark here too, pytest has handled it.
+    # A pass with a text is a strict xpass. If the item has the xfail mark in this process too,
+    # pytest has handled it.
     if (
         outcome.kind == "passed"
         and outcome.text
@@ -126,9 +127,9 @@ def finish_report(
     error = call.excinfo.value if call.excinfo is not None else None
     if isinstance(error, RankFailure):
         represent(report, str(error), outcome.location)
-        # The ranks have applied their xfail marks to the exceptions themselves; here pytest applied
-        # the mark to RankFailure. A report that another plugin turned into a pass, by running the
-        # test again, is left alone.
+        # The ranks have applied their xfail marks to the exceptions themselves. ``wasxfail`` says
+        # that pytest has applied the mark once more, to RankFailure, which does not count. A report
+        # that another plugin turned into a pass, by running the test again, is left alone.
         if error.hard or hasattr(report, "wasxfail"):
             unexcused(report)
     elif outcome.kind == "skipped" and outcome.location is not None:

@@ -1,10 +1,10 @@
 """The rank on which this pytest runs, if any, and what fixtures read there.
 
-A *rank* is one process of a torchrun process group. A distributed test runs on ranks: in each of
-them there is a pytest session with one item to run. The same hooks and fixtures of the plugin run
-there as in pytest's own process, and tell by the *stash* where they are. A stash is pytest's
-dictionary for the data of plugins, which configurations and items have; its keys are the constants
-below.
+A *rank* is one process of a torchrun process group. A distributed test runs on ranks: pytest's own
+process requests them, and in each there is a pytest session that runs the one item of the request.
+The same hooks and fixtures of the plugin run there as in pytest's own process, and tell by the
+*stash* where they are. A stash is pytest's dictionary for the data of plugins, which configurations
+and items have; its keys are the constants below.
 
 Every session imports this module, so that it imports little.
 """
@@ -20,8 +20,8 @@ import pytest
 if TYPE_CHECKING:
     from pytest_distcompat.world import World
 
-#: Set in the configuration of a session on a rank, and of one that a fork server has collected:
-#: its forks, which inherit it, are ranks.
+#: Set in the configuration of a session on a rank. A fork server, a process from which ranks are
+#: forked, sets it too when it collects the tests, since its forks inherit that session.
 ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
 #: Set in an item that is an ordinary test and starts ranks itself, as by the fixture for scripts.
 #: If these crash or hang, an xfail mark does not excuse the test.
@@ -30,11 +30,11 @@ STARTS_RANKS: pytest.StashKey[bool] = pytest.StashKey()
 WORLD: pytest.StashKey[World] = pytest.StashKey()
 #: On a rank, in the configuration: the directory that the fixture ``shared_dir`` returns.
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
-#: Set in the configuration of a rank of a launch in which pytest itself was started by torchrun. It
-#: collects tests and runs all of them; any other rank runs the item of its request.
+#: Set in the configuration of a rank if torchrun started pytest itself (``torchrun -m pytest``):
+#: such a rank collects tests and runs all of them. Any other rank runs the item of its request.
 COLLECTS: pytest.StashKey[bool] = pytest.StashKey()
-#: The environment variable that says to the processes which a rank starts that they are no ranks:
-#: they inherit a launcher's variables, such as RANK.
+#: The environment variable by which a pytest that a rank starts knows that it is no rank itself
+#: (``ext.inside``): it inherits the launcher's variables, such as RANK.
 HIDDEN = "DISTCOMPAT_INSIDE"
 
 

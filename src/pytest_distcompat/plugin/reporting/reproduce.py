@@ -44,8 +44,8 @@ _LEFT_OUT = {
     f"distcompat_{name}"
     for name in ("report", "baseline", "budget", "shard", "strategies", "drivers")
 }
-#: A further one for marked tests. In a suite the option must stay: it also decides in which of
-#: several cells of a strategy the profile runs a check.
+#: A further one for tests with the mark ``distcompat``. For items of suites the option must stay:
+#: it also decides in which of several cells of a strategy the profile runs a check.
 _PRECISIONS = {"distcompat_precisions"}
 
 
@@ -65,7 +65,10 @@ def command(config: pytest.Config, item: pytest.Function) -> str:
 
 
 def _place_in_module(config: pytest.Config, item: pytest.Function) -> str:
-    """Return the part of a node id after the module: class, function, parameters."""
+    """Return the part of a node id after the module: class, function, parameters.
+
+    ``strip_group`` removes the ``@group`` that xdist appends with ``--dist loadgroup``.
+    """
     _, _, place = strip_group(config, item.nodeid).partition("::")
     return place
 
@@ -117,7 +120,9 @@ def _read_pytest_flags(config: pytest.Config) -> Iterator[str]:
         parser.add_argument(*names, dest=names[0], action="append", default=[])
     for name in (*_FLAGS, *_JOINABLE_FLAGS):
         parser.add_argument(name, dest=name, action="store_true")
-    given = getattr(config, "workerinput", {}).get(ARGUMENTS, config.invocation_params.args)
+    # Only a worker of xdist has it.
+    workerinput = getattr(config, "workerinput", {})
+    given = workerinput.get(ARGUMENTS, config.invocation_params.args)
     namespace, _ = parser.parse_known_args([str(argument) for argument in given])
     parsed = vars(namespace)
     for flag, *_ in _WITH_VALUE:

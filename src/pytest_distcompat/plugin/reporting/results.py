@@ -96,7 +96,7 @@ class Results:
         self._ending = ""
         #: Whether tests run at all, not with ``--collect-only`` or ``--setup-only``.
         self._running = False
-        #: The number of failures that pytest counts which are red verdicts of suites.
+        #: How many of the failures that pytest counts are red verdicts of suites.
         self._own_failures = 0
         #: Package to installed version.
         self._versions = versions()
@@ -213,13 +213,13 @@ class Results:
         That is in a fixture, or because its worker died.
         """
         recorded = self.results.get(nodeid)
-        # A failed teardown, or a worker that died, makes a verdict that was not red an error.
         if recorded is None or not (recorded.red or report.skipped):
+            # A failed teardown, or a worker that died, makes a verdict that was not red an error.
             verdict = verdict_without_check(nodeid, report)
             self.results[nodeid] = verdict
             self._row(verdict)
-        # A red verdict stays, and its teardown's error is added to it.
         elif report.failed and report.when == "teardown":
+            # A red verdict stays, and its teardown's error is added to it.
             errors = error_lines(report)
             teardown = errors[0] if errors else report.longreprtext.strip()
             self.results[nodeid] = dataclasses.replace(recorded, teardown=teardown)

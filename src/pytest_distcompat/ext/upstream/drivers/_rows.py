@@ -44,7 +44,8 @@ EPOCHS = 2
 #: Of each batch that a rank reads, its epoch and its rows: ``(1, [4, 17])``.
 _Batches = Iterator[tuple[int, Sequence[int]]]
 #: Where reading begins: an epoch, and how many of its batches were read before. ``(0, 0)`` is the
-#: beginning; processes that resume begin at one of ``RESUME_AT``: ``(1, 0)`` or ``(1, 2)``.
+#: beginning; processes that resume begin at one of ``RESUME_AT``: ``(1, 0)`` or ``(1, 2)``. Twice
+#: as many ranks resume at ``(1, 1)``, where as many rows were read.
 _Start = tuple[int, int]
 
 #: torchdata's loader saves and restores its position itself.
@@ -196,9 +197,9 @@ def _expected(name: str) -> Loader:
     # Without this, a loader cannot go on at another number of ranks (``moves``).
     by_seed = "use_seedable_sampler" in settings or settings.get("samples") in _BY_EPOCH
     repeatable = not shuffled or by_seed
-    # Both count batches in another way than one for each rank, so that the position of 2 ranks
-    # is not that of 4.
-    counts_own_batches = "split_batches" in settings or "use_stateful_dataloader" in settings
+    # With either setting, a position in the loader of 2 ranks is not that of the same row in the
+    # loader of 4.
+    other_positions = "split_batches" in settings or "use_stateful_dataloader" in settings
     return Loader(
         shuffled,
         filled=settings.get("even_batches", True),
@@ -207,7 +208,7 @@ def _expected(name: str) -> Loader:
         resumes="rows" not in settings,
         # Which rank's state is saved is chance: docs/upstream/accelerate_stateful_dispatch.py.
         midway=not {"use_stateful_dataloader", "dispatch_batches"}.issubset(settings),
-        moves=repeatable and not counts_own_batches and "rows" not in settings,
+        moves=repeatable and not other_positions and "rows" not in settings,
         rows=settings.get("rows", 0),
         reseeded=_RESEEDED.get(name, ""),
     )
@@ -220,7 +221,7 @@ ACCELERATE: dict[str, Loader] = {name: _expected(name) for name in _ACCELERATE}
 def accelerate_loaders(ranks: int) -> dict[str, Loader]:
     """Return the loaders that accelerate can prepare for so many data parallel ranks.
 
-    For one of them it can prepare none of whole batches:
+    For a single rank it can prepare none of whole batches:
     docs/upstream/accelerate_sampled_batches.py.
     """
     if ranks > 1:
@@ -239,7 +240,7 @@ def _is_stateful(name: str) -> bool:
 
 
 def iterable(rows: Sequence[Any]) -> Any:
-    """Return the rows as an iterable data set, which has no length."""
+    """Return the rows as an ``IterableDataset``, which has no length."""
     from torch.utils.data import IterableDataset
 
     class Rows(IterableDataset[Any]):
@@ -268,6 +269,7 @@ def _taken_apart(name: str, count: int) -> tuple[dict[str, Any], dict[str, Any]]
         if key in configuration:
             arguments[key] = configuration.pop(key)
     if samples:
+        # These arguments have the batch size and ``drop_last`` in them, and no ``shuffle``.
         arguments = sampling(samples, range(count), BATCH, arguments.get("drop_last", False))
     return configuration, arguments
 
@@ -336,7 +338,8 @@ def accelerate_rows(
     stateful = _is_stateful(name)
     calls_set_epoch = not stateful and _ACCELERATE[name].get("calls_set_epoch", True)
     saved = directory / f"{name}-{first_epoch}-{done}"
-    # Not at the beginning, and not at (1, 1), where twice as many ranks go on: they only skip.
+    # No state is saved at the beginning, nor at (1, 1), where twice as many ranks go on: these only
+    # skip the batches that were read before.
     if saved.exists():
         accelerator.load_state(str(saved))
     saves = start == (0, 0)
@@ -367,8 +370,9 @@ def ulysses_loaders() -> dict[str, Loader]:
     """Return the loaders of accelerate that are tested under DeepSpeed's Ulysses.
 
     None resumes: docs/upstream/accelerate_ulysses_skip.py. Ulysses gathers one batch of each rank
-    of a sequence, and gives them all, one after the other. So all these ranks need as many batches,
-    of as many rows, and an epoch may lack, or repeat, those of several batches.
+    that shares a sequence, and gives all these ranks the batches, one after the other. So each must
+    have as many batches as the others, of as many rows. An epoch may lack, or repeat, the rows of
+    several batches.
     """
     loaders: dict[str, Loader] = {}
     for name, loader in ACCELERATE.items():
@@ -416,7 +420,7 @@ def ulysses_rows(name: str, count: int, accelerator: Any, model: Any, tokens: in
 def evaluated_loaders(loaders: Mapping[str, Loader]) -> list[str]:
     """Return the names of accelerate's loaders that evaluations gather rows of.
 
-    Those left out differ from another loader in what does not show there.
+    For the others a comment says why they are left out.
     """
     names: list[str] = []
     for name, expected in loaders.items():
@@ -505,18 +509,28 @@ TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 #: The strategies of sampling that ask for the length of each row.
 BY_LENGTH = frozenset({"group_by_length", "batch_rebalance"})
-#: No loader of Trainer moves to another number of ranks: Trainer saves its position in steps, of
-#: which an epoch then has another number.
-TRAINER: dict[str, Loader] = {
-    name: Loader(
-        shuffled="iterable" not in settings and name not in {"sequential", EVALUATION_LOADER},
+#: Loaders with another seed than that of another loader alone -> that loader.
+_TRAINER_RESEEDED = {"seed": "shuffle", "data_seed": "seed"}
+
+
+def _expected_of_trainer(name: str) -> Loader:
+    """Return what Trainer's loader of that name must do."""
+    settings = TRAINER_SETTINGS[name]
+    in_order = "iterable" in settings or name in {"sequential", EVALUATION_LOADER}
+    return Loader(
+        shuffled=not in_order,
         dropped="dataloader_drop_last" in settings,
+        # No training reads the loader of evaluations.
         resumes=name != EVALUATION_LOADER,
+        # Trainer saves its position in steps. With another number of ranks an epoch has another
+        # number of them.
         moves=False,
-        reseeded={"seed": "shuffle", "data_seed": "seed"}.get(name, ""),
+        reseeded=_TRAINER_RESEEDED.get(name, ""),
     )
-    for name, settings in TRAINER_SETTINGS.items()
-}
+
+
+#: Name of a loader of Trainer -> what it must do.
+TRAINER: dict[str, Loader] = {name: _expected_of_trainer(name) for name in TRAINER_SETTINGS}
 
 
 def _numbered(count: int, *, tokens: bool) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ A walk is a list of calls in random order, such as ``step()``, ``save()``, ``mic
 of a run, and makes the same calls in one process with the base class ``Calls``. After each call the
 parameters, losses and outputs of both are compared. A call is a method, and its arguments are drawn
 from ``bool`` or ``Literal`` annotations. A call marked as ``observer`` must change no bit of the
-training; a method without a mark here has that of ``Calls``.
+training.
 
 The class attributes, as ``Calls`` explains them: ``own`` names the calls that the trainer makes
 itself, as actions of its plan; ``refused`` has, for each strategy (``*`` for all), patterns of
@@ -48,7 +48,7 @@ class TrainerCalls(Calls):
     }
 
     @observer
-    def evaluate(self) -> None:  # type: ignore[override]  # in no_grad alone
+    def evaluate(self) -> None:  # type: ignore[override]  # no choice of context: no_grad alone
         """Evaluate by ``Trainer.evaluate``, on four rows for each rank."""
         ranks = self.trainer.world.size
         rows = self.trainer.dataset(ranks)
@@ -80,6 +80,7 @@ class TrainerCalls(Calls):
         """Write the weights by ``Trainer.save_model``, and return them.
 
         While FSDP's state dicts are sharded it would write nothing, so they are full meanwhile.
+        ``_internal_call`` is Trainer's own argument: if true, nothing is pushed to the Hub.
         """
         plugin = getattr(self.trainer.trainer.accelerator.state, "fsdp_plugin", None)
         state_dict_type = getattr(plugin, "state_dict_type", None)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.models import Batch
 
-#: Arguments of TrainingArguments: the only decaying schedule that does not depend on how many steps
-#: are left, of which a resumed run has others. Before transformers 5 the time scale is not passed
-#: on, and the rate hardly changes.
+#: Arguments of TrainingArguments: the only decaying schedule that does not depend on the number of
+#: all steps, which is another one in a resumed run. Before transformers 5 the time scale is not
+#: passed on: it is 10,000 steps then, so that the rate hardly changes.
 SCHEDULE: dict[str, Any] = {
     "lr_scheduler_type": "inverse_sqrt",
     "lr_scheduler_kwargs": {"timescale": 10},
@@ -48,7 +48,7 @@ TORCH_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 class TrainerReference(TinyDriver):
     """Driver whose reference trains as ``transformers.Trainer`` does."""
 
-    #: What counts alike in the loss of a step: each token of all ranks. The others would be
+    #: What has equal weight in the loss of a step: each token of all ranks. The other values are
     #: ``micro_batch`` and ``rank``.
     mean: ClassVar[str] = "token"
 
@@ -67,8 +67,8 @@ class TrainerReference(TinyDriver):
             # https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             return [{"params": trained, "weight_decay": decay}]
-        # A public method that reads nothing of its Trainer: ``self`` here is the driver, and the
-        # reference has no Trainer.
+        # A public method, which is called as a function: it reads nothing of its ``self``. There is
+        # no Trainer in the reference, so the driver is passed.
         decayed_names = set(Trainer.get_decay_parameter_names(self, model))
         decayed = []
         undecayed = []
@@ -95,8 +95,11 @@ class TrainerReference(TinyDriver):
         settings = SCHEDULE | self.cell.settings("TrainingArguments")
         # Before transformers 5 a fraction is an argument of its own, ``warmup_ratio``.
         warmup = settings.get("warmup_steps", 0) or settings.get("warmup_ratio", 0)
-        # Since then ``warmup_steps`` below one is a fraction of all steps.
-        warmup_steps = math.ceil(warmup * STEPS) if warmup < 1 else int(warmup)
+        if warmup < 1:
+            # Since then ``warmup_steps`` below one is a fraction of all steps.
+            warmup_steps = math.ceil(warmup * STEPS)
+        else:
+            warmup_steps = int(warmup)
         return get_scheduler(
             settings["lr_scheduler_type"],
             optimizer,
@@ -176,7 +179,7 @@ class TrainerReference(TinyDriver):
 
     @property
     def averaged_over(self) -> str:
-        """Return what counts alike in the loss: each token, or each rank.
+        """Return what has equal weight in the loss: ``token`` or ``rank``.
 
         It is ``rank`` where the cell has Trainer count the tokens of each rank alone.
         """
