@@ -11,6 +11,7 @@ for ``fit_first_scale``, which ``worker`` calls once before the first step.
 from __future__ import annotations
 
 import hashlib
+import math
 import resource
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -190,6 +191,8 @@ def peak_memory(device: str) -> int:
 def sample(output: torch.Tensor) -> tuple[float, ...]:
     """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 decimals.
 
+    They are of many columns: every 128th of 128 logits a token would be those of one class alone.
+
     Raises:
         TypeError: If the output is no tensor.
     """
@@ -198,6 +201,9 @@ def sample(output: torch.Tensor) -> tuple[float, ...]:
         raise TypeError(f"evaluate() returned {output!r:.100}; {expected}")
     flat = output.detach().float().cpu().reshape(-1)
     step = max(1, flat.numel() // SAMPLED)
+    columns = output.shape[-1] if output.dim() else 1
+    while math.gcd(step, columns) > 1:
+        step -= 1
     sampled = flat[::step][:SAMPLED].tolist()
     return tuple(round(value, 6) for value in sampled)
 

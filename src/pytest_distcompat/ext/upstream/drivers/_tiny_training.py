@@ -42,6 +42,8 @@ LEARNING_RATE, DECAY, GAMMA = 3e-3, 0.01, 0.95
 #: Steps of an epoch. With accumulation the last one has one micro-batch only, like the end of a
 #: real epoch.
 EPOCH_STEPS = 8
+#: PEFT's word for all linear layers but the last, which ``TinyModel.lora_targets`` may have alone.
+ALL_LINEAR = "all-linear"
 
 
 class TinyTraining(Driver):
@@ -140,10 +142,14 @@ class TinyTraining(Driver):
         # A LoRA adapter around the frozen model.
         from peft import LoraConfig, get_peft_model
 
+        targets: Any = list(self.tiny.lora_targets)
+        if targets == [ALL_LINEAR]:
+            # PEFT knows the word as a text, and not in a list.
+            targets = ALL_LINEAR
         settings = {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": list(self.tiny.lora_targets),
+            "target_modules": targets,
             "lora_dropout": 0.0,
             "modules_to_save": trained_layers,
         }

@@ -34,6 +34,11 @@ SLICE = {
             "ddp-fp32-w2-lora-set_LoraConfig.modules_to_save=(self_attn)"
             "+LoraConfig.target_modules=(up_proj,down_proj)"
         ),
+        # An adapter with magnitudes, also of embeddings that are scaled.
+        (
+            "ddp-fp32-w2-model_hf:Gemma3TextForSequenceClassification-lora"
+            "-set_LoraConfig.target_modules=(embed_tokens,q_proj)+LoraConfig.use_dora=true"
+        ),
     ),
     "trainer": (
         (
