@@ -72,6 +72,7 @@ def read_snapshot_fields(
         "scheduler": read_scheduler(scheduler),
         "memory": peak_memory(device),
         "products": read_products(device),
+        "settings": read_settings(),
     }
     if optimizer is not None:
         fields["optimizer"] = read_optimizer(
@@ -96,6 +97,19 @@ def read_products(device: str) -> dict[str, str]:
     if torch.is_autocast_enabled("cuda"):
         products["autocast"] = str(torch.get_autocast_dtype("cuda")).removeprefix("torch.")
     return products
+
+
+def read_settings() -> dict[str, str]:
+    """Return the settings of torch for the whole process (see ``Snapshot.settings``)."""
+    return {
+        "threads": str(torch.get_num_threads()),
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "gradients": str(torch.is_grad_enabled()),
+        "autocast": str(torch.is_autocast_enabled("cpu")),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "products of float32": torch.get_float32_matmul_precision(),
+    }
 
 
 def _float32_precision(backend: Any) -> str:
