@@ -37,15 +37,15 @@ def metrics(device: str = "cpu") -> dict[str, float]:
 
 def _kinds_of_rows() -> dict[str, list[dict[str, Any]]]:
     """Return rows by what is special about their labels: ``{"no labels": [{...}, ...]}``."""
-    import numpy
+    import numpy as np
     import torch
 
     kinds = {"no labels": [_row(number, labels=label) for number, label in enumerate(LABELS)]}
-    forms = {"Python numbers": int, "numpy numbers": numpy.int64, "tensors": torch.tensor}
+    forms = {"Python numbers": int, "numpy numbers": np.int64, "tensors": torch.tensor}
     for form, of_form in forms.items():
         rows = [_row(number, label=of_form(label)) for number, label in enumerate(CLASSES)]
         kinds[f"{form} as label"] = rows
-    arrays = {"Python numbers": list, "numpy numbers": numpy.array, "tensors": torch.tensor}
+    arrays = {"Python numbers": list, "numpy numbers": np.array, "tensors": torch.tensor}
     for form, of_form in arrays.items():
         rows = [_row(number, label_ids=of_form([label])) for number, label in enumerate(CLASSES)]
         kinds[f"{form} as label_ids"] = rows
