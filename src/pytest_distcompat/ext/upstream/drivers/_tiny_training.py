@@ -131,11 +131,7 @@ class TinyTraining(Driver):
 
     def build_model(self) -> Module:
         """Return the tiny model, made from a fixed seed, with parameters in the load dtype."""
-        model, trained_layers = self._base_model()
-        if _loaded.changes_values(self.cell):
-            # With some values of option ``loaded`` the trainer will read a model with other values,
-            # as of a head that is drawn anew. The reference must train the same values.
-            model = _loaded.read(self.cell, self.precision, model, self.run_directory)
+        model, trained_layers = self._trained_base()
         self._freeze(model)
         if not self.cell.option("lora"):
             return model
@@ -194,6 +190,17 @@ class TinyTraining(Driver):
             # The adapter of the given model is written and read in the same way.
             return _loaded.with_adapter(made, given, self.run_directory)
         return made
+
+    def _trained_base(self) -> tuple[Module, list[str] | None]:
+        """Return what ``_base_model`` returns, with the values and sizes that are trained.
+
+        With some values of option ``loaded`` the trainer will read a model with other values, as of
+        a head that is drawn anew. The reference must train the same values.
+        """
+        model, trained_layers = self._base_model()
+        if _loaded.changes_values(self.cell):
+            model = _loaded.read(self.cell, self.precision, model, self.run_directory)
+        return model, trained_layers
 
     def _base_model(self) -> tuple[Module, list[str] | None]:
         """Return the model without an adapter, and the names of layers that are trained beside one.

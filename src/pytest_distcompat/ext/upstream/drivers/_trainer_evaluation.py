@@ -13,6 +13,7 @@ with those of one process.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 #: Rows of a batch, and the label that ``cross_entropy`` leaves out.
@@ -41,12 +42,13 @@ def _kinds_of_rows() -> dict[str, list[dict[str, Any]]]:
     import torch
 
     kinds = {"no labels": [_row(number, labels=label) for number, label in enumerate(LABELS)]}
+    forms: dict[str, Callable[[Any], Any]]
     forms = {"Python numbers": int, "numpy numbers": np.int64, "tensors": torch.tensor}
     for form, of_form in forms.items():
         rows = [_row(number, label=of_form(label)) for number, label in enumerate(CLASSES)]
         kinds[f"{form} as label"] = rows
-    arrays = {"Python numbers": list, "numpy numbers": np.array, "tensors": torch.tensor}
-    for form, of_form in arrays.items():
+    forms = {"Python numbers": list, "numpy numbers": np.array, "tensors": torch.tensor}
+    for form, of_form in forms.items():
         rows = [_row(number, label_ids=of_form([label])) for number, label in enumerate(CLASSES)]
         kinds[f"{form} as label_ids"] = rows
     return kinds

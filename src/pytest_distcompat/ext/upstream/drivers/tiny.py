@@ -298,7 +298,8 @@ class TinyDriver(TinyReference):
             return self.tiny.reload(directory)
         from peft import PeftModel
 
-        adapted: Module = PeftModel.from_pretrained(self._base_model()[0], directory)
+        base, _ = self._trained_base()
+        adapted: Module = PeftModel.from_pretrained(base, directory)
         return adapted
 
 

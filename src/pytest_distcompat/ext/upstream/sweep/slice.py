@@ -41,6 +41,11 @@ SLICE = {
             "ddp-fp32-w2-model_hf:Gemma3TextForSequenceClassification-lora"
             "-set_LoraConfig.target_modules=(embed_tokens,q_proj)+LoraConfig.use_dora=true"
         ),
+        # A vocabulary that has grown, whose adapted output layer is tied to the embeddings.
+        (
+            "ddp-fp32-w2-model_llama_tied-loaded_from_pretrained-lora"
+            "-set_LoraConfig.target_modules=(lm_head,q_proj)+resize_token_embeddings.new_num_tokens=131"
+        ),
     ),
     "trainer": (
         (
