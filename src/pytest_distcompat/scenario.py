@@ -304,14 +304,16 @@ AGAIN_REFERENCE_RUN = dataclasses.replace(
     actions=("build_model", *("reference",) * 5, "reference_again", *("reference",) * 3),
 )
 
-#: Loads the exported model with the model's own library, without the trainer.
+#: Loads the exported model with the model's own library, without the trainer. The base of an
+#: adapter has the values and sizes that it had in the training.
 RELOAD_RUN = Run(
     "reload",
     ("reload", "evaluate"),
     after="train",
     strategy="ddp",
     world_size=1,
-    only=("model", "lora"),
+    only=("model", "lora", "loaded"),
+    follows=("resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes"),
 )
 
 #: A checkpoint directory whose name has spaces, separators, umlauts, and words that trainers search

@@ -67,6 +67,8 @@ for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
 #: An epoch, and a batch of it.
 EpochAndBatch = tuple[int, int]
 
+#: The variable by which a user chooses how many threads a rank has.
+THREADS = "OMP_NUM_THREADS"
 #: The actions that are methods of the trainer: it may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save", "again"}
 
@@ -97,7 +99,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         # Before the trainer would choose NCCL by itself.
         _init_gloo(world)
     # Settings of the cell for the environment: ``set_env.NAME=VALUE`` in its id.
-    os.environ.update(cell.settings("env"))
+    _update_environment(cell.settings("env"))
     # An extension may record something on each rank, such as the executed lines, for the cell whose
     # check needs this run.
     recorded_rank = RecordedRank(
@@ -117,6 +119,18 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         rank.recorders = recorders
         rank.perform()
         _end_process_group(driver)
+
+
+def _update_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables as if the rank had been started with them.
+
+    torch has read its number of threads before, in the process that ranks are forked from.
+    """
+    os.environ.update(variables)
+    if THREADS in variables:
+        import torch
+
+        torch.set_num_threads(int(variables[THREADS]))
 
 
 def _capture_log(level: str, log: RankLog) -> None:
@@ -516,7 +530,7 @@ class Rank:
     def _attach(self, model: Module) -> dict[str, Any]:
         """Read a model that no trainer has yet, and observe it from then on."""
         from pytest_distcompat.probe.live import read_unwrapped
-        from pytest_distcompat.probe.snapshot import read_products
+        from pytest_distcompat.probe.snapshot import read_products, read_settings
 
         driver = self.driver
         compute = PRECISIONS.get(driver.cell.precision).compute
@@ -528,6 +542,7 @@ class Rank:
             "unwrapped": dataclasses.replace(unwrapped, mean=driver.mean),
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
+            "settings": read_settings(),
         }
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that is to be compiled.

@@ -505,3 +505,17 @@ def test_another_strategy_is_found_on_one_rank_too(
 ) -> None:
     story = sound(cell).model({"wrappers": wrappers}, action="build", rank=0)
     assert story.findings("active") == [f"rank 0: {finding}"]
+
+
+def test_the_settings_of_torch_stay_as_they_were(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").snapshot("build_model", {"settings": {"threads": "7", "default dtype": "float32"}})
+    changed = story.snapshot("step", {"settings": {"threads": "1", "default dtype": "float32"}}, nth=2, rank=1)
+    finding = "rank 1: torch's setting 'threads' is 1 after three steps; 7 before the build"
+    assert changed.findings("active") == [finding]
+
+
+@pytest.mark.parametrize(("setting", "count"), [("env.OMP_NUM_THREADS=7", 1), ("TrainingArguments.tf32=true", 0)])
+def test_a_setting_of_a_library_may_change_those_of_torch(sound: Sound, setting: str, count: int) -> None:
+    story = sound(f"ddp-fp32-w2-set_{setting}").snapshot("build_model", {"settings": {"threads": "7"}})
+    changed = story.snapshot("step", {"settings": {"threads": "1"}}, nth=2, rank=1)
+    assert len(changed.findings("active")) == count

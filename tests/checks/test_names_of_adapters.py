@@ -111,6 +111,7 @@ def adapted(sound: Sound) -> Story:
 def test_an_adapter_may_be_saved_alone_and_without_its_own_name(sound: Sound) -> None:
     assert adapter_name(LORA[0]) == "outlet.lora_A.weight"
     assert adapter_name("outlet.modules_to_save.default.weight") == "outlet.weight"
+    assert adapter_name("outlet.lora_magnitude_vector.default.weight") == "outlet.lora_magnitude_vector"
     assert adapted(sound).findings("names") == []
     story = adapted(sound).file(0, keys=(*LORA, "frozen.weight", "scale"))
     assert story.findings("names") == []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
@@ -159,9 +161,13 @@ class SecondModel(DeepSpeedDriver):
 
         super().build(model)
         second = architecture("hf:Qwen3ForTokenClassification")
+        made: Any = second.make()
+        config = copy.deepcopy(made.config)
+        # transformers sets the row of the padding token to zero, which not each rank has of a partitioned embedding.
+        config.pad_token_id = None
         with deepspeed.zero.Init():
-            second.make()
-        second.loss(second.make(), second.batch(0, 0))
+            type(made)(config)
+        second.loss(type(made)(config), second.batch(0, 0))
 
 
 class Attached(DeepSpeedDriver):
@@ -181,6 +187,28 @@ class NodesOfOneRank(DeepSpeedDriver):
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
         os.environ["LOCAL_RANK"] = "0"
+
+
+class WithImages(DeepSpeedDriver):
+    """The Llama is the part of a model that images could be given to: https://github.com/deepspeedai/DeepSpeed/pull/7990.
+
+    The numbers of its heads and layers are in a config within the model's config.
+    """
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        self.tiny = dataclasses.replace(self.tiny, make=functools.partial(_with_images, self.tiny.make))
+
+
+def _with_images(make_llama: Callable[[], Any]) -> Module:
+    """Return a model of texts and images around the config of a Llama."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    images = CLIPVisionConfig(**small, image_size=8, patch_size=4)
+    config = LlavaConfig(vision_config=images, text_config=make_llama().config, image_token_id=1)
+    model: Any = LlavaForConditionalGeneration(config)
+    return model.float()  # type: ignore[no-any-return]
 
 
 class MixedAutocast(DeepSpeedDriver):
@@ -357,8 +385,6 @@ class Prefixed(TorchDriver):
 
 def _with_wide_heads() -> Module:
     """Return a model whose heads together are wider than its hidden states."""
-    import copy
-
     model: Any = architecture("hf:qwen3").make()
     config = copy.deepcopy(model.config)
     config.head_dim = 2 * config.hidden_size // config.num_attention_heads
@@ -379,6 +405,28 @@ class Prompted(TorchDriver):
         model: Any = super().build_model()
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, num_attention_heads=4)
         return get_peft_model(model, config)  # type: ignore[no-any-return]
+
+
+class PromptedClassifier(TorchDriver):
+    """A classifier of rows learns beside prompts: https://github.com/huggingface/peft/pull/2646."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        self.tiny = architecture("hf:Qwen3ForSequenceClassification")
+
+    def build_model(self) -> Module:
+        """Let PEFT add the prompts, which by its documentation trains the classifier too."""
+        from peft import PromptTuningConfig, get_peft_model
+
+        config = PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)
+        return get_peft_model(super().build_model(), config)  # type: ignore[no-any-return]
+
+    def reference(self, model: Module, number: int, ranks: int) -> float:
+        """Train the classifier in any case."""
+        for name, parameter in model.named_parameters():
+            if "score" in name and "original_module" not in name:
+                parameter.requires_grad_()
+        return super().reference(model, number, ranks)
 
 
 class NeverCleared(TorchDriver):
@@ -432,6 +480,4 @@ class OtherParameters(DeepSpeedDriver):
 
     def make_optimizer(self, model: Module) -> Any:
         """Return one of a copy."""
-        import copy
-
         return super().make_optimizer(copy.deepcopy(model))

@@ -70,6 +70,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "acc-2755-threads",
+        (PULLS + "2755",),
+        "on CPU ranks accelerate replaces the number of threads that OMP_NUM_THREADS says",
+        (
+            Edit(
+                STATE,
+                'and get_int_from_env(["OMP_NUM_THREADS"], 0) == 0\n',
+                'and get_int_from_env(["OMP_NUM_THREADS"], 0) > 0\n',
+            ),
+        ),
+    ),
+    Mutant(
         "acc-3146-zero3-save-model",
         (PULLS + "3146",),
         "ZeRO-3: save_model raises on every rank but the first",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .mutation import Edit, Mutant
 
+BF16 = "deepspeed/runtime/bf16_optimizer.py"
 ENGINE = "deepspeed/runtime/engine.py"
 SCHEDULES = "deepspeed/runtime/lr_schedules.py"
 UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
@@ -143,6 +144,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "ds-7763-destroyed-engine",
+        (PULLS + "7763", ISSUES + "7752"),
+        "an engine in bfloat16 without an optimizer cannot be destroyed: IndexError",
+        (
+            Edit(
+                BF16,
+                "        if not self.using_real_optimizer:\n            return\n        for i, _ in enumerate",
+                "        for i, _ in enumerate",
+            ),
+        ),
+    ),
+    Mutant(
         "ds-7790-sums-without-zero",
         (PULLS + "7790",),
         "stage 0 takes the optimizer of ZeRO-1 for float32 sums of bf16 gradients, instead of a refusal",
@@ -210,6 +223,18 @@ MUTANTS = (
         (PULLS + "7969",),
         "WarmupCosineLR gives the first of several param groups alone its first learning rate",
         (Edit(SCHEDULES, "            return [0.0 for _ in self.org_lrs]\n", "            return [0.0]\n"),),
+    ),
+    Mutant(
+        "ds-7990-config-of-text",
+        (PULLS + "7990",),
+        "Ulysses looks for the number of heads in the config of a whole model, whose text has one of its own",
+        (
+            Edit(
+                ULYSSES,
+                "        arch_cfg = hf_model_config.get_text_config()\n",
+                "        arch_cfg = hf_model_config\n",
+            ),
+        ),
     ),
     Mutant(
         "ds-8009-attached-module",

@@ -6,10 +6,54 @@ from .mutation import Edit, Mutant
 
 LAYERS = "peft/tuners/lora/layer.py"
 OTHER = "peft/utils/other.py"
+VARIANTS = "peft/tuners/lora/variants.py"
+CONFIG = "peft/config.py"
 
 PULLS = "https://github.com/huggingface/peft/pull/"
 
 MUTANTS = (
+    Mutant(
+        "peft-2646-head-of-prompts",
+        (PULLS + "2646",),
+        "prompt learning of a classifier does not train its new last layer, nor save it",
+        (
+            Edit(
+                CONFIG,
+                """\
+    modules_to_save: Optional[list[str]] = field(
+        default=None,
+        metadata={
+            "help": "List of extra modules to be set as trainable and saved in the final checkpoint. "
+            "For example, in Sequence Classification or Token Classification tasks, "
+            "the final layer `classifier/score` are randomly initialized and as such need to be trainable and saved. "
+            "The module(s) will be fully fine-tuned."
+        },
+    )
+""",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "peft-2839-scaled-embeddings",
+        (PULLS + "2839",),
+        "DoRA of embeddings that are scaled adds what is not: merged, it computes something else than in training",
+        (
+            Edit(
+                VARIANTS,
+                """\
+            dora_result = dora_result * embed_scale.to(dora_result.dtype)
+
+        result = mag_norm_scale * result + dora_result
+""",
+                """\
+            pass
+
+        result = mag_norm_scale * result + dora_result
+""",
+            ),
+        ),
+    ),
     Mutant(
         "peft-2567-conv-groups",
         (PULLS + "2567",),

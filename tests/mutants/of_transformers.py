@@ -7,6 +7,8 @@ from .mutation import Edit, Mutant
 ARGUMENTS = "transformers/training_args.py"
 TRAINER = "transformers/trainer.py"
 EXPERTS = "transformers/distributed/expert_parallel.py"
+MODELING = "transformers/modeling_utils.py"
+COLLATORS = "transformers/data/data_collator.py"
 
 ISSUES = "https://github.com/huggingface/transformers/issues/"
 PULLS = "https://github.com/huggingface/transformers/pull/"
@@ -169,6 +171,54 @@ MUTANTS = (
                 TRAINER,
                 "            if self.args.logging_nan_inf_filter and finite.any():\n",
                 "            if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-grown-head",
+        (COMPARED + "v5.3.0...v5.7.0",),
+        "an output layer that is tied to embeddings which have grown says its old size: an adapter of it has that",
+        (
+            Edit(
+                MODELING,
+                "            old_embeddings.num_embeddings = new_num_tokens"
+                "  # maybe weights are tied which doesn't update attr\n",
+                "",
+            ),
+            Edit(
+                MODELING,
+                "            old_lm_head.out_features = new_num_tokens"
+                "  # maybe weights are tied which doesn't update attr\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-batch-sampler-epoch",
+        (COMPARED + "v5.14.1...v5.17.0",),
+        "set_epoch does not get to the sampler of batches that balances their lengths: all epochs have one order",
+        (
+            Edit(
+                TRAINER,
+                """\
+        if hasattr(underlying_sampler, "set_epoch"):
+            underlying_sampler.set_epoch(epoch)
+""",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-numpy-labels",
+        (COMPARED + "v5.20.2...v5.22.0",),
+        "labels that are integers of numpy are collated to float32: RuntimeError in the loss of a classifier",
+        (
+            Edit(COLLATORS, "isinstance(label, (int, np.integer))", "isinstance(label, int)", count=2),
+            Edit(
+                COLLATORS,
+                'isinstance(first["label_ids"][0], (int, np.integer))',
+                'isinstance(first["label_ids"][0], int)',
+                count=2,
             ),
         ),
     ),

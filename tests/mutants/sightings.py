@@ -15,11 +15,23 @@ _CALLED_WITH_KEYWORDS = (
     "ddp-fp32-w2-lora-set_LoraConfig.modules_to_save=(self_attn)+LoraConfig.target_modules=(up_proj,down_proj)"
 )
 
+_WITH_MAGNITUDES = (
+    "ddp-fp32-w2-model_hf:Gemma3TextForSequenceClassification-lora"
+    "-set_LoraConfig.target_modules=(embed_tokens,q_proj)+LoraConfig.use_dora=true"
+)
+_GROWN = (
+    "ddp-fp32-w2-model_llama_tied-loaded_from_pretrained-lora"
+    "-set_LoraConfig.target_modules=(lm_head,q_proj)+resize_token_embeddings.new_num_tokens=131"
+)
+
 SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-1755-fsdp1-optim-args": (Sighting("accelerate", "fsdp1-fp32-w2", "resume", "unhashable type: 'dict'"),),
     "acc-2674-fsdp1-upcast": (Sighting("accelerate", "fsdp1-bf16_upcast-w2", "dtypes", _MASTERS),),
     "acc-2728-sampler-of-batches": (
         Sighting("accelerate", "ddp-fp32-w2", "coverage", "'NoneType' object is not iterable"),
+    ),
+    "acc-2755-threads": (
+        Sighting("accelerate", "ddp-fp32-w2-model_mlp-set_env.OMP_NUM_THREADS=7", "active", "'threads' is"),
     ),
     "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
     "acc-3361-fp8-ds": (Sighting("accelerate", "zero2-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
@@ -142,6 +154,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             r"slice\(\) cannot be applied to a 0-dim tensor",
         ),
     ),
+    "ds-7763-destroyed-engine": (
+        Sighting("deepspeed", "zero0-fp32-w2", "evaluation", "IndexError: list index out of range"),
+    ),
     "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "optimizer"),),
     "ds-7790-sums-without-zero": (Sighting("deepspeed", "zero0-bf16_upcast-w2-grad_accum_dtype_fp32", "active", "."),),
     "ds-7829-tiled-gradients": (
@@ -151,6 +166,11 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("deepspeed", "zero0-bf16_upcast-w2", "parity", "step [23]: .*the gradient norm"),
     ),
     "ds-7969-first-rates": (Sighting("deepspeed", _SCHEDULED, "parity", r"step 1: all ranks: lr of blocks"),),
+    "ds-7990-config-of-text": (
+        Sighting(
+            "mutants.drivers:WithImages", "zero2-fp32-w4-cp_2", "active", "has no attribute 'num_attention_heads'"
+        ),
+    ),
     "ds-8009-attached-module": (
         Sighting("mutants.drivers:Attached", "zero3-fp32-w2", "active", "no attribute '_in_forward'"),
     ),
@@ -172,6 +192,14 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "peft-2567-conv-groups": (
         Sighting("accelerate", "fsdp2-fp32-w2-model_convolutions-lora", "active", "The size of tensor a .* must match"),
+    ),
+    "peft-2646-head-of-prompts": (
+        Sighting(
+            "mutants.drivers:PromptedClassifier", "ddp-fp32-w2", "parity", r"step 1: .*the gradient norm is .*reference"
+        ),
+    ),
+    "peft-2839-scaled-embeddings": (
+        Sighting("accelerate", _WITH_MAGNITUDES, "export", "outputs of the trained and of the reloaded model"),
     ),
     "peft-2883-head-dim": (Sighting("mutants.drivers:Prefixed", "ddp-fp32-w2", "active", "RuntimeError"),),
     "peft-3109-layers-of-config": (
@@ -226,11 +254,15 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             r"step 1: .*the gradient of model\.layers\.\d\.mlp\.router",
         ),
     ),
+    "tr-batch-sampler-epoch": (
+        Sighting("trainer", "ddp-fp32-w2", "coverage", "batch_rebalance: epoch 2 has the order of epoch 1"),
+    ),
     "tr-cpu-device": (Sighting("trainer", "ddp-fp32-w2", "resume", "tagged with cpu:0"),),
     "tr-dp-size": (
         Sighting("trainer", "fsdp2-fp32-w4-tp_2-save_only_model", "active", "does not match num_processes"),
     ),
     "tr-fsdp-version-ignored": (Sighting("trainer", "fsdp2-fp32-w2", "active", "expected FSDP2"),),
+    "tr-grown-head": (Sighting("accelerate", _GROWN, "active", "The size of tensor a .* must match"),),
     "tr-mesh-groups": (
         Sighting(
             "mutants.drivers:SharedBatch",
@@ -240,5 +272,6 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         ),
     ),
     "tr-nan-losses": (Sighting("trainer", "ddp-fp32-w2", "evaluation", "no labels: loss is nan"),),
+    "tr-numpy-labels": (Sighting("trainer", "ddp-fp32-w2", "evaluation", "Long or Byte, but got Float"),),
     "tr-shift-count": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
 }

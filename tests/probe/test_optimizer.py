@@ -51,6 +51,12 @@ def test_what_evaluate_returns_is_a_tensor(wrong: Any) -> None:
         sample(wrong)
 
 
+def test_outputs_are_of_many_classes() -> None:
+    logits = torch.arange(128).expand(2, 16, 128)
+    assert len(set(sample(logits))) == 32
+    assert sample(torch.tensor(1.5)) == (1.5,)
+
+
 def test_a_world_size_as_text_is_a_number() -> None:
     assert read_model(torch.nn.Linear(2, 2), None, "2").trainer_world_size == 2  # type: ignore[arg-type]
 

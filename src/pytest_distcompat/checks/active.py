@@ -9,13 +9,14 @@ example, runs DDP in place of FSDP on the CPU.
 after one action, such as ``build`` or ``step``. The check yields findings, such as ``rank 0:
 LlamaForCausalLM runs as DDP x 1; expected FSDP2 for fsdp2``; none if all is right.
 
-It looks at four things. This file has the first and the third of them:
+It looks at five things. This file has the first, the third and the last of them:
 
 - after the build, on each rank: wrapper, ZeRO stage, kind of parameters, size of the process group,
   and parts of the model on a mesh (``_model_parallel``);
 - after the build, over ranks: how many copies of the parameters they store (``_stored``);
 - in the third step: whether gradients were reduced;
-- after three and after 20 steps: whether replicas are equal (``_replicas``).
+- after three and after 20 steps: whether replicas are equal (``_replicas``);
+- after three steps: whether torch's settings are those of before the build.
 
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
@@ -66,7 +67,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     strategy's. Gradients are reduced. Sequence parallelism cuts what lies between layers; under
     context parallelism attention sees all parts of a sequence; a secondary partition of ZeRO++ is
     there. Replicas of parameters, optimizer state and gradients stay equal, also after the last
-    step. On one rank DDP may be left out, and FSDP1 does not shard.
+    step. torch's settings for the whole process, such as its threads, stay as they were. On one
+    rank DDP may be left out, and FSDP1 does not shard.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on
     the CPU.
@@ -93,12 +95,30 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             yield from _reductions(cell, run, stage_snapshots, stage_model)
     for snapshot in trained:
         yield from with_rank(snapshot, _after_steps(cell, snapshot))
+    yield from _changed_settings(cell, run)
     differing_replicas = list(unlike_replicas(run, trained, "three steps"))
     if not differing_replicas:
         # Also after all steps: a rank may skip one, or leave DDP, at any time.
         last = run.at("step", STEPS - 1)
         differing_replicas = list(unlike_replicas(run, last, f"{STEPS} steps"))
     yield from differing_replicas
+
+
+def _changed_settings(cell: Cell, run: RunTrace) -> Iterator[str]:
+    """Yield a finding for each setting of a rank's torch that the trainer has changed for good.
+
+    What the user computes beside the training would follow it. A cell with settings of libraries
+    may ask for it.
+    """
+    if any(not setting.startswith("env.") for setting in cell.set):
+        return
+    before = {snapshot.rank: snapshot.settings for snapshot in run.at("build_model")}
+    for snapshot in run.trained:
+        for name, value in snapshot.settings.items():
+            expected = before.get(snapshot.rank, {}).get(name, value)
+            if value != expected:
+                changed = f"torch's setting {name!r} is {value} after three steps"
+                yield f"rank {snapshot.rank}: {changed}; {expected} before the build"
 
 
 def _have_parameters(snapshots: Iterable[Snapshot]) -> bool:

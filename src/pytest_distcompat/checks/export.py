@@ -75,7 +75,7 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     The files hold whole tensors and no optimizer state; an index names one file for each and the
     size of all; an adapter has PEFT's names. Loaded in one process, every value equals the trained
     one (the master, or the copy that the model computed with), and so do outputs on one batch,
-    within the precision's tolerance.
+    within the precision's tolerance. The built-in drivers merge an adapter into its base for these.
 
     If it fails: ``module.`` or ``_orig_mod.`` come from the wrapped model's own ``state_dict()``.
     ``from_pretrained`` takes such names for missing weights, which it initializes at random.
@@ -172,6 +172,9 @@ class _ExpectedKeys:
                     shapes[adapter_name(info.name)] = tuple(info.shape)
                 elif base_weight_of_embedding(info.name):
                     optional.add(info.name)
+            for group in unwrapped.tied:
+                # The second name of a weight that is no parameter of its own.
+                optional.update(filter(base_weight_of_embedding, group))
             names = frozenset(shapes)
         else:
             for info in (*unwrapped.parameters, *unwrapped.buffers):

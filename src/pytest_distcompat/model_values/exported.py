@@ -14,17 +14,22 @@ from pytest_distcompat.trace import RunTrace, UnwrappedInfo
 
 #: The names by which PEFT recognizes embeddings and output layers.
 _EMBEDDING_LAYERS = frozenset({"embed_tokens", "lm_head"})
+#: How the name of DoRA's magnitudes ends.
+_MAGNITUDE = ".lora_magnitude_vector.weight"
 
 
 def adapter_name(name: str) -> str:
     """Return the name under which PEFT saves an adapter's parameter: without the adapter's name.
 
     ``lora_A.default.weight`` becomes ``lora_A.weight``, and ``lora_embedding_A.default`` becomes
-    ``lora_embedding_A``. Other names stay as they are.
+    ``lora_embedding_A``. DoRA's ``lora_magnitude_vector.default.weight`` is saved without its last
+    part too. Other names stay as they are.
     """
     # Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names
     # that they had before.
     name = name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    if name.endswith(_MAGNITUDE):
+        name = name.removesuffix(".weight")
     return name.removesuffix(".default")
 
 

@@ -76,7 +76,8 @@ class TinyModel:
         ignored_module: Name of the module, of frozen weights, that option ``ignored_modules``
             leaves out of the sharding.
         unit_size: How many parameters make a unit under option ``wrap_policy``.
-        lora_targets: Names of the modules that option ``lora`` adapts.
+        lora_targets: Names of the modules that option ``lora`` adapts; ``all-linear`` for all
+            linear layers but the last.
         in_8_bits: Whether it has layers with sizes divisible by 16, as products in 8 bits need.
         largest: How many elements its largest matrix has. Only the model for optimizers with
             quantized state says it, because they quantize large tensors alone; 0 for others.

@@ -11,6 +11,7 @@ for ``fit_first_scale``, which ``worker`` calls once before the first step.
 from __future__ import annotations
 
 import hashlib
+import math
 import resource
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def read_snapshot_fields(
         "scheduler": read_scheduler(scheduler),
         "memory": peak_memory(device),
         "products": read_products(device),
+        "settings": read_settings(),
     }
     if optimizer is not None:
         fields["optimizer"] = read_optimizer(
@@ -99,6 +101,19 @@ def read_products(device: str) -> dict[str, str]:
     if torch.is_autocast_enabled("cuda"):
         products["autocast"] = str(torch.get_autocast_dtype("cuda")).removeprefix("torch.")
     return products
+
+
+def read_settings() -> dict[str, str]:
+    """Return the settings of torch for the whole process (see ``Snapshot.settings``)."""
+    return {
+        "threads": str(torch.get_num_threads()),
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "gradients": str(torch.is_grad_enabled()),
+        "autocast": str(torch.is_autocast_enabled("cpu")),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "products of float32": torch.get_float32_matmul_precision(),
+    }
 
 
 def _float32_precision(backend: Any) -> str:
@@ -200,6 +215,8 @@ def peak_memory(device: str) -> int:
 def sample(output: torch.Tensor) -> tuple[float, ...]:
     """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 decimals.
 
+    They are of many columns: every 128th of 128 logits a token would be those of one class alone.
+
     Raises:
         TypeError: If the output is no tensor.
     """
@@ -208,6 +225,9 @@ def sample(output: torch.Tensor) -> tuple[float, ...]:
         raise TypeError(f"evaluate() returned {output!r:.100}; {expected}")
     flat = output.detach().float().cpu().reshape(-1)
     step = max(1, flat.numel() // SAMPLED)
+    columns = output.shape[-1] if output.dim() else 1
+    while math.gcd(step, columns) > 1:
+        step -= 1
     sampled = flat[::step][:SAMPLED].tolist()
     return tuple(round(value, 6) for value in sampled)
 

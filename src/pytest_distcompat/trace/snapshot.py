@@ -184,6 +184,9 @@ class Snapshot:
     #: precision of float32 products. ``autocast`` has torch.autocast's dtype if that is on between
     #: steps.
     products: Mapping[str, str] = field(default_factory=dict)
+    #: Settings of torch for the whole process, which a user's own code works by: ``{"threads": "1",
+    #: "default dtype": "torch.float32"}``.
+    settings: Mapping[str, str] = field(default_factory=dict)
     #: What took the snapshot in place of ranks; None for a rank itself.
     stand_in: StandIn | None = None
 

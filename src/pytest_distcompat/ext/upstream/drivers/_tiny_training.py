@@ -42,6 +42,8 @@ LEARNING_RATE, DECAY, GAMMA = 3e-3, 0.01, 0.95
 #: Steps of an epoch. With accumulation the last one has one micro-batch only, like the end of a
 #: real epoch.
 EPOCH_STEPS = 8
+#: PEFT's word for all linear layers but the last, which ``TinyModel.lora_targets`` may have alone.
+ALL_LINEAR = "all-linear"
 
 
 class TinyTraining(Driver):
@@ -129,21 +131,21 @@ class TinyTraining(Driver):
 
     def build_model(self) -> Module:
         """Return the tiny model, made from a fixed seed, with parameters in the load dtype."""
-        model, trained_layers = self._base_model()
-        if _loaded.changes_values(self.cell):
-            # With some values of option ``loaded`` the trainer will read a model with other values,
-            # as of a head that is drawn anew. The reference must train the same values.
-            model = _loaded.read(self.cell, self.precision, model, self.run_directory)
+        model, trained_layers = self._trained_base()
         self._freeze(model)
         if not self.cell.option("lora"):
             return model
         # A LoRA adapter around the frozen model.
         from peft import LoraConfig, get_peft_model
 
+        targets: Any = list(self.tiny.lora_targets)
+        if targets == [ALL_LINEAR]:
+            # PEFT knows the word as a text, and not in a list.
+            targets = ALL_LINEAR
         settings = {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": list(self.tiny.lora_targets),
+            "target_modules": targets,
             "lora_dropout": 0.0,
             "modules_to_save": trained_layers,
         }
@@ -188,6 +190,17 @@ class TinyTraining(Driver):
             # The adapter of the given model is written and read in the same way.
             return _loaded.with_adapter(made, given, self.run_directory)
         return made
+
+    def _trained_base(self) -> tuple[Module, list[str] | None]:
+        """Return what ``_base_model`` returns, with the values and sizes that are trained.
+
+        With some values of option ``loaded`` the trainer will read a model with other values, as of
+        a head that is drawn anew. The reference must train the same values.
+        """
+        model, trained_layers = self._base_model()
+        if _loaded.changes_values(self.cell):
+            model = _loaded.read(self.cell, self.precision, model, self.run_directory)
+        return model, trained_layers
 
     def _base_model(self) -> tuple[Module, list[str] | None]:
         """Return the model without an adapter, and the names of layers that are trained beside one.

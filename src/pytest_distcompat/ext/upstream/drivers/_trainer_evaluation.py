@@ -1,32 +1,68 @@
-"""An evaluation by ``Trainer.evaluate`` in which one batch has no labels, so that its loss is NaN.
+"""Evaluations by ``Trainer.evaluate`` of rows as users have them.
 
-Long prompts that were cut, or chats of which only the answers count, leave such batches. Trainer
-leaves their losses out, as ``TrainingArguments.logging_nan_inf_filter`` says.
+- One batch has no labels, so that its loss is NaN. Long prompts that were cut, or chats of which
+  only the answers count, leave such batches. Trainer leaves their losses out, as
+  ``TrainingArguments.logging_nan_inf_filter`` says.
+- Labels are numbers of Python or of numpy, or tensors, one or several a row. Trainer's own collator
+  joins them: https://huggingface.co/docs/transformers/main_classes/data_collator
 
-``TrainerDriver.metrics`` adds the result to its metrics, which the check ``evaluation`` compares
+``TrainerDriver.metrics`` adds the results to its metrics, which the check ``evaluation`` compares
 with those of one process.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 #: Rows of a batch, and the label that ``cross_entropy`` leaves out.
 BATCH, NO_LABEL = 2, -100
 #: The labels of all rows, in their order. The second batch has none, as one of each set of two.
 LABELS = (0, 1, NO_LABEL, NO_LABEL, 1, NO_LABEL, 0, 0)
+#: The labels of rows that are collated, none of which is left out.
+CLASSES = (0, 1, 1, 0)
 
 
 def metrics(device: str = "cpu") -> dict[str, float]:
-    """Return the loss over these rows, as ``{"no labels: loss": 0.69}``.
+    """Return the loss over each kind of rows, as ``{"no labels: loss": 0.69}``.
 
     Args:
         device: ``cpu`` or that of this rank.
     """
+    losses: dict[str, float] = {}
+    for kind, rows in _kinds_of_rows().items():
+        losses[f"{kind}: loss"] = _loss(rows, device)
+    return losses
+
+
+def _kinds_of_rows() -> dict[str, list[dict[str, Any]]]:
+    """Return rows by what is special about their labels: ``{"no labels": [{...}, ...]}``."""
+    import numpy as np
+    import torch
+
+    kinds = {"no labels": [_row(number, labels=label) for number, label in enumerate(LABELS)]}
+    forms: dict[str, Callable[[Any], Any]]
+    forms = {"Python numbers": int, "numpy numbers": np.int64, "tensors": torch.tensor}
+    for form, of_form in forms.items():
+        rows = [_row(number, label=of_form(label)) for number, label in enumerate(CLASSES)]
+        kinds[f"{form} as label"] = rows
+    forms = {"Python numbers": list, "numpy numbers": np.array, "tensors": torch.tensor}
+    for form, of_form in forms.items():
+        rows = [_row(number, label_ids=of_form([label])) for number, label in enumerate(CLASSES)]
+        kinds[f"{form} as label_ids"] = rows
+    return kinds
+
+
+def _row(number: int, **labels: Any) -> dict[str, Any]:
+    """Return a row with that number as its feature, and with its labels."""
+    return {"features": [float(number)], **labels}
+
+
+def _loss(rows: list[dict[str, Any]], device: str) -> float:
+    """Return the loss over rows, as Trainer computes it."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
-    rows = [{"features": [float(number)], "labels": label} for number, label in enumerate(LABELS)]
     # Trainer makes its output directory, although it saves nothing.
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
@@ -40,7 +76,7 @@ def metrics(device: str = "cpu") -> dict[str, float]:
         trainer = Trainer(model=_classifier(), args=arguments, eval_dataset=rows)
         trainer.remove_callback(PrinterCallback)
         evaluated = trainer.evaluate()
-    return {"no labels: loss": float(evaluated["eval_loss"])}
+    return float(evaluated["eval_loss"])
 
 
 def _classifier() -> Any:
@@ -57,9 +93,10 @@ def _classifier() -> Any:
             self.linear.bias.data = torch.tensor([0.25, -0.25])
 
         def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            """Return loss and logits of a batch: (batch, 1) and (batch)."""
+            """Return loss and logits of a batch: features (batch, 1), one label for each row."""
             logits = self.linear(features)
-            loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL)
+            classes = labels.flatten()
+            loss = torch.nn.functional.cross_entropy(logits, classes, ignore_index=NO_LABEL)
             return {"loss": loss, "logits": logits}
 
     return Classifier()

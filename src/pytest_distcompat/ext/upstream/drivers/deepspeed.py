@@ -29,7 +29,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers import (
+    _deepspeed_evaluation,
+    _loaded,
+    _options,
+    _preload,
+    _rows,
+)
 from pytest_distcompat.ext.upstream.drivers._deepspeed_calls import DeepSpeedCalls
 from pytest_distcompat.ext.upstream.drivers._deepspeed_checkpoints import (
     DeepSpeedCheckpoints,
@@ -407,6 +413,15 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
             self.build(self.build_model())
             return _rows.deepspeed_engine_rows(self.model, count)
         return _rows.deepspeed_rows(count, self.world.backend)
+
+    @classmethod
+    def evaluates_in(cls, cell: Cell) -> bool:
+        """Tell whether ``metrics`` evaluates in the cell: not on a mesh, of which it makes none."""
+        return cell.tp * cell.cp * cell.ep == 1
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        """Evaluate by engines without an optimizer, for the check ``evaluation``."""
+        return _deepspeed_evaluation.metrics(count, self.world.backend, self.world.device)
 
     def trainer_world_size(self) -> int | None:
         """Return the engine's world size."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -270,7 +271,11 @@ class TinyDriver(TinyReference):
         return self.tiny.outputs(model, self.batch_of(HELD_OUT_BATCH, 0))
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """Return the logits on a batch that no step trains on, in evaluation mode."""
+        """Return the logits on a batch that no step trains on, in evaluation mode.
+
+        An adapter that was loaded is merged into its base first, as for inference: what it adds
+        must be what it added in the training.
+        """
         import torch
 
         model.eval()
@@ -279,6 +284,8 @@ class TinyDriver(TinyReference):
         if model is not self.model and len(dtypes) > 1:
             # Trained weights in float32 beside frozen ones in bfloat16 cannot be multiplied.
             model.float()
+        if model is not self.model and self.cell.option("lora") is True:
+            _merge_adapter(model)
         with torch.no_grad():
             return self.outputs(model)
 
@@ -291,8 +298,27 @@ class TinyDriver(TinyReference):
             return self.tiny.reload(directory)
         from peft import PeftModel
 
-        adapted: Module = PeftModel.from_pretrained(self._base_model()[0], directory)
+        base, _ = self._trained_base()
+        adapted: Module = PeftModel.from_pretrained(base, directory)
         return adapted
+
+
+def _merge_adapter(adapted: Any) -> None:
+    """Add an adapter's products to the weights of its base, where PEFT can.
+
+    It cannot where an adapted weight is tied: the other layer would change too, as PEFT warns.
+    """
+    uses: Counter[int] = Counter()
+    for module in adapted.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] += 1
+    for module in adapted.modules():
+        base_layer = getattr(module, "base_layer", None)
+        if base_layer is not None and uses[id(getattr(base_layer, "weight", None))] > 1:
+            return
+    # PEFT refuses some layers, as convolutions in groups, which then stay as they are.
+    with contextlib.suppress(NotImplementedError):
+        adapted.merge_adapter()
 
 
 def _first_trained_layer(model: Module) -> Module:

@@ -224,6 +224,7 @@ def architecture(name: str) -> TinyModel:
         count=bound(_count),
         outputs=_outputs,
         reload=bound(_reload),
+        lora_targets=("all-linear",),
         # Products in 8 bits need layers with sizes divisible by 16; small configs need not have
         # them.
         in_8_bits=False,

@@ -27,12 +27,24 @@ SLICE = {
     "torch": ("fsdp2-fp32-w2-model_mlp-set_fully_shard.reshard_after_forward=null",),
     "accelerate": (
         "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
+        # On no usual machine as many threads as it has cores for each rank.
+        "ddp-fp32-w2-model_mlp-set_env.OMP_NUM_THREADS=7",
         "fsdp2-fp32-w2-model_mlp-set_FullyShardedDataParallelPlugin.fsdp_version=7",
         "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.use_multi_rank_bucket_allreduce=false",
         # A layer beside the adapter that is called with keywords alone.
         (
             "ddp-fp32-w2-lora-set_LoraConfig.modules_to_save=(self_attn)"
             "+LoraConfig.target_modules=(up_proj,down_proj)"
+        ),
+        # An adapter with magnitudes, also of embeddings that are scaled.
+        (
+            "ddp-fp32-w2-model_hf:Gemma3TextForSequenceClassification-lora"
+            "-set_LoraConfig.target_modules=(embed_tokens,q_proj)+LoraConfig.use_dora=true"
+        ),
+        # A vocabulary that has grown, whose adapted output layer is tied to the embeddings.
+        (
+            "ddp-fp32-w2-model_llama_tied-loaded_from_pretrained-lora"
+            "-set_LoraConfig.target_modules=(lm_head,q_proj)+resize_token_embeddings.new_num_tokens=131"
         ),
     ),
     "trainer": (
