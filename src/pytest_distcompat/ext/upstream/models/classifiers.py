@@ -218,12 +218,14 @@ CONVOLUTIONS = _classifier(
 )
 #: A backward pass within the backward pass, by DeepSpeed's tiled computation.
 TILED = _classifier("tiled", "Tiled", only_zero=True, order=14)
-#: Operators between split layers, which see DTensors under tensor parallelism.
+#: Operators between split layers, which see DTensors under tensor parallelism. Rounding decides
+#: which head is the strongest, so it is trained in float32 only.
 HEADS = _classifier(
     "heads",
     "Heads",
     width=8,
     frozen_modules=("block",),
+    only_float32=True,
     tp_plan={"inlet": "colwise_dtensor", "mix": "rowwise_split", "block.linear": "colwise_gather"},
     order=15,
 )

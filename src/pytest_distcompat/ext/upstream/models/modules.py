@@ -169,7 +169,7 @@ class Heads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         x = _enter(self.inlet, x)
-        heads = x.unflatten(-1, (2, -1))
+        heads = x.view(len(x), 2, -1)
         # It has no dimension of one to take out.
         heads = heads.squeeze()
         gates = torch.softmax(heads, dim=-1)
