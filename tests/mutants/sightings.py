@@ -190,7 +190,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "pt-frozen-shards": (
         Sighting(
             "torch",
-            "fsdp2-fp32-w2-model_heads-frozen-tp_2",
+            "fsdp2-fp32-w2-model_heads-tp_2-frozen",
             "parity",
             "step 1: .*the gradient norm is .* in the reference",
         ),
@@ -207,7 +207,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         ),
     ),
     "pt-squeeze-arguments": (
-        Sighting("torch", "fsdp2-fp32-w2-model_heads-frozen-tp_2", "active", "missing value for argument 'dim'"),
+        Sighting("torch", "fsdp2-fp32-w2-model_heads-tp_2-frozen", "active", "missing value for argument 'dim'"),
     ),
     "pt-strided-safe": (
         Sighting("mutants.drivers:FilesOfRanks", "fsdp2-fp32-w4-tp_2", "resume", "Weights only load failed"),
