@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
@@ -343,6 +344,84 @@ class CompiledStep(TorchDriver):
         for name in self.tiny.frozen_modules:
             model.get_submodule(name).requires_grad_(number != 1)
         return super().reference(model, number, ranks)
+
+
+class IntegerWeight(TorchDriver):
+    """A block has a frozen weight of integers, as quantized layers do, which is only kept."""
+
+    def build_model(self) -> Module:
+        """Give it one."""
+        import torch
+
+        model = super().build_model()
+        table = torch.nn.Parameter(torch.arange(8), requires_grad=False)
+        model.get_submodule("blocks.0").register_parameter("table", table)
+        return model
+
+
+class ShardedInGroups(TorchDriver):
+    """FSDP1 shards over the ranks of a group. Gradients are averaged over groups by hand, and one group saves."""
+
+    #: The ranks of all groups that hold the same shards.
+    replicas: Any = None
+    #: The ranks that hold the shards of one replica.
+    shards: Any = None
+
+    def _wrap(self, model: Module, device: Any) -> Module:
+        """Shard over half of the ranks."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        self.replicas = mesh["replicate"].get_group()
+        self.shards = mesh["shard"].get_group()
+        blocks = {type(block) for block in self.wrap_spec.block_modules(model)}
+        self.wrapped = FullyShardedDataParallel(
+            model,
+            process_group=self.shards,
+            auto_wrap_policy=ModuleWrapPolicy(blocks),
+            use_orig_params=True,
+            device_id=device,
+        )
+        return self.wrapped  # type: ignore[no-any-return]
+
+    def update(self) -> None:
+        """Average gradients over groups before they are clipped."""
+        from torch import distributed
+
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and parameter.grad.numel():
+                distributed.all_reduce(parameter.grad, group=self.replicas)
+                parameter.grad.div_(2)
+        super().update()
+
+    def save(self, directory: Path) -> None:
+        """Write the shards of the first group."""
+        from torch import distributed
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        self.save_random(directory)
+        if distributed.get_rank(self.replicas) == 0:
+            save(self._state(), checkpoint_id=directory, process_group=self.shards)
+
+
+class FilesOfRanks(TorchDriver):
+    """Each rank saves its shards by ``torch.save`` to a file of its own, and loads them again."""
+
+    def save(self, directory: Path) -> None:
+        """Write DTensors as they are."""
+        import torch
+
+        self.save_random(directory)
+        torch.save(self._state(), directory / f"shards_{self.world.rank}.pt")
+
+    def _read_shards(self, directory: Path) -> dict[str, Any]:
+        """Read them as torch does by default: nothing but what is known to be safe."""
+        import torch
+
+        path = directory / f"shards_{self.world.rank}.pt"
+        return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
 
 
 class Merged(TorchDriver):

@@ -215,6 +215,31 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("mutants.drivers:CompiledStep", "ddp-fp32-w2", "parity", r"step [34]: .*in the reference"),
     ),
     "pt-125708-init-optim-lr": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "other values after the"),),
+    "pt-frozen-shards": (
+        Sighting(
+            "torch",
+            "fsdp2-fp32-w2-model_heads-tp_2-frozen",
+            "parity",
+            "step 1: .*the gradient norm is .* in the reference",
+        ),
+    ),
+    "pt-fsdp1-group": (
+        Sighting("mutants.drivers:ShardedInGroups", "fsdp1-fp32-w4-model_mlp-dp_replicate_2", "resume", "time limit"),
+    ),
+    "pt-reshard-frozen": (
+        Sighting(
+            "mutants.drivers:IntegerWeight",
+            "fsdp2-fp32-w4-model_mlp-set_fully_shard.reshard_after_forward=2",
+            "active",
+            "only Tensors of floating point dtype can require gradients",
+        ),
+    ),
+    "pt-squeeze-arguments": (
+        Sighting("torch", "fsdp2-fp32-w2-model_heads-tp_2-frozen", "active", "missing value for argument 'dim'"),
+    ),
+    "pt-strided-safe": (
+        Sighting("mutants.drivers:FilesOfRanks", "fsdp2-fp32-w4-tp_2", "resume", "Weights only load failed"),
+    ),
     "pt-84803-lost-data": (
         Sighting("accelerate", "fsdp2-fp32-w2", "parity", "step 2: the loss is"),
         Sighting("deepspeed", "zero3-fp32-w2", "parity", "step 1: the loss is"),

@@ -105,6 +105,7 @@ OPTIONS: dict[str, Option] = {
                 "moe_deepspeed",
                 "convolutions",
                 "tiled",
+                "heads",
                 "wide",
             ),
             "which tiny model the built-in drivers train; "

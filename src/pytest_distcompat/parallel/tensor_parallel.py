@@ -17,6 +17,7 @@ A plan is a dictionary of a tiny model: name of a module -> style, such as
 ``{"model.layers.*.mlp.up_proj": "colwise"}``. The styles:
     colwise: Weight sharded by output; the activations stay sharded.
     colwise_gather: The same, and the output is gathered.
+    colwise_dtensor: As ``colwise``, and the output is a DTensor.
     rowwise: Weight sharded by input; the input is sharded already, the output is summed.
     rowwise_split: The same, and the input is split first.
     sequence: Under ``sp`` the input of this module is split along the sequence.
@@ -209,6 +210,7 @@ def _style(name: str, *, sequence: bool) -> Any:
         "colwise_gather": lambda: ColwiseParallel(
             input_layouts=between_layers, output_layouts=full
         ),
+        "colwise_dtensor": lambda: ColwiseParallel(use_local_output=False),
         "rowwise": lambda: RowwiseParallel(output_layouts=between_layers),
         "rowwise_split": lambda: RowwiseParallel(input_layouts=full, output_layouts=full),
         "sequence": lambda: prepare_input(

@@ -14,7 +14,8 @@ is: with ``tp=2`` there is one data-parallel rank among 2 ranks, and there are t
 
 Option ``model`` names a tiny model: ``mlp`` is the quickest; ``twice`` runs one block two times;
 ``odd`` has an empty parameter, one of a single number and buffers of many dtypes; half of the ranks
-leave out a layer of ``branch`` in each step; ``tiled`` has a backward pass in the backward pass.
+leave out a layer of ``branch`` in each step; ``tiled`` has a backward pass in the backward pass;
+under tensor parallelism what lies between the layers of ``heads`` are DTensors.
 Without the option it is a Llama. Under ``conflict`` DeepSpeed's JSON asks for another precision
 than the trainer, which must win or be refused.
 
@@ -78,7 +79,12 @@ class TestTorch(CompatSuite):
                 ("fsdp2",),
                 ("fp32",),
                 world_sizes=(2,),
-                options=({"pp": 2}, {"model": "dropout", "tp": 2}),
+                options=(
+                    {"pp": 2},
+                    {"model": "dropout", "tp": 2},
+                    # Its operators between split layers see DTensors.
+                    {"model": "heads", "frozen": True, "tp": 2},
+                ),
             ),
             Matrix(
                 ("fsdp2",),

@@ -226,9 +226,20 @@ CONVOLUTIONS = _classifier(
 #: A backward pass within the backward pass, by DeepSpeed's tiled computation, which needs its
 #: engine.
 TILED = _classifier("tiled", "Tiled", only_zero=True, order=14)
+#: Operators between split layers, which see DTensors under tensor parallelism. Rounding decides
+#: which head is the strongest, so it is trained in float32 only.
+HEADS = _classifier(
+    "heads",
+    "Heads",
+    width=8,
+    frozen_modules=("block",),
+    only_float32=True,
+    tp_plan={"inlet": "colwise_dtensor", "mix": "rowwise_split", "block.linear": "colwise_gather"},
+    order=15,
+)
 #: MLP whose layers are wide enough for quantized optimizer state, also where four ranks shard them;
 #: its largest matrix has 128 x 128 elements. 2.1e-3 measured in bf16_upcast, with optimizer state
 #: in 8 bits up to 6.8e-3.
 WIDE = _classifier(
-    "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=15
+    "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=16
 )

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 
@@ -149,6 +149,53 @@ class Twice(OneBlock):
         x = self.block(x)
         x = x * self.gain
         return functional.linear(x, self.outlet.weight, self.outlet.bias)
+
+
+class Heads(nn.Module):
+    """Classifier that cuts its hidden features into two heads, and each row along other dimensions.
+
+    Under tensor parallelism what lies between ``inlet`` and ``mix`` are DTensors: torch finds out
+    for each operator how its result is sharded. On two ranks a head is one of a rank, so that a
+    dimension of two looks like one of one there.
+    """
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.mix = nn.Linear(width, width)
+        self.block = Block(width)
+        self.outlet = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = _enter(self.inlet, x)
+        heads = x.view(len(x), 2, -1)
+        # It has no dimension of one to take out.
+        heads = heads.squeeze()
+        gates = torch.softmax(heads, dim=-1)
+        heads = torch.stack([heads, heads * gates], dim=-1).sum(-1)
+        # A row is a sequence of one: cut along it, one rank has all and the others have nothing.
+        sequence = _cut_along(heads.flatten(1)[:, None], 1)
+        strongest = heads.argmax(1)
+        chosen = (strongest == 1).to(heads.dtype)
+        norms = torch.linalg.vector_norm(heads, ord=torch.inf, dim=1)
+        scale = 1 + 0.1 * (norms * chosen).mean()
+        mixed = self.mix(torch.tanh(sequence).sum(1))
+        logits: torch.Tensor = self.outlet(self.block(mixed) / _whole(scale))
+        return logits
+
+
+def _cut_along(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+    """Return a DTensor sharded along that dimension instead; another tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    cut: torch.Tensor = tensor.redistribute(placements=[Shard(dimension)])
+    return cut
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a DTensor on each rank; another tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Dropout(OneBlock):

@@ -23,8 +23,12 @@ SWEEP_CHECKS = (
 )
 #: Cells of the sweep that the built-in suites have in every session, by driver.
 SLICE = {
-    # What a user has who leaves the argument out; the driver's cells say true.
-    "torch": ("fsdp2-fp32-w2-model_mlp-set_fully_shard.reshard_after_forward=null",),
+    "torch": (
+        # What a user has who leaves the argument out; the driver's cells say true.
+        "fsdp2-fp32-w2-model_mlp-set_fully_shard.reshard_after_forward=null",
+        # Between forward and backward two ranks together hold all parameters.
+        "fsdp2-fp32-w4-model_mlp-set_fully_shard.reshard_after_forward=2",
+    ),
     "accelerate": (
         "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
         # On no usual machine as many threads as it has cores for each rank.
