@@ -496,6 +496,9 @@ class Driver(
     #: Whether the trainer knows where it will save when it is built, and must refuse a bad place
     #: before it trains.
     knows_directory: ClassVar[bool] = False
+    #: Whether the trainer must leave torch's settings of the process as they are, such as threads
+    #: and default dtype: then ``active`` compares them. A trainer may set them on purpose.
+    keeps_settings: ClassVar[bool] = False
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:  # noqa: ARG003 - for those who override it

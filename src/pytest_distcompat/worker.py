@@ -542,8 +542,10 @@ class Rank:
             "unwrapped": dataclasses.replace(unwrapped, mean=driver.mean),
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
-            "settings": read_settings(),
         }
+        if driver.keeps_settings:
+            # Without them no later ones are compared.
+            infos["settings"] = read_settings()
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that is to be compiled.
             self.observer.attach(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 from pytest_distcompat.ext.upstream.drivers import _accelerator
@@ -234,3 +234,27 @@ class TwoWrappers(Mixed):
             fully_shard(block)
         model.outlet = DistributedDataParallel(model.get_submodule("outlet"))
         return model
+
+
+class SetsThreads(Torch):
+    """A trainer that sets the number of threads on purpose: no check has a say in that."""
+
+    keeps_settings: ClassVar[bool] = False
+
+    def build(self, model: Module) -> None:
+        import torch
+
+        super().build(model)
+        torch.set_num_threads(torch.get_num_threads() + 2)
+
+
+@twin(
+    "active",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 0: torch's setting 'threads' is \d+ after three steps; \d+ before the build",
+    sound="twins.twins_active:SetsThreads",
+)
+class LeavesOtherThreads(SetsThreads):
+    """The number of threads is not what the user set: https://github.com/huggingface/accelerate/pull/2755."""
+
+    keeps_settings: ClassVar[bool] = True

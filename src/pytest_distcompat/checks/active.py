@@ -67,8 +67,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     strategy's. Gradients are reduced. Sequence parallelism cuts what lies between layers; under
     context parallelism attention sees all parts of a sequence; a secondary partition of ZeRO++ is
     there. Replicas of parameters, optimizer state and gradients stay equal, also after the last
-    step. torch's settings for the whole process, such as its threads, stay as they were. On one
-    rank DDP may be left out, and FSDP1 does not shard.
+    step. torch's settings of the process, such as its threads, stay as they were where the driver
+    ``keeps_settings``. On one rank DDP may be left out, and FSDP1 does not shard.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on
     the CPU.
@@ -108,7 +108,8 @@ def _changed_settings(cell: Cell, run: RunTrace) -> Iterator[str]:
     """Yield a finding for each setting of a rank's torch that the trainer has changed for good.
 
     What the user computes beside the training would follow it. A cell with settings of libraries
-    may ask for it.
+    may ask for it. The settings before the build are recorded only of a driver that must keep them
+    (``Driver.keeps_settings``).
     """
     if any(not setting.startswith("env.") for setting in cell.set):
         return

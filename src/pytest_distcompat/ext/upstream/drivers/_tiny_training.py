@@ -61,6 +61,8 @@ class TinyTraining(Driver):
     #: What has an equal weight in the loss of a step. Each micro-batch has, however many tokens it
     #: has; in the driver of transformers.Trainer each ``token`` has.
     mean: ClassVar[str] = "micro_batch"
+    #: No library may change torch's settings of the process in which a user's own code runs.
+    keeps_settings: ClassVar[bool] = True
     #: The values of option ``optimizer`` whose optimizers call ``torch.compile`` for their step.
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
     #: Whether AdamW is fused (one operation updates all parameters), which needs parameters of one
