@@ -187,7 +187,7 @@ class Runner:
             directory=str(directory),
             timeout=self.timeout,
             nodes=run_cell.nodes,
-            set=_threads(run_cell, self.device),
+            set=_environment(run_cell, self.device),
             turn=_turn(after),
         )
         # This waits until all ranks have ended, well or not.
@@ -241,6 +241,14 @@ def _turn(after: Run | None) -> int:
     if after is None:
         return 0
     return 2 if after.after else 1
+
+
+def _environment(cell: Cell, device: str) -> dict[str, str]:
+    """Return the variables that ranks of a cell have besides those of this process.
+
+    They are settings of the cell: ``set_env.NAME=VALUE`` in its id.
+    """
+    return {**_threads(cell, device), **cell.settings("env")}
 
 
 def _threads(cell: Cell, device: str) -> dict[str, str]:

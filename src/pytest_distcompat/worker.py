@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,8 +66,6 @@ for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
 #: An epoch, and a batch of it.
 EpochAndBatch = tuple[int, int]
 
-#: The variable by which a user chooses how many threads a rank has.
-THREADS = "OMP_NUM_THREADS"
 #: The actions that are methods of the trainer: it may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save", "again"}
 
@@ -98,8 +95,6 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     if world.shared and world.backend == "gloo":
         # Before the trainer would choose NCCL by itself.
         _init_gloo(world)
-    # Settings of the cell for the environment: ``set_env.NAME=VALUE`` in its id.
-    _update_environment(cell.settings("env"))
     # An extension may record something on each rank, such as the executed lines, for the cell whose
     # check needs this run.
     recorded_rank = RecordedRank(
@@ -119,18 +114,6 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         rank.recorders = recorders
         rank.perform()
         _end_process_group(driver)
-
-
-def _update_environment(variables: Mapping[str, str]) -> None:
-    """Set environment variables as if the rank had been started with them.
-
-    torch has read its number of threads before, in the process that ranks are forked from.
-    """
-    os.environ.update(variables)
-    if THREADS in variables:
-        import torch
-
-        torch.set_num_threads(int(variables[THREADS]))
 
 
 def _capture_log(level: str, log: RankLog) -> None:
@@ -530,7 +513,7 @@ class Rank:
     def _attach(self, model: Module) -> dict[str, Any]:
         """Read a model that no trainer has yet, and observe it from then on."""
         from pytest_distcompat.probe.live import read_unwrapped
-        from pytest_distcompat.probe.snapshot import read_products, read_settings
+        from pytest_distcompat.probe.snapshot import read_products
 
         driver = self.driver
         compute = PRECISIONS.get(driver.cell.precision).compute
@@ -543,9 +526,7 @@ class Rank:
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
         }
-        if driver.keeps_settings:
-            # Without them no later ones are compared.
-            infos["settings"] = read_settings()
+        infos |= self._settings()
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that is to be compiled.
             self.observer.attach(model)
@@ -749,12 +730,20 @@ class Rank:
             metrics[name] = float(value)
         return {"metrics": metrics}
 
+    def _settings(self) -> dict[str, Any]:
+        """Return torch's settings as a field of a snapshot; none if the trainer may set them."""
+        from pytest_distcompat.probe.snapshot import read_settings
+
+        if not self.driver.keeps_settings:
+            return {}
+        return {"settings": read_settings()}
+
     def _snapshot(self, *, whole: bool) -> dict[str, Any]:
         """Return what the probe reads of the live trainer; with ``whole`` the tensors too."""
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         driver = self.driver
-        extra: dict[str, Any] = {}
+        extra = self._settings()
         # The reference of calls has a model, and no trainer.
         has_trainer = type(driver.caller) is not Calls
         states = driver.extra_state_in(driver.cell)

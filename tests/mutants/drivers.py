@@ -162,13 +162,11 @@ class SecondModel(DeepSpeedDriver):
 
         super().build(model)
         second = architecture("hf:Qwen3ForTokenClassification")
-        made: Any = second.make()
-        config = copy.deepcopy(made.config)
+        made = second.make()
         # transformers sets the row of the padding token to zero, which not each rank has of a partitioned embedding.
-        config.pad_token_id = None
         with deepspeed.zero.Init():
-            type(made)(config)
-        second.loss(type(made)(config), second.batch(0, 0))
+            _with_config(made, pad_token_id=None)
+        second.loss(_with_config(made, pad_token_id=None), second.batch(0, 0))
 
 
 class Attached(DeepSpeedDriver):
@@ -465,8 +463,15 @@ class Prefixed(TorchDriver):
 def _with_wide_heads() -> Module:
     """Return a model whose heads together are wider than its hidden states."""
     model: Any = architecture("hf:qwen3").make()
+    head_dim = 2 * model.config.hidden_size // model.config.num_attention_heads
+    return _with_config(model, head_dim=head_dim)
+
+
+def _with_config(model: Any, **values: Any) -> Module:
+    """Return another model of the class, whose config has other values."""
     config = copy.deepcopy(model.config)
-    config.head_dim = 2 * config.hidden_size // config.num_attention_heads
+    for name, value in values.items():
+        setattr(config, name, value)
     return type(model)(config)  # type: ignore[no-any-return]
 
 

@@ -113,6 +113,12 @@ def test_a_single_rank_on_the_cpu_uses_one_thread(
         assert dict(reference.set) == {}
 
 
+def test_variables_of_a_cell_are_those_that_its_ranks_start_with(runner: Runner, ranks: Ranks) -> None:
+    runner.trace("torch", Cell.parse("ddp-fp32-w2-set_env.OMP_NUM_THREADS=7+env.NAME=value"), TRAIN)
+    (train,) = ranks.requests
+    assert dict(train.set) == {"OMP_NUM_THREADS": "7", "NAME": "value"}
+
+
 def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks) -> None:
     cell = Cell.parse("fsdp2-fp32-w2")
     ran = runner.trace("d", cell, TRAIN)

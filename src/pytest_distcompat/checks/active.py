@@ -108,7 +108,7 @@ def _changed_settings(cell: Cell, run: RunTrace) -> Iterator[str]:
     """Yield a finding for each setting of a rank's torch that the trainer has changed for good.
 
     What the user computes beside the training would follow it. A cell with settings of libraries
-    may ask for it. The settings before the build are recorded only of a driver that must keep them
+    may ask for it. Settings are recorded only of a driver that must keep them
     (``Driver.keeps_settings``).
     """
     if any(not setting.startswith("env.") for setting in cell.set):

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import Snapshots, check, every_rank, module_of, with_rank
-from pytest_distcompat.cost import BYTES
+from pytest_distcompat.cost import nbytes
 from pytest_distcompat.model_values import Kind, Names, values
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
@@ -151,16 +151,11 @@ def _expected_values(
     compute = PRECISIONS.get(cell.precision).compute
     if loaded.rounded and set(dtypes) == {compute}:
         return {loaded.rounded}
-    loaded_bytes = _element_bytes(loaded.dtype)
+    loaded_bytes = nbytes(1, loaded.dtype)
     for dtype in dtypes:
-        if _element_bytes(dtype) < loaded_bytes:
+        if nbytes(1, dtype) < loaded_bytes:
             return set()
     return {loaded.digest}
-
-
-def _element_bytes(dtype: str) -> int:
-    """Return the bytes of an element; a dtype that ``BYTES`` does not list counts as float32."""
-    return BYTES.get(dtype, 4)
 
 
 def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:

@@ -8,7 +8,7 @@ Values are compared by digests: hashes of whole tensors as text, in whatever dty
 
 from __future__ import annotations
 
-from pytest_distcompat.cost import BYTES
+from pytest_distcompat.cost import BYTES, nbytes
 from pytest_distcompat.model_values.whole import Digests, values
 from pytest_distcompat.trace import RunTrace, UnwrappedInfo
 
@@ -72,7 +72,7 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Digests:
     if not masters or reload.unwrapped is None or not models:
         # There is nothing to choose, or the export could not be loaded.
         return weights
-    live_size = max(BYTES.get(info.dtype, 4) for info in models[0].parameters)
+    live_size = max(nbytes(1, info.dtype) for info in models[0].parameters)
     if live_size >= BYTES["float32"]:
         return weights
     size_by_name = _exported_sizes(train, reload.unwrapped)
@@ -95,5 +95,5 @@ def _exported_sizes(train: RunTrace, reloaded: UnwrappedInfo) -> dict[str, int]:
         dtype = (
             dtype_in_file.get(info.name) or dtype_in_file.get(adapter_name(info.name)) or info.dtype
         )
-        sizes[info.name] = BYTES.get(dtype, 4)
+        sizes[info.name] = nbytes(1, dtype)
     return sizes

@@ -72,7 +72,6 @@ def read_snapshot_fields(
         "scheduler": read_scheduler(scheduler),
         "memory": peak_memory(device),
         "products": read_products(device),
-        "settings": read_settings(),
     }
     if optimizer is not None:
         fields["optimizer"] = read_optimizer(

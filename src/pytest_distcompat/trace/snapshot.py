@@ -185,7 +185,7 @@ class Snapshot:
     #: steps.
     products: Mapping[str, str] = field(default_factory=dict)
     #: Settings of torch for the whole process, which a user's own code works by: ``{"threads": "1",
-    #: "default dtype": "torch.float32"}``.
+    #: "default dtype": "torch.float32"}``. Empty if the trainer may set them.
     settings: Mapping[str, str] = field(default_factory=dict)
     #: What took the snapshot in place of ranks; None for a rank itself.
     stand_in: StandIn | None = None

@@ -28,12 +28,9 @@ def metrics(count: int, backend: str, device: str = "cpu") -> dict[str, float]:
         backend: Of the process group: ``gloo`` or ``nccl``.
         device: ``cpu`` or that of this rank.
     """
-    import deepspeed
+    from pytest_distcompat.launch.deepspeed_cpu import init_distributed
 
-    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-
-    without_shared_memory()
-    deepspeed.init_distributed(dist_backend=backend)
+    init_distributed(backend)
     means: dict[str, float] = {}
     for stage in STAGES:
         for dtype in DTYPES:

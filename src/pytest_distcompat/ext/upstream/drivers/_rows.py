@@ -799,10 +799,9 @@ def deepspeed_rows(count: int, backend: str) -> _Batches:
     import deepspeed
     import torch
 
-    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+    from pytest_distcompat.launch.deepspeed_cpu import init_distributed
 
-    without_shared_memory()
-    deepspeed.init_distributed(dist_backend=backend)
+    init_distributed(backend)
     model = torch.nn.Linear(1, 1)
     config = {"train_micro_batch_size_per_gpu": BATCH}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,7 +13,7 @@ with those of one process.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 #: Rows of a batch, and the label that ``cross_entropy`` leaves out.
@@ -41,22 +41,30 @@ def _kinds_of_rows() -> dict[str, list[dict[str, Any]]]:
     import numpy as np
     import torch
 
-    kinds = {"no labels": [_row(number, labels=label) for number, label in enumerate(LABELS)]}
-    forms: dict[str, Callable[[Any], Any]]
-    forms = {"Python numbers": int, "numpy numbers": np.int64, "tensors": torch.tensor}
-    for form, of_form in forms.items():
-        rows = [_row(number, label=of_form(label)) for number, label in enumerate(CLASSES)]
-        kinds[f"{form} as label"] = rows
-    forms = {"Python numbers": list, "numpy numbers": np.array, "tensors": torch.tensor}
-    for form, of_form in forms.items():
-        rows = [_row(number, label_ids=of_form([label])) for number, label in enumerate(CLASSES)]
-        kinds[f"{form} as label_ids"] = rows
-    return kinds
+    several = [[label] for label in CLASSES]
+    return {
+        "no labels": _rows("labels", LABELS, int),
+        "Python numbers as label": _rows("label", CLASSES, int),
+        "numpy numbers as label": _rows("label", CLASSES, np.int64),
+        "tensors as label": _rows("label", CLASSES, torch.tensor),
+        "Python numbers as label_ids": _rows("label_ids", several, list),
+        "numpy numbers as label_ids": _rows("label_ids", several, np.array),
+        "tensors as label_ids": _rows("label_ids", several, torch.tensor),
+    }
 
 
-def _row(number: int, **labels: Any) -> dict[str, Any]:
-    """Return a row with that number as its feature, and with its labels."""
-    return {"features": [float(number)], **labels}
+def _rows(name: str, labels: Iterable[Any], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return a row for each label, with its number as its only feature.
+
+    Args:
+        name: What the rows call their labels: ``label``.
+        labels: The label of each row, or a list of labels.
+        form: Makes of it what the row has: ``torch.tensor``.
+    """
+    rows: list[dict[str, Any]] = []
+    for number, label in enumerate(labels):
+        rows.append({"features": [float(number)], name: form(label)})
+    return rows
 
 
 def _loss(rows: list[dict[str, Any]], device: str) -> float:

@@ -43,7 +43,7 @@ from pytest_distcompat.ext.upstream.drivers._deepspeed_checkpoints import (
 )
 from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE
 from pytest_distcompat.ext.upstream.sweep.fields import Source
-from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+from pytest_distcompat.launch.deepspeed_cpu import init_distributed
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, expert_parallel
 from pytest_distcompat.precisions import PRECISIONS
@@ -153,9 +153,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         """Create the engine around the model, with its optimizer and its scheduler."""
         import deepspeed
 
-        # On CPU ranks DeepSpeed would compile an extension for communication by shared memory.
-        without_shared_memory()
-        deepspeed.init_distributed(dist_backend=self.world.backend)
+        init_distributed(self.world.backend)
         config = self._config()
         if self.cell.option("optimizer") == "muon":
             self.compile_nothing()
@@ -409,15 +407,20 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
 
         On a mesh the engine of the cell makes the loader.
         """
-        if self.cell.tp * self.cell.cp * self.cell.ep > 1:
+        if self._on_mesh(self.cell):
             self.build(self.build_model())
             return _rows.deepspeed_engine_rows(self.model, count)
         return _rows.deepspeed_rows(count, self.world.backend)
 
+    @staticmethod
+    def _on_mesh(cell: Cell) -> bool:
+        """Tell whether the cell's ranks are on a mesh of several dimensions."""
+        return cell.tp * cell.cp * cell.ep > 1
+
     @classmethod
     def evaluates_in(cls, cell: Cell) -> bool:
         """Tell whether ``metrics`` evaluates in the cell: not on a mesh, of which it makes none."""
-        return cell.tp * cell.cp * cell.ep == 1
+        return not cls._on_mesh(cell)
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by engines without an optimizer, for the check ``evaluation``."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -308,13 +307,10 @@ def _merge_adapter(adapted: Any) -> None:
 
     It cannot where an adapted weight is tied: the other layer would change too, as PEFT warns.
     """
-    uses: Counter[int] = Counter()
-    for module in adapted.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] += 1
-    for module in adapted.modules():
-        base_layer = getattr(module, "base_layer", None)
-        if base_layer is not None and uses[id(getattr(base_layer, "weight", None))] > 1:
+    from pytest_distcompat.probe.live import tied_names
+
+    for group in tied_names(adapted):
+        if any(name.endswith(".base_layer.weight") for name in group):
             return
     # PEFT refuses some layers, as convolutions in groups, which then stay as they are.
     with contextlib.suppress(NotImplementedError):

@@ -31,7 +31,7 @@ SLICE = {
     ),
     "accelerate": (
         "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
-        # On no usual machine as many threads as it has cores for each rank.
+        # torch then uses up to 7 physical cores; accelerate alone would share them among ranks.
         "ddp-fp32-w2-model_mlp-set_env.OMP_NUM_THREADS=7",
         "fsdp2-fp32-w2-model_mlp-set_FullyShardedDataParallelPlugin.fsdp_version=7",
         "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.use_multi_rank_bucket_allreduce=false",
