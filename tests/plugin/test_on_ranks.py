@@ -354,16 +354,25 @@ def test_modules_that_read_the_rank_at_import(run_pytest: RunPytest, tmp_path: P
 
 @pytest.mark.nightly
 def test_ranks_that_train_import_nothing_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
-    """The first optimizer of a process, and DistributedDataParallel, import torch._dynamo: a second of every rank of every test."""
+    """The first optimizer of a process, and DistributedDataParallel, import torch._dynamo: a second of every rank of every test.
+
+    Ranks get such modules from the process that they are forked from, so that no code of them is executed.
+    """
     (tmp_path / "test_it.py").write_text(
-        "import sys\nimport pytest, torch\nfrom torch.nn.parallel import DistributedDataParallel\n\n"
-        "@pytest.mark.distcompat(world_size=2)\ndef test_it(process_group):\n"
-        "    before = set(sys.modules)\n"
+        "from importlib.machinery import SourceFileLoader\n"
+        "import pytest, torch\nfrom torch.nn.parallel import DistributedDataParallel\n\n"
+        "@pytest.mark.distcompat(world_size=2)\ndef test_it(process_group, monkeypatch):\n"
+        "    executed = []\n"
+        "    execute = SourceFileLoader.exec_module\n"
+        "    def count_and_execute(loader, module):\n"
+        "        executed.append(module.__name__)\n"
+        "        execute(loader, module)\n"
+        "    monkeypatch.setattr(SourceFileLoader, 'exec_module', count_and_execute)\n"
         "    model = DistributedDataParallel(torch.nn.Linear(2, 2))\n"
         "    optimizer = torch.optim.AdamW(model.parameters())\n"
         "    model(torch.ones(1, 2)).sum().backward()\n"
         "    optimizer.step()\n"
-        "    assert set(sys.modules) - before <= {'torch.profiler._cupti_monitor'}\n",
+        "    assert set(executed) <= {'torch.profiler._cupti_monitor'}\n",
         encoding="utf-8",
     )
     result = run_pytest(tmp_path)

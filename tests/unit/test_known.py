@@ -12,6 +12,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import all_check_names
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.known import KnownIssue, applying, names_in_issues, read_file, shipped
@@ -50,6 +51,23 @@ def test_an_entry_becomes_an_expectation_with_its_link(write: Write) -> None:
     assert not expectation.covers(Cell("fsdp2", "fp32"), "names")
     assert expectation.reason == "because (https://example.org/1)"
     assert expectation.matches("the state is empty now")
+
+
+@pytest.mark.parametrize("kind", ["fails", "refuses"])
+def test_a_driver_that_derives_from_the_one_named_may_show_the_bug(write: Write, kind: str) -> None:
+    """Trainer has a bug also under a user's subclass of the driver, which may as well avoid it."""
+
+    class Mine(TrainerDriver):
+        name = "mine"
+
+    class Renamed(Mine):
+        name = "renamed"
+
+    issues = read_file(write(ENTRY.replace('"mine"', '"driver:trainer"') + f"kind = '{kind}'\n"))
+    for driver, strict in ((TrainerDriver, True), (Mine, False), (Renamed, False)):
+        (expectation,) = applying(issues, names_in_issues(driver), "cpu")
+        assert expectation.strict is strict
+    assert not applying(issues, names_in_issues(DRIVERS.get("torch")), "cpu")
 
 
 @pytest.mark.parametrize("kind", ["fails", "may_fail"])

@@ -11,25 +11,38 @@ trains with.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.known.issue import EVERY, KnownIssue
+
+#: How the names of drivers begin from which the driver derives.
+_SUBCLASS_OF = "subclass of "
 
 
 def names_in_issues(driver: type[Driver]) -> tuple[str, ...]:
     """Return the names by which an issue may mean a driver in ``KnownIssue.drivers``.
 
     They are the driver's libraries and ``driver:NAME``: ``("torch", "accelerate",
-    "driver:accelerate")``.
+    "driver:accelerate")``. A user's driver that derives from a driver of another name also has
+    ``subclass of driver:NAME``.
     """
-    return (*driver.libraries, f"driver:{driver.name}")
+    names = [*driver.libraries, f"driver:{driver.name}"]
+    for base in driver.__mro__[1:]:
+        base_name = vars(base).get("name", driver.name)
+        if issubclass(base, Driver) and base_name not in ("", driver.name):
+            names.append(f"{_SUBCLASS_OF}driver:{base_name}")
+    return tuple(names)
 
 
 def concerning(
     issues: Iterable[KnownIssue], libraries: Iterable[str], device: str
 ) -> tuple[KnownIssue, ...]:
     """Return the issues that the installed packages have and that concern a driver.
+
+    An issue of a driver from which this one derives is not strict: a subclass does some things
+    otherwise, and need not show the bug.
 
     Issues that are not strict and name neither a check nor a test come last, because others are
     more specific.
@@ -42,10 +55,13 @@ def concerning(
     names = set(libraries)
     chosen = []
     for issue in issues:
-        concerns_driver = not issue.drivers or names.intersection(issue.drivers)
-        # ``applies_on``: the installed releases have the bug, and it shows on that device.
-        if concerns_driver and issue.applies_on(device):
+        # The installed releases have the bug, and it shows on that device.
+        if not issue.applies_on(device):
+            continue
+        if not issue.drivers or names.intersection(issue.drivers):
             chosen.append(issue)
+        elif names.intersection(f"{_SUBCLASS_OF}{driver}" for driver in issue.drivers):
+            chosen.append(replace(issue, strict=False))
     return tuple(sorted(chosen, key=_is_unspecific))
 
 
