@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
 from pytest_distcompat.law import law_of
-from pytest_distcompat.trace import ExtraState, Loader
+from pytest_distcompat.trace import ExtraState, LoadedBatch, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -291,11 +291,12 @@ class HasLoaders(LiveTrainer):
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
-    ) -> Iterator[tuple[int, Sequence[int]]]:
+    ) -> Iterator[tuple[int, Sequence[int]] | LoadedBatch]:
         """Yield each batch of this rank in two epochs: epoch, and numbers of rows, ``0, [3, 7]``.
 
         Rows are numbers out of ``range(count)``. ``build`` was not called: start the process group
-        here if the loader needs it.
+        here if the loader needs it. ``LoadedBatch`` also has the loader's length, from which steps
+        and learning rates are computed.
 
         Args:
             loader: One of ``loaders``.

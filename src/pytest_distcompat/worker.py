@@ -43,7 +43,7 @@ from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import ROWS, Run
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileInfo, Loader, RowsInfo, Snapshot
+from pytest_distcompat.trace import FileInfo, LoadedBatch, Loader, RowsInfo, Snapshot
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -714,12 +714,15 @@ class Rank:
         loader = self._loaders[name]
         count = loader.rows or ROWS
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
-        for number, rows in self.driver.rows(name, count, (epoch, batch), directory):
-            batches = batches_by_epoch.setdefault(number, [])
-            batches.append(tuple(map(int, rows)))
+        lengths: dict[int, int | None] = {}
+        for given in self.driver.rows(name, count, (epoch, batch), directory):
+            given_batch = LoadedBatch(*given)
+            batches = batches_by_epoch.setdefault(given_batch.epoch, [])
+            batches.append(tuple(map(int, given_batch.rows)))
+            lengths[given_batch.epoch] = given_batch.length
         epochs = tuple(tuple(batches) for batches in batches_by_epoch.values())
         # The loader, where it began, what is expected of it, and what it gave.
-        return RowsInfo(name, epoch, batch, loader, epochs)
+        return RowsInfo(name, epoch, batch, loader, epochs, tuple(lengths.values()))
 
     def _metrics(self) -> dict[str, Any]:
         """Run the trainer's evaluation; nothing for a driver that has none."""

@@ -168,6 +168,40 @@ def test_more_rows_are_dropped_than_fill_no_batch() -> None:
     assert findings(change) == ["drop_last: epoch 1: 7 of 23 rows are given to no rank, first 2"]
 
 
+@pytest.mark.parametrize(
+    ("run", "epoch", "done", "length", "texts"),
+    [
+        ("rows", 0, 0, None, []),
+        ("rows", 0, 0, 6, []),
+        ("rows", 0, 0, 12, ["epoch 1: rank 0 is given 6 batches; the loader's length is 12"]),
+        ("resumed_rows", 1, 2, 4, []),
+        (
+            "resumed_rows",
+            1,
+            2,
+            6,
+            ["resumed in the middle of epoch 2: rank 0 is given 4 batches; the loader's length is 6"],
+        ),
+    ],
+)
+def test_a_length_that_is_not_the_number_of_batches(
+    run: str, epoch: int, done: int, length: int | None, texts: list[str]
+) -> None:
+    """Users compute steps and learning rates from it."""
+    place = ("in order", epoch, done)
+    runs = []
+    for sound in trace({}):
+        snapshots = []
+        for snapshot in sound.snapshots:
+            infos = list(snapshot.rows)
+            for number, info in enumerate(infos):
+                if snapshot.rank == 0 and sound.name == run and (info.loader, info.epoch, info.done) == place:
+                    infos[number] = replace(info, lengths=(length,))
+            snapshots.append(replace(snapshot, rows=tuple(infos)))
+        runs.append(replace(sound, snapshots=tuple(snapshots)))
+    assert COVERAGE.findings(CELL, Trace.of("made", runs)) == [f"in order: {text}" for text in texts]
+
+
 def test_a_rank_has_no_second_epoch_is_said_once() -> None:
     change = {("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []}
     assert findings(change) == ["in order: rank 1 is given rows in 1 of 2 epochs"]

@@ -70,7 +70,7 @@ EFFECTS = {
     "hash": ("VALUE = hash('of the fuzzer')", "own(VALUE)"),
     "uuid": ("import uuid\nVALUE = str(uuid.uuid4())", "own(VALUE)"),
     "time": ("VALUE = time.time_ns()", "own(VALUE)"),
-    "directory": ("import tempfile\nVALUE = tempfile.mkdtemp()", "own(VALUE)"),
+    "directory": ("import tempfile\nVALUE = tempfile.mkdtemp(dir='.')", "own(VALUE)"),
     "pid": ("VALUE = os.getpid()", "assert VALUE == os.getpid()"),
 }
 

@@ -15,7 +15,7 @@ from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.ext.upstream.models import architecture
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import LoadedBatch, Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch
     from pytest_distcompat.world import World
+
+    Given = tuple[int, Sequence[int]] | LoadedBatch
 
 
 class Quantized(AccelerateDriver):
@@ -65,7 +67,7 @@ class FewRows(AccelerateDriver):
         """Return those of the built-in driver and the one more."""
         return {**super().loaders_in(cell), cls.one_row: cls.loaders[cls.one_row]}
 
-    def rows(self, loader: str, count: int, *more: Any) -> Iterator[tuple[int, Sequence[int]]]:
+    def rows(self, loader: str, count: int, *more: Any) -> Iterator[Given]:
         """Read two epochs of it."""
         if loader != self.one_row:
             yield from super().rows(loader, count, *more)
@@ -99,7 +101,7 @@ class SplitRows(AccelerateDriver):
         """Return those of the built-in driver and the one more."""
         return {**super().loaders_in(cell), cls.split: cls.loaders[cls.split]}
 
-    def rows(self, loader: str, count: int, *more: Any) -> Iterator[tuple[int, Sequence[int]]]:
+    def rows(self, loader: str, count: int, *more: Any) -> Iterator[Given]:
         """Read two epochs of it."""
         if loader != self.split:
             yield from super().rows(loader, count, *more)

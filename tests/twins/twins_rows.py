@@ -11,7 +11,7 @@ from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.ext.upstream.drivers import _rows
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import LoadedBatch, Loader
 
 from .declare import name_of, twin
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
     Start = tuple[int, int]
+    Given = tuple[int, Sequence[int]] | LoadedBatch
 
 DDP = "ddp-fp32-w2"
 
@@ -32,9 +33,11 @@ class Rows(TorchDriver):
     loaders: ClassVar[Mapping[str, Loader]] = {"shuffle": Loader()}
 
     def read(self, start: Start, *, ranks: int = 0) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield this rank's batches, or those of one of another number of ranks."""
+        """Yield this rank's batches, or those of one of another number of ranks, without a length."""
         ranks = ranks or self.world.size
-        return _rows.torch_rows("shuffle", 23, start, self.world.rank % ranks, ranks)
+        for given in _rows.torch_rows("shuffle", 23, start, self.world.rank % ranks, ranks):
+            epoch, rows, *_ = given
+            yield epoch, rows
 
 
 @twin(
@@ -48,6 +51,16 @@ class NoSampler(Rows):
     def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
         del loader, count, directory
         return self.read(start, ranks=1)
+
+
+@twin("coverage", DDP, match=r"^shuffle: epoch 1: rank 0 is given 6 batches; the loader's length is 12\n")
+class LengthOfAllRanks(Rows):
+    """The loader's length counts the batches of all ranks, so that a training has twice its steps."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[LoadedBatch]:
+        del loader, count, directory
+        for epoch, rows in self.read(start):
+            yield LoadedBatch(epoch, rows, 12)
 
 
 @twin("coverage", DDP, match=r"^shuffle: epoch 1: \d+ of 23 rows are given to no rank, first \d+\n")
@@ -129,7 +142,7 @@ class Seeded(AccelerateDriver):
 class OneSeedForAll(Seeded):
     """The loader ignores the seed."""
 
-    def rows(self, _loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+    def rows(self, _loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
         return super().rows("seedable", count, start, directory)
 
 
@@ -150,7 +163,7 @@ class CountsNoEpochs(Plain):
 
     def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
         for number in (0, 1):
-            for epoch, rows in super().rows(loader, count, start, directory / str(number)):
+            for epoch, rows, *_ in super().rows(loader, count, start, directory / str(number)):
                 if epoch == 0:
                     yield number, rows
 
@@ -179,7 +192,7 @@ class OwnSamplers(AccelerateDriver):
 class WholeBatchesForAll(OwnSamplers):
     """Loaders without a batch size are not prepared, so that each rank has all batches."""
 
-    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
         if loader != "batch_size=None":
             yield from super().rows(loader, count, start, directory)
             return
@@ -229,7 +242,7 @@ class Files(TorchDriver):
 class ForgetsPlace(Files):
     """The data set saves its state, and does not take it over."""
 
-    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
         from pytest_distcompat.ext.upstream.drivers._iterables import FilesOfRank
 
         FilesOfRank.load_state_dict = lambda *_: None  # type: ignore[method-assign]
@@ -395,7 +408,7 @@ class FeedsPeersApart(TrainerOnMesh):
 
     reads_rows = False
 
-    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
         self.reads_rows = True
         return super().rows(loader, count, start, directory)
 

@@ -150,7 +150,7 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     or in the middle of the second, it goes on with the next rows; at another world size, twice as
     many ranks share those left. On a mesh ranks that hold parts of the same layers (``tp``), the
     same sequences (``cp``) or stages of one pipeline (``pp``) are given the same rows, and count
-    once.
+    once. The loader's length, if the driver tells it, is the number of batches that it gives.
 
     If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers
     do (``DistributedSampler`` and the trainer's). With the same order in each epoch ``set_epoch``
@@ -181,6 +181,11 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
             findings += _not_continued(rows_by_rank, resumed_rows.get(name, {}))
             if name in resharded_rows:
                 findings += _not_continued_resharded(full_rows, resharded_rows[name])
+        if not findings:
+            # Of a loader that gives other rows than expected the length says nothing more.
+            findings += _other_lengths(rows_by_rank)
+            findings += _other_lengths(resumed_rows.get(name, {}))
+            findings += _other_lengths(resharded_rows.get(name, {}))
         for finding in dict.fromkeys(findings):
             yield f"{name}: {finding}"
 
@@ -423,6 +428,21 @@ def _not_continued(full_rows: RowsByRank, resumed_rows: RowsByRank) -> Iterator[
             where = f"resumed {place} of epoch {info.epoch + 1}"
             rows = f"{_listed(resumed)}; {_listed(expected)} in the run that never stopped"
             yield f"{where} rank {rank} is given rows {rows}"
+
+
+def _other_lengths(rows_by_rank: RowsByRank) -> Iterator[str]:
+    """Yield a finding for each epoch of a rank in which it is given more, or fewer, batches."""
+    for rank, infos in sorted(rows_by_rank.items()):
+        for info in infos:
+            for number, length in enumerate(info.lengths):
+                batches = len(info.epochs[number])
+                if length is None or length == batches:
+                    continue
+                where = f"epoch {info.epoch + number + 1}"
+                if number == 0 and info.done:
+                    where = f"resumed in the middle of {where}"
+                given = f"{where}: rank {rank} is given {batches} batches"
+                yield f"{given}; the loader's length is {length}"
 
 
 def _not_continued_resharded(full_rows: RowsByRank, resharded_rows: RowsByRank) -> Iterator[str]:

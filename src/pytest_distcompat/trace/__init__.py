@@ -21,7 +21,13 @@ Everywhere a dtype is torch's name without the prefix (``"float32"``), a shape i
 and a digest is a hash of a tensor's local values in whatever dtype (``digests``).
 """
 
-from pytest_distcompat.trace.declared import ExtraState, ExtraStateInfo, Loader, RowsInfo
+from pytest_distcompat.trace.declared import (
+    ExtraState,
+    ExtraStateInfo,
+    LoadedBatch,
+    Loader,
+    RowsInfo,
+)
 from pytest_distcompat.trace.files import FileInfo
 from pytest_distcompat.trace.forward import (
     WITHOUT_GRADIENT,
@@ -61,6 +67,7 @@ __all__ = [
     "FileInfo",
     "GradientInfo",
     "Layout",
+    "LoadedBatch",
     "Loader",
     "MeshDim",
     "ModelInfo",

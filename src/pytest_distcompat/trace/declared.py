@@ -11,8 +11,9 @@ A driver is the trainer under test, as a class with a few methods. It may declar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,23 @@ class Loader:
     reseeded: str = ""
 
 
+class LoadedBatch(NamedTuple):
+    """A batch that a loader gave this rank.
+
+    A driver may yield ``(epoch, rows)`` as well, of a loader without a length.
+
+    Attributes:
+        epoch: The number of the epoch, from 0.
+        rows: The numbers of its rows.
+        length: The ``len`` of the loader: how many batches it says that this rank is given in the
+            epoch, or in the rest of it where a loader skips what was done; None if it has none.
+    """
+
+    epoch: int
+    rows: Sequence[int]
+    length: int | None = None
+
+
 @dataclass(frozen=True)
 class RowsInfo:
     """The rows that one loader gave this rank, from some batch of some epoch on."""
@@ -57,6 +75,8 @@ class RowsInfo:
     expected: Loader
     #: For each epoch its batches, each the numbers of its rows: ``(((3, 7), (0, 22)), ...)``.
     epochs: tuple[tuple[tuple[int, ...], ...], ...]
+    #: For each epoch the loader's length (``LoadedBatch.length``).
+    lengths: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)

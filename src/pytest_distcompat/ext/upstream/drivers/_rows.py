@@ -32,7 +32,7 @@ from typing import Any
 
 from pytest_distcompat.driver import RESUME_AT
 from pytest_distcompat.installed import version_of
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import LoadedBatch, Loader
 
 #: How many rows a batch of one rank has.
 BATCH = 2
@@ -41,8 +41,9 @@ BATCH = 2
 SPLIT = 4
 #: How many epochs of a loader are read.
 EPOCHS = 2
-#: Of each batch that a rank reads, its epoch and its rows: ``(1, [4, 17])``.
-_Batches = Iterator[tuple[int, Sequence[int]]]
+#: Of each batch that a rank reads, its epoch and its rows: ``(1, [4, 17])``; of some loaders also
+#: their length.
+_Batches = Iterator[tuple[int, Sequence[int]] | LoadedBatch]
 #: Where reading begins: an epoch, and how many of its batches were read before. ``(0, 0)`` is the
 #: beginning; processes that resume begin at one of ``RESUME_AT``: ``(1, 0)`` or ``(1, 2)``. Twice
 #: as many ranks resume at ``(1, 1)``, where as many rows were read.
@@ -354,8 +355,12 @@ def accelerate_rows(
         if skipped:
             batches = accelerator.skip_first_batches(loader, skipped)
         number = skipped
+        length = _length(batches)
+        # A stateful loader that goes on in the middle of an epoch has the length of a whole one.
+        if stateful and epoch == first_epoch and done:
+            length = None
         for batch in batches:
-            yield epoch, batch.tolist()
+            yield LoadedBatch(epoch, batch.tolist(), length)
             number += 1
             if saves and (epoch, number) in RESUME_AT:
                 state = directory / f"{name}-{epoch}-{number}"
@@ -364,6 +369,14 @@ def accelerate_rows(
         if saves and (next_epoch, 0) in RESUME_AT:
             state = directory / f"{name}-{next_epoch}-0"
             accelerator.save_state(str(state))
+
+
+def _length(loader: Any) -> int | None:
+    """Return how many batches a loader says that it has; None if it has no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def ulysses_loaders() -> dict[str, Loader]:
@@ -808,9 +821,15 @@ def deepspeed_rows(count: int, backend: str) -> _Batches:
     _, _, loader, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, training_data=range(count)
     )
+    yield from _read(loader)
+
+
+def _read(loader: Any) -> _Batches:
+    """Yield the batches of a loader in each epoch."""
     for epoch in range(EPOCHS):
+        length = _length(loader)
         for batch in loader:
-            yield epoch, batch.tolist()
+            yield LoadedBatch(epoch, batch.tolist(), length)
 
 
 def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
@@ -822,10 +841,7 @@ def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
         engine: A ``DeepSpeedEngine`` that the driver has built.
         count: The number of rows.
     """
-    loader = engine.deepspeed_io(range(count), batch_size=BATCH)
-    for epoch in range(EPOCHS):
-        for batch in loader:
-            yield epoch, batch.tolist()
+    yield from _read(engine.deepspeed_io(range(count), batch_size=BATCH))
 
 
 #: The loader of a data set that deals its files out to ranks, see ``_iterables``.
@@ -874,6 +890,9 @@ def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> _
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=dropped)
     for epoch in range(start[0], EPOCHS):
         sampler.set_epoch(epoch)
+        skipped = 0
+        if epoch == start[0]:
+            skipped = start[1]
         for number, batch in enumerate(loader):
-            if epoch > start[0] or number >= start[1]:
-                yield epoch, batch.tolist()
+            if number >= skipped:
+                yield LoadedBatch(epoch, batch.tolist(), len(loader) - skipped)

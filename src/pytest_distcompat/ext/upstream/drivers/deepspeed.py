@@ -48,7 +48,7 @@ from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, expert_parallel
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ExtraState, Loader
+from pytest_distcompat.trace import ExtraState, LoadedBatch, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -402,7 +402,9 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
             return 1
         return self.cell.cp
 
-    def rows(self, _loader: str, count: int, *_: Any) -> Iterator[tuple[int, Sequence[int]]]:
+    def rows(
+        self, _loader: str, count: int, *_: Any
+    ) -> Iterator[tuple[int, Sequence[int]] | LoadedBatch]:
         """Yield the rows that the loader of ``training_data`` gives, for the check ``coverage``.
 
         On a mesh the engine of the cell makes the loader.
