@@ -78,6 +78,14 @@ def test_the_micro_batches_that_are_fed(
     assert story.findings("accumulation") == [finding]
 
 
+def test_a_driver_that_does_not_obey_the_option(sound: Sound) -> None:
+    """Its own number of micro-batches is fed in both runs, so the finding names the other one."""
+    story = sound("ddp-fp32-w2-grad_accum_2").snapshot("step", {"inputs": ("a", "b")}, run="single")
+    story = story.snapshot("step", {"inputs": ("a", "b")}, nth=0, rank=0)
+    expected = "step 1: rank 0: fed 2 micro-batches; expected 4, as without grad_accum it is fed 2"
+    assert story.findings("accumulation")[0] == expected
+
+
 def test_an_epoch_may_end_anywhere_but_at_its_beginning(sound: Sound) -> None:
     story = sound("ddp-fp32-w2-grad_accum_4").snapshot("step", {"inputs": ("a",)}, nth=3)
     assert story.findings("accumulation") == []
