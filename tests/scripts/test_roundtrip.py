@@ -109,6 +109,23 @@ def test_a_run_that_forgets_to_resume(ddp: RoundTrip) -> None:
         RoundTrip(ddp.through, ddp.stopped, ddp.through, 3, 5, ddp.same).check()
 
 
+@pytest.mark.spawn
+def test_a_cause_is_reported_before_what_follows_from_it(ddp: RoundTrip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout masks that a resumed run draws anew change its losses: the random state is the first line."""
+
+    def is_equal(_self: RoundTrip, quantity: str, *_snapshots: Any) -> bool:
+        return quantity not in {"rng", "losses"}
+
+    def is_repeatable(_self: RoundTrip) -> list[str]:
+        return []
+
+    monkeypatch.setattr(RoundTrip, "_equal", is_equal)
+    monkeypatch.setattr(RoundTrip, "_not_repeatable", is_repeatable)
+    findings = RoundTrip(ddp.through, ddp.stopped, ddp.resumed, 3, 5, ddp.same).findings
+    assert findings[0] == "rank 0: rng: another random state in step 4, 1 after the load"
+    assert any("losses: " in finding for finding in findings)
+
+
 BY_FILE = Path(__file__).parents[2] / "examples" / "plain_script" / "train.py"
 
 

@@ -102,9 +102,10 @@ _READERS: Mapping[str, Callable[[Snapshot], Any]] = {
 }
 #: The quantities that can be compared, step by step and rank by rank.
 SAME = tuple(_READERS)
-#: The order in which differences of one step are reported. Other input data changes all that
-#: follows, so ``data`` comes first.
-CAUSES_FIRST = ("data", *(quantity for quantity in SAME if quantity != "data"))
+#: Input data and random states are causes: all else of a step follows from them.
+_CAUSES = ("data", "rng")
+#: The order in which differences of one step are reported.
+CAUSES_FIRST = (*_CAUSES, *(quantity for quantity in SAME if quantity not in _CAUSES))
 #: Relative tolerance of losses and gradient norms on a GPU, where the order of sums is not fixed.
 TOLERANCE = 1e-4
 #: Quantities that are compared bit by bit, and on the CPU only.
