@@ -148,14 +148,14 @@ def test_tensor_and_pipeline_parallelism_beside_shards(pytester: pytest.Pytester
 
 
 def test_tensor_beside_expert_parallelism(pytester: pytest.Pytester) -> None:
-    # Loaders need no model: what is known of theirs stays.
-    verdicts = results(pytester, "-k", "ep_2 and not coverage", suite=EXPERTS)
+    verdicts = results(pytester, "-k", "ep_2", suite=EXPERTS)
     assert {verdict["cell"] for verdict in verdicts} == CUT_AND_SPREAD
-    # Nothing upcasts a bfloat16 model here, which is known of all cells in bf16_upcast.
+    # Nothing upcasts a bfloat16 model here, which is known of all cells in bf16_upcast. A loader that splits batches is too
+    # long on its last rank, which is known of all worlds of four.
     unlike = {
         (verdict["facets"]["precision"], verdict["check"]) for verdict in verdicts if verdict["status"] != "passed"
     }
-    assert unlike == {("bf16_upcast", "dtypes"), ("bf16_upcast", "parity")}
+    assert unlike == {("bf16_upcast", "dtypes"), ("bf16_upcast", "parity"), ("fp32", "coverage")}
     checks = {verdict["check"] for verdict in verdicts if verdict["cell"] == "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"}
     assert checks >= {"active", "memory", "reshard", "portable", "export"}
 
@@ -171,9 +171,7 @@ def test_accelerate_lacks_one_class_to_put_tensor_parallelism_beside_fsdp2(pytes
     # Loaders need no model: what is known of theirs stays.
     verdicts = results(pytester, "-k", "tp_2 and not coverage and not evaluation", suite=ACCELERATE)
     # Known to fail, and with the class nothing does.
-    assert {verdict["status"] for verdict in verdicts} == {"fixed?", "passed"}
-    # Without the class these two have no run to read, which is no failure of theirs.
-    assert {verdict["check"] for verdict in verdicts if verdict["status"] == "passed"} == {"extra_state", "midway"}
+    assert {verdict["status"] for verdict in verdicts} == {"fixed?"}
     assert {verdict["check"] for verdict in verdicts} >= {"active", "parity", "resume", "reshard", "export"}
 
 

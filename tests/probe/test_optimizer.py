@@ -122,31 +122,6 @@ def test_a_scheduler_without_get_last_lr(kind: type[Own]) -> None:
     assert read_scheduler(kind(4)) != text
 
 
-class Stale(Own):
-    """DeepSpeed's WarmupDecayLR: after a load its rates are those of before, until the next step."""
-
-    rate = 0.1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last_batch_iteration": self.last_epoch}
-
-    def get_last_lr(self) -> list[float]:
-        return [self.rate]
-
-
-def test_rates_that_are_not_saved_are_no_state() -> None:
-    loaded = Stale(3)
-    loaded.rate = 0.001
-    assert read_scheduler(loaded) == read_scheduler(Stale(3))
-    assert read_scheduler(loaded) != read_scheduler(Stale(4))
-
-
-def test_rates_that_are_saved_are_state() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert " lr=[0.5] " in read_scheduler(scheduler)
-
-
 def test_state_in_eight_bits() -> None:
     of_8_bits = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
 

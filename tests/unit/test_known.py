@@ -272,6 +272,24 @@ def test_a_rank_without_a_shard_is_in_whole_files_too(form: str, *, known: bool)
 
 
 @pytest.mark.parametrize(
+    ("loaded", "known"),
+    [
+        ("last_epoch=None lr=[0.0] 0a1b2c3d4e5f", True),
+        # OneCycle has no last rate before its first step.
+        ("last_epoch=None lr=None 0a1b2c3d4e5f", True),
+        ("last_epoch=None lr=[0.0] 5f4e3d2c1b0a", False),
+        ("none", False),
+    ],
+)
+def test_a_stale_rate_of_deepspeed_is_known_and_a_schedule_not_loaded_is_not(loaded: str, *, known: bool) -> None:
+    issue = entry("deepspeed-schedules-last-lr")
+    (expected,) = issue.expectations
+    finding = f"rank 0: scheduler is at {loaded!r}; saved at 'last_epoch=None lr=[0.001] 0a1b2c3d4e5f'"
+    assert expected.matches(finding) is known
+    assert expected.covers(Cell.parse("zero2-fp32-w2"), "resume")
+
+
+@pytest.mark.parametrize(
     ("release", "applies"), [("0.17.5", True), ("0.17.6", False), ("0.18.2", False), ("0.18.3", True)]
 )
 def test_zero2_has_nothing_to_clear_in_releases_that_add_up_nothing(

@@ -17,6 +17,7 @@ each element in the whole tensor, so ``starts_of`` says where the pieces of the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -264,10 +265,11 @@ def _read_scheduler(scheduler: Any) -> str:
     plain_types = (int, float, list, str)
     state = {key: value for key, value in attributes.items() if isinstance(value, plain_types)}
     text = json.dumps(state, sort_keys=True, default=repr)
-    # The rates count as state if they are saved. DeepSpeed's own schedulers do not save them: after
-    # a load ``get_last_lr`` returns those of before until the next step. The optimizer has the
-    # right ones, which the checks compare anyway.
-    rates = attributes.get("_last_lr")
+    rates: Any = None
+    # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first
+    # step.
+    with contextlib.suppress(AttributeError, AssertionError):
+        rates = scheduler.get_last_lr()
     last_epoch = state.get("last_epoch")
     digest_of_state = hashlib.sha256(text.encode()).hexdigest()
     return f"last_epoch={last_epoch} lr={rates} {digest_of_state[:12]}"
