@@ -52,17 +52,34 @@ def concerning(
         libraries: The names by which an issue may mean the driver, see ``names_in_issues``.
         device: ``cpu`` or ``cuda``.
     """
-    names = set(libraries)
+    driver_names = frozenset(libraries)
     chosen = []
     for issue in issues:
         # The installed releases have the bug, and it shows on that device.
         if not issue.applies_on(device):
             continue
-        if not issue.drivers or names.intersection(issue.drivers):
+        if not issue.drivers or _names_driver(issue, driver_names):
             chosen.append(issue)
-        elif names.intersection(f"{_SUBCLASS_OF}{driver}" for driver in issue.drivers):
+        elif _names_base(issue, driver_names):
             chosen.append(replace(issue, strict=False))
     return tuple(sorted(chosen, key=_is_unspecific))
+
+
+def concerns(issue: KnownIssue, driver: type[Driver]) -> bool:
+    """Tell whether an issue names the driver, one of its libraries, or a driver it derives from."""
+    driver_names = frozenset(names_in_issues(driver))
+    return _names_driver(issue, driver_names) or _names_base(issue, driver_names)
+
+
+def _names_driver(issue: KnownIssue, driver_names: frozenset[str]) -> bool:
+    """Tell whether an issue names a driver, or one of its libraries; see ``names_in_issues``."""
+    return not driver_names.isdisjoint(issue.drivers)
+
+
+def _names_base(issue: KnownIssue, driver_names: frozenset[str]) -> bool:
+    """Tell whether an issue names a driver from which this one derives."""
+    names_of_bases = {f"{_SUBCLASS_OF}{driver}" for driver in issue.drivers}
+    return not driver_names.isdisjoint(names_of_bases)
 
 
 def _is_unspecific(issue: KnownIssue) -> bool:
