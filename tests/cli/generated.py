@@ -44,7 +44,7 @@ CELL = Cell("fsdp2", "fp32")
 CLAIMS: Mapping[str, str] = {
     "reshards": "Strategies whose checkpoints can be loaded at another world size.",
     "portable": "Strategy to the other one that can load its checkpoints.",
-    "loaders": "The trainer's loaders by name, and the rows that each gives, with its length as LoadedBatch.",
+    "loaders": "The trainer's loaders by name, and the rows that each gives, with its length as `LoadedBatch`.",
     "extra_state": "Names of state beside model and optimizer, and what to expect of each.",
     "loads_best": "Whether training ends with the weights of its best checkpoint in a cell.",
     "live_calls": "What users call on the live trainer, `evaluate()` among it: a subclass of `drivers.Calls`.",

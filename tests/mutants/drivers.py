@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,8 +14,9 @@ from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.ext.upstream.models import architecture
-from pytest_distcompat.trace import LoadedBatch, Loader
+from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import Batch
     from pytest_distcompat.world import World
-
-    Given = tuple[int, Sequence[int]] | LoadedBatch
 
 
 class Quantized(AccelerateDriver):
@@ -67,7 +66,7 @@ class FewRows(AccelerateDriver):
         """Return those of the built-in driver and the one more."""
         return {**super().loaders_in(cell), cls.one_row: cls.loaders[cls.one_row]}
 
-    def rows(self, loader: str, count: int, *more: Any) -> Iterator[Given]:
+    def rows(self, loader: str, count: int, *more: Any) -> _rows.Batches:
         """Read two epochs of it."""
         if loader != self.one_row:
             yield from super().rows(loader, count, *more)
@@ -101,7 +100,7 @@ class SplitRows(AccelerateDriver):
         """Return those of the built-in driver and the one more."""
         return {**super().loaders_in(cell), cls.split: cls.loaders[cls.split]}
 
-    def rows(self, loader: str, count: int, *more: Any) -> Iterator[Given]:
+    def rows(self, loader: str, count: int, *more: Any) -> _rows.Batches:
         """Read two epochs of it."""
         if loader != self.split:
             yield from super().rows(loader, count, *more)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
     Start = tuple[int, int]
-    Given = tuple[int, Sequence[int]] | LoadedBatch
 
 DDP = "ddp-fp32-w2"
 
@@ -142,7 +141,7 @@ class Seeded(AccelerateDriver):
 class OneSeedForAll(Seeded):
     """The loader ignores the seed."""
 
-    def rows(self, _loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
+    def rows(self, _loader: str, count: int, start: Start, directory: Path) -> _rows.Batches:
         return super().rows("seedable", count, start, directory)
 
 
@@ -192,7 +191,7 @@ class OwnSamplers(AccelerateDriver):
 class WholeBatchesForAll(OwnSamplers):
     """Loaders without a batch size are not prepared, so that each rank has all batches."""
 
-    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> _rows.Batches:
         if loader != "batch_size=None":
             yield from super().rows(loader, count, start, directory)
             return
@@ -242,7 +241,7 @@ class Files(TorchDriver):
 class ForgetsPlace(Files):
     """The data set saves its state, and does not take it over."""
 
-    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> _rows.Batches:
         from pytest_distcompat.ext.upstream.drivers._iterables import FilesOfRank
 
         FilesOfRank.load_state_dict = lambda *_: None  # type: ignore[method-assign]
@@ -408,7 +407,7 @@ class FeedsPeersApart(TrainerOnMesh):
 
     reads_rows = False
 
-    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[Given]:
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> _rows.Batches:
         self.reads_rows = True
         return super().rows(loader, count, start, directory)
 

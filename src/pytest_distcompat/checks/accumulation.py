@@ -105,16 +105,17 @@ def _other_inputs(
     if not once.inputs:
         # No hook sees what a compiled graph is fed.
         return
-    fed_once = len(once.inputs)
-    expected = f"expected {micro_batches * fed_once}"
     inputs = len(snapshot.inputs)
-    if is_full and inputs == fed_once > 1:
-        # A driver that does not obey the option, or a trainer that drops it.
-        expected += f", as without grad_accum it is fed {fed_once}"
-    if is_full and inputs != micro_batches * fed_once:
-        yield f"fed {inputs} micro-batches; {expected}"
-    elif inputs > micro_batches * fed_once or not inputs:
-        yield f"fed {inputs} micro-batches; {expected} at most"
+    without_option = len(once.inputs)
+    expected = micro_batches * without_option
+    if is_full and inputs != expected:
+        finding = f"fed {inputs} micro-batches; expected {expected}"
+        if inputs == without_option > 1:
+            # A driver that does not obey the option, or a trainer that drops it.
+            finding += f", as without grad_accum it is fed {without_option}"
+        yield finding
+    elif inputs > expected or not inputs:
+        yield f"fed {inputs} micro-batches; expected {expected} at most"
     repeated = inputs - len(set(snapshot.inputs))
     if repeated:
         yield f"{repeated} of {inputs} micro-batches are one that was fed before in the same step"

@@ -434,15 +434,21 @@ def _other_lengths(rows_by_rank: RowsByRank) -> Iterator[str]:
     """Yield a finding for each epoch of a rank in which it is given more, or fewer, batches."""
     for rank, infos in sorted(rows_by_rank.items()):
         for info in infos:
-            for number, length in enumerate(info.lengths):
-                batches = len(info.epochs[number])
-                if length is None or length == batches:
-                    continue
-                where = f"epoch {info.epoch + number + 1}"
-                if number == 0 and info.done:
-                    where = f"resumed in the middle of {where}"
-                given = f"{where}: rank {rank} is given {batches} batches"
-                yield f"{given}; the loader's length is {length}"
+            yield from _other_lengths_of_rank(rank, info)
+
+
+def _other_lengths_of_rank(rank: int, info: RowsInfo) -> Iterator[str]:
+    """Yield a finding for each epoch in which the rank is given more, or fewer, batches."""
+    for number, length in enumerate(info.lengths):
+        batches = len(info.epochs[number])
+        if length is None or length == batches:
+            continue
+        where = f"epoch {info.epoch + number + 1}"
+        # Only the first epoch of a record may have been resumed in its middle.
+        if number == 0 and info.done:
+            where = f"resumed in the middle of {where}"
+        given = f"{where}: rank {rank} is given {batches} batches"
+        yield f"{given}; the loader's length is {length}"
 
 
 def _not_continued_resharded(full_rows: RowsByRank, resharded_rows: RowsByRank) -> Iterator[str]:

@@ -43,7 +43,7 @@ SPLIT = 4
 EPOCHS = 2
 #: Of each batch that a rank reads, its epoch and its rows: ``(1, [4, 17])``; of some loaders also
 #: their length.
-_Batches = Iterator[tuple[int, Sequence[int]] | LoadedBatch]
+Batches = Iterator[tuple[int, Sequence[int]] | LoadedBatch]
 #: Where reading begins: an epoch, and how many of its batches were read before. ``(0, 0)`` is the
 #: beginning; processes that resume begin at one of ``RESUME_AT``: ``(1, 0)`` or ``(1, 2)``. Twice
 #: as many ranks resume at ``(1, 1)``, where as many rows were read.
@@ -320,7 +320,7 @@ def accelerate_rows(
     *,
     device: str = "cpu",
     parallel: Mapping[str, Any] = MappingProxyType({}),
-) -> _Batches:
+) -> Batches:
     """Yield the epoch and the rows of each batch that this rank reads.
 
     A run resumes as accelerate's documentation says: ``load_state``, then ``skip_first_batches``.
@@ -396,7 +396,7 @@ def ulysses_loaders() -> dict[str, Loader]:
     return loaders
 
 
-def ulysses_rows(name: str, count: int, accelerator: Any, model: Any, tokens: int) -> _Batches:
+def ulysses_rows(name: str, count: int, accelerator: Any, model: Any, tokens: int) -> Batches:
     """Yield the epoch and the rows of each batch that Ulysses gives this rank a part of.
 
     All tokens of a row are its number.
@@ -742,7 +742,7 @@ def _trainer(
 
 def trainer_rows(
     name: str, count: int, start: _Start, directory: Path, *, world: int, device: str
-) -> _Batches:
+) -> Batches:
     """Train two epochs, or what is left of them after a checkpoint; yield what this rank read.
 
     With the loader of evaluations nothing is trained.
@@ -802,7 +802,7 @@ DEEPSPEED: dict[str, Loader] = {
 }
 
 
-def deepspeed_rows(count: int, backend: str) -> _Batches:
+def deepspeed_rows(count: int, backend: str) -> Batches:
     """Read the loader that ``deepspeed.initialize`` returns.
 
     Args:
@@ -824,7 +824,7 @@ def deepspeed_rows(count: int, backend: str) -> _Batches:
     yield from _read(loader)
 
 
-def _read(loader: Any) -> _Batches:
+def _read(loader: Any) -> Batches:
     """Yield the batches of a loader in each epoch."""
     for epoch in range(EPOCHS):
         length = _length(loader)
@@ -832,7 +832,7 @@ def _read(loader: Any) -> _Batches:
             yield LoadedBatch(epoch, batch.tolist(), length)
 
 
-def deepspeed_engine_rows(engine: Any, count: int) -> _Batches:
+def deepspeed_engine_rows(engine: Any, count: int) -> Batches:
     """Read the loader that an engine makes of a data set.
 
     For cells whose engine is on a mesh: which rows a rank reads depends on it.
@@ -868,7 +868,7 @@ for _name in TORCH_STATEFUL:
     TORCH[_name] = Loader(filled=BY_RANK not in _name, moves=False)
 
 
-def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> _Batches:
+def torch_rows(name: str, count: int, start: _Start, rank: int, ranks: int) -> Batches:
     """Read a loader with torch's DistributedSampler, and skip the batches that were read before.
 
     torch's loader saves nothing to resume from, so that ``start`` alone says where to go on.

@@ -24,7 +24,7 @@ https://huggingface.co/docs/accelerate/usage_guides/deepspeed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,7 +39,7 @@ from pytest_distcompat.parallel import context_parallel, tensor_parallel
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
-from pytest_distcompat.trace import ExtraState, LoadedBatch, Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -474,7 +474,7 @@ class AccelerateDriver(MakesAccelerator):
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
-    ) -> Iterator[tuple[int, Sequence[int]] | LoadedBatch]:
+    ) -> _rows.Batches:
         """Yield the rows that a prepared loader gives, for the check ``coverage``.
 
         Under Ulysses a prepared model is needed, which all loaders share.

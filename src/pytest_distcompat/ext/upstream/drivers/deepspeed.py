@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.ext.upstream.drivers import (
@@ -48,7 +48,7 @@ from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, expert_parallel
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ExtraState, LoadedBatch, Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -402,9 +402,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
             return 1
         return self.cell.cp
 
-    def rows(
-        self, _loader: str, count: int, *_: Any
-    ) -> Iterator[tuple[int, Sequence[int]] | LoadedBatch]:
+    def rows(self, _loader: str, count: int, *_: Any) -> _rows.Batches:
         """Yield the rows that the loader of ``training_data`` gives, for the check ``coverage``.
 
         On a mesh the engine of the cell makes the loader.

@@ -36,7 +36,7 @@ from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, pipeline_parallel
 from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
-from pytest_distcompat.trace import ExtraState, LoadedBatch, Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -404,7 +404,7 @@ class TorchDriver(TorchCheckpoints):
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
-    ) -> Iterator[tuple[int, Sequence[int]] | LoadedBatch]:
+    ) -> _rows.Batches:
         """Yield the rows that torch's loader gives, for the check ``coverage``."""
         rank = self.cell.dp_rank(self.world.rank)
         if loader not in _rows.TORCH_STATEFUL:

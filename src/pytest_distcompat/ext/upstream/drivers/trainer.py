@@ -33,7 +33,7 @@ import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,7 +62,7 @@ from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.parallel.mesh import distributed_config
 from pytest_distcompat.scenario import MESH
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ExtraState, LoadedBatch, Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -463,7 +463,7 @@ class TrainerDriver(TrainerArguments):
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
-    ) -> Iterator[tuple[int, Sequence[int]] | LoadedBatch]:
+    ) -> _rows.Batches:
         """Yield (epoch, numbers of the rows) of each batch, for the check ``coverage``.
 
         The arguments are those of ``driver.HasLoaders.rows``.
