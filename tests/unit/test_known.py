@@ -15,7 +15,7 @@ from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.known import KnownIssue, applying, names_in_issues, read_file, shipped
+from pytest_distcompat.known import KnownIssue, applying, concerns, names_in_issues, read_file, shipped
 from pytest_distcompat.strategies import STRATEGIES
 
 ENTRY = """
@@ -67,7 +67,10 @@ def test_a_driver_that_derives_from_the_one_named_may_show_the_bug(write: Write,
     for driver, strict in ((TrainerDriver, True), (Mine, False), (Renamed, False)):
         (expectation,) = applying(issues, names_in_issues(driver), "cpu")
         assert expectation.strict is strict
+        # What `distcompat doctor` lists.
+        assert concerns(issues[0], driver)
     assert not applying(issues, names_in_issues(DRIVERS.get("torch")), "cpu")
+    assert not concerns(issues[0], DRIVERS.get("torch"))
 
 
 @pytest.mark.parametrize("kind", ["fails", "may_fail"])
