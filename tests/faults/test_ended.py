@@ -94,7 +94,11 @@ def test_ctrl_c(how: str, to: str, world_size: int, begin: Begin) -> None:
 def test_ctrl_c_twice(how: str, to: str, pause: float, begin: Begin) -> None:
     run = end(begin(how), signal.SIGINT, group=to == "group", times=2, pause=pause)
     # pytest reports the first; the second may come when Python has taken over.
-    assert run.code in {pytest.ExitCode.INTERRUPTED, -signal.SIGINT, 128 + signal.SIGINT}, run.out
+    codes = {pytest.ExitCode.INTERRUPTED, -signal.SIGINT, 128 + signal.SIGINT}
+    if "INTERNALERROR> RuntimeError: release unlocked lock" in run.out:
+        # xdist waits in a queue of Python, which loses its lock if both come within one wait.
+        codes.add(pytest.ExitCode.INTERNAL_ERROR)
+    assert run.code in codes, run.out
     assert not run.leftovers
 
 
