@@ -142,3 +142,40 @@ def test_branches_of_its_own_are_those_that_no_other_cell_executes(monkeypatch: 
     assert fsdp2.own_per_second == 2.0
     assert untraced.branches == 0
     assert untraced.own == 0
+
+
+TRAINER = """
+def step(self, batch):
+    self.steps += 1
+    logger.info("step %s", self.steps)
+    if batch is None and self.first < 2:
+        self.feed(batch, drop=True)
+    loss = self.model(batch) / 2
+    return loss
+"""
+
+
+def test_random_changes_change_one_place_of_what_is_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    path = tmp_path / "trainer.py"
+    path.write_text(TRAINER, encoding="utf-8")
+    source = importlib.import_module("random_changes").Source(path)
+    changed_lines = []
+    for edit in source.edits():
+        lines = source.changed(edit).splitlines()
+        (line,) = set(lines) - set(TRAINER.splitlines())
+        changed_lines.append(f"{edit.kind}: {line.strip()}")
+    assert sorted(changed_lines) == [
+        "argument left out: self.feed(batch, )",
+        "condition negated: if not (batch is None and self.first < 2):",
+        "number: if batch is None and self.first < 3:",
+        "number: loss = self.model(batch) / 3",
+        "number: self.steps += 2",
+        "operator: if batch is None and self.first <= 2:",
+        "operator: if batch is None or self.first < 2:",
+        "operator: if batch is not None and self.first < 2:",
+        "operator: loss = self.model(batch) * 2",
+        "statement left out: pass",
+        "statement left out: pass",
+        "truth value: self.feed(batch, drop=False)",
+    ]

@@ -198,6 +198,8 @@ class TestTrainer(CompatSuite):
                     {"save_only_model": True, "state_dict": "full"},
                 ),
             ),
+            # Most adapters are trained in bfloat16.
+            Matrix(("fsdp2",), ("bf16_upcast",), options=({"lora": True},)),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),
