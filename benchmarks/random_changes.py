@@ -218,6 +218,15 @@ class Change:
         stem = self.file.path.replace("/", ".").removesuffix(".py")
         return f"{self.file.library}-{stem}-{self.edit.line}-{self.edit.begin}"
 
+    @property
+    def is_valid(self) -> bool:
+        """Tell whether Python can still read the file."""
+        try:
+            ast.parse(self.source.changed(self.edit))
+        except SyntaxError:
+            return False
+        return True
+
     def diff(self) -> str:
         """Return the change as a unified diff."""
         path = f"{self.file.library}/{self.file.path}"
@@ -244,16 +253,13 @@ def executed_changes(reach_map: ReachMap, library: str) -> list[Change]:
             continue
         source = Source(directory / file.path)
         for edit in source.edits():
-            if edit.line not in executed:
-                continue
-            with contextlib.suppress(SyntaxError):
-                ast.parse(source.changed(edit))
+            if edit.line in executed:
                 changes.append(Change(file, source, edit))
     return changes
 
 
 def drawn(changes: Sequence[Change], count: int, seed: int) -> list[Change]:
-    """Return some of the changes, as many of each kind, each of another function's line."""
+    """Return some of the changes, as many of each kind."""
     by_kind: dict[str, list[Change]] = defaultdict(list)
     for change in changes:
         by_kind[change.edit.kind].append(change)
@@ -263,8 +269,11 @@ def drawn(changes: Sequence[Change], count: int, seed: int) -> list[Change]:
     chosen: list[Change] = []
     while len(chosen) < count and any(by_kind.values()):
         for kind in sorted(by_kind):
-            if by_kind[kind] and len(chosen) < count:
-                chosen.append(by_kind[kind].pop())
+            if not by_kind[kind] or len(chosen) == count:
+                continue
+            change = by_kind[kind].pop()
+            if change.is_valid:
+                chosen.append(change)
     return chosen
 
 
