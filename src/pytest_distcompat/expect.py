@@ -57,6 +57,8 @@ class Expectation:
     also: str = ""
     #: The last day (UTC) on which it holds, ``2026-12-01``; empty for no end.
     until: str = ""
+    #: Whether it is of a known issue, so that the suite's author may never have read it.
+    of_known_issue: bool = False
 
     @property
     def ended(self) -> bool:

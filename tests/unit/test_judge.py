@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -120,6 +121,19 @@ def test_a_failure_other_than_the_known_one() -> None:
     assert result.status == "failed"
     assert result.ok is False
     assert result.message == f"rank 0: stale\n\nfails otherwise than declared: {MASTERS}"
+
+
+def test_a_failure_does_not_speak_of_known_issues_that_only_may_show() -> None:
+    sometimes = replace(may_fail("toy", reason="org/repo#2", match="loss"), of_known_issue=True)
+    result = verdict(toy("rank 0: stale"), sometimes)
+    assert result.status == "failed"
+    assert result.message == "rank 0: stale"
+    assert result.reason == ""
+    # What the suite's author declared is told, as is what must show.
+    for other in (replace(sometimes, of_known_issue=False), replace(sometimes, strict=True)):
+        result = verdict(toy("rank 0: stale"), sometimes, other)
+        assert result.message == f"rank 0: stale\n\nfails otherwise than declared: {other}"
+        assert result.reason == "org/repo#2"
 
 
 def test_a_known_failure_hides_no_other_one() -> None:

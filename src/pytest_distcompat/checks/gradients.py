@@ -87,11 +87,12 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     for step in range(COMPARED):
         snapshots = reference.at("reference", step)
         expected_by_step.append(norms_of_one_process(reference, snapshots))
+    precision = rounding_of(cell, train)
     # The tolerance of the precision, or the largest deviation that rounding alone causes.
-    rounding = [rounding_of(cell, train).norm_tolerance]
+    rounding = [precision.norm_tolerance]
     rounding += _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
     tolerance = _Tolerance(ROUNDING_FACTOR * max(rounding))
-    if rounding_of(cell, train).compute != "float32":
+    if precision.compute != "float32":
         tolerance = replace(tolerance, zero_at_first=_names_of_zeros(expected_by_step[0]))
     # Numbers by which a wrong gradient is often off: ``{"the number of ranks": 2, ...}``.
     factors = factors_of(cell, train)

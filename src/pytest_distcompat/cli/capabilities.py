@@ -29,7 +29,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import unsupported_reason
 from pytest_distcompat.engine import not_applicable
 from pytest_distcompat.expect import Expectation
-from pytest_distcompat.known import KnownIssue, applying, concerns, names_in_issues
+from pytest_distcompat.known import KnownIssue, applying, is_about_driver, names_in_issues
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import MESH
 from pytest_distcompat.strategies import STRATEGIES
@@ -259,7 +259,7 @@ def issues_here(
     for issue in issues:
         names = []
         for driver in drivers:
-            if concerns(issue, driver):
+            if is_about_driver(issue, driver):
                 names.append(driver.name)
         if names and issue.applies_on(device) and not issue.ended:
             applicable.append((issue, names))

@@ -4,7 +4,7 @@
 that concern a driver on the installed packages.
 """
 
-from pytest_distcompat.known.choice import applying, concerning, concerns, names_in_issues
+from pytest_distcompat.known.choice import applying, concerning, is_about_driver, names_in_issues
 from pytest_distcompat.known.issue import KnownIssue
 from pytest_distcompat.known.read import IssueFile, read_file, shipped
 
@@ -13,7 +13,7 @@ __all__ = [
     "KnownIssue",
     "applying",
     "concerning",
-    "concerns",
+    "is_about_driver",
     "names_in_issues",
     "read_file",
     "shipped",

@@ -65,7 +65,7 @@ def concerning(
     return tuple(sorted(chosen, key=_is_unspecific))
 
 
-def concerns(issue: KnownIssue, driver: type[Driver]) -> bool:
+def is_about_driver(issue: KnownIssue, driver: type[Driver]) -> bool:
     """Tell whether an issue names the driver, one of its libraries, or a driver it derives from."""
     driver_names = frozenset(names_in_issues(driver))
     return _names_driver(issue, driver_names) or _names_base(issue, driver_names)

@@ -131,9 +131,8 @@ class KnownIssue:
         for check in self.check:
             for facets in self.cells:
                 expectation = make(check, **texts, **facets)
-                if not self.strict:
-                    expectation = replace(expectation, strict=False)
-                expectations.append(expectation)
+                strict = expectation.strict and self.strict
+                expectations.append(replace(expectation, strict=strict, of_known_issue=True))
         return tuple(expectations)
 
     def matches_test(self, nodeid: str) -> bool:
