@@ -12,13 +12,13 @@ import argparse
 import contextlib
 import io
 import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+# A script imports from its own directory.
+from changed_suite import run_suite  # type: ignore[import-not-found]
+from machine import PACKAGES, measured_on  # type: ignore[import-not-found]
 
 from pytest_distcompat.ext.upstream.changed import (
     SELECTING_PLUGIN,
@@ -28,7 +28,7 @@ from pytest_distcompat.ext.upstream.changed import (
     select_cells,
 )
 from pytest_distcompat.ext.upstream.selected import read_selection
-from pytest_distcompat.ext.upstream.side_by_side import environment, file_name
+from pytest_distcompat.ext.upstream.side_by_side import file_name
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report
 
@@ -73,25 +73,8 @@ def session(name: str, change: Change, kept: Path, *arguments: str) -> Session:
     """Run the built-in suite with a release, unless that has been done."""
     report, seconds = kept / f"{name}.json", kept / f"{name}.seconds"
     if not seconds.is_file():
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--pyargs",
-            "pytest_distcompat.suite",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-        ]
         began = time.perf_counter()
-        with (kept / f"{name}.log").open("wb") as log:
-            subprocess.run(
-                [*command, "--distcompat-gpus=0", f"--distcompat-report={report}", *arguments],
-                env=environment(change.target),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+        run_suite(change.target, report, *arguments)
         seconds.write_text(json.dumps(time.perf_counter() - began), encoding="utf-8")
     return Session(json.loads(seconds.read_text(encoding="utf-8")), Report.read(report))
 

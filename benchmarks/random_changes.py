@@ -2,9 +2,10 @@
 
 ``python benchmarks/random_changes.py --reach default.sqlite --kept DIRECTORY --count 8 accelerate peft``: of each library that
 many lines which some cell executes are drawn, and each is changed by itself in a copy of the package: a call or an assignment is
-left out, a condition is negated, a number, an operator, a comparison or a truth value is another one. The cells that execute
-the line run as after ``distcompat releases --changed``, ``--cells-per-place`` of them. A change is seen if a verdict is red.
-Those that are not seen are printed: some compute the same, and some are what no check asks for.
+left out, a condition is negated, a number, an operator, a comparison or a truth value is another one. What ``except`` does and
+what ``with`` opens stays as it is. The cells that execute the line run as after ``distcompat releases --changed``,
+``--cells-per-place`` of them. A change is seen if a verdict is red. Those that are not seen are printed: some compute the same,
+and some are what no check asks for.
 
 The map is of the default profile: ``pytest --pyargs pytest_distcompat.suite -n 2 --distcompat-reach default.sqlite``. What has
 been run is kept in the directory, so that a study which was interrupted goes on.
@@ -22,14 +23,14 @@ import io
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import PACKAGES, expect, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+# A script imports from its own directory.
+from changed_suite import run_suite  # type: ignore[import-not-found]
+from machine import PACKAGES, expect, measured_on  # type: ignore[import-not-found]
 
 from pytest_distcompat.ext.reach.branches import numbers_of
 from pytest_distcompat.ext.reach.libraries import FileId
@@ -41,7 +42,6 @@ from pytest_distcompat.ext.upstream.changed import (
     read_change,
     select_cells,
 )
-from pytest_distcompat.ext.upstream.side_by_side import environment
 from pytest_distcompat.report.document import Report
 
 #: Operators, and what takes their place.
@@ -110,7 +110,7 @@ class Source:
 
     def part(self, node: ast.expr | ast.stmt) -> str:
         """Return a node's text."""
-        return self.text[self.begin(node) : self.end(node)]
+        return ast.get_source_segment(self.text, node) or ""
 
     def _place(self, line: int, column: int) -> int:
         """Return the place of a line and column; Python counts columns in bytes."""
@@ -186,8 +186,8 @@ class Source:
         begin = self.text.rfind(name, self.begin(call), self.begin(keyword.value))
         if begin < 0:
             return
-        text = ""
-        yield Edit("argument left out", statement.lineno, begin, self.end(keyword.value), text)
+        end = self.end(keyword.value)
+        yield Edit("argument left out", statement.lineno, begin, end, text="")
 
     def _edit(
         self, kind: str, statement: ast.stmt, changed: ast.expr | ast.stmt, text: str
@@ -306,25 +306,19 @@ def answer_to(change: Change, options: argparse.Namespace) -> Answer:
         )
     answer = Answer("no cell")
     if has_cells:
-        answer = run_cells(change, selection, environment(patched.target), options.kept)
+        report = options.kept / f"{change.name}.report.json"
+        answer = run_cells(patched.target, selection, report)
     shutil.rmtree(patched.target)
     kept.write_text(json.dumps(dataclasses.asdict(answer)), encoding="utf-8")
     return answer
 
 
-def run_cells(change: Change, selection: Path, variables: dict[str, str], kept: Path) -> Answer:
+def run_cells(changed: Path, selection: Path, report: Path) -> Answer:
     """Run the selected cells with the changed package until a verdict is red."""
-    report = kept / f"{change.name}.report.json"
-    command = [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", "-q", "-x"]
-    command += ["-p", "no:cacheprovider", "--distcompat-gpus=0", f"--distcompat-report={report}"]
-    command += ["-p", SELECTING_PLUGIN, f"{SELECTION}={selection}"]
-    with (kept / f"{change.name}.log").open("wb") as log:
-        process = subprocess.run(
-            command, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False
-        )
+    status = run_suite(changed, report, "-x", "-p", SELECTING_PLUGIN, f"{SELECTION}={selection}")
     if not report.is_file():
         # The library cannot be imported any more: the user would see it at once.
-        return Answer("no report", f"pytest ended with {process.returncode}")
+        return Answer("no report", f"pytest ended with {status}")
     results = Report.read(report).results
     for result in results:
         if result.red:
