@@ -530,10 +530,10 @@ def test_a_finding_says_that_products_are_in_tf32(sound: Sound) -> None:
 @pytest.mark.parametrize(
     ("cell", "allowed", "on_gpu"),
     [
-        ("zero3-bf16_upcast-w2-model_mlp", "1.7e-03", "3.0e-03"),
+        ("zero3-bf16_upcast-w2-model_mlp", "2.2e-03", "3.0e-03"),
         # Measured within them on a GPU too.
         ("zero3-bf16_upcast-w2", "1.0e-03", "1.0e-03"),
-        ("fsdp2-fp16_mixed-w2-model_mlp", "8.5e-04", "8.5e-04"),
+        ("fsdp2-fp16_mixed-w2-model_mlp", "1.1e-03", "1.1e-03"),
         ("zero3-fp32-w2-model_mlp", "2.0e-05", "2.0e-05"),
         # More than that is allowed already.
         ("zero3-bf16_upcast-w2-model_wide", "1.0e-02", "1.0e-02"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOSS = r"^step 1: the loss is [\d.]+; [\d.]+ in the reference \([\d.e+-]+ off, 2.0e-05 allowed\).*\n"
 NORM = r"^step 1: rank 0: the gradient norm is 2\.054\d+; 1\.027\d+ in the reference \(1\.0e\+00 off"
 RATE = r"^step 1: rank 0: the learning rate is 0\.0027075; 0\.00285 in the reference\nstep 1: rank 1: the learning rate"
-LATER = r"^step \d+: the loss is [\d.]+; [\d.]+ in the reference \([\d.e-]+ off, 1.7e-03 allowed\)"
+LATER = r"^step \d+: the loss is [\d.]+; [\d.]+ in the reference \([\d.e-]+ off, 2.2e-03 allowed\)"
 
 
 def summed(driver: Any) -> None:

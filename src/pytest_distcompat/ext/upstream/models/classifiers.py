@@ -61,9 +61,9 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
         # Products in 8 bits need sizes that 16 divides.
         "in_8_bits": False,
         "preload": ("pytest_distcompat.ext.upstream.models.modules", "safetensors.torch"),
-        # 1.3e-3 measured in bf16_upcast (autocast over float32 masters under DDP), 2.7e-3 with
-        # bfloat16 masters.
-        "spread": 1.7,
+        # Measured in bf16_upcast: 1.3e-3 with autocast over float32 masters under DDP, 2.0e-3 with
+        # layers split over four ranks, or compiled. With bfloat16 masters it is 2.7e-3.
+        "spread": 2.2,
         # 2.2e-3 measured on an H100 in bf16_upcast (accelerate, DeepSpeed), where products are
         # added up in another order.
         "gpu_spread": 3.0,
