@@ -4,11 +4,12 @@
 many lines which some cell executes are drawn, and each is changed by itself in a copy of the package: a call or an assignment is
 left out, a condition is negated, a number, an operator, a comparison or a truth value is another one. What ``except`` does and
 what ``with`` opens stays as it is. The cells that execute the line run as after ``distcompat releases --changed``,
-``--cells-per-place`` of them. A change is seen if a verdict is red. Those that are not seen are printed: some compute the same,
-and some are what no check asks for.
+``--cells-per-place`` of them. A change is seen if a verdict is red. With ``--sound report.json`` it is told besides whether
+trainings compute or save something else than in that report, as ``distcompat diff`` tells it. Those that are not seen are
+printed: some compute the same, and some are what no check asks for.
 
-The map is of the default profile: ``pytest --pyargs pytest_distcompat.suite -n 2 --distcompat-reach default.sqlite``. What has
-been run is kept in the directory, so that a study which was interrupted goes on.
+Map and report are of the default profile: ``pytest --pyargs pytest_distcompat.suite -n 2 --distcompat-reach default.sqlite
+--distcompat-report report.json``. What has been run is kept in the directory, so that a study which was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from pytest_distcompat.ext.upstream.changed import (
     select_cells,
 )
 from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.values import value_changes
 
 #: Operators, and what takes their place.
 OPERATORS: dict[type[ast.AST], str] = {
@@ -282,8 +284,8 @@ class Answer:
     """What the cells say of a change.
 
     Attributes:
-        verdict: ``seen``, ``not seen``, or why there is no answer.
-        finding: The first red verdict's message.
+        verdict: ``seen``, ``other values``, ``not seen``, or why there is no answer.
+        finding: The first red verdict's message, or what else is computed.
     """
 
     verdict: str
@@ -307,23 +309,33 @@ def answer_to(change: Change, options: argparse.Namespace) -> Answer:
     answer = Answer("no cell")
     if has_cells:
         report = options.kept / f"{change.name}.report.json"
-        answer = run_cells(patched.target, selection, report)
+        answer = run_cells(patched.target, selection, report, options.sound)
     shutil.rmtree(patched.target)
     kept.write_text(json.dumps(dataclasses.asdict(answer)), encoding="utf-8")
     return answer
 
 
-def run_cells(changed: Path, selection: Path, report: Path) -> Answer:
-    """Run the selected cells with the changed package until a verdict is red."""
+def run_cells(changed: Path, selection: Path, report: Path, sound: Path | None) -> Answer:
+    """Run the selected cells with the changed package until a verdict is red.
+
+    Args:
+        changed: A directory with the changed package.
+        selection: The file that selects the cells.
+        report: The file for the session's report.
+        sound: The report of the unchanged package, with which values are compared.
+    """
     status = run_suite(changed, report, "-x", "-p", SELECTING_PLUGIN, f"{SELECTION}={selection}")
     if not report.is_file():
         # The library cannot be imported any more: the user would see it at once.
         return Answer("no report", f"pytest ended with {status}")
-    results = Report.read(report).results
-    for result in results:
+    session = Report.read(report)
+    for result in session.results:
         if result.red:
             return Answer("seen", f"{result.nodeid}: {result.message}")
-    return Answer("not seen", f"{len(results)} verdicts")
+    if sound is not None:
+        for difference in value_changes(Report.read(sound), session):
+            return Answer("other values", f"{difference.cell}: {difference.what}")
+    return Answer("not seen", f"{len(session.results)} verdicts")
 
 
 def main() -> None:
@@ -333,6 +345,7 @@ def main() -> None:
     )
     parser.add_argument("libraries", nargs="+", metavar="LIBRARY")
     parser.add_argument("--reach", type=Path, action="append", required=True, metavar="FILE")
+    parser.add_argument("--sound", type=Path, metavar="REPORT")
     parser.add_argument("--kept", type=Path, required=True, metavar="DIRECTORY")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
@@ -353,6 +366,8 @@ def main() -> None:
             answer = answer_to(change, options)
             verdicts[answer.verdict] += 1
             print(f"{answer.verdict}: {change.name}, {change.edit.kind}", flush=True)
+            if answer.verdict == "other values":
+                print(f"  {answer.finding}", flush=True)
             if answer.verdict == "not seen":
                 unseen.append(change)
         counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
