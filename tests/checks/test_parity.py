@@ -371,6 +371,33 @@ def test_a_learning_rate(sound: Sound, param_groups: tuple[dict[str, float], ...
         assert findings == [f"step 10: rank 0: the learning rate is {message}; 0.1 in the reference"]
 
 
+@pytest.mark.parametrize(
+    ("stepped", "scheduler", "findings"),
+    [
+        (0.2, "", []),
+        (0.1, "", ["step 1: rank 0: the learning rate is 0.2; 0.1 in the reference"]),
+        (0.2, "last_epoch=1", ["step 1: rank 0: the learning rate is 0.2; 0.1 in the reference"]),
+    ],
+)
+def test_a_trainer_may_set_the_rate_as_a_step_begins(
+    sound: Sound, stepped: float, scheduler: str, findings: list[str]
+) -> None:
+    """Without a scheduler it has the rate of the last step between two steps, the reference that of the next."""
+
+    def step_with(rate: float) -> Callable[[Snapshot], Snapshot]:
+        def change(snapshot: Snapshot) -> Snapshot:
+            steps = tuple(replace(step, param_groups=({"lr": rate},)) for step in snapshot.steps)
+            return replace(snapshot, steps=steps)
+
+        return change
+
+    story = sound("ddp-fp32-w2").alter(step_with(0.2), run="reference", action="reference", nth=0)
+    story = story.alter(step_with(stepped), action="step", nth=0)
+    story = story.snapshot("step", {"scheduler": scheduler}, nth=0)
+    story = story.optimizer({"param_groups": ({"lr": 0.2},)}, action="step", nth=0, rank=0)
+    assert story.findings("parity") == findings
+
+
 def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:
     story = sound("zero1-fp32-w2").optimizer({"param_groups": ({"lr": 0.1}, {"lr": 0.1})}, action="step")
     assert story.findings("parity") == []

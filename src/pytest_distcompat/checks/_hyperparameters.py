@@ -36,11 +36,15 @@ Numbers = Mapping[str, _GroupNumbers]
 
 
 def other_rates(snapshots: Snapshots, reference: Snapshot) -> Iterator[str]:
-    """Yield a finding for each rank whose param groups have other learning rates."""
+    """Yield a finding for each rank whose param groups have other learning rates.
+
+    They are compared after the step. A trainer without a scheduler may set the rate of a step as it
+    begins: then the rates with which the optimizer stepped count.
+    """
     expected = _rates(reference)
     for snapshot in snapshots:
         rates = _rates(snapshot)
-        if not _same_rates(rates, expected):
+        if not _same_rates(rates, expected) and not _stepped_alike(snapshot, reference):
             yield (
                 f"rank {snapshot.rank}: the learning rate is {_listed(rates)}; "
                 f"{_listed(expected)} in the reference"
@@ -54,6 +58,23 @@ _Rates = list[float | None]
 def _rates(snapshot: Snapshot) -> _Rates:
     """Return the learning rate of each param group of a rank: ``[0.001, 0.001]``."""
     return [group.get("lr") for group in snapshot.param_groups]
+
+
+def _stepped_alike(snapshot: Snapshot, reference: Snapshot) -> bool:
+    """Tell whether a rank without a scheduler has stepped with the reference's learning rates."""
+    rates = _rates_of_steps(snapshot)
+    expected = _rates_of_steps(reference)
+    if snapshot.scheduler or not rates or not expected:
+        return False
+    return _same_rates(rates, expected)
+
+
+def _rates_of_steps(snapshot: Snapshot) -> _Rates:
+    """Return the learning rate of each param group in the optimizer's steps."""
+    rates: _Rates = []
+    for step in snapshot.steps:
+        rates += [group.get("lr") for group in step.param_groups]
+    return rates
 
 
 def _same_rates(rates: _Rates, expected: _Rates) -> bool:
