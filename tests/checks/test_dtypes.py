@@ -12,6 +12,8 @@ from pytest_distcompat.trace import CollectiveInfo, StepInfo
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
 
+    from pytest_distcompat.trace import Snapshot
+
 
 @pytest.mark.parametrize(
     ("cell", "actual", "expected"),
@@ -98,6 +100,30 @@ def test_buffers(sound: Sound, cell: str, actual: str, expected: str) -> None:
     story = sound(cell)
     wrong = story.buffers({"dtype": actual}, action="step", nth=2, rank=0)
     assert wrong.findings("dtypes") == [f"rank 0: 1 buffers are in {actual}, first 'scale'; expected {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "findings"),
+    [
+        ("fsdp2-bf16_upcast-w2", []),
+        ("ddp-bf16_upcast-w2", []),
+        # Their parameters are in bfloat16: nothing was upcast.
+        ("fsdp2-bf16_pure-w2", ["rank 0: 1 buffers are in float32, first 'scale'; expected bfloat16"]),
+        # FSDP1 casts buffers.
+        ("fsdp1-bf16_upcast-w2", ["rank 0: 1 buffers are in float32, first 'scale'; expected bfloat16"]),
+    ],
+)
+def test_buffers_that_are_upcast_with_the_parameters(sound: Sound, cell: str, findings: list[str]) -> None:
+    def loaded_in_bfloat16(snapshot: Snapshot) -> Snapshot:
+        if snapshot.unwrapped is None:
+            return snapshot
+        buffers = tuple(replace(info, dtype="bfloat16") for info in snapshot.unwrapped.buffers)
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, buffers=buffers))
+
+    story = sound(cell).alter(loaded_in_bfloat16, action="build_model")
+    story = story.buffers({"dtype": "bfloat16"}, action="step", nth=2, rank=1)
+    story = story.buffers({"dtype": "float32"}, action="step", nth=2, rank=0)
+    assert [text for text in story.findings("dtypes") if "buffers" in text] == findings
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,8 @@ def _unit(model: ModelInfo, info: ParameterInfo) -> str:
 def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Yield a text if buffers have another dtype than in the unwrapped model.
 
-    A strategy may cast buffers of floating-point numbers: then ``row.buffer`` is their dtype.
+    A strategy may cast buffers of floating-point numbers: then ``row.buffer`` is their dtype. If it
+    does not, a trainer that upcasts the whole model may upcast them with its parameters.
     """
     strategy = STRATEGIES.get(cell.strategy)
     expected_dtypes: dict[str, str] = {}
@@ -228,7 +229,8 @@ def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo
         name = strategy.canonical(info.name, cell, expected_dtypes)
         # The check ``names`` reports missing and new buffers.
         expected = expected_dtypes.get(name, info.dtype)
-        if info.dtype != expected:
+        upcast = not row.buffer and info.dtype == row.storage and _wider(info.dtype, expected)
+        if info.dtype != expected and not upcast:
             others.append(_OtherDtype(info.name, info.dtype, expected))
     if others:
         first = others[0]
