@@ -67,6 +67,12 @@ def test_one_parameter_is_summed_over_the_ranks(sound: Sound, cell: str) -> None
     ]
 
 
+def test_a_ratio_that_is_almost_one(sound: Sound) -> None:
+    story = scaled(sound("ddp-fp32-w2"), {"outlet.weight": 1.00042})
+    finding, _ = story.findings("gradients")
+    assert "outlet.weight is 1.00042 times the reference's: 'outlet.weight' has norm 0.707404; 0.707107" in finding
+
+
 @pytest.mark.parametrize("cell", REPLICAS)
 def test_each_replica_is_compared(sound: Sound, cell: str) -> None:
     story = scaled(sound(cell), {"outlet.weight": 0.5}, nth=2, rank=1)

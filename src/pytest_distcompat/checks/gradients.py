@@ -365,7 +365,10 @@ def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:
         return "is zero or missing"
     if not math.isfinite(ratio):
         return "is not finite, or has none in the reference"
-    text = f"is {ratio:.4g} times the reference's"
+    number = f"{ratio:.4g}"
+    if number == "1":
+        number = f"{ratio:.6g}"
+    text = f"is {number} times the reference's"
     if common != 1.0:
         ratio /= common
         text += f", {ratio:.4g} times as much as the others"
