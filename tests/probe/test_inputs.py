@@ -92,6 +92,23 @@ def test_two_batches_in_dicts_have_different_digests() -> None:
     assert first != second
 
 
+def test_each_network_of_a_container_is_watched() -> None:
+    """A trainer calls the networks of a GAN, never the container of both."""
+    observer = Observer()
+    gan: Any = torch.nn.ModuleDict({"one": torch.nn.Linear(3, 1), "two": torch.nn.ModuleList([OfDict()])})
+    observer.attach(gan)
+    gan["two"].eval()
+    with observer.watching():
+        gan["one"](torch.ones(3))
+        gan["two"][0]({"x": torch.zeros(3)})
+    infos = observer.infos()
+    first, second = infos["inputs"]
+    assert first
+    assert second
+    assert first != second
+    assert infos["evaluating"] == ("two.0", "two.0.layer")
+
+
 def test_a_trainer_that_builds_the_model_itself_is_watched() -> None:
     observer = Observer()
     given = OfDict()

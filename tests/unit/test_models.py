@@ -155,6 +155,22 @@ def test_a_module_may_have_the_name_of_a_wrapper(strategy: str, live: str, name:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "live", "name"),
+    [
+        ("ddp", "critic.module.0.weight", "critic.0.weight"),
+        ("ddp", "critic.module.module.weight", "critic.module.weight"),
+        ("zero2", "critic.module.0.weight", "critic.0.weight"),
+        # The whole model is wrapped, and the critic in it again.
+        ("ddp", "module.critic.module.0.weight", "critic.module.0.weight"),
+        ("fsdp2", "critic.module.0.weight", "critic.module.0.weight"),
+    ],
+)
+def test_each_network_of_a_model_may_be_wrapped(strategy: str, live: str, name: str) -> None:
+    known = ("critic.0.weight", "critic.module.weight")
+    assert STRATEGIES.get(strategy).canonical(live, Cell(strategy, "fp32"), known) == name
+
+
+@pytest.mark.parametrize(
     ("driver", "cell", "reason"),
     [
         ("trainer", "fsdp2-bf16_upcast-w4-model_wide-optimizer_adam8bit", None),

@@ -204,7 +204,9 @@ class Observer:
         self.attach_to_layers(model)
         # Not guarded: only suites register it. In a user's script a guarded hook of ``ext.scripts``
         # calls the method.
-        model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
+        for name, network in _networks(model):
+            record = functools.partial(self.record_inputs, name=name)
+            network.register_forward_pre_hook(Hook(record), with_kwargs=True)
         model.register_forward_hook(
             Hook(self._guarded("what a model returned", self._await_gradient))
         )
@@ -283,8 +285,16 @@ class Observer:
         module: Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        name: str = "",
     ) -> None:
-        """Record the digests of the model's inputs, and which modules are in evaluation mode."""
+        """Record the digests of the model's inputs, and which modules are in evaluation mode.
+
+        Args:
+            module: The model, or one of its networks.
+            args: The positional arguments of its forward.
+            kwargs: The keyword arguments.
+            name: Its name in the model; empty for the model itself.
+        """
         # A trainer may compile although the cell does not say so.
         if torch.compiler.is_compiling():
             return
@@ -295,9 +305,9 @@ class Observer:
         values = (*args, *kwargs.values())
         with self.aside():
             self.inputs.append(digest_of_inputs(values))
-        for name, part in module.named_modules():
+        for part_name, part in module.named_modules(prefix=name):
             if not part.training:
-                self.evaluating.add(name)
+                self.evaluating.add(part_name)
 
     def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
         """Record the weights of tokens once the gradient of the model's logits is computed.
@@ -609,6 +619,19 @@ class Observer:
         for tensor in sent_tensors(args):
             kind = _CollectiveKind(name, dtype_name(tensor.dtype), ranks)
             self.collectives[kind].append(tensor.numel())
+
+
+def _networks(model: Module, name: str = "") -> Iterator[tuple[str, Module]]:
+    """Yield name and module of what a trainer calls: the model itself, if it has a forward.
+
+    A container has none, such as that of the two networks of a GAN. Then it is what the container
+    holds.
+    """
+    if type(model).forward is not torch.nn.Module.forward:
+        yield name, model
+        return
+    for child_name, child in model.named_children():
+        yield from _networks(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _no_trainer() -> _Trainer:

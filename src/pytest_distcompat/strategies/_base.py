@@ -202,9 +202,11 @@ class Strategy:
         """Return the unwrapped model's name for a live one: without the segments of wrappers.
 
         Under DDP with torch.compile ``_orig_mod.module.blocks.0.weight`` becomes
-        ``blocks.0.weight``. The segment of a wrapper that the cell does not ask for stays: the name
-        then is no unwrapped one, and a check reports it. A segment that is a part of the unwrapped
-        name stays too, as that of a submodule which is called ``module``.
+        ``blocks.0.weight``. A trainer with several networks may wrap each, so that
+        ``critic.module.0.weight`` becomes ``critic.0.weight``. The segment of a wrapper that the
+        cell does not ask for stays: the name then is no unwrapped one, and a check reports it. A
+        segment that is a part of the unwrapped name stays too, as that of a submodule which is
+        called ``module``.
 
         Args:
             name: The live name of a parameter or buffer.
@@ -217,6 +219,9 @@ class Strategy:
             if cell.option(option):
                 removable.add(segment)
         segments = name.split(".")
+        # Where the whole model is wrapped, its networks are not.
+        if segments[0] not in self.leading:
+            removable.update(self.leading)
         for candidate in self._candidates(segments, removable, known):
             if candidate in known:
                 return candidate
