@@ -62,7 +62,8 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
     group a part each of the same sequences.
 
     If it fails: for equal batches check which world size the trainer assumes. If a load leads to
-    other batches, the sampler probably restarts the epoch.
+    other batches, the sampler probably restarts the epoch. Save torch's random state on each rank,
+    even if nothing seems to draw: the iterator of a ``DataLoader`` does as each epoch begins.
     """
     train = trace.run("train")
     resume = trace.run("resume")

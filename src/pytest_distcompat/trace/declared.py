@@ -53,7 +53,8 @@ class LoadedBatch(NamedTuple):
         epoch: The number of the epoch, from 0.
         rows: The numbers of its rows.
         length: The ``len`` of the loader: how many batches it says that this rank is given in the
-            epoch, or in the rest of it where a loader skips what was done; None if it has none.
+            epoch, or in the rest of it where a loader skips what was done. None if it has none, or
+            if the trainer's loop skips them, of which the loader knows nothing.
     """
 
     epoch: int
