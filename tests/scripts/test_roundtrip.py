@@ -134,6 +134,34 @@ def test_a_cause_is_reported_before_what_follows_from_it(ddp: RoundTrip) -> None
     assert any("losses: " in finding for finding in findings)
 
 
+class OtherRandomStates(ScriptRun):
+    """A run with random states of its own, which differ from step to step or do not."""
+
+    draws = False
+
+    @functools.cached_property
+    def trace(self) -> RunTrace:
+        snapshots = []
+        for snapshot in super().trace.snapshots:
+            state = f"{self.directory} {snapshot.index if self.draws else ''}"
+            snapshots.append(dataclasses.replace(snapshot, rng=state))
+        return dataclasses.replace(super().trace, snapshots=tuple(snapshots))
+
+
+class Draws(OtherRandomStates):
+    draws = True
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("kind", [OtherRandomStates, Draws])
+def test_random_states_matter_to_ranks_that_draw(ddp: RoundTrip, kind: type[OtherRandomStates]) -> None:
+    """Without dropout only a loader's iterator draws, of a resumed run after the load."""
+    through, resumed = (kind(run.ending, run.cell, run.directory, run.device) for run in (ddp.through, ddp.resumed))
+    findings = dataclasses.replace(ddp, through=through, resumed=resumed).findings
+    text = "rng: another random state in step 4, 1 after the load"
+    assert findings == [f"rank {rank}: {text}" for rank in range(2) if kind.draws]
+
+
 BY_FILE = Path(__file__).parents[2] / "examples" / "plain_script" / "train.py"
 
 
