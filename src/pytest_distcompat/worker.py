@@ -188,6 +188,8 @@ class Rank:
         self.later_numbers: Iterator[int] = iter(())
         #: The model that nothing wraps, from ``build_model`` until the trainer gets it.
         self.unwrapped: Module | None = None
+        #: The names of its networks, which a checkpoint may have one by one.
+        self.networks: tuple[str, ...] = ()
         # The observer records the steps of the trainer, by hooks: gradients, collectives, inputs.
         observer.trainer = self._trainer
 
@@ -516,6 +518,7 @@ class Rank:
         from pytest_distcompat.probe.snapshot import read_products
 
         driver = self.driver
+        self.networks = tuple(name for name, _ in model.named_children())
         compute = PRECISIONS.get(driver.cell.precision).compute
         unwrapped = read_unwrapped(
             model, driver.blocks, driver.ignored_modules, driver.options, compute
@@ -544,10 +547,10 @@ class Rank:
         rank = self.driver.world.rank
         if not self.driver.world.writes_first:
             return {}
-        exported = read_files(self.run_paths.export, "export/")
+        exported = read_files(self.run_paths.export, "export/", self.networks)
         # On several machines with disks of their own each first rank has files of the same names.
         prefix = f"of rank {rank}: " if rank else ""
-        saved = read_files(self.run_paths.save_to, prefix)
+        saved = read_files(self.run_paths.save_to, prefix, self.networks)
         infos = {"files": self._with_own_names(saved + exported)}
         if self.driver.cell.option("save_only_model"):
             infos["saved"] = self._with_own_names(read_saved(self.run_paths.save_to))

@@ -156,6 +156,21 @@ def test_the_check_lists_the_files_that_are_read() -> None:
         assert f"'{name}'" in NO_READABLE_FILE
 
 
+def test_a_file_with_a_state_dict_for_each_network(tmp_path: Path) -> None:
+    """As that of a GAN; averages of the weights are no network of the model."""
+    weights = {"weight": torch.ones(2, 3)}
+    content = {"critic": weights, "maker": weights, "ema": weights, "critic_optimizer": {"state": {}}, "epoch": 3}
+    torch.save(content, tmp_path / "gan.pt")
+    assert read_files(tmp_path) == ()
+    critic, maker = read_files(tmp_path, networks=("critic", "maker", "frozen"))
+    assert critic.path == "gan.pt:critic"
+    assert critic.shapes == {"critic.weight": (2, 3)}
+    assert maker.keys == ("maker.weight",)
+    torch.save({**content, "model": weights}, tmp_path / "gan.pt")
+    (model,) = read_files(tmp_path, networks=("critic", "maker"))
+    assert model.path == "gan.pt:model"
+
+
 def test_a_file_whose_keys_are_mapped_back(tmp_path: Path) -> None:
     torch.save({"net.weight": torch.ones(2, 3)}, tmp_path / "model.pt")
     (info,) = read_files(tmp_path)

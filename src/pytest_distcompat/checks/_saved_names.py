@@ -38,7 +38,7 @@ NO_READABLE_FILE = (
     "read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
     "(.pt, .pth, .bin, .ckpt, .tar): "
     "a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
-    "or 'module'"
+    "or 'module', or one under the name of each network of the model"
 )
 
 

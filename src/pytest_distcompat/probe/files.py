@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,9 @@ class SavedFile:
     key_prefix: str
 
 
-def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
+def read_files(
+    directory: Path, prefix: str = "", networks: Collection[str] = ()
+) -> tuple[FileInfo, ...]:
     """Return what every file below the directory holds of a model or an optimizer: its keys.
 
     Call it when all ranks have finished writing. A file that holds neither, such as
@@ -60,10 +62,12 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
     Args:
         directory: The directory of a checkpoint or an export.
         prefix: What comes before the path of each file in its name: ``export/``.
+        networks: Names of the networks of the model, of which a file of ``torch.save`` may have a
+            state dict each: ``{"critic": {"weight": tensor}}``.
     """
     infos: list[FileInfo] = []
     for file in _files(directory):
-        for info in _infos(file.path, prefix, file.name):
+        for info in _infos(file.path, prefix, file.name, networks):
             infos.append(_with_key_prefix(info, file.key_prefix))
     return tuple(infos)
 
@@ -118,13 +122,14 @@ def _files(directory: Path) -> Iterator[SavedFile]:
             yield SavedFile(path, str(relative), key_prefix)
 
 
-def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
+def _infos(path: Path, prefix: str, relative: str, networks: Collection[str]) -> Iterator[FileInfo]:
     """Yield the records of one file, with the keys as they are in it; none for another format.
 
     Args:
         path: A path that can be opened.
         prefix: As in ``read_files``.
         relative: The path from the checkpoint's directory on.
+        networks: As in ``read_files``.
     """
     name = prefix + relative
     if path.suffix == ".safetensors":
@@ -147,7 +152,7 @@ def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
         yield from read_dcp(path.parent, f"{prefix}{relative_directory}")
     elif path.suffix in PICKLED:
         content = load_pickle(path)
-        yield from read_pickle(content, name)
+        yield from read_pickle(content, name, networks)
 
 
 def _index(path: Path, name: str) -> FileInfo:

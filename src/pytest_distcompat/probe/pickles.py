@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,14 @@ def pickled_values(data: Mapping[str, Any]) -> Iterator[Part]:
                     yield part, data[name]
 
 
-def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
+def read_pickle(data: Any, name: str, networks: Collection[str] = ()) -> Iterator[FileInfo]:
     """Yield the records of the models and optimizers in a file of ``torch.save``.
 
     Args:
         data: What the file has, as ``load_pickle`` returned it.
         name: Its path as records have it. Of a file with parts the name of the part follows it:
             ``mp_rank_00_model_states.pt:module``.
+        networks: Names of the model's networks, each of which may be a part.
     """
     if not isinstance(data, Mapping):
         # A list, a tensor, or a file that torch cannot load.
@@ -69,6 +70,8 @@ def read_pickle(data: Any, name: str) -> Iterator[FileInfo]:
     if is_deepspeed:
         yield from _deepspeed_shapes(data, name)
     yield from _models_in_parts(data, name, is_deepspeed=is_deepspeed)
+    if data.keys().isdisjoint(MODEL):
+        yield from _networks_in_parts(data, name, networks)
     state = _optimizer_state(data)
     # torch numbers an optimizer's parameters; FSDP's functions write their names. Numbers say
     # nothing, so that there is no record of them.
@@ -102,6 +105,23 @@ def _models_in_parts(
             form = "deepspeed" if part == "module" else "torch"
             keys = tuple(shapes)
             yield FileInfo(f"{name}:{part}", format=form, holds="model", keys=keys, shapes=shapes)
+
+
+def _networks_in_parts(
+    data: Mapping[str, Any], name: str, networks: Collection[str]
+) -> Iterator[FileInfo]:
+    """Yield the records of the parts of a file that are networks of the model, as of a GAN.
+
+    Their keys become those of the whole model: ``critic.weight`` for ``weight`` in ``critic``.
+    """
+    for network in networks:
+        state = data.get(network)
+        if not isinstance(state, Mapping) or not is_state_dict(state):
+            continue
+        shapes = {f"{network}.{key}": shape for key, shape in _shapes(state).items()}
+        yield FileInfo(
+            f"{name}:{network}", format="torch", holds="model", keys=tuple(shapes), shapes=shapes
+        )
 
 
 def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
