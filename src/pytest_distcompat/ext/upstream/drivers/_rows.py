@@ -179,6 +179,8 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
     },
     "batch_size=None, shuffle": {"samples": "batches", "use_seedable_sampler": True},
     "batch_size=None with set_epoch": {"samples": "batches with set_epoch"},
+    # A data set that streams whole batches.
+    "batch_size=None, iterable": {"iterable": True, "batch_size": None},
 }
 #: Loaders with another seed than that of another loader alone -> that loader.
 _RESEEDED = {"set_seed": "shuffle", "data_seed": "seedable"}
@@ -233,6 +235,12 @@ def accelerate_loaders(ranks: int) -> dict[str, Loader]:
 def _has_whole_batches(name: str) -> bool:
     """Tell whether the data set of accelerate's loader of that name is asked for whole batches."""
     return _ACCELERATE[name].get("samples") in _WHOLE_BATCHES
+
+
+def _streams_batches(name: str) -> bool:
+    """Tell whether the data set of accelerate's loader of that name gives whole batches."""
+    settings = _ACCELERATE[name]
+    return "iterable" in settings and settings.get("batch_size", BATCH) is None
 
 
 def _is_stateful(name: str) -> bool:
@@ -292,7 +300,7 @@ def accelerate_loader(
     from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
 
-    from pytest_distcompat.ext.upstream.drivers._samplers import WholeBatches
+    from pytest_distcompat.ext.upstream.drivers._samplers import WholeBatches, batches_in_order
 
     configuration, arguments = _taken_apart(name, count)
     # The arguments for a mesh choose the device already.
@@ -303,6 +311,8 @@ def accelerate_loader(
     data: Any = range(count)
     if "iterable" in _ACCELERATE[name]:
         data = iterable(data)
+    if _streams_batches(name):
+        data = iterable(batches_in_order(count, BATCH))
     if _has_whole_batches(name):
         data = WholeBatches(count)
     loader: DataLoader[Any] = DataLoader(data, **arguments)
@@ -390,7 +400,8 @@ def ulysses_loaders() -> dict[str, Loader]:
     loaders: dict[str, Loader] = {}
     for name, loader in ACCELERATE.items():
         unequal = not loader.filled or loader.dropped or loader.rows > 0
-        if unequal or _is_stateful(name) or _has_whole_batches(name):
+        whole_batches = _has_whole_batches(name) or _streams_batches(name)
+        if unequal or whole_batches or _is_stateful(name):
             continue
         loaders[name] = dataclasses.replace(loader, resumes=False, moves=False)
     return loaders

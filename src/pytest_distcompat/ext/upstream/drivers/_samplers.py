@@ -96,6 +96,14 @@ class WholeBatches(Dataset[Any]):
         return torch.tensor(rows)
 
 
+def batches_in_order(count: int, batch_size: int) -> list[torch.Tensor]:
+    """Return the batches of so many rows, in order; the last one may have fewer rows."""
+    batches = []
+    for first in range(0, count, batch_size):
+        batches.append(torch.arange(first, min(first + batch_size, count)))
+    return batches
+
+
 #: Way of sampling -> what makes the sampler of rows.
 SAMPLERS: dict[str, Callable[[Sequence[int]], Sampler[int]]] = {
     "sampler": ShuffledByEpoch,
