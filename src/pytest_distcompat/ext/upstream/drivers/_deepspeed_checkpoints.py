@@ -15,6 +15,9 @@ last one into the file ``latest``.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +94,8 @@ class DeepSpeedCheckpoints(TinyDriver):
     def _convert(self, directory: Path, universal: Path) -> None:
         """Convert a checkpoint to a universal one, on rank 0; the others wait.
 
-        It is what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does:
+        It is ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` in this
+        process:
         https://www.deepspeed.ai/tutorials/universal-checkpointing/. The flag says that tensor
         parallelism split nothing, unless the checkpoint says what it did.
 
@@ -99,23 +103,18 @@ class DeepSpeedCheckpoints(TinyDriver):
             directory: The checkpoint.
             universal: The directory of the universal one.
         """
-        from argparse import Namespace
-
-        from deepspeed.checkpoint.ds_to_universal import main
+        from deepspeed.checkpoint import ds_to_universal
         from torch import distributed
 
         if self.world.rank == 0:
             tag = (directory / "latest").read_text(encoding="utf-8").strip()
-            arguments = Namespace(
-                input_folder=str(directory / tag),
-                output_folder=str(universal / tag),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
-            main(arguments)
+            command = ["ds_to_universal", "--inject_missing_state"]
+            command += ["--input_folder", str(directory / tag)]
+            command += ["--output_folder", str(universal / tag)]
+            command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+            with _command_line(command):
+                arguments = ds_to_universal.parse_arguments()
+            ds_to_universal.main(arguments)
         distributed.barrier()
 
     def export(self, directory: Path) -> None:
@@ -177,6 +176,17 @@ class DeepSpeedCheckpoints(TinyDriver):
             # The file of an expert has its weights alone.
             weights |= state.get("module", state)
         return weights
+
+
+@contextlib.contextmanager
+def _command_line(command: list[str]) -> Iterator[None]:
+    """Have the process read these words as its own command line."""
+    own = sys.argv
+    sys.argv = command
+    try:
+        yield
+    finally:
+        sys.argv = own
 
 
 def saved_on(directory: Path) -> tuple[int, int] | None:
