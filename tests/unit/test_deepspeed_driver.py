@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
-from pytest_distcompat.ext.upstream.drivers.deepspeed import _OneSchedule
+from pytest_distcompat.ext.upstream.drivers._deepspeed_checkpoints import _command_line
+from pytest_distcompat.ext.upstream.drivers.deepspeed import _ScheduleOfEach
 from pytest_distcompat.world import World
 
 
@@ -30,24 +32,30 @@ def test_random_state_that_is_lost_is_an_error_that_names_the_file(tmp_path: Pat
         load(tmp_path, {"ranks": 2})
 
 
-class FirstGroupAlone:
-    """A schedule that forgets all param groups but the first."""
+class RateOfFirst:
+    """A schedule that sets all param groups to a part of the first one's learning rate."""
 
-    def __init__(self, optimizer: Any, rate: float) -> None:
-        self.first = optimizer.param_groups[0]
-        self.first["lr"] = 0.0
-        self.rate = rate
+    def __init__(self, optimizer: Any, factor: float) -> None:
+        self.groups = optimizer.param_groups
+        self.rate = self.groups[0]["lr"] * factor
 
     def step(self) -> None:
-        self.first["lr"] += self.rate
+        for group in self.groups:
+            group["lr"] = self.rate
 
 
-def test_the_reference_has_the_rates_of_the_first_group_in_all_groups() -> None:
-    groups = [{"params": [1], "lr": 1.0, "weight_decay": 0.1}, {"params": [2], "lr": 1.0, "weight_decay": 0.0}]
-    schedule = _OneSchedule(SimpleNamespace(param_groups=groups), FirstGroupAlone, {"rate": 0.5})
-    assert [group["lr"] for group in groups] == [0.0, 0.0]
+def test_the_reference_schedules_each_group_by_itself() -> None:
+    groups = [{"params": [1], "lr": 1.0, "weight_decay": 0.1}, {"params": [2], "lr": 2.0, "weight_decay": 0.0}]
+    schedule = _ScheduleOfEach(SimpleNamespace(param_groups=groups), RateOfFirst, {"factor": 0.5})
     schedule.step()
     assert groups == [
         {"params": [1], "lr": 0.5, "weight_decay": 0.1},
-        {"params": [2], "lr": 0.5, "weight_decay": 0.0},
+        {"params": [2], "lr": 1.0, "weight_decay": 0.0},
     ]
+
+
+def test_a_process_has_its_own_command_line_again() -> None:
+    own = sys.argv
+    with _command_line(["convert", "--unknown"]):
+        assert sys.argv == ["convert", "--unknown"]
+    assert sys.argv is own

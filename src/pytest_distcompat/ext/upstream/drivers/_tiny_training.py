@@ -320,7 +320,8 @@ class TinyTraining(Driver):
     def groups(self, model: Module) -> Any:
         """Return what the optimizer is made of: a list of parameters, or of param groups.
 
-        With option ``param_groups`` there are two groups: norms and biases have no weight decay.
+        With option ``param_groups`` there are two groups: norms and biases have no weight decay,
+        and half the learning rate.
         """
         # Training code with frozen parameters usually passes all of ``model.parameters()``.
         with_frozen = bool(self.cell.option("frozen"))
@@ -340,7 +341,7 @@ class TinyTraining(Driver):
             return parameters
         return [
             {"params": decayed, "weight_decay": DECAY},
-            {"params": undecayed, "weight_decay": 0.0},
+            {"params": undecayed, "weight_decay": 0.0, "lr": LEARNING_RATE / 2},
         ]
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:

@@ -321,7 +321,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         if scheduler_class is None:
             scheduler_class = getattr(lr_scheduler, entry["type"])
             return scheduler_class(optimizer, **entry["params"])
-        return _OneSchedule(optimizer, scheduler_class, entry["params"])
+        return _ScheduleOfEach(optimizer, scheduler_class, entry["params"])
 
     def _json_entry(self, key: str) -> dict[str, Any]:
         """Return the ``type`` and ``params`` that a cell puts into DeepSpeed's JSON.
@@ -431,37 +431,27 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         return int(self.model.world_size)
 
 
-class _OneSchedule:
-    """A schedule of DeepSpeed for the first param group, which all groups of an optimizer follow.
+class _ScheduleOfEach:
+    """A schedule of DeepSpeed for each param group alone.
 
     The reference is made of DeepSpeed's own schedule, and must not repeat what that does wrong with
     several groups.
     """
 
-    #: What a schedule changes, besides the learning rate where it cycles momentum.
-    changed: ClassVar[tuple[str, ...]] = ("lr", "momentum", "betas")
-
     def __init__(
         self, optimizer: Any, scheduler_class: Callable[..., Any], settings: Mapping[str, Any]
     ) -> None:
-        self._groups = optimizer.param_groups
-        first_alone = copy.copy(optimizer)
-        first_alone.param_groups = [dict(self._groups[0])]
-        self._first = first_alone.param_groups[0]
-        self._scheduler = scheduler_class(first_alone, **settings)
-        self._copy_to_all()
+        self._schedulers: list[Any] = []
+        for group in optimizer.param_groups:
+            # The schedule changes the group itself.
+            with_one_group = copy.copy(optimizer)
+            with_one_group.param_groups = [group]
+            self._schedulers.append(scheduler_class(with_one_group, **settings))
 
     def step(self) -> None:
-        """Step the schedule of the first group, and copy what it changed to all groups."""
-        self._scheduler.step()
-        self._copy_to_all()
-
-    def _copy_to_all(self) -> None:
-        """Copy what the schedule changes from the first group to all groups of the optimizer."""
-        for group in self._groups:
-            for name in self.changed:
-                if name in group:
-                    group[name] = self._first[name]
+        """Step the schedule of each group."""
+        for scheduler in self._schedulers:
+            scheduler.step()
 
 
 def _untried_muon_reason(cell: Cell) -> str | None:

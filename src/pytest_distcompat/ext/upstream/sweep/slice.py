@@ -86,9 +86,11 @@ SLICE = {
             "zero3-fp32-w2-model_mlp-set_ds_config.zero_optimization.stage3_use_all_reduce_for_fetch_params=true"
             "+ds_config.zero_optimization.reduce_bucket_size=1000003+use_deterministic_algorithms.mode=true"
         ),
+        # Groups with learning rates of their own, to which a schedule warms up.
         (
-            "zero2-fp32-w2-model_mlp-set_ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.003"
-            "+ds_config.optimizer.params.momentum=0.9"
+            "zero2-fp32-w2-model_mlp-param_groups-set_ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.003"
+            "+ds_config.optimizer.params.momentum=0.9+ds_config.scheduler.type=WarmupLR"
+            "+ds_config.scheduler.params.warmup_max_lr=null+ds_config.scheduler.params.warmup_num_steps=2"
         ),
         "zero3-bf16_upcast-w2-model_mlp-set_ds_config.data_types.keep_in_fp32_modules=(norm)",
         (
