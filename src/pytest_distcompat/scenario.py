@@ -218,6 +218,8 @@ FIRST_SAVE_RUN = Run(
     loads_first=True,
 )
 
+#: The settings of an adapter: of LoRA, or of another method of PEFT.
+ADAPTER = ("LoraConfig", "PeftConfig")
 #: The settings that the reference keeps, see ``Run.follows``. They change the training, and apply
 #: to a training in one process, too.
 FOLLOWED = (
@@ -229,7 +231,7 @@ FOLLOWED = (
     "Adafactor",
     "Muon",
     "AdamW8bit",
-    "LoraConfig",
+    *ADAPTER,
     "ds_config.optimizer",
     "ds_config.scheduler",
     "ds_config.gradient_clipping",
@@ -316,6 +318,24 @@ RELOAD_RUN = Run(
     follows=("resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes"),
 )
 
+#: What a new adapter computes in one process, in float32, before any training; and what the model
+#: computes without it.
+ADAPTED_RUN = Run(
+    "adapted",
+    ("build_model", "evaluate"),
+    strategy="ddp",
+    precision="fp32",
+    world_size=1,
+    only=("model", "lora", "loaded", "set"),
+    follows=(*ADAPTER, "resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes"),
+)
+UNADAPTED_RUN = dataclasses.replace(
+    ADAPTED_RUN,
+    name="unadapted",
+    only=("model", "loaded", "set"),
+    follows=("resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes"),
+)
+
 #: A checkpoint directory whose name has spaces, separators, umlauts, and words that trainers search
 #: paths for (https://github.com/huggingface/accelerate/pull/4119). REOPENED_RUN loads from it.
 NAMED_RUN = Run(
@@ -366,6 +386,8 @@ ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
 # Scenarios.
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
+#: For cells with an adapter.
+ADAPTED_TRAIN = Scenario("adapted_train", (TRAIN_RUN, ADAPTED_RUN, UNADAPTED_RUN))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
 EVALUATED_RESUME = Scenario("resume", (TRAIN_RUN, EVALUATED_RUN))
 RESTARTS = Scenario("restarts", (TRAIN_RUN, SECOND_RUN, THIRD_RUN))

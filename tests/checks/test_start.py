@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.checks.more_runs import digest_of
+from tests.checks.traces import Able
 
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.digests import EMPTY
-from pytest_distcompat.trace import Snapshot, StateInfo
+from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -146,3 +149,54 @@ def test_flat_pieces_of_a_transposed_parameter(runs_of: RunsOf, cell: str, is_fi
     story = loaded(runs_of(cell, "start"), digest="14:3")
     transposed = story.unwrapped({"noncontiguous": ("outlet.weight",)}, action="build_model")
     assert bool(transposed.findings("start")) == is_finding
+
+
+ADAPTER = "ddp-fp32-w2-lora"
+
+
+def evaluated(story: Story, adapted: tuple[float, ...], unadapted: tuple[float, ...]) -> Story:
+    """Return the story with the outputs of the model with a new adapter, and without one."""
+    for name, outputs in (("adapted", adapted), ("unadapted", unadapted)):
+        snapshot = Snapshot(0, name, "evaluate", 1, outputs=outputs)
+        story = story.with_run(RunTrace(name, 1, (snapshot,), cell="ddp-fp32-w1"))
+    return story
+
+
+def test_a_new_adapter_changes_nothing(runs_of: RunsOf) -> None:
+    story = evaluated(runs_of(ADAPTER, "start"), (0.5, -2.0), (0.5, -2.0))
+    assert story.findings("start") == []
+
+
+@pytest.mark.parametrize("value", [0.501, float("nan")])
+def test_a_new_adapter_changes_an_output(runs_of: RunsOf, value: float) -> None:
+    story = evaluated(runs_of(ADAPTER, "start"), (value, -2.0), (0.5, -2.0))
+    (finding,) = story.findings("start")
+    assert finding.startswith("a new adapter changes outputs of the model by up to ")
+    assert finding.endswith(" (4.0e-05 allowed, of 2)")
+
+
+def test_nothing_is_computed_without_the_adapter(runs_of: RunsOf) -> None:
+    story = evaluated(runs_of(ADAPTER, "start"), (0.5, -2.0), ())
+    assert story.findings("start") == ["without the adapter the model computed nothing to compare with"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "compared"),
+    [
+        ("ddp-fp32-w2", False),
+        (ADAPTER, True),
+        ("ddp-fp32-w2-lora_int8", False),
+        (f"{ADAPTER}-set_LoraConfig.r=7", True),
+        (f"{ADAPTER}-set_LoraConfig.init_lora_weights=false", False),
+    ],
+)
+def test_which_adapters_change_nothing(cell: str, compared: bool) -> None:
+    runs = CHECKS.get("start").runs(Cell.parse(cell), Able).runs
+    assert ("unadapted" in {run.name for run in runs}) == compared
+
+
+def test_the_model_without_the_adapter_is_of_a_cell_without_it() -> None:
+    cell = Cell.parse("fsdp2-bf16_upcast-w2-model_mlp-lora-set_AdamW.lr=0.1+PeftConfig.peft_type=LOHA")
+    _, adapted, unadapted = CHECKS.get("start").runs(cell, Able).runs
+    assert adapted.cell(cell).id == "ddp-fp32-w1-model_mlp-lora-set_PeftConfig.peft_type=LOHA"
+    assert unadapted.cell(cell).id == "ddp-fp32-w1-model_mlp"

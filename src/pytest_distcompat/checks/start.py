@@ -13,6 +13,8 @@ Digests of a whole tensor can be computed from those of its shards. If the preci
 lower dtype than the model was loaded in, the record also has the digest of the value that is
 rounded to that dtype (``rounded``).
 
+For a cell with an adapter two more runs are compared (``_unadapted``).
+
 Arguments of the decorator ``check``: ``scenario`` has the runs that the check reads; ``until`` the
 last snapshots that it needs, as (run, action, which one of that action, from 0); ``order`` its
 place in lists.
@@ -25,28 +27,34 @@ from collections.abc import Collection, Iterable, Iterator
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import Snapshots, check, every_rank, module_of, with_rank
+from pytest_distcompat.checks._unadapted import other_outputs, runs_with_adapter
 from pytest_distcompat.cost import nbytes
 from pytest_distcompat.model_values import Kind, Names, values
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 from pytest_distcompat.wording import and_others
 
 
-@check(scenario=TRAIN, until=(("train", "step", 0),), order=3)
+@check(
+    scenario=runs_with_adapter,
+    until=(("train", "step", 0), ("adapted", "evaluate", 0), ("unadapted", "evaluate", 0)),
+    order=3,
+)
 def start(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training starts from the model that build_model() returns on rank 0.
 
     After ``build`` parameters and masters have its values, on all ranks together, and
     ``requires_grad`` is as it was. Only what is stored in the dtype that the precision computes in
     is rounded, as masters of ZeRO may be, and buffers. Modules with trainable parameters that were
-    in training mode are so in the first step.
+    in training mode are so in the first step. A new adapter changes no outputs, unless the cell
+    sets how it begins (``init_...``).
 
     If it fails: weights were made anew, or loaded on one rank and not sent to the others; masters
     were copied from rounded weights; making the optimizer's state was a step with weight decay. A
     trainer that makes a model of its own is to copy the given values in ``build``.
     """
+    yield from other_outputs(trace)
     run = trace.run("train")
     built = run.at("build")
     yield from every_rank(built, cell.world_size, "build")
