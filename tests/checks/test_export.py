@@ -131,6 +131,31 @@ def test_a_frozen_weight_of_another_layer_is_in_an_adapters_file(runs_of: RunsOf
     assert any(expected in finding for finding in story.findings("export"))
 
 
+def test_layers_share_a_vector_of_an_adapter_which_peft_saves_beside_its_projections(runs_of: RunsOf) -> None:
+    own, shared, projection = "layer.vectors.default.0", "vectors.default.0", "layer.projection.default"
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        if snapshot.unwrapped is None:
+            return snapshot
+        vector = replace(snapshot.unwrapped.parameters[0], name=own, trainable=True)
+        unwrapped = replace(
+            snapshot.unwrapped,
+            parameters=(vector,),
+            buffers=(),
+            tied=((own, shared),),
+            state_dict=(own, shared, projection),
+        )
+        return replace(snapshot, unwrapped=unwrapped)
+
+    story = runs_of("ddp-fp32-w2-lora", "export").alter(change, action="build_model")
+    saved = with_file(story, keys=("vectors.0", "layer.projection"), shapes={})
+    texts = "\n".join(saved.findings("export"))
+    assert "none of the model's own" not in texts
+    assert "in no exported file" not in texts
+    missing = with_file(story, keys=("layer.projection",), shapes={})
+    assert any("1 of 1 names are in no exported file" in finding for finding in missing.findings("export"))
+
+
 def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export")
     for kept in ("inlet.weight", "head.weight"):

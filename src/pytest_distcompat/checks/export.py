@@ -170,18 +170,17 @@ class _ExpectedKeys:
             for info in unwrapped.parameters:
                 if info.trainable:
                     shapes[adapter_name(info.name)] = tuple(info.shape)
-                elif base_weight_of_embedding(info.name):
-                    optional.add(info.name)
-            for group in unwrapped.tied:
-                # The second name of a weight that is no parameter of its own.
-                optional.update(filter(base_weight_of_embedding, group))
+            optional = _optional_of_adapter(unwrapped, shapes)
             names = frozenset(shapes)
         else:
             for info in (*unwrapped.parameters, *unwrapped.buffers):
                 shapes[info.name] = tuple(info.shape)
         tied: dict[str, frozenset[str]] = {}
         for group in unwrapped.tied:
-            tied.update(dict.fromkeys(group, frozenset(group)))
+            all_names = set(group)
+            if cell.option("lora"):
+                all_names.update(map(adapter_name, group))
+            tied.update(dict.fromkeys(all_names, frozenset(all_names)))
         return cls(
             cell=cell,
             names=names,
@@ -195,6 +194,32 @@ class _ExpectedKeys:
     def written_by_library(self, keys: Collection[str]) -> bool:
         """Tell whether any key is a name that only the library gives, not the model itself."""
         return not self.written.isdisjoint(set(keys) - self.names)
+
+
+def _optional_of_adapter(unwrapped: UnwrappedInfo, trained: Collection[str]) -> set[str]:
+    """Return the names that PEFT may write beside those of the trained parameters.
+
+    Args:
+        unwrapped: The unwrapped model.
+        trained: PEFT's names of the trained parameters.
+    """
+    optional: set[str] = set()
+    for info in unwrapped.parameters:
+        if not info.trainable and base_weight_of_embedding(info.name):
+            optional.add(info.name)
+    for group in unwrapped.tied:
+        # The second name of a weight that is no parameter of its own.
+        optional.update(filter(base_weight_of_embedding, group))
+        # Layers share a vector of the adapter, which has other names in these.
+        short_names = set(map(adapter_name, group))
+        if not short_names.isdisjoint(trained):
+            optional |= short_names
+    # Random projections are buffers, also under several names.
+    buffers = set(unwrapped.state_dict)
+    buffers.difference_update(info.name for info in unwrapped.parameters)
+    buffers.difference_update(*unwrapped.tied)
+    optional.update(map(adapter_name, buffers))
+    return optional
 
 
 def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:

@@ -137,23 +137,34 @@ class TinyTraining(Driver):
         self._freeze(model)
         if not self.cell.option("lora"):
             return model
-        # A LoRA adapter around the frozen model.
-        from peft import LoraConfig, get_peft_model
+        # An adapter around the frozen model.
+        from peft import get_peft_model
+
+        config = self._adapter_config(trained_layers)
+        adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+        return adapted
+
+    def _adapter_config(self, trained_layers: list[str] | None) -> Any:
+        """Return PEFT's configuration of the adapter.
+
+        It is LoRA's, or that of the method that the cell's setting ``PeftConfig.peft_type`` names,
+        ``ADALORA`` say, with what that method needs.
+
+        Args:
+            trained_layers: The names of layers that are trained beside the adapter; None for none.
+        """
+        from peft import LoraConfig, get_peft_config
 
         targets: Any = list(self.tiny.lora_targets)
         if targets == [ALL_LINEAR]:
             # PEFT knows the word as a text, and not in a list.
             targets = ALL_LINEAR
-        settings = {
-            "r": 4,
-            "lora_alpha": 8,
-            "target_modules": targets,
-            "lora_dropout": 0.0,
-            "modules_to_save": trained_layers,
-        }
-        config = LoraConfig(**self.cell.with_settings("LoraConfig", settings))
-        adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
-        return adapted
+        settings = {"target_modules": targets, "modules_to_save": trained_layers}
+        method = self.cell.settings("PeftConfig")
+        if method:
+            return get_peft_config({**settings, **method})
+        settings |= {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+        return LoraConfig(**self.cell.with_settings("LoraConfig", settings))
 
     def _freeze(self, model: Module) -> None:
         """Freeze the modules that option ``frozen`` names."""

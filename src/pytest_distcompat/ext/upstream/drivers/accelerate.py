@@ -125,6 +125,8 @@ class AccelerateDriver(MakesAccelerator):
         Source("Muon", "torch.optim.Muon", ("ddp", "fsdp2")),
         Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
         Source("LoraConfig", "peft.LoraConfig", ("ddp", "fsdp2", "zero3")),
+        # The methods of PEFT by name; one may have fields of its own beside it.
+        Source("PeftConfig", "peft.PeftConfig", ("ddp", "fsdp2", "zero2")),
         Source("Accelerator", "accelerate.Accelerator", ("ddp", "zero2"), "environment"),
         Source(
             "FullyShardedDataParallelPlugin",

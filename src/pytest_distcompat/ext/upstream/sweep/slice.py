@@ -45,6 +45,10 @@ SLICE = {
             "ddp-fp32-w2-model_hf:Gemma3TextForSequenceClassification-lora"
             "-set_LoraConfig.target_modules=(embed_tokens,q_proj)+LoraConfig.use_dora=true"
         ),
+        # Other methods than LoRA: one with three factors, and one with random projections and with
+        # vectors that layers share.
+        "ddp-fp32-w2-lora-set_PeftConfig.peft_type=ADALORA+PeftConfig.total_step=20",
+        "zero2-fp32-w2-lora-set_PeftConfig.peft_type=TINYLORA",
         # A vocabulary that has grown, whose adapted output layer is tied to the embeddings.
         (
             "ddp-fp32-w2-model_llama_tied-loaded_from_pretrained-lora"
