@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -512,6 +514,76 @@ class PromptedClassifier(TorchDriver):
             if "score" in name and "original_module" not in name:
                 parameter.requires_grad_()
         return super().reference(model, number, ranks)
+
+
+class MethodAsText(DeepSpeedDriver):
+    """The adapter's configuration names its method by a text: https://github.com/huggingface/peft/issues/2634."""
+
+    def build_model(self) -> Module:
+        """Have the adapter say so, as the configuration of a user's own method may."""
+        adapted: Any = super().build_model()
+        config = adapted.active_peft_config
+        config.peft_type = config.peft_type.value
+        return adapted  # type: ignore[no-any-return]
+
+
+class AddedTwice(TorchDriver):
+    """An adapter is added, unless PEFT says that it is there: https://github.com/huggingface/peft/pull/3559."""
+
+    def build_model(self) -> Module:
+        """Adapt the model once."""
+        return _adapted(super().build_model())
+
+    def build(self, model: Module) -> None:
+        """Add it again, as a cell of a notebook that is run twice does."""
+        from peft import LoraConfig
+
+        adapted: Any = model
+        with contextlib.suppress(ValueError):
+            adapted.add_adapter("default", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+        super().build(model)
+
+
+def _adapted(model: Any) -> Module:
+    """Return a model with a LoRA adapter of one projection."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    return get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[no-any-return]
+
+
+class SeveralTasks(TrainerDriver):
+    """A model whose adapters Poly mixes for each task is evaluated: https://github.com/huggingface/peft/pull/2702."""
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        """Add the loss over rows of two tasks."""
+        return {**super().metrics(count), "two tasks: loss": _loss_of_two_tasks(self.build_model())}
+
+
+def _loss_of_two_tasks(model: Any) -> float:
+    """Return the loss that Trainer computes over rows of task 0 and task 1 in turn."""
+    import torch
+    from peft import PolyConfig, get_peft_model
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    rows = []
+    for number in range(4):
+        tokens = torch.arange(number, number + 8)
+        rows.append({"input_ids": tokens, "labels": tokens, "task_ids": number % 2})
+    config = PolyConfig(task_type="CAUSAL_LM", r=2, n_tasks=2, n_skills=2, n_splits=1, target_modules=["q_proj"])
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = TrainingArguments(
+            output_dir=directory,
+            per_device_eval_batch_size=2,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model=get_peft_model(model, config), args=arguments, eval_dataset=rows)
+        trainer.remove_callback(PrinterCallback)
+        return float(trainer.evaluate()["eval_loss"])
 
 
 class NeverCleared(TorchDriver):

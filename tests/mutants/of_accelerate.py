@@ -438,4 +438,45 @@ MUTANTS = (
             ),
         ),
     ),
+    Mutant(
+        "acc-3025-dispatched-whole-batches",
+        (PULLS + "3025",),
+        "a loader without a batch size cannot be dispatched: 'NoneType' object has no attribute 'sampler'",
+        (
+            Edit(
+                DATA_LOADER,
+                """\
+        if hasattr(self.batch_sampler, "sampler") and hasattr(self.batch_sampler.sampler, "set_epoch"):
+            self.batch_sampler.sampler.set_epoch(epoch)
+        elif hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self):
+        whole_length = len(self.base_dataloader)
+""",
+                """\
+        if hasattr(self.batch_sampler.sampler, "set_epoch"):
+            self.batch_sampler.sampler.set_epoch(epoch)
+        elif hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self):
+        whole_length = len(self.base_dataloader)
+""",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3908-tp-only",
+        (PULLS + "3908",),
+        "an optimizer that is prepared by itself, beside tensor parallelism: KeyError, its parameters are of no model",
+        (
+            Edit(
+                ACCELERATOR,
+                "        if self.is_fsdp2:\n            for arg in result:\n                if not isinstance(arg, torch.nn.Module):\n                    continue\n\n                from torch.distributed.tensor import Replicate\n",
+                "        if True:\n            for arg in result:\n                if not isinstance(arg, torch.nn.Module):\n                    continue\n\n                from torch.distributed.tensor import Replicate\n",
+            ),
+            Edit(ACCELERATOR, "        if not mapping:\n            return result\n\n", ""),
+        ),
+    ),
 )

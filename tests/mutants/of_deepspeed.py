@@ -7,6 +7,7 @@ from .mutation import Edit, Mutant
 BF16 = "deepspeed/runtime/bf16_optimizer.py"
 ENGINE = "deepspeed/runtime/engine.py"
 SCHEDULES = "deepspeed/runtime/lr_schedules.py"
+TO_UNIVERSAL = "deepspeed/checkpoint/ds_to_universal.py"
 UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
 UTILS = "deepspeed/runtime/utils.py"
 ULYSSES = "deepspeed/runtime/sequence_parallel/ulysses_sp.py"
@@ -307,6 +308,24 @@ MUTANTS = (
                 'if not hasattr(ctx.module, "applied_pre_backward_ref_cnt"):',
             ),
             Edit(ZERO3_HOOKS, 'if "post_bwd_fn" not in module.__dict__:', 'if not hasattr(module, "post_bwd_fn"):'),
+        ),
+    ),
+    Mutant(
+        "ds-5730-spelling",
+        (PULLS + "5730",),
+        "the command that converts checkpoints does not know the option --inject_missing_state, which loading asks for",
+        (Edit(TO_UNIVERSAL, "'--inject_missing_state'", "'--inject-missing-state'"),),
+    ),
+    Mutant(
+        "ds-8171-rates-of-groups",
+        (PULLS + "8171",),
+        "WarmupLR warms all param groups up to the learning rate of the first one",
+        (
+            Edit(
+                SCHEDULES,
+                "            warmup_max_lr = [group['lr'] for group in self.optimizer.param_groups]\n",
+                "            warmup_max_lr = [group['lr'] for group in self.optimizer.param_groups][0]\n",
+            ),
         ),
     ),
 )

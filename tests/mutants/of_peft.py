@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from .mutation import Edit, Mutant
 
+ADALORA = "peft/tuners/adalora/layer.py"
 LAYERS = "peft/tuners/lora/layer.py"
+MODEL = "peft/peft_model.py"
 OTHER = "peft/utils/other.py"
+TINYLORA = "peft/tuners/tinylora/layer.py"
 VARIANTS = "peft/tuners/lora/variants.py"
 CONFIG = "peft/config.py"
 
@@ -118,6 +121,73 @@ MUTANTS = (
             self.lora_embedding_A[adapter] = weight_A.to(dtype)
             self.lora_embedding_B[adapter] = weight_B.to(dtype)
 """,
+            ),
+        ),
+    ),
+    Mutant(
+        "peft-1884-first-factors",
+        (PULLS + "1884",),
+        "a new AdaLoRA adapter changes what the model computes: its singular values are random and not zero",
+        (
+            Edit(
+                ADALORA,
+                "nn.init.zeros_(self.lora_E[adapter_name])",
+                "nn.init.normal_(self.lora_E[adapter_name], mean=0.0, std=0.02)",
+            ),
+        ),
+    ),
+    Mutant(
+        "peft-2635-method-as-text",
+        (PULLS + "2635",),
+        "the model card of a method whose type is a text: AttributeError when the adapter is saved",
+        (
+            Edit(
+                MODEL,
+                "        if not isinstance(peft_method, str):\n            peft_method = peft_method.value\n",
+                "        peft_method = peft_method.value\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "peft-2702-base-of-poly",
+        (PULLS + "2702",),
+        "get_base_model of Poly returns Poly's own model, whose forward has other arguments than the base model's",
+        (
+            Edit(
+                MODEL,
+                "        return self.base_model if self.active_peft_config.is_prompt_learning else self.base_model.model\n",
+                """\
+        own = self.active_peft_config.is_prompt_learning or self.peft_type == PeftType.POLY
+        return self.base_model if own else self.base_model.model
+""",
+            ),
+        ),
+    ),
+    Mutant(
+        "peft-3180-projections-by-hash",
+        (PULLS + "3180",),
+        "TinyLoRA draws its projections by the hash of the adapter's name, which differs from process to process",
+        (
+            Edit(
+                TINYLORA,
+                "        return base_seed + self._layer_idx\n",
+                "        return base_seed + hash(adapter_name) % 10000\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "peft-3559-adapter-added-twice",
+        (PULLS + "3559",),
+        "an adapter is added under a name that exists: it replaces the factors, and no error says so",
+        (
+            Edit(
+                MODEL,
+                """\
+        if adapter_name in self.peft_config:
+            raise ValueError(f"Adapter with name '{adapter_name}' already exists.")
+
+        prefix =""",
+                "        prefix =",
             ),
         ),
     ),

@@ -10,6 +10,11 @@ _SCHEDULED = (
     "zero2-fp32-w2-model_mlp-param_groups-set_ds_config.scheduler.type=WarmupCosineLR"
     "+ds_config.scheduler.params.warmup_num_steps=1+ds_config.scheduler.params.total_num_steps=20"
 )
+_WARMED_UP = (
+    "zero2-fp32-w2-model_mlp-param_groups-set_ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.003"
+    "+ds_config.optimizer.params.momentum=0.9+ds_config.scheduler.type=WarmupLR"
+    "+ds_config.scheduler.params.warmup_max_lr=null+ds_config.scheduler.params.warmup_num_steps=2"
+)
 
 _CALLED_WITH_KEYWORDS = (
     "ddp-fp32-w2-lora-set_LoraConfig.modules_to_save=(self_attn)+LoraConfig.target_modules=(up_proj,down_proj)"
@@ -32,6 +37,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "acc-2755-threads": (
         Sighting("accelerate", "ddp-fp32-w2-model_mlp-set_env.OMP_NUM_THREADS=7", "active", "'threads' is"),
+    ),
+    "acc-3025-dispatched-whole-batches": (
+        Sighting("accelerate", "ddp-fp32-w2", "coverage", "'NoneType' object has no attribute 'sampler'"),
     ),
     "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
     "acc-3361-fp8-ds": (Sighting("accelerate", "zero2-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
@@ -76,6 +84,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
     "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_upcast-w2", "dtypes", _MASTERS),),
+    "acc-3908-tp-only": (Sighting("trainer", "fsdp2-fp32-w2-tp_2-save_only_model", "active", r"KeyError: \d+"),),
     "acc-3971-planner": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "Missing key in checkpoint state_dict"),),
     "acc-3982-zip-load": (
         Sighting(
@@ -124,6 +133,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "the gradients that the optimizer gets",
         ),
     ),
+    "ds-5730-spelling": (Sighting("deepspeed", "zero2-fp32-w2", "reshard", "SystemExit: 2"),),
     "ds-5794-moe-capacity": (
         Sighting("mutants.drivers:Experts", "zero0-fp32-w2", "optimizer", "SIGABRT during 'step'|in a collective"),
     ),
@@ -190,13 +200,32 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "the loss of this step is nan",
         ),
     ),
+    "ds-8171-rates-of-groups": (
+        Sighting("deepspeed", _WARMED_UP, "parity", r"the learning rate is 0\.003; 0\.003, 0\.0015 in the reference"),
+    ),
+    "peft-1884-first-factors": (
+        Sighting(
+            "accelerate",
+            "ddp-fp32-w2-lora-set_PeftConfig.peft_type=ADALORA+PeftConfig.total_step=20",
+            "start",
+            "a new adapter changes outputs",
+        ),
+    ),
     "peft-2567-conv-groups": (
         Sighting("accelerate", "fsdp2-fp32-w2-model_convolutions-lora", "active", "The size of tensor a .* must match"),
+    ),
+    "peft-2635-method-as-text": (
+        Sighting(
+            "mutants.drivers:MethodAsText", "zero2-fp32-w2-lora", "export", "'str' object has no attribute 'value'"
+        ),
     ),
     "peft-2646-head-of-prompts": (
         Sighting(
             "mutants.drivers:PromptedClassifier", "ddp-fp32-w2", "parity", r"step 1: .*the gradient norm is .*reference"
         ),
+    ),
+    "peft-2702-base-of-poly": (
+        Sighting("mutants.drivers:SeveralTasks", "ddp-fp32-w2", "evaluation", "KeyError: 'eval_loss'"),
     ),
     "peft-2839-scaled-embeddings": (
         Sighting("accelerate", _WITH_MAGNITUDES, "export", "outputs of the trained and of the reloaded model"),
@@ -205,11 +234,22 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "peft-3109-layers-of-config": (
         Sighting("mutants.drivers:Prompted", "ddp-fp32-w2", "active", "Please specify `num_layers`"),
     ),
+    "peft-3180-projections-by-hash": (
+        Sighting(
+            "accelerate",
+            "zero2-fp32-w2-lora-set_PeftConfig.peft_type=TINYLORA",
+            "parity",
+            r"step 1: .*the gradient norm is .* in the reference",
+        ),
+    ),
     "peft-3199-keywords-alone": (
         Sighting("accelerate", _CALLED_WITH_KEYWORDS, "active", "missing 1 required positional argument: 'x'"),
     ),
     "peft-3396-merged-adapter": (
         Sighting("mutants.drivers:Merged", "ddp-bf16_upcast-w2", "optimizer", "finished reduction in the prior"),
+    ),
+    "peft-3559-adapter-added-twice": (
+        Sighting("mutants.drivers:AddedTwice", "ddp-fp32-w2", "start", "other values after build than were loaded"),
     ),
     "pt-115607-compiled-step": (
         Sighting("mutants.drivers:CompiledStep", "ddp-fp32-w2", "parity", r"step [34]: .*in the reference"),
