@@ -11,6 +11,7 @@ import pytest
 
 from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, resuming
 from pytest_distcompat.ext.scripts.launching import Host
+from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.failures import Incompatible, UsageProblem
 from pytest_distcompat.trace import RunTrace
 
@@ -134,32 +135,40 @@ def test_a_cause_is_reported_before_what_follows_from_it(ddp: RoundTrip) -> None
     assert any("losses: " in finding for finding in findings)
 
 
-class OtherRandomStates(ScriptRun):
-    """A run with random states of its own, which differ from step to step or do not."""
+def with_random_states(run: ScriptRun, *states: str) -> ScriptRun:
+    """Return the run with other random states, one after each step."""
 
-    draws = False
+    class OtherStates(ScriptRun):
+        @functools.cached_property
+        def trace(self) -> RunTrace:
+            snapshots = []
+            for snapshot in super().trace.snapshots:
+                step = max(snapshot.index // STRIDE, 1)
+                snapshots.append(dataclasses.replace(snapshot, rng=states[step - 1]))
+            return dataclasses.replace(super().trace, snapshots=tuple(snapshots))
 
-    @functools.cached_property
-    def trace(self) -> RunTrace:
-        snapshots = []
-        for snapshot in super().trace.snapshots:
-            state = f"{self.directory} {snapshot.index if self.draws else ''}"
-            snapshots.append(dataclasses.replace(snapshot, rng=state))
-        return dataclasses.replace(super().trace, snapshots=tuple(snapshots))
-
-
-class Draws(OtherRandomStates):
-    draws = True
+    return OtherStates(run.ending, run.cell, run.directory, run.device)
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("kind", [OtherRandomStates, Draws])
-def test_random_states_matter_to_ranks_that_draw(ddp: RoundTrip, kind: type[OtherRandomStates]) -> None:
-    """Without dropout only a loader's iterator draws, of a resumed run after the load."""
-    through, resumed = (kind(run.ending, run.cell, run.directory, run.device) for run in (ddp.through, ddp.resumed))
-    findings = dataclasses.replace(ddp, through=through, resumed=resumed).findings
+@pytest.mark.parametrize(
+    ("through", "resumed", "matters"),
+    [
+        pytest.param("aabbbb", "ccc", False, id="a loader's iterator draws"),
+        pytest.param("aabccc", "bbb", False, id="the next epoch's iterator draws"),
+        pytest.param("aabbbb", "aaa", True, id="not loaded"),
+        pytest.param("abcdef", "ghi", True, id="each step draws"),
+    ],
+)
+def test_another_random_state_is_told_where_it_matters(
+    ddp: RoundTrip, through: str, resumed: str, *, matters: bool
+) -> None:
+    changed = dataclasses.replace(
+        ddp, through=with_random_states(ddp.through, *through), resumed=with_random_states(ddp.resumed, *resumed)
+    )
     text = "rng: another random state in step 4, 1 after the load"
-    assert findings == [f"rank {rank}: {text}" for rank in range(2) if kind.draws]
+    expected = [f"rank {rank}: {text}" for rank in range(2)] if matters else []
+    assert changed.findings == expected
 
 
 BY_FILE = Path(__file__).parents[2] / "examples" / "plain_script" / "train.py"

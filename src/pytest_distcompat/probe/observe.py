@@ -627,11 +627,16 @@ def _networks(model: Module, name: str = "") -> Iterator[tuple[str, Module]]:
     A container has none, such as that of the two networks of a GAN. Then it is what the container
     holds.
     """
-    if type(model).forward is not torch.nn.Module.forward:
+    # A compiled model has a forward of its own, not of its class.
+    has_forward = type(model).forward is not torch.nn.Module.forward or "forward" in vars(model)
+    if has_forward:
         yield name, model
         return
     for child_name, child in model.named_children():
-        yield from _networks(child, f"{name}.{child_name}" if name else child_name)
+        full_name = child_name
+        if name:
+            full_name = f"{name}.{child_name}"
+        yield from _networks(child, full_name)
 
 
 def _no_trainer() -> _Trainer:

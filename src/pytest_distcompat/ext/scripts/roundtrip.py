@@ -40,6 +40,21 @@ __tracebackhide__ = hides_frames
 
 
 @dataclass(frozen=True)
+class _Difference:
+    """What differs in a step after a load.
+
+    Attributes:
+        quantity: ``losses``, ``rng``, ...
+        resumed: The snapshot of the step in the resumed run.
+        finding: The finding about it.
+    """
+
+    quantity: str
+    resumed: Snapshot
+    finding: str
+
+
+@dataclass(frozen=True)
 class RoundTrip:
     """Three runs of a script that is stopped and resumed.
 
@@ -230,8 +245,8 @@ class RoundTrip:
         """Yield the first difference of each quantity on each rank.
 
         The resumed run is compared with the run that never stopped: its first step with step
-        ``save_at + 1`` of that run, and so on. If nothing but random states differs, those of ranks
-        that do not draw in every step do not matter: a loader's iterator alone draws.
+        ``save_at + 1`` of that run, and so on. Random states may differ if nothing else does and
+        they do not matter (``_state_matters``).
 
         Args:
             explained: Quantities whose differences have a finding already.
@@ -245,8 +260,7 @@ class RoundTrip:
                 quantities.append(quantity)
         #: The rank and the quantity of each difference so far. Later steps differ because of it.
         reported: set[tuple[int, str]] = set()
-        random_findings: list[tuple[int, str]] = []
-        findings: list[str] = []
+        differences: list[_Difference] = []
         for number in range(self.save_at, self.total):
             steps_after_load = number + 1 - self.save_at
             when = f"in step {number + 1}, {steps_after_load} after the load"
@@ -258,23 +272,32 @@ class RoundTrip:
                 if (rank, quantity) in reported or self._equal(quantity, expected, resumed):
                     continue
                 reported.add((rank, quantity))
-                difference = describe_difference(quantity, expected, resumed)
-                finding = f"rank {rank}: {quantity}: {difference} {when}"
-                if quantity == "rng":
-                    random_findings.append((rank, finding))
-                findings.append(finding)
-        if len(findings) == len(random_findings):
-            findings = [finding for rank, finding in random_findings if self._draws(rank)]
-        yield from findings
+                text = describe_difference(quantity, expected, resumed)
+                finding = f"rank {rank}: {quantity}: {text} {when}"
+                differences.append(_Difference(quantity, resumed, finding))
+        only_random = all(difference.quantity == "rng" for difference in differences)
+        for difference in differences:
+            if only_random and not self._state_matters(difference.resumed):
+                continue
+            yield difference.finding
 
-    def _draws(self, rank: int) -> bool:
-        """Tell whether the rank draws random numbers in every step after the save."""
+    def _state_matters(self, resumed: Snapshot) -> bool:
+        """Tell whether another random state after the load is a defect by itself.
+
+        It is if the rank draws in every step, as for dropout, and if the state is one from before
+        the save, so that nothing has loaded it. Otherwise the iterator of a loader alone draws: it
+        is made anew after the load.
+        """
         states: list[str] = []
-        for nth in range(self.save_at - 1, self.total):
+        for nth in range(self.total):
             for snapshot in _step(self.through, nth):
-                if snapshot.rank == rank:
+                if snapshot.rank == resumed.rank:
                     states.append(snapshot.rng)
-        return all(before != after for before, after in itertools.pairwise(states))
+        since_save = states[self.save_at - 1 :]
+        if all(before != after for before, after in itertools.pairwise(since_save)):
+            return True
+        saved = since_save[0]
+        return resumed.rng != saved and resumed.rng in states[: self.save_at - 1]
 
     def _equal(self, quantity: str, expected: Snapshot, actual: Snapshot) -> bool:
         """Tell whether a quantity, such as ``losses``, of one rank and step is equal in two runs.
