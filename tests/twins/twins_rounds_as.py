@@ -20,7 +20,7 @@ AUTOCAST = "zero2-fp32-w2-model_mlp-set_ds_config.torch_autocast.dtype=bfloat16+
 @twin(
     "parity",
     AUTOCAST,
-    match=r"^step 1: the loss is [\d.]+; [\d.]+ in the reference \([\d.]+e-0\d off, 1\.7e-03 allowed\)",
+    match=r"^step 1: the loss is [\d.]+; [\d.]+ in the reference \([\d.]+e-0\d off, 2\.2e-03 allowed\)",
     # Of the setting, not of the defect: the sweep does not run the check under it.
     also={"dtypes": r"^rank 0: matrix products ran in bfloat16; expected float32"} | GRADIENTS,
 )

@@ -163,6 +163,8 @@ def test_a_module_may_have_the_name_of_a_wrapper(strategy: str, live: str, name:
         # The whole model is wrapped, and the critic in it again.
         ("ddp", "module.critic.module.0.weight", "critic.module.0.weight"),
         ("fsdp2", "critic.module.0.weight", "critic.module.0.weight"),
+        # A wrapper that the cell does not ask for is no network.
+        ("ddp", "_orig_mod.module.critic.0.weight", "_orig_mod.module.critic.0.weight"),
     ],
 )
 def test_each_network_of_a_model_may_be_wrapped(strategy: str, live: str, name: str) -> None:

@@ -219,14 +219,15 @@ class Strategy:
             if cell.option(option):
                 removable.add(segment)
         segments = name.split(".")
+        of_networks = set(removable)
         # Where the whole model is wrapped, its networks are not.
         if segments[0] not in self.leading:
-            removable.update(self.leading)
-        for candidate in self._candidates(segments, removable, known):
+            of_networks.update(self.leading)
+        for candidate in self._candidates(segments, of_networks, known):
             if candidate in known:
                 return candidate
-        # None of them is a name of the unwrapped model: the name without all segments, which is the
-        # first candidate.
+        # None of them is a name of the unwrapped model: the name without the segments of the whole
+        # model's wrappers, which is the first candidate.
         return next(self._candidates(segments, removable, known))
 
     def _candidates(
