@@ -92,6 +92,16 @@ def test_two_batches_in_dicts_have_different_digests() -> None:
     assert first != second
 
 
+def test_a_compiled_model_is_watched_itself() -> None:
+    observer = Observer()
+    model: Any = torch.compile(OfDict(), backend="eager")
+    observer.attach(model)
+    with observer.watching():
+        model({"x": torch.ones(3)})
+    (digest,) = observer.infos()["inputs"]
+    assert digest
+
+
 def test_each_network_of_a_container_is_watched() -> None:
     """A trainer calls the networks of a GAN, never the container of both."""
     observer = Observer()
