@@ -201,7 +201,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         ),
     ),
     "ds-8171-rates-of-groups": (
-        Sighting("deepspeed", _WARMED_UP, "parity", r"the learning rate is 0\.003; 0\.003, 0\.0015 in the reference"),
+        Sighting("deepspeed", _WARMED_UP, "parity", r"the learning rate is 0\.0015; 0\.0015, 0\.003 in the reference"),
     ),
     "peft-1884-first-factors": (
         Sighting(

@@ -213,7 +213,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "param_groups",
             (False, True),
-            "two groups of parameters; norms and biases have no weight decay, and half the rate",
+            "two groups: norms and biases without weight decay, all else at half the learning rate",
         ),
         Option("save_only_model", (False, True), "checkpoints hold the model alone"),
         Option("fp8_backend", ("torchao", "te"), "which library converts layers to 8 bits"),

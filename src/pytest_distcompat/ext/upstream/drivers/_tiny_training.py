@@ -332,7 +332,8 @@ class TinyTraining(Driver):
         """Return what the optimizer is made of: a list of parameters, or of param groups.
 
         With option ``param_groups`` there are two groups: norms and biases have no weight decay,
-        and half the learning rate.
+        and all else half the learning rate. With half of it the weights of norms, which begin as 1,
+        would not move in bfloat16.
         """
         # Training code with frozen parameters usually passes all of ``model.parameters()``.
         with_frozen = bool(self.cell.option("frozen"))
@@ -351,8 +352,8 @@ class TinyTraining(Driver):
         if not self.cell.option("param_groups"):
             return parameters
         return [
-            {"params": decayed, "weight_decay": DECAY},
-            {"params": undecayed, "weight_decay": 0.0, "lr": LEARNING_RATE / 2},
+            {"params": decayed, "weight_decay": DECAY, "lr": LEARNING_RATE / 2},
+            {"params": undecayed, "weight_decay": 0.0},
         ]
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
