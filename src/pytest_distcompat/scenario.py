@@ -218,14 +218,15 @@ FIRST_SAVE_RUN = Run(
     loads_first=True,
 )
 
+#: The settings that change the sizes of tensors of the model, which another model must have, too.
+SIZES = ("resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes")
 #: The settings of an adapter: of LoRA, or of another method of PEFT.
 ADAPTER = ("LoraConfig", "PeftConfig")
 #: The settings that the reference keeps, see ``Run.follows``. They change the training, and apply
 #: to a training in one process, too.
 FOLLOWED = (
     "clip_grad_norm_",
-    "resize_token_embeddings",
-    "from_pretrained.ignore_mismatched_sizes",
+    *SIZES,
     "AdamW",
     "SGD",
     "Adafactor",
@@ -315,7 +316,7 @@ RELOAD_RUN = Run(
     strategy="ddp",
     world_size=1,
     only=("model", "lora", "loaded"),
-    follows=("resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes"),
+    follows=SIZES,
 )
 
 #: What a new adapter computes in one process, in float32, before any training; and what the model
@@ -327,13 +328,13 @@ ADAPTED_RUN = Run(
     precision="fp32",
     world_size=1,
     only=("model", "lora", "loaded", "set"),
-    follows=(*ADAPTER, "resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes"),
+    follows=(*ADAPTER, *SIZES),
 )
 UNADAPTED_RUN = dataclasses.replace(
     ADAPTED_RUN,
     name="unadapted",
     only=("model", "loaded", "set"),
-    follows=("resize_token_embeddings", "from_pretrained.ignore_mismatched_sizes"),
+    follows=SIZES,
 )
 
 #: A checkpoint directory whose name has spaces, separators, umlauts, and words that trainers search

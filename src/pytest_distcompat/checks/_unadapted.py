@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._outputs import far_outputs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import (
@@ -55,13 +56,7 @@ def other_outputs(trace: Trace) -> Iterator[str]:
     if not adapted or not unadapted or not unadapted[0].outputs:
         yield "without the adapter the model computed nothing to compare with"
         return
-    expected = unadapted[0].outputs
-    largest = max(abs(value) for value in expected)
-    allowed = largest * PRECISIONS.get("fp32").loss_tolerance
-    distances: list[float] = []
-    for value, other in zip(adapted[0].outputs, expected, strict=True):
-        distances.append(abs(value - other))
-    # Not ``any(distance > allowed)``, which is false for NaN.
-    if not all(distance <= allowed for distance in distances):
-        limit = f"({allowed:.1e} allowed, of {largest:.3g})"
-        yield f"a new adapter changes outputs of the model by up to {max(distances):.3g} {limit}"
+    tolerance = PRECISIONS.get("fp32").loss_tolerance
+    far = far_outputs(adapted[0].outputs, unadapted[0].outputs, tolerance)
+    if far is not None:
+        yield f"a new adapter changes outputs of the model by up to {far.most:.3g} {far.limit}"

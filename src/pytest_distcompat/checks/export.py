@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import EXPORTED, Snapshots, check, every_rank, first_three
 from pytest_distcompat.checks._index import wrong_index
+from pytest_distcompat.checks._outputs import far_outputs
 from pytest_distcompat.checks._renamed import renamed
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.model_values import (
@@ -368,8 +369,7 @@ def _outputs(
         outputs = f"{infinite} of {len(expected)} outputs of the reloaded model"
         yield f"{outputs} are infinite; expected finite numbers"
         return
-    largest = max(abs(value) for value in expected)
-    allowed = largest * precision_of_products(cell, train).norm_tolerance
+    tolerance = precision_of_products(cell, train).norm_tolerance
     for snapshot in trained:
         where = f"rank {snapshot.rank}"
         count = len(snapshot.outputs)
@@ -377,18 +377,7 @@ def _outputs(
             counts = f"{count} outputs of the trained model; {len(expected)} of the reloaded one"
             yield f"{where}: {counts}"
             continue
-        distances = _distances(snapshot.outputs, expected)
-        # Not ``any(distance > allowed)``, which is false for NaN.
-        if not all(distance <= allowed for distance in distances):
-            limit = f"({allowed:.1e} allowed, of {largest:.3g})"
-            most = max(distances)
-            apart = f"up to {most:.3g} apart {limit}{in_tf32(train)}"
+        far = far_outputs(snapshot.outputs, expected, tolerance)
+        if far is not None:
+            apart = f"up to {far.most:.3g} apart {far.limit}{in_tf32(train)}"
             yield f"{where}: outputs of the trained and of the reloaded model are {apart}"
-
-
-def _distances(outputs: Sequence[float], expected: Sequence[float]) -> list[float]:
-    """Return how far each output is from the expected one."""
-    distances: list[float] = []
-    for output, expected_output in zip(outputs, expected, strict=True):
-        distances.append(abs(output - expected_output))
-    return distances

@@ -366,6 +366,7 @@ def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:
     if not math.isfinite(ratio):
         return "is not finite, or has none in the reference"
     number = f"{ratio:.4g}"
+    # "1 times" would read as if it were right.
     if number == "1":
         number = f"{ratio:.6g}"
     text = f"is {number} times the reference's"
