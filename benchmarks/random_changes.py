@@ -315,7 +315,7 @@ def answer_to(change: Change, options: argparse.Namespace) -> Answer:
     return answer
 
 
-def run_cells(changed: Path, selection: Path, report: Path, sound: Path | None) -> Answer:
+def run_cells(changed: Path, selection: Path, report: Path, sound: Report | None) -> Answer:
     """Run the selected cells with the changed package until a verdict is red.
 
     Args:
@@ -333,7 +333,7 @@ def run_cells(changed: Path, selection: Path, report: Path, sound: Path | None) 
         if result.red:
             return Answer("seen", f"{result.nodeid}: {result.message}")
     if sound is not None:
-        for difference in value_changes(Report.read(sound), session):
+        for difference in value_changes(sound, session):
             return Answer("other values", f"{difference.cell}: {difference.what}")
     return Answer("not seen", f"{len(session.results)} verdicts")
 
@@ -352,6 +352,8 @@ def main() -> None:
     parser.add_argument("--cells-per-place", type=int, default=2)
     options = parser.parse_args()
     options.kept = options.kept.resolve()
+    if options.sound is not None:
+        options.sound = Report.read(options.sound)
     options.kept.mkdir(parents=True, exist_ok=True)
     reach_map = read_map(options.reach[0])
     for path in options.reach[1:]:
