@@ -86,6 +86,25 @@ class EvaluatesBeforeTraining(AccelerateDriver):
 
 @twin(
     "start",
+    "ddp-fp32-w2-lora",
+    match=r"^a new adapter changes outputs of the model by up to 0\.\d+ \(",
+    also=OTHER_TRAINING,
+)
+class BeginsWithAnAdapterThatCounts(Torch):
+    """Makes an adapter none of whose factors is zero, so that training does not start from the given model."""
+
+    def build_model(self) -> Module:
+        import torch
+
+        model = super().build_model()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.constant_(parameter, 0.02)
+        return model
+
+
+@twin(
+    "start",
     "zero3-fp32-w2-model_mlp-loaded_zero_init",
     match=r"^parameter 'blocks\.0\.linear\.bias' and \d+ others: other values after build than were loaded\nmaster ",
     also=OTHER_TRAINING,
