@@ -175,7 +175,7 @@ def _dataset(count: int, settings: Mapping[str, Any]) -> Any:
     rows = []
     for number in range(count):
         rows.append({"input_ids": torch.full((1 + number % 5,), number)})
-    return _rows.iterable(rows) if settings.get("iterable") else rows
+    return _rows.trainer_dataset(rows, settings)
 
 
 def _collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

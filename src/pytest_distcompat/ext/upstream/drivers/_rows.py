@@ -259,6 +259,36 @@ def iterable(rows: Sequence[Any]) -> Any:
     return Rows()
 
 
+def uncounted(rows: Sequence[Any]) -> Any:
+    """Return the rows as an ``IterableDataset`` that fails to tell its length, as Ray's does.
+
+    https://docs.ray.io/en/latest/data/api/dataset.html
+    """
+    from torch.utils.data import IterableDataset
+
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(rows)
+
+        def __len__(self) -> int:
+            raise AttributeError("count() tells the length of this data set")
+
+    return Rows()
+
+
+#: Of ``TRAINER_SETTINGS``: a data set whose ``__len__`` raises an error.
+UNCOUNTED = "uncounted"
+
+
+def trainer_dataset(rows: Sequence[Any], settings: Mapping[str, Any]) -> Any:
+    """Return the rows as the data set that one of ``TRAINER_SETTINGS`` asks for."""
+    if settings.get("iterable") == UNCOUNTED:
+        return uncounted(rows)
+    if settings.get("iterable"):
+        return iterable(rows)
+    return rows
+
+
 def _taken_apart(name: str, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of DataLoaderConfiguration, and those of DataLoader.
 
@@ -495,7 +525,7 @@ def accelerate_metrics(
 EVALUATION_LOADER = "get_eval_dataloader"
 #: Settings of Trainer's loaders, by the loader's name: those of its ``accelerator_config`` and
 #: those of TrainingArguments together, which ``loader_arguments`` takes apart. ``iterable`` is
-#: about the data set: it makes one without a length.
+#: about the data set: it makes one without a length, or one that is UNCOUNTED.
 TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "dispatch_batches": {"dispatch_batches": True},
@@ -503,6 +533,7 @@ TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     "dataloader_drop_last": {"dataloader_drop_last": True},
     "iterable": {"iterable": True},
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
+    "iterable, uncounted": {"iterable": UNCOUNTED, "dispatch_batches": False},
     "sequential": {"train_sampling_strategy": "sequential"},
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
     "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
@@ -736,7 +767,7 @@ def _trainer(
     from transformers import PrinterCallback, Trainer
 
     rows = _numbered(count, tokens=settings.get("train_sampling_strategy") in BY_LENGTH)
-    data = iterable(rows) if settings.get("iterable") else rows
+    data = trainer_dataset(rows, settings)
     trainer = Trainer(
         model=_recorder(),
         args=_training_arguments(count, directory, settings, device, world),
