@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.models import model_of
 
 from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 
@@ -138,3 +140,29 @@ class DrawsAnotherHead(DeepSpeedDriver):
 
         with mock.patch("pytest_distcompat.ext.upstream.drivers._loaded.SEED", 7):
             return super().own_model(given, zero_config)
+
+
+@twin(
+    "start",
+    "zero3-fp32-w2-model_mlp-loaded_zero_init",
+    match=r"^parameter 'blocks\.0\.norm\.weight' and 1 others: other values after build than were loaded\nmaster ",
+    also=OTHER_TRAINING,
+)
+class InitializesNormsOtherwise(DeepSpeedDriver):
+    """Makes a model under ``deepspeed.zero.Init`` whose norms do not begin at 1."""
+
+    def own_model(self, given: Module, zero_config: Mapping[str, Any] | None = None) -> Module:
+        self.tiny = dataclasses.replace(self.tiny, make=self.make_anew)
+        return super().own_model(given, zero_config)
+
+    def make_anew(self) -> Module:
+        """Return a partitioned model: while its norms are gathered, rank 0 initializes them."""
+        import deepspeed
+        import torch
+
+        made = model_of(self.cell).make()
+        norms = [parameter for name, parameter in made.named_parameters() if name.endswith("norm.weight")]
+        with deepspeed.zero.GatheredParameters(norms, modifier_rank=0):
+            for norm in norms:
+                torch.nn.init.constant_(norm, 2.0)
+        return made

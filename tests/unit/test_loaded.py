@@ -6,7 +6,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import find_driver, unsupported_reason
-from pytest_distcompat.ext.upstream.drivers._loaded import changes_values
+from pytest_distcompat.ext.upstream.drivers._loaded import changes_values, fill
 from pytest_distcompat.scenario import REFERENCE_RUN
 
 
@@ -56,3 +56,14 @@ def test_what_one_process_reads_is_compared_with_where_it_is_not_in_the_files(ce
     assert changes_values(Cell.parse(cell)) == changes
     assert REFERENCE_RUN.only is not None
     assert "loaded" in REFERENCE_RUN.only
+
+
+def test_what_no_random_number_makes_is_left_as_the_library_made_it() -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.nn.LayerNorm(4)
+    base.bias.data = torch.arange(4.0)
+    made = torch.nn.LayerNorm(4)
+    made.weight.data.fill_(2.0)
+    fill(made, base)
+    assert made.weight.tolist() == [2.0] * 4
+    assert made.bias.tolist() == [0.0, 1.0, 2.0, 3.0]

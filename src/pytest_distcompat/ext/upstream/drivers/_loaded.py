@@ -33,6 +33,7 @@ from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
@@ -237,9 +238,14 @@ def _has_other_sizes(cell: Cell) -> bool:
 
 
 def fill(made: Module, base: Module) -> None:
-    """Copy the parameters of ``base`` into ``made``, which has parts of them under ZeRO-3."""
+    """Copy what random numbers made of ``base`` into ``made``, which has parts of it under ZeRO-3.
+
+    A parameter that has one value everywhere is no such: ``made`` is to have that value itself.
+    """
     values = dict(base.named_parameters())
     for name, parameter in made.named_parameters():
+        if _has_one_value(values[name]):
+            continue
         whole: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         # ZeRO-3 has marked and partitioned the parameter. While it is gathered it is whole, and
         # what rank 0 writes is partitioned again.
@@ -249,6 +255,13 @@ def fill(made: Module, base: Module) -> None:
             whole = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
         with whole:
             parameter.data.copy_(values[name].data)
+
+
+def _has_one_value(parameter: torch.Tensor) -> bool:
+    """Tell whether the elements of a parameter, two at least, are equal: those of a norm are 1."""
+    if parameter.numel() < 2:
+        return False
+    return bool(parameter.min() == parameter.max())
 
 
 def with_adapter(model: Module, given: Any, run_directory: Path | None) -> Module:
