@@ -26,6 +26,9 @@ FIXED: dict[str, dict[str, Any]] = {
     # With the weights that its default draws, a gradient nearly cancels in Trainer's second step.
     # Adam divides that gradient by its own size, so that rounding decides the update.
     "qwen3": {"initializer_range": 0.04},
+    # Embeddings of pairs and triples of tokens, which its files have in parts. Their numbers have
+    # one and two digits, by which files with more of them are sorted.
+    "qwen4_exp_text": {"eos_token_id": 1, "ple_layer_ids": [1], "split_ngram_parts": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "superpoint": {"keypoint_decoder_dim": 65},
     "xmod": {"default_language": "en_XX"},
