@@ -31,6 +31,7 @@ BY_NAME = {
 NEED_TORCH = {
     "ext.cluster.rendezvous",
     "ext.simulation.fake_ranks",
+    "ext.upstream.models._calibrated",
     "ext.upstream.models.modules",
     "parallel.placeholder",
     "launch.agent",

@@ -33,6 +33,7 @@ def test_cells_that_can_run(driver: str, cell: str) -> None:
         ("deepspeed", "zero3-fp32-w2-meta_init-loaded_from_config", "both say how the model is made"),
         ("deepspeed", "zero3-fp32-w2-model_llama_dropout-loaded_from_config", "drops activations"),
         ("deepspeed", "zero3-bf16_upcast-w2-loaded_from_config-float32_norms", "has one dtype"),
+        ("deepspeed", "zero3-fp32-w2-model_llama_calibrated-loaded_from_config", "no extra state"),
         ("torch", "fsdp2-fp32-w2-loaded_from_pretrained", "loaded"),
     ],
 )

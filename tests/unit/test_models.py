@@ -276,3 +276,20 @@ def test_accelerate_has_no_regions_in_a_model_with_one_block(driver: str) -> Non
     assert_reason(driver, one_block, reason)
     assert_reason(driver, Cell.of("ddp", "fp32", model="mlp", compile="regional").id, None)
     assert_reason("torch", one_block, None)
+
+
+def test_extra_state_of_a_model_is_in_its_files_and_counts(tmp_path: Path) -> None:
+    cell = Cell.parse("ddp-fp32-w1-model_llama_calibrated")
+    tiny = models.model_of(cell)
+    model: Any = tiny.make()
+    others = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    assert {name.rpartition(".")[2] for name in set(model.state_dict()) - others} == {"_extra_state"}
+    model.save_pretrained(tmp_path)
+    loaded: Any = tiny.reload(tmp_path)
+    batch = tiny.batch(0, 0)
+    expected = tiny.outputs(model.eval(), batch)
+    assert tiny.outputs(loaded, batch).equal(expected)
+    for module in loaded.modules():
+        if hasattr(module, "scale"):
+            module.scale = 1.0
+    assert not tiny.outputs(loaded, batch).equal(expected)

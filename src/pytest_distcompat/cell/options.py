@@ -98,6 +98,7 @@ OPTIONS: dict[str, Option] = {
                 "dropout",
                 "wrapper_names",
                 "llama_dropout",
+                "llama_calibrated",
                 "batchnorm",
                 "syncbatchnorm",
                 "moe",

@@ -104,6 +104,7 @@ class TinyModel:
             compilation needs.
         unused: Whether its forward may use a parameter on one rank and not on another. DDP gets
             ``find_unused_parameters`` then.
+        extra_state: Whether its state dict has more than parameters and buffers.
         without_loss: Whether its class computes no loss. Then ``loss`` is how far the outputs are
             from fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
@@ -144,6 +145,7 @@ class TinyModel:
     one_batch: bool = False
     one_block: bool = False
     unused: bool = False
+    extra_state: bool = False
     without_loss: bool = False
     not_on_cpu: str = ""
     find_blocks: Callable[[], tuple[str, ...]] | None = None

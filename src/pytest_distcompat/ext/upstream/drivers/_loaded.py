@@ -83,6 +83,10 @@ def unsupported_reason(cell: Cell, tiny: TinyModel) -> str | None:
             f"transformers makes models of its own, and {tiny.name} is not one",
         ),
         (
+            loaded == "from_config" and tiny.extra_state,
+            "a config has no extra state",
+        ),
+        (
             tiny.random,
             f"no file has the hooks by which {tiny.name} drops activations",
         ),

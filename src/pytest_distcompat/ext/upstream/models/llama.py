@@ -1,11 +1,12 @@
 """Tiny models that are transformers' LlamaForCausalLM, of about 25 thousand parameters.
 
-They are the values ``llama``, ``llama_tied`` (input and output embeddings are one parameter) and
-``llama_dropout`` of option ``model`` of a cell, one configuration under test, as
-``fsdp2-fp32-w2-model_llama_tied``; where transformers is installed ``llama`` is the default. An
-entry point names this module; the registry ``models.MODELS`` collects its three ``TinyModel``
-objects. A ``TinyModel`` is a set of functions that a driver calls on each rank: to make the model,
-its batches, its loss. The same step and rank give the same batch in every process.
+They are the values ``llama``, ``llama_tied`` (input and output embeddings are one parameter),
+``llama_dropout`` and ``llama_calibrated`` (with extra state, ``_calibrated.py``) of option
+``model`` of a cell, one configuration under test, as ``fsdp2-fp32-w2-model_llama_tied``; where
+transformers is installed ``llama`` is the default. An entry point names this module; the registry
+``models.MODELS`` collects its four ``TinyModel`` objects. A ``TinyModel`` is a set of functions
+that a driver calls on each rank: to make the model, its batches, its loss. The same step and rank
+give the same batch in every process.
 
 A Llama can also be split: ``_TP_PLAN`` says how tensor parallelism splits its layers, ``_STAGES``
 how pipeline parallelism does.
@@ -13,6 +14,7 @@ how pipeline parallelism does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,12 +33,11 @@ VOCABULARY, HIDDEN = 128, 32
 ROWS, TOKENS = 2, 16
 
 
-def _make(*, tied: bool, dropout: float) -> Module:
-    """Return the model in float32; see ``_llama`` for the arguments."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _config(*, tied: bool = False) -> Any:
+    """Return the config of a tiny Llama; see ``_llama`` for the argument."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=64,
@@ -47,11 +48,30 @@ def _make(*, tied: bool, dropout: float) -> Module:
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    model: Any = LlamaForCausalLM(config).float()
+
+
+def _make(*, tied: bool, dropout: float) -> Module:
+    """Return the model in float32; see ``_llama`` for the arguments."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM(_config(tied=tied)).float()
     if dropout:
         for layer in model.model.layers:
             layer.mlp.dropout = torch.nn.Dropout(dropout)
             layer.mlp.register_forward_hook(_drop)
+    return cast("Module", model)
+
+
+def _make_calibrated() -> Module:
+    """Return a model with extra state, in float32."""
+    from pytest_distcompat.ext.upstream.models._calibrated import (
+        CalibratedLlamaForCausalLM,
+        calibrate,
+    )
+
+    model: Any = CalibratedLlamaForCausalLM(_config()).float()
+    calibrate(model)
     return cast("Module", model)
 
 
@@ -100,6 +120,14 @@ def _reload(directory: Path) -> Module:
     from transformers import AutoModelForCausalLM
 
     model: Module = AutoModelForCausalLM.from_pretrained(directory)
+    return model
+
+
+def _reload_calibrated(directory: Path) -> Module:
+    """Load an exported model with extra state."""
+    from pytest_distcompat.ext.upstream.models._calibrated import CalibratedLlamaForCausalLM
+
+    model: Module = CalibratedLlamaForCausalLM.from_pretrained(directory)
     return model
 
 
@@ -237,3 +265,14 @@ def _llama(name: str, order: int, *, tied: bool = False, dropout: float = 0.0) -
 LLAMA = _llama("llama", 0)
 LLAMA_TIED = _llama("llama_tied", 1, tied=True)
 LLAMA_DROPOUT = _llama("llama_dropout", 8, dropout=0.25)
+LLAMA_CALIBRATED = dataclasses.replace(
+    LLAMA,
+    name="llama_calibrated",
+    make=_make_calibrated,
+    reload=_reload_calibrated,
+    # Neither tensor nor pipeline parallelism is tried with it.
+    tp_plan={},
+    stages=None,
+    extra_state=True,
+    order=9,
+)
