@@ -31,13 +31,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
+from pytest_distcompat import clock
 from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.ext.upstream.drivers import (
     _loaded,
@@ -75,6 +78,9 @@ __all__ = ["TrainerCalls", "TrainerDriver"]
 #: The names of models with which ``evaluate`` calls ``Trainer.predict``: they have one output, and
 #: compute it of each row alone, with the same numbers on all ranks.
 PREDICTED = frozenset({"llama", "llama_tied", "llama_dropout", "mlp", "dropout", "twice", "odd"})
+
+#: How late, in seconds, rank 0 makes a directory that all ranks look for.
+LATE = 0.5
 
 
 class TrainerDriver(TrainerArguments):
@@ -245,8 +251,6 @@ class TrainerDriver(TrainerArguments):
         a load ``build`` is reported here, before ``Trainer.train``; all that happens up to the
         first step then counts as ``load``.
         """
-        import os
-
         from transformers.trainer_utils import get_last_checkpoint
 
         self.run_directory = plan.save_to.parent
@@ -289,9 +293,28 @@ class TrainerDriver(TrainerArguments):
         resumption = self._resumption(checkpoint)
         # The callback raises it where the plan ends with a load: nothing else stops Trainer before
         # its first step.
-        with contextlib.suppress(PlanDoneError):
+        with contextlib.suppress(PlanDoneError), self._late_directories():
             self.trainer.train(**resumption)
         self.trainer.remove_callback(callback)
+
+    @contextlib.contextmanager
+    def _late_directories(self) -> Iterator[None]:
+        """Make directories late on rank 0, as a busy disk does, if all ranks look for one.
+
+        They look for the directory of the best checkpoint, and must wait for rank 0 before.
+        """
+        if not (self.loads_best(self.cell) and self.world.writes_first):
+            yield
+            return
+        make = os.makedirs
+
+        def make_late(name: str, *arguments: Any, **settings: Any) -> None:
+            if not Path(name).exists():
+                clock.sleep(LATE)
+            make(name, *arguments, **settings)
+
+        with mock.patch("os.makedirs", make_late):
+            yield
 
     def again(self) -> None:
         """Do nothing: the next call of ``Trainer.train`` begins a training anew."""
