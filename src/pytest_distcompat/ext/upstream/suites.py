@@ -13,9 +13,10 @@ test more. A matrix with ``world_sizes`` keeps its number of ranks whatever the 
 is: with ``tp=2`` there is one data-parallel rank among 2 ranks, and there are two among 4.
 
 Option ``model`` names a tiny model: ``mlp`` is the quickest; ``twice`` runs one block two times;
-``odd`` has an empty parameter, one of a single number and buffers of many dtypes; half of the ranks
-leave out a layer of ``branch`` in each step; ``tiled`` has a backward pass in the backward pass;
-under tensor parallelism what lies between the layers of ``heads`` are DTensors.
+``odd`` has an empty parameter, one of a single number and buffers of many dtypes;
+``llama_calibrated`` has extra state; half of the ranks leave out a layer of ``branch`` in each
+step; ``tiled`` has a backward pass in the backward pass; under tensor parallelism what lies between
+the layers of ``heads`` are DTensors.
 Without the option it is a Llama. Under ``conflict`` DeepSpeed's JSON asks for another precision
 than the trainer, which must win or be refused.
 
@@ -169,6 +170,10 @@ class TestAccelerate(CompatSuite):
             ),
             # The average is of the whole weights, which each rank gathers.
             Matrix(("zero3",), ("fp32",), options=({"ema": True, "model": "mlp"},)),
+            # transformers makes it anew under ``zero.Init``; a layer initializes one in it.
+            Matrix(
+                ("zero3",), ("fp32",), options=({"loaded": "from_config", "model": "hf:afmoe"},)
+            ),
         ),
     )
 
@@ -185,7 +190,13 @@ class TestTrainer(CompatSuite):
             Matrix(
                 ("ddp",),
                 ("fp32",),
-                options=({"grad_accum": 2}, {"model": "dropout"}, {"packed": True}),
+                options=(
+                    {"grad_accum": 2},
+                    {"model": "dropout"},
+                    {"packed": True},
+                    # An encoder and a decoder, whose labels are of all tokens of the decoder.
+                    {"model": "hf:CanaryForConditionalGeneration"},
+                ),
             ),
             Matrix(
                 ("fsdp2",),
@@ -195,7 +206,8 @@ class TestTrainer(CompatSuite):
                     {"compile": "aot_eager", "model": "mlp"},
                     {"lora": True},
                     {"save_only_model": True},
-                    {"save_only_model": True, "state_dict": "full"},
+                    # Extra state is in a state dict beside parameters and buffers.
+                    {"model": "llama_calibrated", "save_only_model": True, "state_dict": "full"},
                 ),
             ),
             # Most adapters are trained in bfloat16.

@@ -62,6 +62,8 @@ SLICE = {
         ),
         "zero2-fp32-w2-model_mlp-set_TrainingArguments.skip_memory_metrics=false",
         "zero2-fp32-w2-set_TrainingArguments.neftune_noise_alpha=1.0",
+        # All ranks are to find the best checkpoint, which one of them writes.
+        "ddp-fp32-w2-model_mlp-set_TrainingArguments.load_best_model_at_end=true",
         "fsdp2-fp32-w2-model_mlp-set_TrainingArguments.enable_jit_checkpoint=true",
     ),
     "deepspeed": (
