@@ -245,6 +245,39 @@ class SharedBatch(TrainerDriver):
         return kind.from_pretrained(directory, distributed_config=config, experts_implementation="batched_mm")
 
 
+class ScalesLosses(TrainerDriver):
+    """Losses are scaled on CPU ranks too, for which accelerate makes no scaler."""
+
+    def make_trainer(self, **settings: Any) -> Any:
+        """Give accelerate a scaler before it prepares the optimizer."""
+        import torch
+
+        trainer = super().make_trainer(**settings)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+        return trainer
+
+
+class WithTokenizer(TrainerDriver):
+    """The collator alone has the tokenizer, and users load it from where the model is saved."""
+
+    def make_trainer(self, **settings: Any) -> Any:
+        """Pad rows by a tokenizer; they have one length, so that it adds nothing."""
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
+
+        words = WordLevel({"pad": 0, "unknown": 1}, unk_token="unknown")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="pad")
+        return super().make_trainer(**settings | {"data_collator": DataCollatorWithPadding(tokenizer)})
+
+    def reload(self, directory: Path) -> Module:
+        """Load the tokenizer, then the model."""
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(directory)
+        return super().reload(directory)
+
+
 class Experts(DeepSpeedDriver):
     """The last layer is a mixture of one expert a rank: https://github.com/deepspeedai/DeepSpeed/issues/5794."""
 

@@ -9,6 +9,7 @@ TRAINER = "transformers/trainer.py"
 EXPERTS = "transformers/distributed/expert_parallel.py"
 MODELING = "transformers/modeling_utils.py"
 COLLATORS = "transformers/data/data_collator.py"
+LOADING = "transformers/core_model_loading.py"
 
 ISSUES = "https://github.com/huggingface/transformers/issues/"
 PULLS = "https://github.com/huggingface/transformers/pull/"
@@ -219,6 +220,137 @@ MUTANTS = (
                 'isinstance(first["label_ids"][0], (int, np.integer))',
                 'isinstance(first["label_ids"][0], int)',
                 count=2,
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-scaler-state",
+        (COMPARED + "v4.48.3...v4.49.0",),
+        "a checkpoint of Trainer lacks the state of the gradient scaler",
+        (
+            Edit(TRAINER, "            self._save_scaler(output_dir)\n", ""),
+            Edit(TRAINER, "            self._load_scaler(resume_from_checkpoint)\n", ""),
+        ),
+    ),
+    Mutant(
+        "tr-uncounted-data",
+        (COMPARED + "v4.49.0...v4.50.3",),
+        "a data set whose length is an AttributeError, as Ray's, cannot be trained on",
+        (
+            Edit(
+                "transformers/trainer_utils.py",
+                """\
+    except AttributeError:
+        # Ray DataSets raises an AttributeError: https://github.com/ray-project/ray/blob/master/python/ray/data/dataset.py#L5616
+        return False
+""",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-tokenizer-of-collator",
+        (COMPARED + "v4.49.0...v4.50.3",),
+        "a model is saved without the tokenizer that only its collator has",
+        (
+            Edit(
+                TRAINER, "            self.data_collator.tokenizer.save_pretrained(output_dir)\n", "            pass\n"
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-extra-state",
+        (COMPARED + "v4.52.4...v4.53.3",),
+        "a model with extra state cannot be loaded: AttributeError",
+        (
+            Edit(MODELING, "            return module.get_extra_state()\n", "            pass\n"),
+            Edit(
+                LOADING,
+                """\
+    if param_name == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX:
+        module_obj.set_extra_state(param_value)
+        loading_info.missing_keys.discard(target_name)
+        return
+
+""",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-best-barrier",
+        (COMPARED + "v4.56.2...v4.57.6",),
+        "ranks look for the best checkpoint before rank 0 has written it: it is loaded on rank 0 alone",
+        (
+            Edit(
+                TRAINER,
+                """\
+            elif self.args.parallel_mode == ParallelMode.DISTRIBUTED:
+                dist.barrier()
+            elif is_sagemaker_mp_enabled():
+                smp.barrier()
+
+            best_checkpoint_folder""",
+                """\
+
+            best_checkpoint_folder""",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-shift-of-decoder",
+        (COMPARED + "v5.14.1...v5.15.1",),
+        "the first label of a decoder behind an encoder is not counted: loss and gradient too large",
+        (
+            Edit(
+                TRAINER,
+                ' is ForCausalLMLoss and not getattr(getattr(model_to_inspect, "config", None), "is_encoder_decoder", False)',
+                " is ForCausalLMLoss",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-numbered-parts",
+        (COMPARED + "v5.15.1...v5.16.1",),
+        "parts of an embedding are joined in the order of their names: part 10 comes before part 2",
+        (
+            Edit(
+                LOADING,
+                """\
+            if trailing_digits != "":
+                parts.append((1, text_part, int(trailing_digits)))
+            else:
+                parts.append((1, text_part))
+""",
+                "            parts.append((1, part))\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-saves-on-rank-0",
+        (COMPARED + "v5.17.0...v5.18.0",),
+        "rank 0 alone saves a model that was cut while it was loaded, and gathers it without the other ranks",
+        (
+            Edit(
+                TRAINER,
+                "        if not self.args.should_save and not self.is_distributed_loading_by_transformers:\n",
+                "        if not self.args.should_save:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-init-of-children",
+        (COMPARED + "v5.22.2...v5.23.0",),
+        "under ZeRO-3 a new model's weights that the module above them initializes are not initialized",
+        (
+            Edit(
+                "transformers/integrations/deepspeed.py",
+                """\
+        for child in model_or_module.children():
+            if not isinstance(child, PreTrainedModel):
+                params.extend(child.parameters(recurse=False))
+""",
+                "",
             ),
         ),
     ),

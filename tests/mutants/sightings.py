@@ -322,12 +322,36 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "tr-batch-sampler-epoch": (
         Sighting("trainer", "ddp-fp32-w2", "coverage", "batch_rebalance: epoch 2 has the order of epoch 1"),
     ),
+    "tr-best-barrier": (
+        Sighting(
+            "trainer",
+            "ddp-fp32-w2-model_mlp-set_TrainingArguments.load_best_model_at_end=true",
+            "best",
+            "other values after the end of the training",
+        ),
+    ),
     "tr-cpu-device": (Sighting("trainer", "ddp-fp32-w2", "resume", "tagged with cpu:0"),),
     "tr-dp-size": (
         Sighting("trainer", "fsdp2-fp32-w4-tp_2-save_only_model", "active", "does not match num_processes"),
     ),
+    "tr-extra-state": (
+        Sighting(
+            "trainer",
+            "fsdp2-fp32-w2-model_llama_calibrated-state_dict_full-save_only_model",
+            "export",
+            "has no attribute '_extra_state'",
+        ),
+    ),
     "tr-fsdp-version-ignored": (Sighting("trainer", "fsdp2-fp32-w2", "active", "expected FSDP2"),),
     "tr-grown-head": (Sighting("accelerate", _GROWN, "active", "The size of tensor a .* must match"),),
+    "tr-init-of-children": (
+        Sighting(
+            "accelerate",
+            "zero3-fp32-w2-model_hf:afmoe-loaded_from_config",
+            "start",
+            "router.gate.weight': other values after build than were loaded",
+        ),
+    ),
     "tr-mesh-groups": (
         Sighting(
             "mutants.drivers:SharedBatch",
@@ -338,5 +362,26 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "tr-nan-losses": (Sighting("trainer", "ddp-fp32-w2", "evaluation", "no labels: loss is nan"),),
     "tr-numpy-labels": (Sighting("trainer", "ddp-fp32-w2", "evaluation", "Long or Byte, but got Float"),),
+    "tr-numbered-parts": (
+        Sighting("trainer", "ddp-fp32-w2-model_hf:qwen4_exp_text", "export", "other values|outputs of the trained"),
+    ),
+    "tr-saves-on-rank-0": (
+        Sighting("trainer", "fsdp2-fp32-w2-tp_2-save_only_model", "names", "collective mismatch|time limit|SIGABRT"),
+    ),
+    "tr-scaler-state": (
+        Sighting("mutants.drivers:ScalesLosses", "ddp-fp32-w2", "resume", "the gradient scaler is at .* saved at"),
+    ),
     "tr-shift-count": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
+    "tr-shift-of-decoder": (
+        Sighting(
+            "trainer",
+            "ddp-fp32-w2-model_hf:CanaryForConditionalGeneration",
+            "parity",
+            "step 1: the loss is .*reference",
+        ),
+    ),
+    "tr-tokenizer-of-collator": (
+        Sighting("mutants.drivers:WithTokenizer", "ddp-fp32-w2", "export", "instantiate the backend tokenizer"),
+    ),
+    "tr-uncounted-data": (Sighting("trainer", "ddp-fp32-w2", "coverage", "count.. tells the length"),),
 }

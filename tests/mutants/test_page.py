@@ -54,6 +54,7 @@ def test_the_page_says_by_which_check_each_bug_of_an_axis_is_caught() -> None:
         ("A second draw of fixes", 26),
         ("A third draw of fixes", 24),
         ("A fourth draw of fixes", 12),
+        ("A fifth draw of fixes", 10),
     ],
 )
 def test_the_page_says_of_each_fix_that_nobody_chose_what_sees_it_or_why_nothing_does(section: str, count: int) -> None:
