@@ -274,5 +274,5 @@ LLAMA_CALIBRATED = dataclasses.replace(
     tp_plan={},
     stages=None,
     extra_state=True,
-    order=9,
+    order=8,
 )
