@@ -35,6 +35,14 @@ SLICE = {
         "ddp-fp32-w2-model_mlp-set_env.OMP_NUM_THREADS=7",
         "fsdp2-fp32-w2-model_mlp-set_FullyShardedDataParallelPlugin.fsdp_version=7",
         "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.use_multi_rank_bucket_allreduce=false",
+        # What the JSON of most users leaves to accelerate: the loader's batch size, and sizes of
+        # buckets by the hidden size of a language model.
+        (
+            "zero3-fp32-w2-set_ds_config.train_micro_batch_size_per_gpu=auto"
+            "+ds_config.zero_optimization.reduce_bucket_size=auto"
+            "+ds_config.zero_optimization.stage3_param_persistence_threshold=auto"
+            "+ds_config.zero_optimization.stage3_prefetch_bucket_size=auto"
+        ),
         # A layer beside the adapter that is called with keywords alone.
         (
             "ddp-fp32-w2-lora-set_LoraConfig.modules_to_save=(self_attn)"
