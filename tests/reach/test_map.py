@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -92,6 +94,19 @@ def test_equal_cells_share_a_row(reach_map: ReachMap, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "r.sqlite") as database:
         ((rows,),) = database.execute("select count(*) from executed")
     assert rows == 3
+
+
+@pytest.mark.parametrize("source", ["pass\n", "if (\n"])
+def test_garbage_is_collected_again_after_the_analysis(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a file that cannot be parsed."""
+    path = tmp_path / "trainer.py"
+    path.write_text(source, encoding="utf-8")
+    monkeypatch.setattr(collecting, "installed_files", lambda: {path: FILE})
+    with contextlib.suppress(SyntaxError):
+        collect([])
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("content", [None, b"no database at all, but long enough to look like one" * 20, b""])

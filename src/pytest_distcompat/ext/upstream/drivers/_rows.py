@@ -249,21 +249,13 @@ def _is_stateful(name: str) -> bool:
     return "use_stateful_dataloader" in _ACCELERATE[name]
 
 
-def iterable(rows: Sequence[Any]) -> Any:
-    """Return the rows as an ``IterableDataset``, which has no length."""
-    from torch.utils.data import IterableDataset
+def iterable(rows: Sequence[Any], *, uncounted: bool = False) -> Any:
+    """Return the rows as an ``IterableDataset``, which has no length.
 
-    class Rows(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(rows)
-
-    return Rows()
-
-
-def uncounted(rows: Sequence[Any]) -> Any:
-    """Return the rows as an ``IterableDataset`` that fails to tell its length, as Ray's does.
-
-    https://docs.ray.io/en/latest/data/api/dataset.html
+    Args:
+        rows: The rows.
+        uncounted: Whether it has ``__len__``, which raises an error. That of Ray does:
+            https://docs.ray.io/en/latest/data/api/dataset.html
     """
     from torch.utils.data import IterableDataset
 
@@ -271,9 +263,12 @@ def uncounted(rows: Sequence[Any]) -> Any:
         def __iter__(self) -> Iterator[Any]:
             return iter(rows)
 
+    class UncountedRows(Rows):
         def __len__(self) -> int:
             raise AttributeError("count() tells the length of this data set")
 
+    if uncounted:
+        return UncountedRows()
     return Rows()
 
 
@@ -283,10 +278,9 @@ UNCOUNTED = "uncounted"
 
 def trainer_dataset(rows: Sequence[Any], settings: Mapping[str, Any]) -> Any:
     """Return the rows as the data set that one of ``TRAINER_SETTINGS`` asks for."""
-    if settings.get("iterable") == UNCOUNTED:
-        return uncounted(rows)
-    if settings.get("iterable"):
-        return iterable(rows)
+    kind = settings.get("iterable")
+    if kind:
+        return iterable(rows, uncounted=kind == UNCOUNTED)
     return rows
 
 
