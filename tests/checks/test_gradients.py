@@ -206,6 +206,23 @@ def test_a_gradient_that_is_zero_at_first_may_be_off_by_a_sign(sound: Sound) -> 
         assert finding.startswith("step 2: all ranks: the gradient of outlet.weight is 2 times the reference's")
 
 
+@pytest.mark.parametrize(
+    ("cell", "factor", "is_sound"),
+    [
+        # 0.8816 was measured in one process.
+        ("fsdp1-bf16_upcast-w2-model_convolutions", 0.88, True),
+        ("fsdp1-bf16_upcast-w2-model_convolutions", 0.5, False),
+        ("fsdp1-fp16_mixed-w2-model_convolutions", 0.98, True),
+        ("fsdp1-fp16_mixed-w2-model_convolutions", 0.88, False),
+        ("fsdp1-fp32-w2-model_convolutions", 0.98, False),
+        ("fsdp1-bf16_upcast-w2", 0.88, False),
+    ],
+)
+def test_a_built_in_model_whose_gradients_nearly_cancel(sound: Sound, cell: str, factor: float, is_sound: bool) -> None:
+    story = scaled(sound(cell), {"outlet.weight": factor})
+    assert (story.findings("gradients") == []) is is_sound
+
+
 def test_flat_parameters_have_no_gradients_of_their_own() -> None:
     cell = Cell.parse("fsdp1-fp32-w2-no_use_orig_params")
     reason = CHECKS.get("gradients").not_applicable(cell, Able)

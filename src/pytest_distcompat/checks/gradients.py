@@ -37,6 +37,8 @@ from pytest_distcompat.checks._whole_gradients import Norms, View, norms_of_one_
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
 from pytest_distcompat.model_values import Names, named_stage, rounding_of, stages_of
+from pytest_distcompat.models import known_model
+from pytest_distcompat.precisions import Precision
 from pytest_distcompat.trace import RunTrace, Trace
 
 #: How many steps are compared. Later gradients depend on how earlier ones were rounded.
@@ -50,6 +52,8 @@ SMALLEST = 0.01
 #: matrix A is, since B is zero. Adam then gives B the signs of its gradients alone: rounding may
 #: turn some, and moved the gradient of A by 8.4e-2 in bf16_upcast, with one sign out of 64.
 ZERO_AT_FIRST = 0.25
+#: The dtype of products -> how much more than bfloat16 it rounds. float16 has three bits more.
+ROUNDED_BY = {"bfloat16": 1.0, "float16": 1 / 8}
 #: Parameters whose ratios differ by less than this, relatively, are in one finding.
 SAME_RATIO = 0.05
 
@@ -89,7 +93,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
         expected_by_step.append(norms_of_one_process(reference, snapshots))
     precision = rounding_of(cell, train)
     # The tolerance of the precision, or the largest deviation that rounding alone causes.
-    rounding = [precision.norm_tolerance]
+    rounding = [precision.norm_tolerance, _rounding_of_model(cell, precision)]
     rounding += _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
     tolerance = _Tolerance(ROUNDING_FACTOR * max(rounding))
     if precision.compute != "float32":
@@ -140,6 +144,17 @@ class _Tolerance:
 def _names_of_zeros(norms: Norms) -> frozenset[str]:
     """Return the names of the parameters whose gradient is zero."""
     return frozenset(name for name, norm in norms.items() if norm == 0)
+
+
+def _rounding_of_model(cell: Cell, precision: Precision) -> float:
+    """Return how far rounding may move a gradient of a built-in model, relative to its norm.
+
+    0.0 for a driver's own model, whose rounding the run ``rounded`` measures.
+    """
+    model = known_model(cell)
+    if model is None:
+        return 0.0
+    return model.gradient_rounding * ROUNDED_BY.get(precision.compute, 0.0)
 
 
 def _deviations_of_rounding(

@@ -86,6 +86,9 @@ class TinyModel:
         gpu_spread: Factor in place of ``spread`` for bfloat16 on a GPU, if it is larger: products
             are added up in another order.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
+        gradient_rounding: How far rounding to bfloat16 may move the norm of a single parameter's
+            gradient, relative to it; 0.0 if no farther than ``Precision.norm_tolerance``. It moves
+            one the more, the more of the numbers cancel that it is the sum of.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see
             ``parallel/tensor_parallel.py``.
         experts: Name of the module with the experts, which option ``ep`` spreads over ranks. In a
@@ -135,6 +138,7 @@ class TinyModel:
     spread: float = 1.0
     gpu_spread: float = 1.0
     norm_spread: float = 1.0
+    gradient_rounding: float = 0.0
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""
     driver: str = ""
