@@ -171,7 +171,7 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
     },
     "batch_sampler with set_epoch": {"samples": "batch_sampler with set_epoch"},
     # https://docs.pytorch.org/docs/stable/data.html#disable-automatic-batching. There is none with
-    # dispatch_batches, which raises: docs/upstream/accelerate_dispatched_batches.py.
+    # dispatch_batches, which loses the sampler: docs/upstream/accelerate_dispatched_batches.py.
     "batch_size=None": {"samples": "batches in order", "shuffle": False},
     "batch_size=None, drop_last": {
         "samples": "batches in order",
