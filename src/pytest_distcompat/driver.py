@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.exchanges import Exchange
     from pytest_distcompat.world import World
 
 #: The actions that are an optimizer step; ``overflow`` is one whose gradients overflow.
@@ -326,6 +327,20 @@ class HasMetrics(LiveTrainer):
         return True
 
 
+class HasExchanges(LiveTrainer):
+    """Ability to exchange values between ranks, by functions that users call.
+
+    The check ``exchanges`` needs it.
+    """
+
+    def exchanges(self) -> Mapping[str, Exchange]:
+        """Return functions by which ranks exchange values, by name: ``{"gather": Exchange(...)}``.
+
+        ``build`` was not called: start the process group here.
+        """
+        raise NotImplementedError
+
+
 class RenamesKeys(LiveTrainer):
     """How names in saved files differ from those of the unwrapped model. By default they do not."""
 
@@ -443,6 +458,7 @@ class Driver(
     HasLossScaling,
     HasLoaders,
     HasMetrics,
+    HasExchanges,
     HasExtraState,
     KeepsSaves,
     TrainsAgain,

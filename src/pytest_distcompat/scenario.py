@@ -40,6 +40,7 @@ class Run:
       ``damage`` corrupts the checkpoint on rank 0. ``evaluate`` computes outputs of a fixed batch.
     - ``rows`` reads two epochs of the trainer's data loaders, ``resumed_rows`` and ``moved_rows``
       read loaders that resume, the latter at another world size. ``metrics`` runs an evaluation.
+    - ``exchanges`` calls the functions by which ranks exchange values.
     - ``again`` begins a second training in the same trainer, with the first batch.
     - ``reference`` is a step of the same training in one process, in float32 and without wrappers;
       ``rounded`` is the same step under autocast, and ``reference_again`` begins a second training.
@@ -383,6 +384,8 @@ OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 ROWS_RUN = Run("rows", ("rows", "metrics"))
 RESUMED_ROWS_RUN = Run("resumed_rows", ("resumed_rows",), after="rows")
 ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
+#: EXCHANGES_RUN calls the functions by which ranks exchange values.
+EXCHANGES_RUN = Run("exchanges", ("exchanges",))
 
 # Scenarios.
 
@@ -416,6 +419,7 @@ STAGES = Scenario(
     ),
 )
 EVALUATION = Scenario("evaluation", (ROWS_RUN, ALONE_RUN))
+EXCHANGES = Scenario("exchanges", (EXCHANGES_RUN,))
 DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 

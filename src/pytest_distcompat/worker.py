@@ -657,7 +657,7 @@ class Rank:
             return {}
         return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
 
-    # Rows of data loaders and metrics.
+    # Rows of data loaders, metrics, and functions by which ranks exchange values.
 
     @property
     def _loaders(self) -> Mapping[str, Loader]:
@@ -735,6 +735,12 @@ class Rank:
         for name, value in self.driver.metrics(ROWS).items():
             metrics[name] = float(value)
         return {"metrics": metrics}
+
+    def _exchanges(self) -> dict[str, Any]:
+        """Call the functions by which ranks exchange values."""
+        from pytest_distcompat.exchanges.calls import call_all
+
+        return {"exchanges": tuple(call_all(self.driver.exchanges(), self.driver.world))}
 
     def _settings(self) -> dict[str, Any]:
         """Return torch's settings as a field of a snapshot; none if the trainer may set them."""

@@ -13,6 +13,7 @@ from tests.checks import (
     test_coverage,
     test_damage,
     test_evaluation,
+    test_exchanges,
     test_float8,
     test_gradients,
     test_save_only_model,
@@ -130,6 +131,10 @@ def _rows_counted_twice(cell: str) -> Story:
     return replace(sound(cell), trace=test_evaluation.trace({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}))
 
 
+def _bool_is_widened(cell: str) -> Story:
+    return replace(sound(cell), trace=test_exchanges.trace((test_exchanges.WIDENED,), (test_exchanges.SOUND,)))
+
+
 def _lost_under_deepspeed(cell: str) -> Story:
     return test_stages.staged(sound, cell).model({"float8": 0}, action="step", nth=2)
 
@@ -240,6 +245,7 @@ EXAMPLES: Mapping[str, Example] = {
     ),
     "coverage": Example("gives each rank all rows", "ddp-fp32-w2", _all_rows_on_both),
     "evaluation": Example("counts rows that fill the last batch", "ddp-fp32-w2", _rows_counted_twice),
+    "exchanges": Example("pads by an addition, which makes int64 of bool", "ddp-fp32-w2", _bool_is_widened),
     "observers": Example(
         "rounds the live model for the export",
         "ddp-fp32-w2",

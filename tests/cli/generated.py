@@ -364,7 +364,7 @@ def beside_axes() -> str:
 
 
 #: Methods that a driver need not have.
-OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow", "metrics", "again")
+OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow", "metrics", "exchanges", "again")
 #: The method that an action of a run calls, where it has another name; other actions call none, or the method of their name.
 CALLED = {"rounded": "reference", "resumed_rows": "rows", "moved_rows": "rows"}
 

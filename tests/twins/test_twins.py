@@ -132,6 +132,27 @@ def test_an_evaluation_of_which_a_rank_leaves_early(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("twin", "story"),
+    [
+        (
+            "RefusesOnOneRank",
+            "gather of no element: rank 1: ValueError: nothing to gather (not on all ranks, so no further call is made); ",
+        ),
+        (
+            "LeavesOthers",
+            "rank 1 raised RuntimeError: gather of float32: ValueError: nothing to gather on this rank, and another rank did not",
+        ),
+    ],
+)
+def test_a_call_that_a_rank_leaves_early_is_named(runner: Runner, twin: str, story: str) -> None:
+    """It pairs with no collective of the next call, which would be blamed."""
+    cell = Cell.parse("ddp-fp32-w2")
+    status, message = verdict(runner, f"twins.twins_exchanges:{twin}", cell, "exchanges")
+    assert (status, message[: len(story)]) == ("failed", story), message
+
+
+@pytest.mark.nightly
 def test_ddp_that_is_not_told_of_unused_parameters_fails(runner: Runner) -> None:
     """No twin: the run ends, so that every check fails."""
     cell = Cell.of("ddp", "fp32", model="branch")

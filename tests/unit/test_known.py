@@ -358,6 +358,10 @@ def test_what_was_seen_on_a_gpu_is_known_there(driver: str, cell: str, check: st
 OF_TWO_RANKS = {
     "accelerate-gather-iterable": ("ddp-fp32-w{}", "evaluation"),
     "transformers-eval-loss": ("ddp-fp32-w{}", "evaluation"),
+    "accelerate-pad-bool": ("ddp-fp32-w{}", "exchanges"),
+    "accelerate-split-changes": ("ddp-fp32-w{}", "exchanges"),
+    "accelerate-split-tuple": ("ddp-fp32-w{}", "exchanges"),
+    "transformers-gather-named-tuple": ("ddp-fp32-w{}", "exchanges"),
     "accelerate-skip-dispatched": ("ddp-fp32-w{}", "coverage"),
     "transformers-same-dropout": ("ddp-fp32-w{}-model_dropout", "randomness"),
 }

@@ -22,6 +22,7 @@ and a digest is a hash of a tensor's local values in whatever dtype (``digests``
 """
 
 from pytest_distcompat.trace.declared import (
+    ExchangeInfo,
     ExtraState,
     ExtraStateInfo,
     LoadedBatch,
@@ -62,6 +63,7 @@ __all__ = [
     "CallInfo",
     "CollectiveInfo",
     "DropoutInfo",
+    "ExchangeInfo",
     "ExtraState",
     "ExtraStateInfo",
     "FileInfo",

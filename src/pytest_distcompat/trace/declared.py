@@ -7,6 +7,8 @@ A driver is the trainer under test, as a class with a few methods. It may declar
 - further state of a training (``Driver.extra_state``), such as an average of the weights: an
   ``ExtraState`` each. The values that a rank had are an ``ExtraStateInfo``, which the check
   ``extra_state`` reads.
+- functions by which ranks exchange values, such as ``gather`` (``Driver.exchanges``). What a call
+  of one gave a rank is an ``ExchangeInfo``, which the check ``exchanges`` reads.
 """
 
 from __future__ import annotations
@@ -123,3 +125,23 @@ class ExtraStateInfo:
     def values(self) -> Mapping[str, str]:
         """Return all values."""
         return {**self.exact, **self.rounded}
+
+
+@dataclass(frozen=True)
+class ExchangeInfo:
+    """What one call of an exchange gave a rank. Values are texts: ``int64 (2, 1) [[0], [4]]``."""
+
+    #: The name of the function: ``gather``.
+    exchange: str
+    #: The name of the value that it was called with: ``bool``.
+    value_name: str
+    #: That value, as this rank had it.
+    value: str
+    #: What this rank should get.
+    expected: str
+    #: What it got; empty if the call raised an error.
+    got: str = ""
+    #: The error that the call raised: ``TypeError: unsupported dtype``; empty if it raised none.
+    error: str = ""
+    #: The value after the call, if that changed it and may not; empty otherwise.
+    changed: str = ""

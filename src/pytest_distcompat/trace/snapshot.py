@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pytest_distcompat.trace.declared import ExtraStateInfo, RowsInfo
+from pytest_distcompat.trace.declared import ExchangeInfo, ExtraStateInfo, RowsInfo
 from pytest_distcompat.trace.files import FileInfo
 from pytest_distcompat.trace.forward import CollectiveInfo, DropoutInfo, TokenWeights
 from pytest_distcompat.trace.model import ModelInfo, ParameterInfo, UnwrappedInfo
@@ -173,6 +173,8 @@ class Snapshot:
     rows: tuple[RowsInfo, ...] = ()
     #: The metrics of an evaluation by name: ``{"accuracy": 0.5}``.
     metrics: Mapping[str, float] = field(default_factory=dict)
+    #: What each call of a function such as ``gather`` gave this rank.
+    exchanges: tuple[ExchangeInfo, ...] = ()
     #: Of a reference run, which repeats the training in one process: what its loss would be if the
     #: mean were taken over something else, ``{"each token": 2.31, "each micro-batch": 2.29}``. The
     #: key says what has an equal weight in the mean.

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers import _average, _exchanges, _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers._accelerate_calls import AccelerateCalls
 from pytest_distcompat.ext.upstream.drivers._accelerator import MakesAccelerator
 from pytest_distcompat.ext.upstream.drivers.tiny import listed
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import OnAction, Plan
+    from pytest_distcompat.exchanges import Exchange
     from pytest_distcompat.models import Batch
 
 __all__ = ["AccelerateCalls", "AccelerateDriver"]
@@ -499,6 +500,10 @@ class AccelerateDriver(MakesAccelerator):
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate with ``gather_for_metrics``, for the check ``evaluation``."""
         return _rows.accelerate_metrics(count, self.world.device, self._mesh_settings())
+
+    def exchanges(self) -> Mapping[str, Exchange]:
+        """Return accelerate's functions by which ranks exchange values."""
+        return _exchanges.of_accelerate(self.world.device)
 
     @classmethod
     def evaluates_in(cls, cell: Cell) -> bool:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.ext.upstream.drivers import (
     _deepspeed_evaluation,
+    _exchanges,
     _loaded,
     _options,
     _preload,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import OnAction, Plan
+    from pytest_distcompat.exchanges import Exchange
     from pytest_distcompat.models import Batch
 
 __all__ = ["DeepSpeedCalls", "DeepSpeedDriver"]
@@ -425,6 +427,10 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by engines without an optimizer, for the check ``evaluation``."""
         return _deepspeed_evaluation.metrics(count, self.world.backend, self.world.device)
+
+    def exchanges(self) -> Mapping[str, Exchange]:
+        """Return DeepSpeed's functions by which ranks exchange values."""
+        return _exchanges.of_deepspeed(self.world.backend)
 
     def trainer_world_size(self) -> int | None:
         """Return the engine's world size."""

@@ -43,6 +43,7 @@ from unittest import mock
 from pytest_distcompat import clock
 from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.ext.upstream.drivers import (
+    _exchanges,
     _loaded,
     _mesh_rows,
     _options,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.exchanges import Exchange
 
 __all__ = ["TrainerCalls", "TrainerDriver"]
 
@@ -530,6 +532,10 @@ class TrainerDriver(TrainerArguments):
         """Evaluate by ``Trainer.evaluate``, for the check ``evaluation``."""
         device = self.world.device
         return {**_rows.trainer_metrics(count, device), **_trainer_evaluation.metrics(device)}
+
+    def exchanges(self) -> Mapping[str, Exchange]:
+        """Return transformers' functions by which ranks exchange values."""
+        return _exchanges.of_trainer(self.world.device)
 
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - a model of the same class is written, with other values
         """Return the names that ``save_pretrained`` gives to the model's tensors.
