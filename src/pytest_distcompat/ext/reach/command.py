@@ -4,7 +4,7 @@ Its input is a *map*, the file that ``pytest --distcompat-reach FILE`` wrote: fo
 branch of the installed libraries the *cells* (test configurations, such as ``fsdp2-fp32-w2``) that
 execute it. The command line calls ``add`` by the entry point group ``pytest_distcompat.commands``,
 and ``_reach`` with the parsed options. It reads the maps, asks other modules of this package for
-lines of text, as the options say, and prints them.
+lines of text, as the options say, writes the files that they name, and prints the lines.
 """
 
 from __future__ import annotations
@@ -85,20 +85,24 @@ def add(commands: Any) -> None:
 
 
 def _reach(options: argparse.Namespace) -> int:
-    """Print what the options ask for, write the files that they name, and return 0."""
+    """Write the files that the options name, print what they ask for, and return 0."""
     from pytest_distcompat.ext.reach.page import page
     from pytest_distcompat.ext.reach.store import write_map
 
     reach_map = _selected(options)
-    for line in _lines(options, reach_map):
-        print(visible(line))
+    # All lines are made before a file is written: a mistake in the options raises here.
+    lines = list(_lines(options, reach_map))
+    # All files are written before a line is printed: a reader such as ``head`` closes the pipe, and
+    # the next line would end this process.
     if options.output:
         with named_in_errors(options.output):
             write_map(options.output, reach_map)
-        print(f"written: {options.output}")
+        lines.append(f"written: {options.output}")
     if options.html:
         write(options.html, page(reach_map))
-        print(f"written: {options.html}")
+        lines.append(f"written: {options.html}")
+    for line in lines:
+        print(visible(line))
     return 0
 
 
