@@ -73,7 +73,7 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
         ),
         (
             bool(cell.option("sp")) and "norm" not in plan.values(),
-            f"the model {cell.option('model')} has no sequence to cut",
+            f"the plan of the model {cell.option('model')} has no layers for sequence parallelism",
         ),
         (
             bool(cell.option("lora")),
@@ -101,11 +101,14 @@ def _no_autotp(cell: Cell) -> str | None:
         ),
         (
             bool(cell.option("sp")),
-            "DeepSpeed's own tensor parallelism (AutoTP) cuts no sequence",
+            "DeepSpeed's own tensor parallelism (AutoTP) shards no sequence",
         ),
         (
             cell.option("model") == "llama_tied",
-            "AutoTP cuts the logits of tied embeddings, so that no rank has whole ones to compare",
+            (
+                "AutoTP shards the logits of tied embeddings, "
+                "so that no rank has whole ones to compare"
+            ),
         ),
         (
             cell.precision not in {"fp32", "bf16_upcast"},
