@@ -297,7 +297,8 @@ class HasLoaders(LiveTrainer):
 
         Rows are numbers out of ``range(count)``. ``build`` was not called: start the process group
         here if the loader needs it. ``LoadedBatch`` also has the loader's length, from which steps
-        and learning rates are computed.
+        and learning rates are computed. An exception ends the run: the failure names the loader,
+        and those after it are not read.
 
         Args:
             loader: One of ``loaders``.

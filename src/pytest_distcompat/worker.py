@@ -718,11 +718,16 @@ class Rank:
         count = loader.rows or ROWS
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
         lengths: dict[int, int | None] = {}
+        # An exception ends the run, and its message names the loader. The loaders after it are not
+        # read. This rank does not know whether the others raised too, and at the same batch. One
+        # that waits in a collective of this loader would take that of the next one for its own.
+        self.log.doing = f"in rows() of the loader {name!r}"
         for given in self.driver.rows(name, count, (epoch, batch), directory):
             given_batch = LoadedBatch(*given)
             batches = batches_by_epoch.setdefault(given_batch.epoch, [])
             batches.append(tuple(map(int, given_batch.rows)))
             lengths[given_batch.epoch] = given_batch.length
+        self.log.doing = ""
         epochs = tuple(tuple(batches) for batches in batches_by_epoch.values())
         # The loader, where it began, what is expected of it, and what it gave.
         return RowsInfo(name, epoch, batch, loader, epochs, tuple(lengths.values()))

@@ -100,6 +100,30 @@ class GivesNothing(Rows):
             yield epoch, () if done[epoch] == 6 and self.world.rank else rows
 
 
+class InOrderToo(Rows):
+    """Two loaders of torch alone."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {"shuffle": Loader(), "in order": Loader(shuffled=False)}
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^rank 1 raised ValueError: no such sampler \(in rows\(\) of the loader 'in order'\)\n",
+)
+class RaisesOnOneRank(InOrderToo):
+    """The second loader raises on one rank, for which the other one waits."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del count, directory
+        if loader == "in order":
+            torch.distributed.init_process_group(self.world.backend)
+            if self.world.rank:
+                raise ValueError("no such sampler")
+            torch.distributed.barrier()
+        return self.read(start)
+
+
 class Prepared(AccelerateDriver):
     """accelerate with one loader that it shards."""
 

@@ -16,7 +16,9 @@ import torch
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver, Plan
-from pytest_distcompat.events import Event, SnapshotTaken
+from pytest_distcompat.events import Error, Event, SnapshotTaken, of_kind
+from pytest_distcompat.launch.rank import report_error
+from pytest_distcompat.launch.rank_log import RankLog, read_events
 from pytest_distcompat.probe import snapshot
 from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import RESUME_RUN, RESUMED_ROWS_RUN, ROWS, TRAIN_RUN, Run
@@ -191,6 +193,49 @@ def test_loaders_resume_where_they_can(probe: FakeProbe) -> None:
         ("all", (1, 2), ROWS, "old"),
         ("between epochs", (1, 0), ROWS, "old"),
     ]
+
+
+class Lacks(ReadsRows):
+    """Driver that cannot make one of its loaders."""
+
+    def rows(self, loader: str, *start: Any) -> Iterator[Any]:
+        yield from super().rows(loader, *start)
+        if loader == "between epochs":
+            raise ValueError("no such sampler\nknown: a, b")
+
+
+def reported(log: RankLog, driver: Driver, actions: tuple[str, ...]) -> Error:
+    """Perform the actions on a rank that fails, and return the error that it logs."""
+    run_paths = RunPaths(log.path.parent, log.path.parent, log.path.parent, 2)
+    with pytest.raises(ValueError, match="no such sampler") as caught:
+        Rank(driver, Run("rows", actions), run_paths, FakeProbe(), log).perform()  # type: ignore[arg-type]
+    report_error(log, caught.value)
+    (error,) = of_kind(Error, read_events(log.path.parent, 0))
+    return error
+
+
+def test_an_error_names_the_loader(tmp_path: Path) -> None:
+    """Only one of them all is wrong; which one the traceback of a shared function does not show."""
+    driver = Lacks(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
+    with contextlib.closing(RankLog(tmp_path, 0)) as log:
+        error = reported(log, driver, ("rows",))
+    assert error.message.splitlines() == [
+        "ValueError: no such sampler (in rows() of the loader 'between epochs')",
+        "known: a, b",
+    ]
+    assert error.kind == "ValueError"
+    assert [loader for loader, *_ in driver.calls] == ["all", "between epochs"], "another rank may be in the second"
+
+
+def test_an_error_after_the_loaders_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def metrics(self: Rank) -> dict[str, Any]:
+        raise ValueError("no such sampler")
+
+    monkeypatch.setattr(Rank, "_metrics", metrics)
+    driver = ReadsRows(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
+    with contextlib.closing(RankLog(tmp_path, 0)) as log:
+        error = reported(log, driver, ("rows", "metrics"))
+    assert error.message == "ValueError: no such sampler"
 
 
 def test_all_of_a_training_is_one_plan(probe: FakeProbe) -> None:

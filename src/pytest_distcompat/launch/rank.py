@@ -247,9 +247,17 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
 
 
 def report_error(log: RankLog, error: BaseException) -> None:
-    """Log the error, and whether it only says that another rank is gone (``lost``)."""
+    """Log the error, and whether it only says that another rank is gone (``lost``).
+
+    The first line of its message says what the rank was doing, if the log has that.
+    """
     kind = type(error).__name__
-    log.write(Error(kind, message_of(error), format_error(error), lost=lost_peer(error)))
+    message = message_of(error)
+    if log.doing:
+        # Not by another exception raised from this one: a debugger would stop at that.
+        first_line, newline, rest = message.partition("\n")
+        message = f"{first_line} ({log.doing}){newline}{rest}"
+    log.write(Error(kind, message, format_error(error), lost=lost_peer(error)))
 
 
 def message_of(error: BaseException) -> str:

@@ -50,6 +50,9 @@ class RankLog:
         self.rank = rank
         self.by_hand = by_hand
         self.debugged = debugged
+        #: The part of the action that the rank is in, as ``in rows() of the loader 'shuffle'``;
+        #: empty if nobody has set it. ``rank.report_error`` puts it in the message of an error.
+        self.doing = ""
         # Duplicated now: a test's capture may have replaced stderr when the error comes.
         self._terminal = os.dup(2) if by_hand else None
         if by_hand:
