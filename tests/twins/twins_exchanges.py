@@ -23,11 +23,10 @@ class Exchanges(TorchDriver):
 
     def exchanges(self) -> Mapping[str, Exchange]:
         distributed.init_process_group(self.world.backend)
-        flat = {"containers": False}
         return {
-            "gather": Exchange(self.gather, Gathers(**flat)),
-            "total": Exchange(self.total, Reduces("sum", **flat)),
-            "from_last": Exchange(self.from_last, Broadcasts(-1, **flat)),
+            "gather": Exchange(self.gather, Gathers(containers=False)),
+            "total": Exchange(self.total, Reduces("sum", containers=False)),
+            "from_last": Exchange(self.from_last, Broadcasts(-1, containers=False)),
             "pad": Exchange(self.pad, Pads()),
             "split": Exchange(
                 self.split, Splits(), {"dict of lists": "it takes rows", "dict of tensors": "it takes rows"}

@@ -73,6 +73,11 @@ def test_what_a_rank_should_get(law: Law, name: str, rank: int, expected: str) -
     assert got(law, name, rank).startswith(expected)
 
 
+def test_the_dtypes_of_a_broadcast() -> None:
+    values = Broadcasts(containers=False, dtypes=("bfloat16",)).values(RANKS)
+    assert {str(make(0).dtype) for make in values.values()} == {"torch.bfloat16"}
+
+
 @pytest.mark.parametrize(
     "law",
     [Gathers(), GathersLists(), Reduces("sum"), Broadcasts(), BroadcastsLists(), Pads(), Splits(), OnRank()],

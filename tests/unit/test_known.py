@@ -361,7 +361,6 @@ OF_TWO_RANKS = {
     "accelerate-pad-bool": ("ddp-fp32-w{}", "exchanges"),
     "accelerate-split-changes": ("ddp-fp32-w{}", "exchanges"),
     "accelerate-split-tuple": ("ddp-fp32-w{}", "exchanges"),
-    "transformers-gather-named-tuple": ("ddp-fp32-w{}", "exchanges"),
     "accelerate-skip-dispatched": ("ddp-fp32-w{}", "coverage"),
     "transformers-same-dropout": ("ddp-fp32-w{}-model_dropout", "randomness"),
 }

@@ -137,16 +137,18 @@ class Broadcasts:
     Attributes:
         source: That rank; -1 is the last one.
         containers: Whether it is called with dicts, lists and tuples of tensors too.
+        dtypes: The names of the dtypes that it is called with.
     """
 
     source: int = 0
     containers: bool = True
+    dtypes: tuple[str, ...] = ALL_DTYPES
 
     def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
         """Return tensors, alone and in containers."""
         if self.containers:
-            return {**tensors(), **nested()}
-        return tensors()
+            return {**tensors(self.dtypes), **nested()}
+        return tensors(self.dtypes)
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:  # noqa: ARG002 - alike on all ranks
         """Return the value of that rank."""

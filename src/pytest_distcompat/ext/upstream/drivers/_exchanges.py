@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.exchanges import (
     AnyRank,
@@ -24,6 +24,13 @@ from pytest_distcompat.exchanges import (
     Splits,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+#: The dtypes that ZeRO shards.
+_ZERO_DTYPES = ("float32", "bfloat16", "float16")
+#: Why ZeRO shards no tensor of no dimension, and none that is not contiguous.
+_VIEWED_AS_BYTES = "DeepSpeed views it as bytes: docs/upstream/deepspeed_scalar_parameter.py"
 #: Of functions that hand their tensor to torch's collectives as it is.
 _ONE_PIECE = {"transposed": "torch's collectives refuse tensors that are not contiguous"}
 
@@ -38,13 +45,53 @@ def of_accelerate(device: str) -> Mapping[str, Exchange]:
     """
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=device == "cpu")
+    tracker = _tracker()
+    accelerator = Accelerator(cpu=device == "cpu", log_with=tracker)
+    accelerator.init_trackers("exchanges")
+
+    def log(value: int) -> Any:
+        accelerator.log({"value": value})
+        return tracker.value
+
     return {
+        "log": Exchange(log, OnRank(0)),
         **_collectives_of_accelerate(accelerator),
         **_padding_of_accelerate(accelerator),
         **_splitting_of_accelerate(accelerator),
         **_decorators_of_accelerate(accelerator),
+        "LocalSGD": Exchange(
+            functools.partial(_averaged_by_local_sgd, accelerator),
+            Reduces("mean", containers=False),
+        ),
     }
+
+
+def _tracker() -> Any:
+    """Return a tracker that keeps the last value that it is given, on the main process alone.
+
+    https://huggingface.co/docs/accelerate/usage_guides/tracking#implementing-custom-trackers
+    """
+    from accelerate.tracking import GeneralTracker
+
+    class KeepsValue(GeneralTracker):  # type: ignore[misc] # of a library without types
+        name = "keeps_value"
+        requires_logging_directory = False
+        main_process_only = True
+        value: Any = None
+
+        @property
+        def tracker(self) -> Any:
+            return self
+
+        def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+            """Keep nothing of the configuration."""
+
+        def log(self, values: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
+            """Keep the value."""
+            del step, more
+            self.value = values["value"]
+
+    return KeepsValue()
 
 
 def _collectives_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
@@ -130,6 +177,26 @@ def _decorators_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
     return exchanges
 
 
+def _averaged_by_local_sgd(accelerator: Any, tensor: torch.Tensor) -> Any:
+    """Return the parameter of a model that is this tensor on this rank, after a step of LocalSGD.
+
+    LocalSGD averages the models of all ranks.
+    https://huggingface.co/docs/accelerate/usage_guides/local_sgd
+    """
+    import torch
+    from accelerate.local_sgd import LocalSGD
+
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(tensor.detach().clone())
+    prepared = accelerator.prepare(model)
+    with torch.no_grad():
+        # DDP has given all ranks the values of rank 0.
+        model.weight.copy_(tensor)
+    with LocalSGD(accelerator=accelerator, model=prepared, local_sgd_steps=1) as local_sgd:
+        local_sgd.step()
+    return model.weight.detach()
+
+
 def of_trainer(device: str) -> Mapping[str, Exchange]:
     """Return those of transformers that users of ``Trainer`` call in its callbacks and metrics.
 
@@ -199,6 +266,7 @@ def of_deepspeed(backend: str) -> Mapping[str, Exchange]:
         comm.broadcast_object_list(value, src=0)
         return value
 
+    modified = functools.partial(_modified_by_last, ranks - 1)
     total = functools.partial(all_reduce, operation=comm.ReduceOp.SUM)
     largest = functools.partial(all_reduce, operation=comm.ReduceOp.MAX)
     summed = Reduces("sum", containers=False)
@@ -211,4 +279,32 @@ def of_deepspeed(backend: str) -> Mapping[str, Exchange]:
         "inference_all_reduce": Exchange(inference_all_reduce, summed, in_place=True),
         "broadcast": Exchange(broadcast, from_last, _ONE_PIECE, in_place=True),
         "broadcast_object_list": Exchange(broadcast_object_list, BroadcastsLists(), in_place=True),
+        "GatheredParameters(modifier_rank=-1)": Exchange(
+            modified,
+            Broadcasts(-1, containers=False, dtypes=_ZERO_DTYPES),
+            dict.fromkeys(("no dimension", "transposed"), _VIEWED_AS_BYTES),
+        ),
     }
+
+
+def _modified_by_last(last: int, tensor: torch.Tensor) -> Any:
+    """Return a sharded parameter into which the last rank alone has written its tensor.
+
+    https://deepspeed.readthedocs.io/en/latest/zero3.html#gathering-parameters
+
+    Args:
+        last: That rank.
+        tensor: This rank's tensor.
+    """
+    import torch
+    from deepspeed import comm, zero
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with zero.Init(config_dict_or_path=config, dtype=tensor.dtype):
+        model = torch.nn.ParameterList([torch.zeros_like(tensor.detach())])
+    (parameter,) = model.parameters()
+    with zero.GatheredParameters([parameter], modifier_rank=last):
+        if comm.get_rank() == last:
+            parameter.data.copy_(tensor)
+    with zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
