@@ -85,38 +85,6 @@ class FewRows(AccelerateDriver):
                 yield epoch, batch.tolist()
 
 
-class SplitRows(AccelerateDriver):
-    """One more loader: single rows that ranks share out by ``split_between_processes``.
-
-    https://github.com/huggingface/accelerate/pull/4052
-    """
-
-    split: ClassVar[str] = "split_between_processes"
-    loaders: ClassVar[Mapping[str, Loader]] = {
-        **AccelerateDriver.loaders,
-        split: Loader(shuffled=False, filled=False, resumes=False, moves=False),
-    }
-
-    @classmethod
-    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
-        """Return those of the built-in driver and the one more."""
-        return {**super().loaders_in(cell), cls.split: cls.loaders[cls.split]}
-
-    def rows(self, loader: str, count: int, *more: Any) -> _rows.Batches:
-        """Read two epochs of it."""
-        if loader != self.split:
-            yield from super().rows(loader, count, *more)
-            return
-        from accelerate import PartialState
-
-        state = PartialState(cpu=True)
-        for epoch in range(2):
-            for row in range(count):
-                with state.split_between_processes([row]) as rows_of_rank:
-                    if rows_of_rank:
-                        yield epoch, rows_of_rank
-
-
 class PartlyCompiled(AccelerateDriver):
     """One block is compiled, not the model: https://github.com/huggingface/accelerate/pull/3881."""
 

@@ -8,6 +8,7 @@ ACCELERATOR = "accelerate/accelerator.py"
 DATA_LOADER = "accelerate/data_loader.py"
 DEEPSPEED = "accelerate/utils/deepspeed.py"
 FSDP = "accelerate/utils/fsdp_utils.py"
+OPERATIONS = "accelerate/utils/operations.py"
 SCHEDULER = "accelerate/scheduler.py"
 STATE = "accelerate/state.py"
 UNWRAP = "accelerate/utils/other.py"
@@ -78,6 +79,18 @@ MUTANTS = (
                 STATE,
                 'and get_int_from_env(["OMP_NUM_THREADS"], 0) == 0\n',
                 'and get_int_from_env(["OMP_NUM_THREADS"], 0) > 0\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3114-negative-dim",
+        (PULLS + "3114",),
+        "pad_across_processes leaves tensors as they are if the dimension is counted from the end",
+        (
+            Edit(
+                OPERATIONS,
+                "        if dim >= len(tensor.shape) or dim < -len(tensor.shape):\n",
+                "        if dim >= len(tensor.shape) or dim < 0:\n",
             ),
         ),
     ),
@@ -314,6 +327,18 @@ MUTANTS = (
                 ACCELERATOR,
                 "        if self.is_fsdp2:\n            model.set_requires",
                 "        if False:\n            model.set_requires",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3787-mapping-keywords",
+        (PULLS + "3787",),
+        "gather, reduce and broadcast make a mapping of keywords: TypeError for keys that are no names",
+        (
+            Edit(
+                OPERATIONS,
+                "        return type(data)(\n            {\n                k: recursively_apply(\n",
+                "        return type(data)(\n            **{\n                k: recursively_apply(\n",
             ),
         ),
     ),

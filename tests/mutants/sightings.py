@@ -41,6 +41,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-3025-dispatched-whole-batches": (
         Sighting("accelerate", "ddp-fp32-w2", "coverage", "'NoneType' object has no attribute 'sampler'"),
     ),
+    "acc-3114-negative-dim": (
+        Sighting("accelerate", "ddp-fp32-w2", "exchanges", r"dim=-1, pad_index=-100\) of float32: rank 0: gets "),
+    ),
     "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
     "acc-3361-fp8-ds": (Sighting("accelerate", "zero2-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
     "acc-3443-json-without-tp": (Sighting("accelerate", "zero2-fp32-w2", "active", "KeyError: 'tensor_parallel'"),),
@@ -79,6 +82,9 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-3762-fsdp2-no-sync": (
         Sighting("accelerate", "fsdp2-fp32-w2-grad_accum_2", "accumulation", "elements of gradients were reduced"),
     ),
+    "acc-3787-mapping-keywords": (
+        Sighting("accelerate", "ddp-fp32-w2", "exchanges", "gather of dict in a list: .*keywords must be strings"),
+    ),
     "acc-3881-partial-compile": (
         Sighting("mutants.drivers:PartlyCompiled", "ddp-fp32-w2", "parity", "KeyError: '_orig_mod'"),
     ),
@@ -103,7 +109,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         ),
     ),
     "acc-4052-split-rows": (
-        Sighting("mutants.drivers:SplitRows", "ddp-fp32-w2", "coverage", "split_between_processes: "),
+        Sighting("accelerate", "ddp-fp32-w2", "exchanges", "split_between_processes of list of one: rank 1: gets "),
     ),
     "acc-4071-skipped-epoch": (
         Sighting("accelerate", "ddp-fp32-w2", "coverage", "seedable: resumed in the middle of epoch 2"),

@@ -43,7 +43,7 @@ def got(law: Law, name: str, rank: int) -> str:
         (Gathers(), "no element", 1, "float32 (0, 3) []"),
         (Gathers(), "tuple", 0, "(float32 (6,) [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],)"),
         (Gathers(), "named tuple", 0, "Pair(loss=float32 (3,) [1.0, 3.0, 5.0], logits=float32 (3, 2) "),
-        (Gathers(), "dict in a list", 0, "[{'x': float32 (3,) [1.0, 3.0, 5.0]}]"),
+        (Gathers(), "dict in a list", 0, "[{'x': float32 (3,) [1.0, 3.0, 5.0], 0: float32 (6,) "),
         (GathersLists(), "as many as the rank", 0, "[0, 0, 1]"),
         (Reduces("sum"), "uint8", 0, "uint8 (2, 3) [[9, 12, 15], [18, 21, 24]]"),
         (Reduces("mean"), "bfloat16", 2, "bfloat16 (2, 3) [[3.0, 4.0, 5.0], [6.0, 7.0, 8.0]]"),

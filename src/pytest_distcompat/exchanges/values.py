@@ -57,7 +57,10 @@ def nested(dtype: str = "float32") -> Values:
         "list": lambda rank: [_tensor(rank, (1,), dtype), _tensor(rank, (2, 1), dtype)],
         "tuple": lambda rank: (_tensor(rank, (2,), dtype),),
         "named tuple": lambda rank: Pair(_tensor(rank, (1,), dtype), _tensor(rank, (1, 2), dtype)),
-        "dict in a list": lambda rank: [{"x": _tensor(rank, (1,), dtype)}],
+        # A key that is no name cannot be a keyword.
+        "dict in a list": lambda rank: [
+            {"x": _tensor(rank, (1,), dtype), 0: _tensor(rank, (2,), dtype)}
+        ],
     }
 
 
