@@ -126,6 +126,32 @@ def test_an_adapter_under_another_name(sound: Sound, key: str) -> None:
     ]
 
 
+def test_what_the_layers_of_an_adapter_share_is_saved_once(sound: Sound) -> None:
+    """VeRA's projections are buffers of each layer, and one key of the file."""
+    shared = "base_model.model.layers.1.q_proj.vera_A.default"
+
+    def rename(info: ParameterInfo) -> ParameterInfo:
+        return replace(info, name=shared) if info.name.endswith("scale") else info
+
+    def with_shared(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.unwrapped is not None
+        buffers = tuple(map(rename, snapshot.unwrapped.buffers))
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, buffers=buffers))
+
+    def with_live(snapshot: Snapshot) -> Snapshot:
+        if snapshot.model is None:
+            return snapshot
+        return replace(snapshot, model=replace(snapshot.model, buffers=tuple(map(rename, snapshot.model.buffers))))
+
+    story = adapted(sound).alter(with_shared, action="build_model").alter(with_live)
+    saved = tuple(map(adapter_name, LORA))
+    for key, findings in (
+        ("base_model.vera_A", []),
+        ("base_model.vera_B", ["file 'model.safetensors': key 'base_model.vera_B' is no name of the unwrapped model"]),
+    ):
+        assert story.file(0, keys=(*saved, key), shapes={}).findings("names") == findings
+
+
 def test_an_adapter_of_another_shape(sound: Sound) -> None:
     story = adapted(sound).file(0, shapes={"outlet.lora_A.weight": (8,)})
     assert story.findings("names") == [

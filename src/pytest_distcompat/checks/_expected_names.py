@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._renamed import Renamed, renamed
-from pytest_distcompat.model_values import adapter_name
+from pytest_distcompat.model_values import adapter_name, shared_name
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileInfo, ParameterInfo, UnwrappedInfo
 
@@ -72,8 +72,7 @@ class ExpectedNames:
                 self.not_persistent.add(info.name)
         self.state_dict = set(unwrapped.state_dict)
         if cell.option("lora"):
-            for name in self.trainable:
-                self.first_names[adapter_name(name)] = name
+            self._add_names_of_adapter()
             self.state_dict |= set(self.first_names)
         self.in_files = self._names_in_files()
         self.written = set(unwrapped.written_names)
@@ -82,6 +81,13 @@ class ExpectedNames:
             self.shapes[info.name] = tuple(info.shape)
         never_updated = {self.unwrapped_name(live) for live in unused}
         self.updated = self.trainable - never_updated
+
+    def _add_names_of_adapter(self) -> None:
+        """Add PEFT's names of what an adapter trains, and of buffers that its layers share."""
+        for name in self.trainable:
+            self.first_names[adapter_name(name)] = name
+        for name in self.persistent:
+            self.first_names[shared_name(name)] = name
 
     def _names_in_files(self) -> set[str]:
         """Return the names of parameters as the model's own state dict has them.

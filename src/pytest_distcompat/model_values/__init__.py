@@ -27,6 +27,7 @@ from pytest_distcompat.model_values.exported import (
     adapter_name,
     base_weight_of_embedding,
     exported_weights,
+    shared_name,
 )
 from pytest_distcompat.model_values.parameters import (
     expert_parts,
@@ -90,6 +91,7 @@ __all__ = [
     "rounding_of",
     "same_dtype",
     "settings",
+    "shared_name",
     "stages_of",
     "step_counts",
     "tp_copies",

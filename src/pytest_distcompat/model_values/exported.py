@@ -33,6 +33,18 @@ def adapter_name(name: str) -> str:
     return name.removesuffix(".default")
 
 
+def shared_name(name: str) -> str:
+    """Return the name under which PEFT saves a buffer that the layers of an adapter share.
+
+    ``base_model.model.layers.0.q_proj.vera_A.default`` becomes ``base_model.vera_A``, which PEFT
+    saves once for all layers. Names of other buffers stay as they are.
+    """
+    path, _, last = name.rpartition(".")
+    if last != "default":
+        return name
+    return f"base_model.{path.rpartition('.')[2]}"
+
+
 def base_weight_of_embedding(name: str) -> bool:
     """Tell whether PEFT saves this weight beside an adapter, though it is frozen.
 
