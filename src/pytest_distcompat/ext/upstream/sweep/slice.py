@@ -75,6 +75,8 @@ SLICE = {
         "fsdp2-fp32-w2-model_mlp-set_TrainingArguments.enable_jit_checkpoint=true",
     ),
     "deepspeed": (
+        # The loss scale grows within the steps of a run, as it does each 1000 steps by default.
+        "zero2-fp16_mixed-w2-model_mlp-set_ds_config.fp16.loss_scale_window=2",
         "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.round_robin_gradients=true",
         "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.elastic_checkpoint=true",
         "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.pipeline_loading_checkpoint=true",
