@@ -46,11 +46,23 @@ def test_a_value_is_changed_although_the_result_is_right() -> None:
     ]
 
 
-def test_a_long_value_is_shown_in_part() -> None:
-    long = "[" + "1, " * 200 + "1]"
-    (finding,) = findings((ExchangeInfo("gather", "int64", "[1]", "[1]", long),), (SOUND,))
-    assert finding.startswith("gather of int64: rank 0: gets [1, 1, ")
-    assert finding.endswith(" ...; expected [1]")
+def test_a_long_value_is_shown_around_the_first_difference() -> None:
+    expected = f"[{', '.join(map(str, range(200)))}]"
+    got = expected.replace("150,", "-1,")
+    (finding,) = findings((ExchangeInfo("gather", "int64", "[1]", expected, got),), (SOUND,))
+    assert finding.startswith("gather of int64: rank 0: gets ... ")
+    seen, _, wanted = finding.partition("; expected ")
+    assert ", 149, -1, 151, " in seen
+    assert ", 149, 150, 151, " in wanted
+    assert wanted.endswith(" ...")
+    assert len(finding) < 350
+
+
+def test_a_long_error_is_shown_in_part() -> None:
+    info = ExchangeInfo("gather", "int64", "[1]", "[1]", error=f"TypeError: {'no ' * 200}")
+    (finding,) = findings((info,), (SOUND,))
+    assert finding.startswith("gather of int64: rank 0: TypeError: no no ")
+    assert finding.endswith("; expected [1]")
     assert len(finding) < 200
 
 
@@ -66,6 +78,8 @@ def test_where_it_applies() -> None:
     check = CHECKS.get("exchanges")
     assert check.not_applicable(Cell("ddp", "fp32"), Driver) == "the driver has no exchanges()"
     assert check.not_applicable(Cell("ddp", "fp32"), AccelerateDriver) is None
-    assert "tested in ddp-fp32" in (check.not_applicable(Cell("fsdp2", "fp32"), AccelerateDriver) or "")
+    assert check.not_applicable(Cell("fsdp2", "fp32"), AccelerateDriver) == (
+        "ranks exchange values alike in all cells, and that is tested in ddp-fp32"
+    )
     on_mesh = check.not_applicable(Cell.of("fsdp2", "fp32", tp=2), AccelerateDriver)
     assert on_mesh == "on a mesh ranks exchange values as they do without one, where it is tested"

@@ -137,11 +137,15 @@ def test_an_evaluation_of_which_a_rank_leaves_early(
     [
         (
             "RefusesOnOneRank",
-            "gather of no element: rank 1: ValueError: nothing to gather (not on all ranks, so no further call is made); ",
+            "gather of empty: rank 1: ValueError: nothing to gather (not on all ranks, so no further call is made); ",
         ),
         (
             "LeavesOthers",
             "rank 1 raised RuntimeError: gather of float32: ValueError: nothing to gather on this rank, and another rank did not",
+        ),
+        (
+            "OneMoreOnOneRank",
+            "raised RuntimeError: exchanges() names other functions, or in another order, on some ranks; the ranks are to make 6",
         ),
     ],
 )
@@ -149,7 +153,9 @@ def test_a_call_that_a_rank_leaves_early_is_named(runner: Runner, twin: str, sto
     """It pairs with no collective of the next call, which would be blamed."""
     cell = Cell.parse("ddp-fp32-w2")
     status, message = verdict(runner, f"twins.twins_exchanges:{twin}", cell, "exchanges")
-    assert (status, message[: len(story)]) == ("failed", story), message
+    first_line, *_ = message.splitlines()
+    assert status == "failed"
+    assert story in first_line
 
 
 @pytest.mark.nightly

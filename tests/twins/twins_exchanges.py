@@ -116,7 +116,7 @@ class ReducesInPlace(Exchanges):
 @twin(
     "exchanges",
     DDP,
-    match=r"^gather of no dimension: rank 0: RuntimeError: zero-dimensional tensor .*; expected float32 \(2,\) \[1\.0, 3\.0\]",
+    match=r"^gather of scalar: rank 0: RuntimeError: zero-dimensional tensor .*; expected float32 \(2,\) \[1\.0, 3\.0\]",
     sound="twins.twins_exchanges:Exchanges",
 )
 class GathersRowsAlone(Exchanges):
@@ -173,3 +173,13 @@ class LeavesOthers(Exchanges):
         if self.world.rank == 1:
             raise ValueError("nothing to gather")
         return super().gather(tensor)
+
+
+class OneMoreOnOneRank(Exchanges):
+    """The main process has a function more."""
+
+    def exchanges(self) -> Mapping[str, Exchange]:
+        named = dict(super().exchanges())
+        if self.world.rank:
+            del named["main_only"]
+        return named

@@ -70,11 +70,22 @@ def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     """
     if any(name in MESH for name, _ in cell.options):
         return _not_on_mesh(cell, driver)
+    return in_first_cell(cell, driver, "data are loaded")
+
+
+def in_first_cell(cell: Cell, driver: type[Driver], what_happens: str) -> str | None:
+    """Return why something is tested in another cell; None if the cell is the first.
+
+    Args:
+        cell: The cell.
+        driver: The driver.
+        what_happens: What is alike in all cells: ``data are loaded``.
+    """
     first = _first_cell(cell, driver)
     if cell == first:
         return None
     tested_in = f"{first.strategy}-{first.precision}"
-    return f"data are loaded alike in all cells, and that is tested in {tested_in}"
+    return f"{what_happens} alike in all cells, and that is tested in {tested_in}"
 
 
 def _not_on_mesh(cell: Cell, driver: type[Driver]) -> str | None:

@@ -2,7 +2,7 @@
 
 An *exchange* is such a function: ``gather``, ``reduce``, ``pad_across_processes``. Users call it in
 their own loop, for a log, a metric or their prompts. A driver, the class by which a trainer is
-tested, lists them in ``Driver.exchanges``, each with a law such as ``Gathers()``.
+tested, lists them in ``Driver.exchanges``, each with a contract such as ``Gathers()``.
 
 ``judge.judge`` calls the check once its run has ended. It gets a cell, one point of the test matrix
 such as ``ddp-fp32-w2``, and a trace with the run ``exchanges``: one process group, in which every
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks.coverage import tested_once
+from pytest_distcompat.checks.coverage import in_first_cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import EXCHANGES, MESH
 from pytest_distcompat.trace import ExchangeInfo, Trace
@@ -39,7 +39,7 @@ def _no_exchanges(cell: Cell, driver: type[Driver]) -> str | None:
         return "the driver has no exchanges()"
     if any(name in MESH for name, _ in cell.options):
         return "on a mesh ranks exchange values as they do without one, where it is tested"
-    return tested_once(cell, driver)
+    return in_first_cell(cell, driver, "ranks exchange values")
 
 
 @check(
@@ -71,16 +71,34 @@ def exchanges(cell: Cell, trace: Trace) -> Iterator[str]:
 def _wrong(info: ExchangeInfo) -> Iterator[str]:
     """Yield what is wrong with what a call gave a rank."""
     if info.error:
-        yield f"{_shown(info.error)}; expected {_shown(info.expected)}"
+        yield f"{info.error[:SHOWN]}; expected {info.expected[:SHOWN]}"
     elif info.got != info.expected:
-        yield f"gets {_shown(info.got)}; expected {_shown(info.expected)}"
+        got, expected = _shown(info.got, info.expected)
+        yield f"gets {got}; expected {expected}"
     if info.changed:
-        values = f"from {_shown(info.value)} to {_shown(info.changed)}"
-        yield f"it changes the value that it is called with {values}"
+        before, after = _shown(info.value, info.changed)
+        yield f"it changes the value that it is called with from {before} to {after}"
 
 
-def _shown(text: str) -> str:
-    """Return the beginning of a text."""
-    if len(text) <= SHOWN:
-        return text
-    return f"{text[:SHOWN]} ..."
+def _shown(text: str, other: str) -> tuple[str, str]:
+    """Return the parts of two texts around their first difference, which each has ``SHOWN`` of."""
+    alike = 0
+    for character, other_character in zip(text, other, strict=False):
+        if character != other_character:
+            break
+        alike += 1
+    start = max(0, alike - SHOWN // 4)
+    # The beginning says what the value is.
+    if start < SHOWN // 4:
+        start = 0
+    return _part(text, start), _part(other, start)
+
+
+def _part(text: str, start: int) -> str:
+    """Return a part of a text, with dots for what is left out."""
+    part = text[start : start + SHOWN]
+    if start:
+        part = f"... {part}"
+    if start + SHOWN < len(text):
+        part = f"{part} ..."
+    return part

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_distcompat.exchanges.laws import Law
+from pytest_distcompat.exchanges.contracts import Contract
 
 
 @dataclass(frozen=True)
@@ -14,15 +14,17 @@ class Exchange:
     """A function by which ranks exchange values.
 
     Attributes:
-        call: The function. It is called on all ranks at once, with one value, and returns what this
-            rank gets. The value may be a tensor on this rank's device, or a dict, list or tuple.
-        law: What it should give, such as ``Gathers()``.
+        call: The function. It is called on all ranks at once, with one argument, and returns what
+            this rank gets. The argument may be a tensor on this rank's device, or a dict, list or
+            tuple.
+        contract: What each rank should get, such as ``Gathers()``.
         unsupported: Name of a value that the function is not made for -> the reason. It is not
-            called with that. Names are those of the law's ``values``, such as ``bool``.
-        in_place: Whether it may change the value that it is called with, as torch's collectives do.
+            called with that. Names are those of ``contract.values``, such as ``bool``.
+        in_place: Whether it may change its argument. If it then returns None, that is the result,
+            as with torch's collectives. It is not called with tensors that require a gradient.
     """
 
     call: Callable[[Any], Any]
-    law: Law
+    contract: Contract
     unsupported: Mapping[str, str] = field(default_factory=dict)
     in_place: bool = False

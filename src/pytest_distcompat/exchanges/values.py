@@ -1,13 +1,13 @@
 """Values that ranks exchange: tensors of many dtypes and shapes, and lists and dicts.
 
-A *law* (``laws``) calls these functions for the values of each rank. Each returns the name of a
-value -> a function that makes it for a rank. All numbers are small and whole, so that sums and
-means are exact in each dtype and in any order. torch is imported when a value is made: pytest's
-process imports the laws too.
+A *contract* (``contracts``) calls these functions for the values of each rank. Each returns the
+name of a value -> a function that makes it for a rank. torch is imported when a value is made:
+pytest's process imports the contracts too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 OfRank = Callable[[int], Any]
 #: Name of a value -> what makes it.
 Values = Mapping[str, OfRank]
+#: Called with a rank and the numbers of the elements of its tensor, from 0: returns the elements.
+Numbers = Callable[[int, "torch.Tensor"], "torch.Tensor"]
 
 #: The names of dtypes, as torch has them.
 FLOATING = ("float32", "bfloat16", "float16", "float64")
-WHOLE = ("int64", "int32", "uint8")
-ALL_DTYPES = (*FLOATING, *WHOLE, "bool")
+INTEGER = ("int64", "int32", "uint8")
+ALL_DTYPES = (*FLOATING, *INTEGER, "bool")
+
+#: The name of the value that requires a gradient, which nothing may change in place.
+REQUIRES_GRAD = "requires_grad"
 
 
 class Pair(NamedTuple):
@@ -32,88 +37,133 @@ class Pair(NamedTuple):
     logits: Any
 
 
-def tensors(dtypes: tuple[str, ...] = ALL_DTYPES) -> Values:
+def distinct(rank: int, index: torch.Tensor) -> torch.Tensor:
+    """Return elements that differ from one another, and from those of the next ranks."""
+    return (index + 1 + 2 * rank) % 64
+
+
+def summable(rank: int, index: torch.Tensor) -> torch.Tensor:
+    """Return elements 0, 1 or 2, of which each rank has the largest somewhere.
+
+    Sums of up to 64 ranks are exact in each dtype, in any order: bfloat16 has whole numbers up to
+    256, and uint8 ends at 255.
+    """
+    return (2 * rank + index) % 3
+
+
+def mean_of(ranks: int) -> Numbers:
+    """Return elements whose mean is exact: each is divisible by the number of ranks.
+
+    So is it in any order, and whether parts are divided before or after they are added. It is on up
+    to 10 ranks, and on 16, 32 and 64.
+    """
+    return lambda rank, index: summable(rank, index) * ranks
+
+
+def tensors(dtypes: tuple[str, ...] = ALL_DTYPES, numbers: Numbers = distinct) -> Values:
     """Return tensors of two rows and three columns in each dtype, and other shapes in the first.
 
-    Two are special: a view whose elements do not stand one after another in memory, and a tensor
-    that needs a gradient.
+    Args:
+        dtypes: The names of the dtypes.
+        numbers: What the elements are.
     """
+
+    def of_shape(shape: tuple[int, ...], dtype: str) -> OfRank:
+        return lambda rank: _tensor(rank, shape, dtype, numbers)
+
     made: dict[str, OfRank] = {}
     for dtype in dtypes:
-        made[dtype] = _of_shape((2, 3), dtype)
+        made[dtype] = of_shape((2, 3), dtype)
     first = dtypes[0]
-    made["no dimension"] = _of_shape((), first)
-    made["one element"] = _of_shape((1,), first)
-    made["no element"] = _of_shape((0, 3), first)
-    made["transposed"] = lambda rank: _tensor(rank, (2, 3), first).t()
+    made["scalar"] = of_shape((), first)
+    made["one element"] = of_shape((1,), first)
+    made["empty"] = of_shape((0, 3), first)
+    made["three dimensions"] = of_shape((2, 1, 2), first)
+    made["not contiguous"] = lambda rank: _tensor(rank, (2, 3), first, numbers).t()
     if first in FLOATING:
-        made["with a gradient"] = lambda rank: _tensor(rank, (3,), first).requires_grad_()
+        # ``calls`` lets it require a gradient once it is on the device: before, it were no leaf.
+        made[REQUIRES_GRAD] = of_shape((3,), first)
     return made
 
 
-def nested(dtype: str = "float32") -> Values:
-    """Return lists, tuples and dicts of tensors."""
+def containers(numbers: Numbers = distinct) -> Values:
+    """Return lists, tuples and dicts of tensors in float32, with these elements."""
+
+    def tensor(rank: int, *shape: int) -> torch.Tensor:
+        return _tensor(rank, shape, "float32", numbers)
+
     return {
-        "list": lambda rank: [_tensor(rank, (1,), dtype), _tensor(rank, (2, 1), dtype)],
-        "tuple": lambda rank: (_tensor(rank, (2,), dtype),),
-        "named tuple": lambda rank: Pair(_tensor(rank, (1,), dtype), _tensor(rank, (1, 2), dtype)),
+        "list": lambda rank: [tensor(rank, 1), tensor(rank, 2, 1)],
+        "tuple": lambda rank: (tensor(rank, 2),),
+        "named tuple": lambda rank: Pair(tensor(rank, 1), tensor(rank, 1, 2)),
         # A key that is no name cannot be a keyword.
-        "dict in a list": lambda rank: [
-            {"x": _tensor(rank, (1,), dtype), 0: _tensor(rank, (2,), dtype)}
-        ],
+        "dict in a list": lambda rank: [{"x": tensor(rank, 1), 0: tensor(rank, 2)}],
     }
 
 
-def uneven(dim: int, dtypes: tuple[str, ...] = ALL_DTYPES) -> Values:
-    """Return tensors that have more elements along a dimension, the higher the rank.
+def extremes() -> Values:
+    """Return tensors that a detour by another dtype would change."""
+    import torch
+
+    return {
+        "large integers": lambda rank: torch.tensor([2**53 + 1 + rank, -1]),
+        "fractions": lambda rank: torch.tensor([1 / 3 + rank, -1e-30, math.inf, math.nan]),
+    }
+
+
+def uneven(dim: int, ranks: int, dtypes: tuple[str, ...] = ALL_DTYPES) -> Values:
+    """Return tensors of two dimensions that have another length on each rank along one of them.
 
     Args:
-        dim: The dimension, of two; negative ones count from the end.
-        dtypes: The dtypes.
+        dim: That dimension; negative ones count from the end.
+        ranks: The number of ranks.
+        dtypes: The names of the dtypes.
     """
 
-    def of_length(dtype: str, shortest: int) -> OfRank:
+    def of_length(dtype: str, length: Callable[[int], int]) -> OfRank:
         def make(rank: int) -> Any:
             shape = [2, 2]
-            shape[dim] = rank + shortest
-            return _tensor(rank, tuple(shape), dtype)
+            shape[dim] = length(rank)
+            return _tensor(rank, tuple(shape), dtype, distinct)
 
         return make
 
     made: dict[str, OfRank] = {}
     for dtype in dtypes:
-        made[dtype] = of_length(dtype, 1)
+        made[dtype] = of_length(dtype, lambda rank: rank + 1)
     first = dtypes[0]
-    made["no element on rank 0"] = of_length(first, 0)
-    made["equally many"] = _of_shape((2, 2), first)
-    made["dict"] = lambda rank: {"x": of_length(first, 1)(rank), "y": of_length(first, 2)(rank)}
+    made["longest on rank 0"] = of_length(first, lambda rank: ranks - rank)
+    made["empty on rank 0"] = of_length(first, lambda rank: rank)
+    made["empty on the last rank"] = of_length(first, lambda rank: ranks - 1 - rank)
+    made["equally long"] = of_length(first, lambda _rank: 2)
+    made["dict"] = lambda rank: {"x": made[first](rank), "y": made["longest on rank 0"](rank)}
     return made
 
 
-def _of_shape(shape: tuple[int, ...], dtype: str) -> OfRank:
-    """Return what makes a tensor of that shape and dtype for a rank."""
-    return lambda rank: _tensor(rank, shape, dtype)
-
-
-def _tensor(rank: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Return a tensor of small whole numbers that differ from rank to rank."""
-    import math
-
+def _tensor(rank: int, shape: tuple[int, ...], dtype: str, numbers: Numbers) -> torch.Tensor:
+    """Return a tensor of that shape and dtype."""
     import torch
 
-    numbers = torch.arange(math.prod(shape)) + 1 + 2 * rank
+    elements = numbers(rank, torch.arange(math.prod(shape)))
     if dtype == "bool":
-        numbers = numbers // 2 % 2
-    return numbers.reshape(shape).to(getattr(torch, dtype))
+        elements = elements // 2 % 2
+    return elements.reshape(shape).to(getattr(torch, dtype))
 
 
 def lists() -> Values:
-    """Return lists of what can be pickled, of different lengths."""
+    """Return lists of what can be pickled, of the same length on all ranks."""
     return {
         "texts": lambda rank: [f"text {rank}", ""],
         "dicts": lambda rank: [{"rank": rank, "tokens": [rank, 0]}],
-        "as many as the rank": lambda rank: list(range(rank)),
         "tuples": lambda rank: [(rank, "row")] * 2,
+    }
+
+
+def uneven_lists(ranks: int) -> Values:
+    """Return lists of what can be pickled, of another length on each rank."""
+    return {
+        "empty on rank 0": lambda rank: list(range(rank)),
+        "empty on the last rank": lambda rank: list(range(ranks - 1 - rank)),
     }
 
 
@@ -121,10 +171,14 @@ def shared(ranks: int) -> Values:
     """Return values that all ranks have alike, for ranks to share out: some divide by the ranks."""
     import torch
 
+    odd = 2 * ranks + 1
+
     def rows(count: int) -> torch.Tensor:
         return torch.arange(2 * count).reshape(count, 2)
 
-    odd = 2 * ranks + 1
+    def texts() -> list[str]:
+        return [f"prompt {number}" for number in range(odd)]
+
     return {
         "list": lambda _rank: list(range(odd)),
         "list that divides": lambda _rank: list(range(2 * ranks)),
@@ -133,9 +187,6 @@ def shared(ranks: int) -> Values:
         "tensor": lambda _rank: rows(odd),
         "tensor of one row": lambda _rank: rows(1),
         "bool": lambda _rank: rows(odd) % 2 == 0,
-        "dict of lists": lambda _rank: {
-            "prompt": list("abcdefghijk"[:odd]),
-            "id": list(range(odd)),
-        },
+        "dict of lists": lambda _rank: {"prompt": texts(), "id": list(range(odd))},
         "dict of tensors": lambda _rank: {"x": rows(odd), "y": rows(odd)[:, 0]},
     }

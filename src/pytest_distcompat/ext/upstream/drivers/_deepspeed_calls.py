@@ -36,7 +36,13 @@ _WHOLE_PARAMETERS = {
 }
 
 #: Pattern of calls -> why walks have none of them at stage 0, without ZeRO.
-_WITHOUT_ZERO = dict.fromkeys(("gather*", "accessors*"), "it is an interface of ZeRO")
+_WITHOUT_ZERO = dict.fromkeys(("gather*", "accessors*", "offload*"), "it is an interface of ZeRO")
+
+#: Pattern of calls -> why walks have none of them under ZeRO-3.
+_WITHOUT_FUSED_ADAM = dict.fromkeys(
+    ("offload(state='hp_params')", "offload(state='optim_states')"),
+    "under ZeRO-3 it moves these of DeepSpeed's FusedAdam alone, which needs a GPU",
+)
 
 #: Code that makes the trainer in the script of a walk; ``STAGE`` stands for the stage of ZeRO. The
 #: rest of the script defines ``trainer_of``, ``optimizer_of`` and MAX_NORM
@@ -96,7 +102,7 @@ class DeepSpeedCalls(Calls):
         "zero0": _WITHOUT_ZERO,
         "zero1": _WHOLE_PARAMETERS,
         "zero2": _WHOLE_PARAMETERS,
-        "zero3": NO_SECOND_LOAD,
+        "zero3": {**NO_SECOND_LOAD, **_WITHOUT_FUSED_ADAM},
     }
     passes_on: ClassVar[Mapping[str, str]] = {
         "export": f"{_ENGINE}.save_16bit_model",
@@ -192,6 +198,24 @@ class DeepSpeedCalls(Calls):
             if parameter.requires_grad:
                 values[name] = accessor(parameter, *arguments)
         return values
+
+    @observer
+    def offload(
+        self,
+        state: Literal[
+            "lp_params", "lp_grads", "contiguous_grad_buffer", "hp_params", "optim_states"
+        ] = "lp_params",
+    ) -> None:
+        """Move a part of the engine's state away, by ``offload_states``, and back.
+
+        Users do between training and generation:
+        https://deepspeed.readthedocs.io/en/latest/zero3.html#offload-states
+        """
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        # Pinned memory is of GPUs.
+        self.model.offload_states(include=[OffloadStateTypeEnum(state)], pin_memory=False)
+        self.model.reload_states()
 
     @observer
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:

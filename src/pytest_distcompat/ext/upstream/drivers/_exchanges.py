@@ -1,7 +1,7 @@
 """Functions of the libraries by which ranks exchange values: ``gather``, ``reduce``, ``broadcast``.
 
-The built-in drivers return them from ``exchanges()``; the check ``exchanges`` compares what they
-give with what their laws expect. Each public function of this module starts the process group, as
+The built-in drivers return them from ``exchanges()``, and the check ``exchanges`` compares what
+they give with their contracts. Each public function of this module starts the process group, as
 users of its library do.
 """
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 #: The dtypes that ZeRO shards.
 _ZERO_DTYPES = ("float32", "bfloat16", "float16")
-#: Why ZeRO shards no tensor of no dimension, and none that is not contiguous.
+#: Why ZeRO shards no scalar, and no tensor that is not contiguous.
 _VIEWED_AS_BYTES = "DeepSpeed views it as bytes: docs/upstream/deepspeed_scalar_parameter.py"
 #: Of functions that hand their tensor to torch's collectives as it is.
-_ONE_PIECE = {"transposed": "torch's collectives refuse tensors that are not contiguous"}
+_CONTIGUOUS_ONLY = {"not contiguous": "torch's collectives refuse tensors that are not contiguous"}
 
 
 def of_accelerate(device: str) -> Mapping[str, Exchange]:
-    """Return those of accelerate, which all have a process group of an ``Accelerator``.
+    """Return accelerate's functions, which use the process group of an ``Accelerator``.
 
     https://huggingface.co/docs/accelerate/package_reference/utilities
 
@@ -81,6 +81,7 @@ def _tracker() -> Any:
 
         @property
         def tracker(self) -> Any:
+            """Return what accelerate's ``get_tracker`` hands out."""
             return self
 
         def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -109,9 +110,9 @@ def _collectives_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
         "gather": Exchange(accelerator.gather, Gathers()),
         "gather_for_metrics": Exchange(accelerator.gather_for_metrics, Gathers()),
         "gather_object": Exchange(gather_object, GathersLists()),
-        "broadcast": Exchange(broadcast, Broadcasts(), _ONE_PIECE, in_place=True),
+        "broadcast": Exchange(broadcast, Broadcasts(), _CONTIGUOUS_ONLY, in_place=True),
         "broadcast from the last rank": Exchange(
-            from_last, Broadcasts(-1), _ONE_PIECE, in_place=True
+            from_last, Broadcasts(-1), _CONTIGUOUS_ONLY, in_place=True
         ),
         "broadcast_object_list": Exchange(broadcast_object_list, BroadcastsLists(), in_place=True),
         "set_trigger": Exchange(trigger, AnyRank()),
@@ -155,25 +156,21 @@ def _splitting_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
 def _decorators_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
     """Return decorators of functions that run on one rank alone."""
 
-    def on_rank_1(decorate: Callable[..., Any], argument: str) -> Callable[..., Any]:
-        return functools.partial(decorate, **{argument: 1})
-
     def call(decorate: Callable[..., Any], value: Any) -> Any:
         function = decorate(lambda: value)
         return function()
 
-    on_process = on_rank_1(accelerator.on_process, "process_index")
-    on_local_process = on_rank_1(accelerator.on_local_process, "local_process_index")
+    on_rank_1 = functools.partial(accelerator.on_process, process_index=1)
+    # Those of local ranks are left out: on several machines, or on a shared GPU, several ranks have
+    # the same local rank.
     decorators = {
         "on_main_process": (accelerator.on_main_process, OnRank(0)),
-        "on_local_main_process": (accelerator.on_local_main_process, OnRank(0)),
         "on_last_process": (accelerator.on_last_process, OnRank(-1)),
-        "on_process(process_index=1)": (on_process, OnRank(1)),
-        "on_local_process(local_process_index=1)": (on_local_process, OnRank(1)),
+        "on_process(process_index=1)": (on_rank_1, OnRank(1)),
     }
     exchanges: dict[str, Exchange] = {}
-    for name, (decorate, law) in decorators.items():
-        exchanges[name] = Exchange(functools.partial(call, decorate), law)
+    for name, (decorate, contract) in decorators.items():
+        exchanges[name] = Exchange(functools.partial(call, decorate), contract)
     return exchanges
 
 
@@ -198,7 +195,7 @@ def _averaged_by_local_sgd(accelerator: Any, tensor: torch.Tensor) -> Any:
 
 
 def of_trainer(device: str) -> Mapping[str, Exchange]:
-    """Return those of transformers that users of ``Trainer`` call in its callbacks and metrics.
+    """Return what users of ``Trainer`` call in its callbacks and metrics.
 
     Args:
         device: ``cpu`` or that of this rank.
@@ -216,7 +213,7 @@ def of_trainer(device: str) -> Mapping[str, Exchange]:
 
 
 def of_deepspeed(backend: str) -> Mapping[str, Exchange]:
-    """Return those of ``deepspeed.comm``, which has torch's collectives under names of its own.
+    """Return functions of ``deepspeed.comm``, which wrap torch's collectives, and of ``zero``.
 
     https://www.deepspeed.ai/docs/config-json/#communication-logging
 
@@ -277,12 +274,12 @@ def of_deepspeed(backend: str) -> Mapping[str, Exchange]:
         "all_reduce": Exchange(total, summed, in_place=True),
         "all_reduce(op=MAX)": Exchange(largest, Reduces("max", containers=False), in_place=True),
         "inference_all_reduce": Exchange(inference_all_reduce, summed, in_place=True),
-        "broadcast": Exchange(broadcast, from_last, _ONE_PIECE, in_place=True),
+        "broadcast": Exchange(broadcast, from_last, _CONTIGUOUS_ONLY, in_place=True),
         "broadcast_object_list": Exchange(broadcast_object_list, BroadcastsLists(), in_place=True),
         "GatheredParameters(modifier_rank=-1)": Exchange(
             modified,
             Broadcasts(-1, containers=False, dtypes=_ZERO_DTYPES),
-            dict.fromkeys(("no dimension", "transposed"), _VIEWED_AS_BYTES),
+            dict.fromkeys(("scalar", "not contiguous"), _VIEWED_AS_BYTES),
         ),
     }
 

@@ -1,4 +1,4 @@
-"""Laws of exchanges: with which values they are called, and what each rank should get.
+"""Contracts of exchanges: with which values they are called, and what each rank should get.
 
 An ``Exchange`` of a driver, a function such as ``gather``, names one. The values of all ranks are
 generated. So each rank knows those of all others, and computes what it should get without any
@@ -10,24 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from pytest_distcompat.exchanges.nested import combined
+from pytest_distcompat.exchanges.nested import map_tensors
 from pytest_distcompat.exchanges.values import (
     ALL_DTYPES,
     FLOATING,
-    WHOLE,
+    INTEGER,
+    Numbers,
     Values,
+    containers,
+    extremes,
     lists,
-    nested,
+    mean_of,
     shared,
+    summable,
     tensors,
     uneven,
+    uneven_lists,
 )
 
 
-class Law(Protocol):
-    """What an exchange should give."""
+class Contract(Protocol):
+    """The values that a function is called with, and what each rank should get."""
 
     def values(self, ranks: int) -> Values:
         """Return name of a value -> what makes it for a rank.
@@ -51,19 +56,19 @@ class Law(Protocol):
 class Gathers:
     """Each rank gets the rows of all ranks, in the order of the ranks.
 
-    A tensor without a dimension counts as one row.
+    A scalar counts as one row.
 
     Attributes:
-        containers: Whether it is called with dicts, lists and tuples of tensors too.
+        containers: Whether the function also takes dicts, lists and tuples of tensors.
+        dtypes: The names of the dtypes that it takes.
     """
 
     containers: bool = True
+    dtypes: tuple[str, ...] = ALL_DTYPES
 
-    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
+    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any contract has it
         """Return tensors of all dtypes and shapes, alone and in containers."""
-        if self.containers:
-            return {**tensors(), **nested()}
-        return tensors()
+        return _tensors(self.dtypes, in_containers=self.containers)
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:  # noqa: ARG002 - alike on all ranks
         """Return the rows of all ranks."""
@@ -74,16 +79,26 @@ class Gathers:
                 return torch.stack(parts)
             return torch.cat(parts)
 
-        return combined(values, joined)
+        return map_tensors(values, joined)
+
+
+def _tensors(dtypes: tuple[str, ...], *, in_containers: bool) -> Values:
+    """Return tensors of these dtypes, in containers too if the function takes those."""
+    values = dict(tensors(dtypes))
+    if dtypes == ALL_DTYPES:
+        values.update(extremes())
+    if in_containers:
+        values.update(containers())
+    return values
 
 
 @dataclass(frozen=True)
 class GathersLists:
     """Each rank gets one list with what is in the lists of all ranks, in the order of the ranks."""
 
-    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
+    def values(self, ranks: int) -> Values:
         """Return lists of what can be pickled."""
-        return lists()
+        return {**lists(), **uneven_lists(ranks)}
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:  # noqa: ARG002 - alike on all ranks
         """Return all in one list."""
@@ -98,21 +113,31 @@ class Reduces:
     """Each rank gets the sum, mean or largest of the ranks' tensors, in their dtype.
 
     Attributes:
-        operation: ``sum``, ``mean`` or ``max``. A mean is taken of numbers with fractions alone.
-        containers: Whether it is called with dicts, lists and tuples of tensors too.
+        operation: What is computed.
+        containers: Whether the function also takes dicts, lists and tuples of tensors.
+        dtypes: The names of the dtypes that it takes. A mean is never taken of integers.
     """
 
-    operation: str
+    operation: Literal["sum", "mean", "max"]
     containers: bool = True
+    dtypes: tuple[str, ...] = (*FLOATING, *INTEGER)
 
-    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
-        """Return tensors, alone and in containers."""
-        dtypes: tuple[str, ...] = (*FLOATING, *WHOLE)
+    def __post_init__(self) -> None:
+        """Refuse an operation that is none of the three."""
+        if self.operation not in {"sum", "mean", "max"}:
+            raise ValueError(f"operation {self.operation!r}: expected sum, mean or max")
+
+    def values(self, ranks: int) -> Values:
+        """Return tensors whose sums and means are exact, alone and in containers."""
+        numbers: Numbers = summable
+        dtypes = self.dtypes
         if self.operation == "mean":
-            dtypes = FLOATING
+            numbers = mean_of(ranks)
+            dtypes = tuple(dtype for dtype in dtypes if dtype in FLOATING)
+        values = dict(tensors(dtypes, numbers))
         if self.containers:
-            return {**tensors(dtypes), **nested()}
-        return tensors(dtypes)
+            values.update(containers(numbers))
+        return values
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:  # noqa: ARG002 - alike on all ranks
         """Return the reduced tensors."""
@@ -127,7 +152,7 @@ class Reduces:
                 total = total / len(parts)
             return total.to(stacked.dtype)
 
-        return combined(values, reduced)
+        return map_tensors(values, reduced)
 
 
 @dataclass(frozen=True)
@@ -136,19 +161,17 @@ class Broadcasts:
 
     Attributes:
         source: That rank; -1 is the last one.
-        containers: Whether it is called with dicts, lists and tuples of tensors too.
-        dtypes: The names of the dtypes that it is called with.
+        containers: Whether the function also takes dicts, lists and tuples of tensors.
+        dtypes: The names of the dtypes that it takes.
     """
 
     source: int = 0
     containers: bool = True
     dtypes: tuple[str, ...] = ALL_DTYPES
 
-    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
-        """Return tensors, alone and in containers."""
-        if self.containers:
-            return {**tensors(self.dtypes), **nested()}
-        return tensors(self.dtypes)
+    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any contract has it
+        """Return tensors of all dtypes and shapes, alone and in containers."""
+        return _tensors(self.dtypes, in_containers=self.containers)
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:  # noqa: ARG002 - alike on all ranks
         """Return the value of that rank."""
@@ -157,7 +180,7 @@ class Broadcasts:
 
 @dataclass(frozen=True)
 class BroadcastsLists:
-    """Each rank gets the list of one rank, in its own list, which is as long.
+    """Each rank gets the list of one rank. The lists of all ranks are equally long.
 
     Attributes:
         source: That rank; -1 is the last one.
@@ -165,11 +188,9 @@ class BroadcastsLists:
 
     source: int = 0
 
-    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
-        """Return lists of what can be pickled, of the same length on all ranks."""
-        values = dict(lists())
-        del values["as many as the rank"]
-        return values
+    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any contract has it
+        """Return lists of what can be pickled."""
+        return lists()
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:  # noqa: ARG002 - alike on all ranks
         """Return the list of that rank."""
@@ -178,7 +199,7 @@ class BroadcastsLists:
 
 @dataclass(frozen=True)
 class Pads:
-    """Each rank gets its own tensor, as long as the longest, in its dtype.
+    """Each rank gets its own tensor, padded to the length of the longest, in its dtype.
 
     Attributes:
         dim: The dimension along which it is padded.
@@ -187,14 +208,19 @@ class Pads:
     """
 
     dim: int = 0
-    padding: int = 0
+    padding: float = 0
     first: bool = False
 
-    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
+    def values(self, ranks: int) -> Values:
         """Return tensors of uneven lengths, in the dtypes that have the number."""
-        if self.padding < 0:
-            return uneven(self.dim, (*FLOATING, "int64", "int32"))
-        return uneven(self.dim, ALL_DTYPES)
+        import torch
+
+        dtypes: list[str] = []
+        for dtype in ALL_DTYPES:
+            padding = torch.tensor(self.padding, dtype=torch.float64).to(getattr(torch, dtype))
+            if float(padding) == self.padding:
+                dtypes.append(dtype)
+        return uneven(self.dim, ranks, tuple(dtypes))
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:
         """Return the padded tensors."""
@@ -209,7 +235,7 @@ class Pads:
                 return torch.cat([padding, own], self.dim)
             return torch.cat([own, padding], self.dim)
 
-        return combined(values, padded)
+        return map_tensors(values, padded)
 
 
 @dataclass(frozen=True)
@@ -234,7 +260,7 @@ class Splits:
         return self._part(whole, rank, len(values))
 
     def _part(self, whole: Any, rank: int, ranks: int) -> Any:
-        """Return the part of a list, tuple, text or tensor."""
+        """Return the part of a list, tuple or tensor."""
         size, larger = divmod(len(whole), ranks)
         start = rank * size + min(rank, larger)
         length = size + (rank < larger)
@@ -259,29 +285,30 @@ class OnRank:
     """A function runs on one rank alone, and that rank gets what it returns; others get None.
 
     Attributes:
-        rank: The rank; -1 is the last one.
+        rank: The rank; -1 is the last one. If there is no such rank, all get None.
     """
 
     rank: int = 0
 
-    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any law has it
+    def values(self, ranks: int) -> Values:  # noqa: ARG002 - as any contract has it
         """Return a number, which the function is to return."""
         return {"a number": lambda rank: rank + 1}
 
     def expected(self, values: Sequence[Any], rank: int) -> Any:
         """Return the rank's value, or None."""
-        if rank == self.rank % len(values):
+        if rank in {self.rank, self.rank + len(values)}:
             return values[rank]
         return None
 
 
 @dataclass(frozen=True)
 class AnyRank:
-    """Each rank gets True if the value of any rank is True."""
+    """Each rank gets True if the value of any rank is True, else False: a bool of Python."""
 
     def values(self, ranks: int) -> Values:
         """Return True for one rank, and for none or all of them."""
         return {
+            "rank 0": lambda rank: rank == 0,
             "the last rank": lambda rank: rank == ranks - 1,
             # After it, as one that stays set would show.
             "no rank": lambda _rank: False,
