@@ -39,10 +39,13 @@ _WHOLE_PARAMETERS = {
 _WITHOUT_ZERO = dict.fromkeys(("gather*", "accessors*", "offload*"), "it is an interface of ZeRO")
 
 #: Pattern of calls -> why walks have none of them under ZeRO-3.
-_WITHOUT_FUSED_ADAM = dict.fromkeys(
-    ("offload(state='hp_params')", "offload(state='optim_states')"),
-    "under ZeRO-3 it moves these of DeepSpeed's FusedAdam alone, which needs a GPU",
-)
+_NOT_OFFLOADED = {
+    "offload()": "of a model with a frozen layer: docs/upstream/deepspeed_offload_frozen.py",
+    **dict.fromkeys(
+        ("offload(state='hp_params')", "offload(state='optim_states')"),
+        "under ZeRO-3 it moves these of DeepSpeed's FusedAdam alone, which needs a GPU",
+    ),
+}
 
 #: Code that makes the trainer in the script of a walk; ``STAGE`` stands for the stage of ZeRO. The
 #: rest of the script defines ``trainer_of``, ``optimizer_of`` and MAX_NORM
@@ -102,7 +105,7 @@ class DeepSpeedCalls(Calls):
         "zero0": _WITHOUT_ZERO,
         "zero1": _WHOLE_PARAMETERS,
         "zero2": _WHOLE_PARAMETERS,
-        "zero3": {**NO_SECOND_LOAD, **_WITHOUT_FUSED_ADAM},
+        "zero3": {**NO_SECOND_LOAD, **_NOT_OFFLOADED},
     }
     passes_on: ClassVar[Mapping[str, str]] = {
         "export": f"{_ENGINE}.save_16bit_model",
