@@ -245,35 +245,19 @@ def of_deepspeed(backend: str) -> Mapping[str, Exchange]:
             joined += part
         return joined
 
-    def all_reduce(tensor: Any, operation: Any) -> Any:
-        reduced = tensor.detach().contiguous()
-        comm.all_reduce(reduced, operation)
-        return reduced
-
-    def inference_all_reduce(tensor: Any) -> Any:
-        reduced = tensor.detach().contiguous()
-        comm.inference_all_reduce(reduced)
-        return reduced
-
-    def broadcast(tensor: Any) -> Any:
-        comm.broadcast(tensor.detach(), src=ranks - 1)
-        return tensor
-
-    def broadcast_object_list(value: list[Any]) -> list[Any]:
-        comm.broadcast_object_list(value, src=0)
-        return value
-
     modified = functools.partial(_modified_by_last, ranks - 1)
-    total = functools.partial(all_reduce, operation=comm.ReduceOp.SUM)
-    largest = functools.partial(all_reduce, operation=comm.ReduceOp.MAX)
+    all_reduce_max = functools.partial(comm.all_reduce, op=comm.ReduceOp.MAX)
+    broadcast = functools.partial(comm.broadcast, src=ranks - 1)
+    broadcast_object_list = functools.partial(comm.broadcast_object_list, src=0)
     summed = Reduces("sum", containers=False)
+    largest = Reduces("max", containers=False)
     from_last = Broadcasts(-1, containers=False)
     return {
         "all_gather": Exchange(all_gather, Gathers(containers=False)),
         "all_gather_object": Exchange(all_gather_object, GathersLists()),
-        "all_reduce": Exchange(total, summed, in_place=True),
-        "all_reduce(op=MAX)": Exchange(largest, Reduces("max", containers=False), in_place=True),
-        "inference_all_reduce": Exchange(inference_all_reduce, summed, in_place=True),
+        "all_reduce": Exchange(comm.all_reduce, summed, in_place=True),
+        "all_reduce(op=MAX)": Exchange(all_reduce_max, largest, in_place=True),
+        "inference_all_reduce": Exchange(comm.inference_all_reduce, summed, in_place=True),
         "broadcast": Exchange(broadcast, from_last, _CONTIGUOUS_ONLY, in_place=True),
         "broadcast_object_list": Exchange(broadcast_object_list, BroadcastsLists(), in_place=True),
         "GatheredParameters(modifier_rank=-1)": Exchange(
