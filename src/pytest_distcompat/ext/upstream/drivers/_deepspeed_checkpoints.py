@@ -27,6 +27,9 @@ from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
+#: Before the number of the step in the tag that DeepSpeed itself gives a checkpoint.
+_STEP_TAG = "global_step"
+
 
 class DeepSpeedCheckpoints(TinyDriver):
     """Driver that saves, loads and exports by a DeepSpeed engine, its ``model``."""
@@ -50,11 +53,22 @@ class DeepSpeedCheckpoints(TinyDriver):
         return {"tag": "saved"}
 
     def save(self, directory: Path) -> None:
-        """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
+        """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save.
+
+        The random state is written beside the files of this checkpoint, in the directory that has
+        its tag as name, so that a later save leaves it there.
+        """
         settings = self.tag | self.cell.settings("save_checkpoint")
         client_state = {"ranks": self.world.size}
         self.model.save_checkpoint(str(directory), client_state=client_state, **settings)
-        self.save_random(directory)
+        tag = settings.get("tag")
+        if tag is None:
+            # DeepSpeed's own name for the checkpoint of a step.
+            tag = f"{_STEP_TAG}{self.model.global_steps}"
+        tagged = directory / str(tag)
+        # A rank that writes no file of DeepSpeed may be on a node of which no rank writes one.
+        tagged.mkdir(exist_ok=True)
+        self.save_random(tagged)
 
     def load(self, directory: Path) -> None:
         """Load by ``load_checkpoint``; a checkpoint of another world size is converted first.
@@ -66,9 +80,14 @@ class DeepSpeedCheckpoints(TinyDriver):
             self._convert(directory, self.universal)
             checkpoint = self.universal
         settings = self.tag | self.cell.settings("load_checkpoint")
-        _, client_state = self.model.load_checkpoint(str(checkpoint), **settings)
+        file, client_state = self.model.load_checkpoint(str(checkpoint), **settings)
+        if file is None:
+            # DeepSpeed found no checkpoint; it only warns. The check ``resume`` tells.
+            return
         saved_ranks = client_state.get("ranks") if client_state else None
-        self.load_random(directory, required=saved_ranks == self.world.size)
+        # A universal checkpoint has the tag of the one that it was made of.
+        tag = Path(file).parent.name
+        self.load_random(directory / tag, required=saved_ranks == self.world.size)
 
     @classmethod
     def keeps_saves(cls, cell: Cell) -> bool:
@@ -80,16 +99,14 @@ class DeepSpeedCheckpoints(TinyDriver):
         return not cell.own_disks and "tag" not in cell.settings("save_checkpoint")
 
     def load_first(self, directory: Path) -> None:
-        """Load the checkpoint of the lowest step by its tag, without random states.
-
-        ``save_random`` has written those beside the tags, and a second save overwrites them.
-        """
-        prefix = "global_step"
+        """Load the checkpoint of the lowest step by its tag, and its random states."""
         steps = []
-        for path in directory.glob(f"{prefix}*"):
-            steps.append(int(path.name.removeprefix(prefix)))
-        settings = {**self.cell.settings("load_checkpoint"), "tag": f"{prefix}{min(steps)}"}
+        for path in directory.glob(f"{_STEP_TAG}*"):
+            steps.append(int(path.name.removeprefix(_STEP_TAG)))
+        tag = f"{_STEP_TAG}{min(steps)}"
+        settings = {**self.cell.settings("load_checkpoint"), "tag": tag}
         self.model.load_checkpoint(str(directory), **settings)
+        self.load_random(directory / tag, required=True)
 
     def _convert(self, directory: Path, universal: Path) -> None:
         """Convert a checkpoint to a universal one, on rank 0; the others wait.
