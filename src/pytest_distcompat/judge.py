@@ -117,7 +117,8 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     law = law_of(cell)
     covering = law.expectations(covering, failure)
     refusal = _expected_refusal(covering, failure)
-    if refusal is not None:
+    # Where no run builds a trainer, as in those that read loaders, nothing can be refused at build.
+    if refusal is not None and (failure is not None or _builds(trace)):
         return _refusal(check, cell, trace, refusal, failure)
     if broken_off is not None:
         # The check lacks snapshots, so the error of the run takes the place of its findings.
@@ -309,6 +310,11 @@ def _ended_before(failure: RunFailure, snapshots: Sequence[Snapshot]) -> bool:
     if failure.index < 0 or not snapshots:
         return True
     return failure.index <= snapshots[0].index
+
+
+def _builds(trace: Trace) -> bool:
+    """Tell whether a run of the trace builds the trainer."""
+    return any(run.at("build") for run in trace)
 
 
 def _expected_refusal(

@@ -108,6 +108,8 @@ OPTIONS: dict[str, Option] = {
                 "tiled",
                 "heads",
                 "wide",
+                "layers",
+                "layers_tied",
             ),
             "which tiny model the built-in drivers train; "
             "`hf:MODEL_TYPE` or `hf:CLASS` is an architecture of transformers",

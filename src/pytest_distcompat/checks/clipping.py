@@ -122,8 +122,34 @@ def _norms_of_copies(cell: Cell, run: RunTrace, snapshots: Snapshots) -> Iterato
             if snapshot.rank in ranks:
                 holders_of_copy.append(snapshot)
         square = sum(square_by_rank.get(rank, 0.0) for rank in ranks)
+        if _on_several_stages(run, holders_of_copy) and not _lists_gradients(holders_of_copy):
+            # What counts twice in the sum cannot be taken out of it.
+            continue
         square_of_tied = _of_later_stages(run, holders_of_copy)
         yield _NormOfCopy(ranks, math.sqrt(square - square_of_tied))
+
+
+def _on_several_stages(run: RunTrace, pipeline: list[Snapshot]) -> bool:
+    """Tell whether a parameter of the unwrapped model is on several stages: a tied one."""
+    stage_of_rank = stages_of(run)
+    if not stage_of_rank or run.unwrapped is None:
+        return False
+    names = Names(run, run.unwrapped)
+    ranks = {snapshot.rank for snapshot in pipeline}
+    stage_of_name: dict[str, int] = {}
+    for snapshot in run.at("build"):
+        if snapshot.rank not in ranks:
+            continue
+        stage = stage_of_rank.get(snapshot.rank, 0)
+        for info in snapshot.parameters:
+            if stage_of_name.setdefault(names(info.name), stage) != stage:
+                return True
+    return False
+
+
+def _lists_gradients(pipeline: list[Snapshot]) -> bool:
+    """Tell whether the ranks report the gradient of each parameter: in the first steps alone."""
+    return any(step.gradients for snapshot in pipeline for step in snapshot.steps)
 
 
 def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:

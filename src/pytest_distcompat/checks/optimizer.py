@@ -75,7 +75,7 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in built:
         yield from _entries(snapshot, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
-        yield from _flat_masters(cell, built, trainable)
+        yield from _flat_masters(cell, run, trainable)
     yield from _movements(run, built, trained, trainable)
 
 
@@ -119,19 +119,23 @@ def _entries(snapshot: Snapshot, trainable: _Trainable) -> Iterator[str]:
             yield f"{parameter} is not in the optimizer; expected once"
 
 
-def _flat_masters(cell: Cell, built: Snapshots, trainable: _Trainable) -> Iterator[str]:
+def _flat_masters(cell: Cell, run: RunTrace, trainable: _Trainable) -> Iterator[str]:
     """Yield a finding unless each trainable element is in the flat master of exactly one rank.
 
-    A parameter that tensor parallelism leaves whole is in the flat master of each of its ranks.
+    A parameter that tensor parallelism leaves whole is in the flat master of each of its ranks. One
+    that several stages of a pipeline have, as tied layers do, is in a flat master of each stage.
     """
+    stages = stages_of(run)
     # Live name -> how many of its elements are in flat masters, on all ranks together.
     elements: Counter[str] = Counter()
     parameters: dict[str, ParameterInfo] = {}
-    for snapshot in built:
+    stages_with: dict[str, set[int]] = defaultdict(set)
+    for snapshot in run.at("build"):
         if snapshot.optimizer:
             elements.update(snapshot.optimizer.partitioned)
         for info in snapshot.parameters:
             parameters[info.name] = info
+            stages_with[info.name].add(stages.get(snapshot.rank, 0))
     for info in parameters.values():
         if not trainable[info.name]:
             continue
@@ -140,6 +144,7 @@ def _flat_masters(cell: Cell, built: Snapshots, trainable: _Trainable) -> Iterat
         copies = cell.tp
         if is_sharded_along(info, "tp"):
             copies = 1
+        copies *= len(stages_with[info.name])
         if partitioned != numel * copies:
             times = "once" if copies == 1 else f"{copies} times"
             yield (

@@ -26,6 +26,7 @@ from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.runner import DONE, read_run
+from pytest_distcompat.scenario import Run
 from pytest_distcompat.spread import Hosts
 from pytest_distcompat.trace import RunTrace
 
@@ -164,14 +165,10 @@ def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool =
         trainings: Whether to add the evidence of its training to each row, too.
     """
     stored_runs = list(runs)
-    by_id = {run.id: run for run in stored_runs}
+    readable = _RunsByCell(stored_runs)
     report.runs = [run.to_json() for run in stored_runs]
     for row in report.rows:
-        cell = Cell.parse(row.cell)
-        own_runs: list[StoredRun] = []
-        for run in stored_runs:
-            if run.payload.driver == row.driver and _is_for(run, cell, by_id):
-                own_runs.append(run)
+        own_runs = readable.of(row.driver, Cell.parse(row.cell))
         row.runs = [run.id for run in own_runs]
         if trainings:
             _add_first_training(row, own_runs)
@@ -196,32 +193,97 @@ def _add_first_training(row: Row, runs: Iterable[StoredRun]) -> None:
         add_training(row, training.trace(), *compared_traces)
 
 
-def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bool:
-    """Tell whether checks of the cell read the run.
+class _RunsByCell:
+    """The runs of a session, found by the cell whose checks read them.
 
     Several cells may share a run: the reference of ``ddp-fp32-w2`` is that of ``fsdp2-fp32-w2``,
-    too.
-
-    Args:
-        stored: The run, of the driver of the cell.
-        cell: The cell.
-        by_id: All runs, by the names of their directories.
+    too. A session may have thousands of cells and of runs, so that not each cell can be compared
+    with each run. Few runs differ in how the cell of the run follows from that of the check
+    (``_change_of``): for each of these the run's cell is made once, and looked up.
     """
-    payload = stored.payload
+
+    def __init__(self, runs: Iterable[StoredRun]) -> None:
+        self._by_id: dict[str, StoredRun] = {}
+        #: The number of each run in the session.
+        self._position: dict[str, int] = {}
+        #: Driver -> change of the cell -> what a run trains in -> the runs.
+        self._by_driver: dict[str, dict[Run, dict[_Training, list[StoredRun]]]] = {}
+        for position, run in enumerate(runs):
+            self._by_id[run.id] = run
+            self._position[run.id] = position
+            payload = run.payload
+            by_change = self._by_driver.setdefault(payload.driver, {})
+            by_training = by_change.setdefault(_change_of(payload.run), {})
+            training = _Training(payload.cell, payload.ranks)
+            by_training.setdefault(training, []).append(run)
+
+    def of(self, driver: str, cell: Cell) -> list[StoredRun]:
+        """Return the runs that checks of a driver's cell read, in the order of the session."""
+        found: list[StoredRun] = []
+        for change, by_training in self._by_driver.get(driver, {}).items():
+            training = _training_in(change, cell)
+            if training is None:
+                continue
+            for run in by_training.get(training, ()):
+                if self._follows(run, cell):
+                    found.append(run)
+        found.sort(key=lambda run: self._position[run.id])
+        return found
+
+    def _follows(self, stored: StoredRun, cell: Cell) -> bool:
+        """Tell whether what the run loads was saved by a run of the cell; True if it loads nothing.
+
+        A run that loads a checkpoint belongs to the cell of the run that saved it: its directory is
+        in the path.
+        """
+        payload = stored.payload
+        if not payload.run.after:
+            return True
+        for parent in payload.paths.load_from.parents:
+            saved_by = self._by_id.get(parent.name)
+            if saved_by is not None:
+                training = _training_in(saved_by.payload.run, cell)
+                own = _Training(saved_by.payload.cell, saved_by.payload.ranks)
+                return training == own and self._follows(saved_by, cell)
+        return False
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What a run trains in.
+
+    Attributes:
+        cell: The id of its cell.
+        ranks: How many data-parallel ranks have the batches that it trains on. One process trains
+            on those of all ranks as their reference.
+    """
+
+    cell: str
+    ranks: int
+
+
+def _training_in(run: Run, cell: Cell) -> _Training | None:
+    """Return what the run of a check's scenario would train in, given the cell of the check.
+
+    It is None if the run is on a mesh into which the cell's ranks cannot be divided.
+    """
     try:
-        cell_of_run = payload.run.cell(cell)
+        cell_of_run = run.cell(cell)
     except ValueError:
-        # The run is on a mesh into which this cell's ranks cannot be divided, so it is another's.
-        return False
-    # The run trains in a cell of its own (the reference on one rank). It is this cell's if this
-    # cell would ask for it: on the same cell, and with the batches of as many data-parallel ranks.
-    if cell_of_run.id != payload.cell or payload.ranks != cell.dp_size:
-        return False
-    if not payload.run.after:
-        return True
-    # A run that loads a checkpoint belongs to the cell of the run that saved it: its directory is
-    # in the path.
-    for parent in payload.paths.load_from.parents:
-        if parent.name in by_id:
-            return _is_for(by_id[parent.name], cell, by_id)
-    return False
+        return None
+    return _Training(cell_of_run.id, cell.dp_size)
+
+
+def _change_of(run: Run) -> Run:
+    """Return a run that trains in the same cell as the given one, and differs in nothing else."""
+    return Run(
+        "",
+        (),
+        strategy=run.strategy,
+        precision=run.precision,
+        world_size=run.world_size,
+        tp=run.tp,
+        only=run.only,
+        follows=run.follows,
+        ignores=run.ignores,
+    )

@@ -8,8 +8,9 @@ groups ``pytest_distcompat.models`` and ``pytest_distcompat.model_families``; th
 that are made of their names, as ``hf:gpt2``. A user's driver has a model of its own, and needs none
 of these.
 
-For modules that define models, ``Stages`` says how a model is cut for a pipeline, and
-``prompt_length`` how many tokens at the start of a row are not trained on.
+For modules that define models, ``Stages`` and ``LayerByLayer`` say how a model is cut for a
+pipeline of torch or of DeepSpeed, and ``prompt_length`` how many tokens at the start of a row are
+not trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.models._base import Stages, TinyModel, prompt_length
+from pytest_distcompat.models._base import LayerByLayer, Stages, TinyModel, prompt_length
 from pytest_distcompat.registry import Registry
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ __all__ = [
     "FAMILIES",
     "LLAMAS",
     "MODELS",
+    "LayerByLayer",
     "ModelFamily",
     "Stages",
     "TinyModel",

@@ -60,6 +60,26 @@ class Stages:
 
 
 @dataclass(frozen=True)
+class LayerByLayer:
+    """A model that is a run of layers, each fed with the output of the one before.
+
+    ``parallel/deepspeed_pipeline.py`` makes DeepSpeed's ``PipelineModule`` of it.
+
+    Attributes:
+        make: Returns the layers of a model: modules of it, or DeepSpeed's ``TiedLayerSpec`` for one
+            that is used in two places.
+        count: How many layers there are.
+        inputs: The entry of a batch that the first layer is fed with.
+        loss: ``loss(outputs, labels)`` returns the loss of the last layer's outputs.
+    """
+
+    make: Callable[[Any], list[Any]]
+    count: int
+    inputs: str
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class TinyModel:
     """A tiny model and its data.
 
@@ -97,7 +117,8 @@ class TinyModel:
         driver: Name of the only driver that can train it, empty if all can.
         only_zero: Whether it is trained under ZeRO alone, because its forward calls functions of
             DeepSpeed that need DeepSpeed's engine.
-        stages: How pipeline parallelism cuts it; None if it cannot.
+        stages: How torch's pipelines cut it; None if they cannot.
+        layers: Its layers for DeepSpeed's pipelines; None if it is no run of layers.
         random: Whether its forward draws random numbers. The reference, which is the same training
             in one process, cannot draw those of several ranks.
         only_float32: Whether it is numerically unstable: rounding decides what it computes.
@@ -144,6 +165,7 @@ class TinyModel:
     driver: str = ""
     only_zero: bool = False
     stages: Stages | None = None
+    layers: LayerByLayer | None = None
     random: bool = False
     only_float32: bool = False
     one_batch: bool = False

@@ -76,6 +76,10 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
             f"the plan of the model {cell.option('model')} has no layers for sequence parallelism",
         ),
         (
+            bool(cell.option("sp")) and cell.option("model") == "llama_tied",
+            "the plan leaves tied embeddings whole, and nothing gathers the sequence before them",
+        ),
+        (
             bool(cell.option("lora")),
             "a plan names the model's layers, and an adapter puts others in their place",
         ),

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class SavedFile:
         name: The path from the checkpoint's directory on, as messages have it.
         key_prefix: What comes before the file's keys in the whole model's state dict; mostly empty.
             It is ``2.`` in the directory ``2_Dense`` of a *composite model*, one of
-            sentence-transformers, which writes each of its modules into a directory of its own.
+            sentence-transformers, which writes each of its modules into a directory of its own, and
+            in the file that DeepSpeed's ``PipelineModule`` writes for layer 2.
     """
 
     path: Path
@@ -118,7 +120,7 @@ def _files(directory: Path) -> Iterator[SavedFile]:
             if not path.is_file():
                 continue
             relative = path.relative_to(root)
-            key_prefix = module_prefix(directory / relative.parent)
+            key_prefix = module_prefix(directory / relative.parent) or layer_prefix(path.name)
             yield SavedFile(path, str(relative), key_prefix)
 
 
@@ -286,3 +288,16 @@ def _safetensors(path: Path) -> tuple[Shapes, dict[str, str]]:
             shapes[key] = tuple(tensor.get_shape())
             dtypes[key] = _DTYPES.get(dtype, dtype)
     return shapes, dtypes
+
+
+def layer_prefix(name: str) -> str:
+    """Return what comes before the keys of a file of one layer, ``3.``; empty for other files.
+
+    DeepSpeed's ``PipelineModule`` names its layers by their numbers, and writes the state dict of
+    each into a file, ``layer_03-model_states.pt``; under tensor parallelism the rank stands there
+    too: https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/pipe/module.py.
+    """
+    match = re.fullmatch(r"layer_(\d+)(-.+)?-model_states\.pt", name)
+    if match is None:
+        return ""
+    return f"{int(match[1])}."

@@ -247,8 +247,21 @@ class TestDeepSpeed(CompatSuite):
             *map(Cell.parse, SLICE["deepspeed"]),
             Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
             # An overflow stays on one rank where the optimizer is partitioned and the gradients are
-            # not.
-            Matrix(("zero1",), ("fp16_mixed",)),
+            # not. Without ZeRO another optimizer scales gradients.
+            Matrix(("zero0", "zero1"), ("fp16_mixed",)),
+            # Pipelines: two layers with one weight, so that two stages add up its gradients.
+            Matrix(
+                ("zero0",), ("fp32",), world_sizes=(4,), options=({"pp": 2, "model": "layers"},)
+            ),
+            Matrix(
+                ("zero1",),
+                ("fp32", "bf16_upcast"),
+                world_sizes=(2,),
+                options=({"pp": 2, "model": "layers_tied"},),
+            ),
+            Matrix(
+                ("zero1",), ("fp32",), world_sizes=(4,), options=({"pp": 2, "model": "layers"},)
+            ),
             Matrix(
                 ("zero3",),
                 ("bf16_upcast",),

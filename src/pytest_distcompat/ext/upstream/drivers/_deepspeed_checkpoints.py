@@ -26,6 +26,7 @@ from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.parallel.deepspeed_pipeline import DeepSpeedPipeline
 
 #: Before the number of the step in the tag that DeepSpeed itself gives a checkpoint.
 _STEP_TAG = "global_step"
@@ -37,6 +38,8 @@ class DeepSpeedCheckpoints(TinyDriver):
     #: The directory of the universal checkpoint, if one of another world size is loaded; else None.
     #: ``DeepSpeedDriver.train`` sets it.
     universal: Path | None = None
+    #: The stages of the model; None without pipeline parallelism.
+    pipeline: DeepSpeedPipeline | None = None
     #: The unwrapped model, around which ``build`` makes the engine.
     raw: Any = None
 
@@ -108,6 +111,12 @@ class DeepSpeedCheckpoints(TinyDriver):
         self.model.load_checkpoint(str(directory), **settings)
         self.load_random(directory / tag, required=True)
 
+    def saved_name(self, key: str) -> str:
+        """Return the model's name for a key; a pipeline's keys begin with the number of a layer."""
+        if self.pipeline is None:
+            return key
+        return self.pipeline.saved_name(key)
+
     def _convert(self, directory: Path, universal: Path) -> None:
         """Convert a checkpoint to a universal one, on rank 0; the others wait.
 
@@ -140,7 +149,12 @@ class DeepSpeedCheckpoints(TinyDriver):
         Under ZeRO they are the float32 master weights where the engine has them, put together from
         a checkpoint that is saved for this purpose.
         """
-        state = self._whole_state(directory.parent / "shards")
+        if self.pipeline is not None:
+            state = self.pipeline.whole_weights()
+        elif self.cell.tp > 1:
+            state = whole_weights(self.model)
+        else:
+            state = self._whole_state(directory.parent / "shards")
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)
 
@@ -151,8 +165,6 @@ class DeepSpeedCheckpoints(TinyDriver):
             shards: The directory for a checkpoint, where the weights are combined from one.
         """
         own_disks = self.world.own_disks
-        if self.cell.tp > 1:
-            return whole_weights(self.model)
         # A model that names the only driver for it: the one with DeepSpeed's layers of experts.
         if self.tiny.driver:
             return self._with_all_experts(shards)
@@ -209,19 +221,30 @@ def _command_line(command: list[str]) -> Iterator[None]:
 def saved_on(directory: Path) -> tuple[int, int] | None:
     """Return on how many ranks a checkpoint of ZeRO was saved; None if it is not of ZeRO.
 
-    With it comes the size of a tensor parallel group: ``(4, 2)``. Each rank writes a file of
-    optimizer state, ``zero_pp_rank_1_mp_rank_00_optim_states.pt``: the first number is the rank
-    among data parallel ones, the second one that within its tensor parallel group.
+    With it comes how many ranks hold the model together: ``(4, 2)`` with a tensor parallel group of
+    2, or a pipeline of 2 stages. Each rank writes a file of optimizer state,
+    ``zero_pp_rank_1_mp_rank_00_optim_states.pt``: the first number is the rank among data parallel
+    ones, the second one that among those that hold the model together.
     """
-    latest = directory / "latest"
-    checkpoint = directory
-    if latest.exists():
-        checkpoint = directory / latest.read_text(encoding="utf-8").strip()
+    checkpoint = _latest(directory)
     ranks = len(list(checkpoint.glob("*zero_pp_rank_*_optim_states.pt")))
     if not ranks:
         return None
-    tensor_parallel = len(list(checkpoint.glob("*zero_pp_rank_0_*_optim_states.pt")))
-    return ranks, tensor_parallel
+    model_parallel = len(list(checkpoint.glob("*zero_pp_rank_0_*_optim_states.pt")))
+    return ranks, model_parallel
+
+
+def saved_by_layer(directory: Path) -> bool:
+    """Tell whether a checkpoint has a file for each layer, as that of a pipeline has."""
+    return any(_latest(directory).glob("layer_*-model_states.pt"))
+
+
+def _latest(directory: Path) -> Path:
+    """Return the directory of the latest checkpoint; the directory itself if no file names it."""
+    latest = directory / "latest"
+    if latest.exists():
+        return directory / latest.read_text(encoding="utf-8").strip()
+    return directory
 
 
 def whole_weights(engine: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ option. The built-in drivers, by which trainers are tested, call this module for
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import defaultdict
@@ -143,7 +144,7 @@ def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -
     # On every rank: the merge has a barrier.
     merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
     if main and hasattr(unwrapped, "config"):
-        unwrapped.config.save_pretrained(directory)
+        write_config(unwrapped.config, directory)
 
 
 def whole_state(model: Module) -> dict[str, Any]:
@@ -322,11 +323,36 @@ def write_whole(model: Any, state: Mapping[str, Any], directory: Path) -> None:
     if hasattr(model, "peft_config"):
         model.save_pretrained(directory, state_dict=state)
         return
-    if hasattr(model, "config"):
-        model.config.save_pretrained(directory)
     copies = {}
     for name, tensor in state.items():
         # safetensors does not accept tied weights, one tensor under two names.
         copy = tensor.detach().cpu().clone()
         copies[name] = copy.contiguous()
     save_file(copies, directory / "model.safetensors", metadata={"format": "pt"})
+    if hasattr(model, "config"):
+        write_config(model.config, directory)
+
+
+def write_config(config: Any, directory: Path) -> None:
+    """Write the config of a model of transformers beside its weights, with their dtype.
+
+    A model that was loaded in bfloat16 says so in its config, and ``from_pretrained`` would round
+    the float32 masters of an export to it. The library's own ``save_pretrained`` writes the dtype
+    of what it saves, too.
+
+    Args:
+        config: The config.
+        directory: Where the weights are, in safetensors files.
+    """
+    from safetensors import safe_open
+
+    written = copy.deepcopy(config)
+    # It was called ``torch_dtype`` before transformers 4.56.
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as weights:
+            for key in weights.keys():  # noqa: SIM118 - it has no iterator
+                tensor = weights.get_tensor(key)
+                if tensor.is_floating_point() and getattr(config, name, None) is not None:
+                    setattr(written, name, tensor.dtype)
+    written.save_pretrained(directory)

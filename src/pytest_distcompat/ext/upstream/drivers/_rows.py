@@ -881,6 +881,28 @@ def deepspeed_engine_rows(engine: Any, count: int) -> Batches:
     yield from _read(engine.deepspeed_io(range(count), batch_size=BATCH))
 
 
+def deepspeed_pipeline_rows(engine: Any) -> Batches:
+    """Read the loader that a ``PipelineEngine`` has made of its ``training_data``.
+
+    The engine has it in a ``RepeatingLoader``, which never ends. Stages between the first and the
+    last read nothing: they are given what the first one sends.
+
+    Args:
+        engine: The engine.
+    """
+    from torch import distributed
+
+    batches: list[Any] = []
+    if engine.is_first_stage() or engine.is_last_stage():
+        batches = list(_read(engine.training_dataloader.loader))
+    message = [batches]
+    group = engine.grid.get_pipe_parallel_group()
+    distributed.broadcast_object_list(message, group=group, group_src=0)
+    if not batches:
+        batches = message[0]
+    yield from batches
+
+
 #: The loader of a data set that deals its files out to ranks, see ``_iterables``.
 BY_RANK = "iterable by rank"
 #: Loaders of torch and torchdata that keep a state per rank -> their number of workers.

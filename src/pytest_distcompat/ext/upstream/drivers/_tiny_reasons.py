@@ -273,4 +273,8 @@ def quantized_base_reason(cell: Cell, driver: str) -> str | None:
             cell.precision not in {"fp32", "bf16_upcast"} or bool(cell.option("compile")),
             "an adapter on a quantized model is tried in fp32 and bf16_upcast alone, uncompiled",
         ),
+        (
+            bool(cell.option("save_only_model")),
+            "torchao's Int8Tensor takes no copy of a plain tensor, which DCP reads it as",
+        ),
     )

@@ -18,7 +18,7 @@ Numbers may be changed by settings of the libraries, which option ``set`` of a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -433,6 +433,18 @@ def _rows_of(batch: Batch) -> list[dict[str, torch.Tensor]]:
     rows = []
     for number in range(count):
         rows.append({name: values[number] for name, values in batch.items()})
+    return rows
+
+
+def batches_of_one_row(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the rows of some batches, each as a batch of one row, for a pipeline."""
+    rows: list[Batch] = []
+    for batch in batches:
+        for number in range(len(batch["labels"])):
+            row: Batch = {}
+            for name, values in batch.items():
+                row[name] = values[number : number + 1]
+            rows.append(row)
     return rows
 
 

@@ -473,7 +473,7 @@ class AccelerateDriver(MakesAccelerator):
         arguments = self.cell.with_settings("save_model", arguments)
         self.accelerator.save_model(self.model, str(directory), **arguments)
         if main and configured:
-            unwrapped.config.save_pretrained(directory)
+            _options.write_config(unwrapped.config, directory)
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.ext.upstream.drivers import (
@@ -40,13 +40,20 @@ from pytest_distcompat.ext.upstream.drivers import (
 from pytest_distcompat.ext.upstream.drivers._deepspeed_calls import DeepSpeedCalls
 from pytest_distcompat.ext.upstream.drivers._deepspeed_checkpoints import (
     DeepSpeedCheckpoints,
+    saved_by_layer,
     saved_on,
 )
-from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE
+from pytest_distcompat.ext.upstream.drivers.tiny import (
+    DECAY,
+    HELD_OUT_BATCH,
+    LEARNING_RATE,
+    batches_of_one_row,
+)
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.launch.deepspeed_cpu import init_distributed
 from pytest_distcompat.live_calls import Calls
-from pytest_distcompat.parallel import context_parallel, expert_parallel
+from pytest_distcompat.parallel import context_parallel, deepspeed_pipeline, expert_parallel
+from pytest_distcompat.parallel.deepspeed_pipeline import DeepSpeedPipeline
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ExtraState, Loader
@@ -58,7 +65,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import OnAction, Plan
     from pytest_distcompat.exchanges import Exchange
-    from pytest_distcompat.models import Batch
+    from pytest_distcompat.models import Batch, TinyModel
 
 __all__ = ["DeepSpeedCalls", "DeepSpeedDriver"]
 
@@ -75,6 +82,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
     options: ClassVar[tuple[str, ...]] = (
         *_options.OF_ALL,
         "ep",
+        "pp",
         "meta_init",
         "loaded",
         "param_groups",
@@ -91,6 +99,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         Source("initialize", "deepspeed.initialize", ("zero2", "zero3")),
         Source("save_checkpoint", "deepspeed.DeepSpeedEngine.save_checkpoint", ("zero2", "zero3")),
         Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
+        Source("PipelineModule", "deepspeed.pipe.PipelineModule", ("zero0", "zero1")),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("zero2", "zero3")),
         Source(
@@ -115,10 +124,19 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
     # of, and is compiled.
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")
+    # DeepSpeed takes a model in stages as a list of layers.
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **DeepSpeedCheckpoints.needs_options,
+        "pp": {"model": "layers"},
+    }
 
     #: While this ``HfDeepSpeedConfig`` lives, transformers makes models in parts under ZeRO-3:
     #: https://huggingface.co/docs/transformers/deepspeed. None where it makes no model.
     loading_config: Any = None
+    #: Whether a ``PipelineModule`` has the model: in one stage or in several.
+    in_stages = False
+    #: The rows of which ``deepspeed.initialize`` makes a loader; None for a driver's own batches.
+    training_data: Sequence[int] | None = None
 
     @classmethod
     def _reasons(cls, cell: Cell, device: str) -> Iterator[str | None]:
@@ -136,19 +154,26 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
             yield "the conflict is between float16 in the JSON and a precision in bfloat16"
         yield from super()._reasons(cell, device)
 
+    @classmethod
+    def _pipeline_reason(cls, cell: Cell, tiny: TinyModel) -> str | None:
+        """Return why the cell's model cannot be trained in stages (``pp``); None if it can."""
+        return deepspeed_pipeline.unsupported_reason(cell, tiny.layers)
+
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan, and find out first whether its checkpoint must be converted.
 
         One of another world size is loaded as a universal checkpoint, of which the engine must know
         when it is created.
         """
-        # Ranks, and ranks that hold a layer together. On disks of their own nodes not all files can
-        # be counted, and no cell loads at another world size.
+        # Ranks, and ranks that hold the model together. On disks of their own nodes not all files
+        # can be counted, and no cell loads at another world size.
         saved_sizes = None if self.world.own_disks else saved_on(plan.load_from)
-        own_sizes = (self.world.size, self.cell.tp)
+        own_sizes = (self.world.size, self.cell.tp * self.cell.pp)
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
             # ``load`` writes the converted checkpoint into this directory, and reads it.
             self.universal = plan.save_to.parent / "universal"
+        # The checkpoint of a pipeline is loaded by one, if need be of a single stage.
+        self.in_stages = self.cell.pp > 1 or saved_by_layer(plan.load_from)
         super().train(model, plan, report)
 
     def build(self, model: Module) -> None:
@@ -165,8 +190,15 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
 
             self.loading_config = HfDeepSpeedConfig(config)
         self.raw = self._changed_in_place(self.own_model(model, config), config)
+        if self.in_stages:
+            assert self.tiny.layers is not None
+            self.pipeline = DeepSpeedPipeline(self.tiny.layers, self.cell, self.raw)
         arguments = self.cell.with_settings("initialize", self._arguments(config))
         self.model, self.optimizer, _, self.scheduler = deepspeed.initialize(**arguments)
+        if self.pipeline:
+            self.pipeline.engine = self.model
+            if self.cell.pp > 1:
+                self.pp_group = self.pipeline.group
         mode = self.cell.option("compile")
         if mode:
             backend = "inductor" if mode is True else str(mode)
@@ -183,6 +215,10 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
             config["optimizer"] = self._json_entry("optimizer")
             # Each rank orthogonalizes whole matrices: with reduce_scatter the engine refuses.
             config["zero_optimization"] = {**config["zero_optimization"], "reduce_scatter": False}
+        if self.in_stages:
+            # A step is one batch, whose rows are the micro-batches of the pipeline.
+            config["train_micro_batch_size_per_gpu"] = 1
+            config["gradient_accumulation_steps"] = len(self.batch_of(0, 0)["labels"])
         return config
 
     def _changed_in_place(self, model: Module, config: dict[str, Any]) -> Module:
@@ -241,17 +277,20 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         Args:
             config: DeepSpeed's JSON.
         """
-        arguments: dict[str, Any] = {"model": self.raw, "config": config}
+        model = self.pipeline.module if self.pipeline else self.raw
+        arguments: dict[str, Any] = {"model": model, "config": config}
         if "optimizer" in config:
-            arguments["model_parameters"] = self.groups(self.raw)
+            arguments["model_parameters"] = self.groups(model)
         else:
-            arguments["optimizer"] = self.make_optimizer(self.raw)
+            arguments["optimizer"] = self.make_optimizer(model)
         if "scheduler" not in config:
             if "optimizer" in config:
                 # The engine calls this function with the optimizer that it has made.
                 arguments["lr_scheduler"] = self.make_scheduler
             else:
                 arguments["lr_scheduler"] = self.make_scheduler(arguments["optimizer"])
+        if self.training_data is not None:
+            arguments["training_data"] = self.training_data
         if self.cell.cp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -365,6 +404,8 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
 
         The engine scales, reduces and clips gradients, and steps optimizer and scheduler.
         """
+        if self.pipeline:
+            return self._pipelined(number, self.pipeline)
         self.model.train()
         total = 0.0
         # With this setting at false ``step`` itself ends the accumulation, and the engine refuses
@@ -379,9 +420,30 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
             self.model.backward(loss / self.backward_divisor)
             total += float(loss.detach()) / self.accumulate
         self.model.step()
+        self._note_norm()
+        return total
+
+    def _pipelined(self, number: int, pipeline: DeepSpeedPipeline) -> float:
+        """Take the step on the rows of its batch, one by one through the pipeline.
+
+        ``fed`` keeps the rows: the probe cannot see them on later stages, which get activations.
+        """
+        self.fed = batches_of_one_row([batch for batch, _ in self.batches(number)])
+        loss = pipeline.step(self.fed)
+        self._note_norm()
+        return loss
+
+    def _note_norm(self) -> None:
+        """Keep the norm of the gradients before they were clipped; None if the engine has none."""
         norm = self.model.get_global_grad_norm()
         self.grad_norm = None if norm is None else float(norm)
-        return total
+
+    def outputs(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on, on all stages of a pipeline."""
+        if model is not self.model or self.pipeline is None:
+            return super().outputs(model)
+        batch = self.batch_of(HELD_OUT_BATCH, 0)
+        return self.pipeline.outputs(batches_of_one_row([batch]))
 
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch.
@@ -409,6 +471,11 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
 
         On a mesh the engine of the cell makes the loader.
         """
+        if self.cell.pp > 1:
+            self.in_stages = True
+            self.training_data = range(count)
+            self.build(self.build_model())
+            return _rows.deepspeed_pipeline_rows(self.model)
         if self._on_mesh(self.cell):
             self.build(self.build_model())
             return _rows.deepspeed_engine_rows(self.model, count)
@@ -417,7 +484,7 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
     @staticmethod
     def _on_mesh(cell: Cell) -> bool:
         """Tell whether the cell's ranks are on a mesh of several dimensions."""
-        return cell.tp * cell.cp * cell.ep > 1
+        return cell.tp * cell.cp * cell.ep * cell.pp > 1
 
     @classmethod
     def evaluates_in(cls, cell: Cell) -> bool:

@@ -31,6 +31,7 @@ from pytest_distcompat.ext.upstream.drivers._tiny_training import (
     EPOCH_STEPS,
     GAMMA,
     LEARNING_RATE,
+    batches_of_one_row,
     listed,
 )
 from pytest_distcompat.models import TinyModel, model_of
@@ -57,6 +58,7 @@ __all__ = [
     "HELD_OUT_BATCH",
     "LEARNING_RATE",
     "TinyDriver",
+    "batches_of_one_row",
     "listed",
 ]
 
@@ -119,13 +121,18 @@ class TinyDriver(TinyReference):
         if cell.ep > 1 or tiny.driver or shards_experts:
             yield expert_parallel.unsupported_reason(cell, tiny, experts)
         if cell.pp > 1:
-            yield pipeline_parallel.unsupported_reason(cell, tiny.stages)
+            yield cls._pipeline_reason(cell, tiny)
         if cell.cp > 1:
             yield context_parallel.unsupported_reason(cell)
         if cell.option("lora") and cell.option("frozen"):
             yield "with an adapter the base model is frozen anyway"
         if cell.option("optimizer") != "adamw":
             yield cls._optimizer_reason(cell, tiny, device)
+
+    @classmethod
+    def _pipeline_reason(cls, cell: Cell, tiny: TinyModel) -> str | None:
+        """Return why the cell's model cannot be trained in stages (``pp``); None if it can."""
+        return pipeline_parallel.unsupported_reason(cell, tiny.stages)
 
     @classmethod
     def _optimizer_reason(cls, cell: Cell, tiny: TinyModel, device: str) -> str | None:

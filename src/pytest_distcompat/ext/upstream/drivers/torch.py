@@ -23,14 +23,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pytest_distcompat.ext.upstream.drivers import _average, _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers._torch_calls import TorchCalls
 from pytest_distcompat.ext.upstream.drivers._torch_checkpoints import TorchCheckpoints
-from pytest_distcompat.ext.upstream.drivers.tiny import HELD_OUT_BATCH, TinyDriver, listed
+from pytest_distcompat.ext.upstream.drivers.tiny import (
+    HELD_OUT_BATCH,
+    TinyDriver,
+    batches_of_one_row,
+    listed,
+)
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.parallel import context_parallel, pipeline_parallel
@@ -246,7 +251,7 @@ class TorchDriver(TorchCheckpoints):
         # pass, which DDP does not survive (docs/upstream.md).
         row = None
         if self.strategy.wrapper == "DDP":
-            row = _rows_of([self.batch_of(0, 0)])[0]
+            row = batches_of_one_row([self.batch_of(0, 0)])[0]
         self.pipeline.connect(modules, row)
 
     def _wrap(self, model: Module, device: torch.device) -> Module:
@@ -317,7 +322,7 @@ class TorchDriver(TorchCheckpoints):
         import torch
 
         batches = [batch for batch, _ in self.batches(number)]
-        self.fed = _rows_of(batches)
+        self.fed = batches_of_one_row(batches)
         rows: Batch = {}
         for name in self.fed[0]:
             rows[name] = torch.cat([row[name] for row in self.fed])
@@ -446,15 +451,3 @@ class TorchDriver(TorchCheckpoints):
         tokens = self.batch_of(HELD_OUT_BATCH, 0)["input_ids"]
         logits: torch.Tensor = self.pipeline.outputs(tokens)
         return logits
-
-
-def _rows_of(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the rows of some batches, each as a batch of one row."""
-    rows: list[Batch] = []
-    for batch in batches:
-        for number in range(len(batch["labels"])):
-            row: Batch = {}
-            for name, values in batch.items():
-                row[name] = values[number : number + 1]
-            rows.append(row)
-    return rows

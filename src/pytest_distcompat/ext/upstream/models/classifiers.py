@@ -23,7 +23,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.models import TinyModel
+from pytest_distcompat.models import LayerByLayer, TinyModel
 
 if TYPE_CHECKING:
     import torch
@@ -108,10 +108,14 @@ def _batch_of_branch(step: int, rank: int) -> Batch:
 
 def _loss(model: Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross entropy over rows, in float32."""
+    return _loss_of(model(batch["features"]), batch["labels"])
+
+
+def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of logits over rows, in float32."""
     from torch.nn import functional
 
-    logits = model(batch["features"])
-    return functional.cross_entropy(logits.float(), batch["labels"])
+    return functional.cross_entropy(logits.float(), labels)
 
 
 def _count(batch: Batch) -> int:
@@ -137,6 +141,24 @@ def _reload(class_name: str, width: int, directory: Path) -> Module:
             parameter.data = parameter.data.to(saved[name].dtype)
     model.load_state_dict(saved)
     return model
+
+
+def _layers(model: Any) -> list[Any]:
+    """Return the layers of the model ``layers``."""
+    return list(model)
+
+
+def _tied_layers(model: Any) -> list[Any]:
+    """Return the layers of the model ``layers_tied``; the last one is the first, turned round."""
+    from deepspeed.pipe import TiedLayerSpec
+
+    from pytest_distcompat.ext.upstream.models.modules import Ends, Given
+
+    ends = model.tied_modules["ends"]
+    first = TiedLayerSpec("ends", Given, ends)
+    last = TiedLayerSpec("ends", Given, ends, forward_fn=Ends.back)
+    blocks = [model.get_submodule(name) for name in ("1", "2", "3")]
+    return [first, *blocks, last]
 
 
 def _tp_plan(*layers: str) -> dict[str, str]:
@@ -246,4 +268,24 @@ HEADS = _classifier(
 #: in 8 bits up to 6.8e-3.
 WIDE = _classifier(
     "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=16
+)
+#: A run of layers, as DeepSpeed's pipelines take it.
+LAYERS = _classifier(
+    "layers",
+    "Layers",
+    one_block=False,
+    frozen_modules=("0",),
+    layers=LayerByLayer(_layers, 4, "features", _loss_of),
+    order=17,
+)
+#: A run of layers whose first and last one have one weight, so that two stages have it.
+LAYERS_TIED = _classifier(
+    "layers_tied",
+    "TiedLayers",
+    one_block=False,
+    frozen_modules=("1",),
+    layers=LayerByLayer(_tied_layers, 5, "features", _loss_of),
+    # 8.3e-2 measured in bf16_upcast (DeepSpeed, the rows of one rank), in the eleventh step.
+    norm_spread=6.0,
+    order=18,
 )

@@ -530,6 +530,83 @@ class Convolutions(nn.Module):
         return logits
 
 
+class Inlet(nn.Module):
+    """First layer of a run of layers: it takes features in float32."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, features) to (batch, width), in the dtype of the weight."""
+        return _enter(self.linear, x)
+
+
+class Layers(nn.Sequential):
+    """Classifier that is a run of layers, whose parameters have their numbers as names."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(
+            Inlet(features, width), Block(width), Block(width), nn.Linear(width, classes)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        # Trainer passes the features by this argument's name, which nn.Sequential calls ``input``.
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Ends(nn.Module):
+    """First and last layer with one weight, as a language model's embeddings have."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        # Larger weights make large logits, whose losses show rounding more.
+        self.weight = nn.Parameter(torch.randn(width, features) / width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, features) to (batch, width)."""
+        return functional.linear(x.to(self.weight.dtype), self.weight)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, width) to (batch, features)."""
+        return functional.linear(x, self.weight.t())
+
+
+class Given(nn.Module):
+    """Class for libraries that make a module of a class: it makes the module that it is given."""
+
+    def __new__(cls, module: nn.Module) -> Any:
+        """Return the module itself."""
+        return module
+
+
+class TiedLayers(nn.Module):
+    """Run of layers of which the first and the last have one weight.
+
+    Modules have the names that DeepSpeed's ``PipelineModule`` gives them: ``tied_modules`` for what
+    two stages have, and their number for others. It has a class for each feature.
+    """
+
+    def __init__(self, features: int, width: int, _classes: int) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict({"ends": Ends(features, width)})
+        # DeepSpeed's converter of checkpoints fails with fewer (docs/upstream.md).
+        for number in (1, 2, 3):
+            self.add_module(str(number), Block(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        ends: Any = self.tied_modules["ends"]
+        x = ends(x)
+        for name in ("1", "2", "3"):
+            x = self.get_submodule(name)(x)
+        logits: torch.Tensor = ends.back(x)
+        return logits
+
+
 class Tiled(OneBlock):
     """Classifier whose block takes the rows in two parts by DeepSpeed's ``TiledMLP``.
 
