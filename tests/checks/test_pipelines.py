@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,40 @@ def test_a_model_in_two_stages(sound: Sound) -> None:
 def test_what_two_stages_train_together_counts_once(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
     assert findings_of_trained(story) == {}
+
+
+def test_a_later_step_without_the_gradients_of_each_parameter_has_no_norm_to_compare(sound: Sound) -> None:
+    """What both stages count cannot be taken out of the sum; in the steps before it is."""
+    story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
+
+    def without(snapshot: Snapshot) -> Snapshot:
+        steps = tuple(replace(step, gradients=(), square=2 * step.square) for step in snapshot.steps)
+        return replace(snapshot, steps=steps)
+
+    assert story.alter(without, action="step", nth=2).findings("clipping") == []
+    untied = pipelined(sound(CELL), FIRST, LAST).alter(without, action="step", nth=2)
+    (finding, *_) = untied.findings("clipping")
+    assert finding.startswith("step 3: all ranks together: the gradients that the optimizer gets have norm")
+
+
+def test_the_flat_masters_of_each_stage_have_a_tied_parameter(sound: Sound) -> None:
+    story = pipelined(sound("zero1-fp32-w2-pp_2"), FIRST, ("inlet.weight", *LAST))
+    held = ({"inlet.weight"}, {"inlet.weight", "outlet.weight"})
+
+    def partitioned(snapshot: Snapshot) -> Snapshot:
+        if snapshot.optimizer is None:
+            return snapshot
+        elements = {}
+        for info in snapshot.parameters:
+            if info.name.removeprefix("module.") in held[snapshot.rank]:
+                elements[info.name] = math.prod(info.shape)
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, partitioned=elements))
+
+    story = story.alter(partitioned)
+    assert [text for text in story.findings("optimizer") if "expected each one" in text] == []
+    held[1].discard("inlet.weight")
+    (finding,) = [text for text in story.alter(partitioned).findings("optimizer") if "expected each one" in text]
+    assert finding.endswith("'module.inlet.weight' are in the optimizer; expected each one 2 times")
 
 
 def test_a_frozen_part_of_one_stage_in_evaluation_mode(sound: Sound) -> None:

@@ -196,7 +196,7 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     reason = "not: native DeepSpeed is driven for ZeRO; ddp is a strategy of torch [ddp-fp32-w2, ...]"
     assert any(line.endswith(reason) for line in all_lines)
     # By axis of the mesh: AutoTP, Ulysses and experts in two precisions, under the stages that they are promised for.
-    names, tp, cp, ep, tp_cp, tp_ep, cp_ep = (line.split() for line in all_lines[9:16])
+    names, tp, cp, ep, pp, tp_cp, tp_ep, tp_pp, cp_ep = (line.split() for line in all_lines[9:18])
     assert names[-4:] == ["zero0", "zero1", "zero2", "zero3"]
     # Beside two of them recomputation and accumulation too, or accumulation alone, are tried, and a model that draws.
     assert tp[0] == "tp"
@@ -205,8 +205,12 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     assert cp[-4:] == ["3", "3", "3", "3"]
     assert ep[0] == "ep"
     assert ep[-4:] == ["6", "6", "6", "-"]
+    # Pipelines are for the stages that leave gradients whole.
+    assert pp[0] == "pp"
+    assert pp[-2:] == ["-", "-"]
     assert tp_cp[:3] == ["tp", "x", "cp"]
     assert tp_ep[:3] == ["tp", "x", "ep"]
+    assert tp_pp[:3] == ["tp", "x", "pp"]
     assert cp_ep[:3] == ["cp", "x", "ep"]
     unable = 0
     for line in all_lines:

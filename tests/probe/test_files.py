@@ -326,3 +326,17 @@ def test_files_are_read_in_an_environment_without_this_package(tmp_path: Path, m
 def test_an_invalid_module_index_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text, encoding="utf-8")
     assert module_directories(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("layer_03-model_states.pt", "3.weight"),
+        ("layer_112-model_00-model_states.pt", "112.weight"),
+        ("mp_rank_00_model_states.pt", "weight"),
+    ],
+)
+def test_the_keys_of_a_layer_of_deepspeeds_pipelines_begin_with_its_number(name: str, key: str, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / name)
+    (info,) = read_files(tmp_path)
+    assert info.keys == (key,)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
@@ -16,20 +17,42 @@ from pytest_distcompat.ext.upstream.drivers.deepspeed import _ScheduleOfEach
 from pytest_distcompat.world import World
 
 
-def load(directory: Path, state: dict[str, Any] | None) -> None:
+def driver_of(**engine: Any) -> DeepSpeedDriver:
+    """Return a driver with an engine of these methods and attributes."""
     driver = DeepSpeedDriver(Cell.parse("zero2-fp32-w2-model_mlp"), World(0, 2, 0, "cpu"))
-    driver.model = SimpleNamespace(load_checkpoint=lambda *_, **__: (None, state))
-    driver.load(directory)
+    driver.model = SimpleNamespace(**engine)
+    return driver
 
 
-@pytest.mark.parametrize("state", [None, {}, {"ranks": 4}], ids=["not found", "of another", "of more ranks"])
-def test_random_state_that_was_not_saved_is_not_loaded(state: dict[str, Any] | None, tmp_path: Path) -> None:
+def load(directory: Path, state: dict[str, Any] | None, file: str = "global_step3/mp_rank_00_model_states.pt") -> None:
+    path = str(directory / file) if file else None
+    driver_of(load_checkpoint=lambda *_, **__: (path, state)).load(directory)
+
+
+@pytest.mark.parametrize("state", [{}, {"ranks": 4}], ids=["of another", "of more ranks"])
+def test_random_state_that_was_not_saved_is_not_loaded(state: dict[str, Any], tmp_path: Path) -> None:
     load(tmp_path, state)
 
 
+def test_nothing_is_loaded_where_deepspeed_found_no_checkpoint(tmp_path: Path) -> None:
+    load(tmp_path, None, file="")
+
+
 def test_random_state_that_is_lost_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"rng_0\.pt"):
+    with pytest.raises(FileNotFoundError, match=r"global_step3/rng_0\.pt"):
         load(tmp_path, {"ranks": 2})
+
+
+def test_each_checkpoint_keeps_its_own_random_state(tmp_path: Path) -> None:
+    driver = driver_of(save_checkpoint=lambda *_, **__: None, global_steps=3)
+    torch.manual_seed(5)
+    driver.save(tmp_path)
+    expected = torch.rand(1)
+    driver.model.global_steps = 6
+    driver.save(tmp_path)
+    driver.model.load_checkpoint = lambda *_, **__: (None, None)
+    driver.load_first(tmp_path)
+    assert torch.rand(1) == expected
 
 
 class RateOfFirst:

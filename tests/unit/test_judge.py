@@ -11,7 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import ADDED_CHECKS, Check
 from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.judge import declaration, judge, skipped
-from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run
+from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run, Scenario
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
 
@@ -472,6 +472,15 @@ def test_never_refused(findings: tuple[str, ...]) -> None:
         "expected to be refused at build with a message like 'not supported', but it ran to the end\n"
         f"declared: {REFUSED}"
     )
+
+
+def test_a_check_whose_runs_build_nothing_cannot_be_refused_at_build() -> None:
+    reading = Run("reading", ("rows",))
+    check = replace(toy("row 3 is given twice"), scenario=Scenario("reading", (reading,)), until=())
+    trace = trace_of(lived(reading))
+    assert judge(check, CELL, trace, [REFUSED]).message == "row 3 is given twice"
+    sound = replace(toy(), scenario=check.scenario, until=())
+    assert judge(sound, CELL, trace, [REFUSED]).status == "passed"
 
 
 @pytest.mark.parametrize("kind", ["crashed", "hung"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers import find_driver, unsupported_reason
 from pytest_distcompat.models import model_of
 from pytest_distcompat.parallel.pipeline_parallel import Pipeline
 
@@ -61,3 +62,42 @@ def test_stages_send_tensors_of_the_shape_and_dtype_that_they_are_told(dtype: st
     for tensor, meta in zip((batch["input_ids"], hidden, logits), expected, strict=True):
         assert tensor.shape == meta.shape
         assert tensor.dtype == meta.dtype
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("zero1-fp32-w2-model_layers-pp_2", None),
+        ("zero0-fp16_mixed-w4-model_layers_tied-pp_2", None),
+        ("zero2-fp32-w2-model_layers-pp_2", "refuses ZeRO-2 and ZeRO-3"),
+        ("zero0-bf16_upcast-w2-model_layers-pp_2", "cannot load what it saved"),
+        ("zero1-fp32-w2-pp_2", "llama is no run of layers"),
+        ("zero1-fp32-w2-model_layers-grad_accum_2-pp_2", "'grad_accum'"),
+    ],
+)
+def test_cells_of_deepspeeds_pipelines(cell: str, reason: str | None) -> None:
+    found = unsupported_reason(find_driver("deepspeed"), Cell.parse(cell), "cpu")
+    if reason is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert reason in found
+
+
+@pytest.mark.parametrize("name", ["layers", "layers_tied"])
+def test_a_run_of_layers_computes_what_its_model_does(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    tiny = model_of(Cell.of("zero1", "fp32", model=name))
+    assert tiny.layers
+    model = tiny.make()
+    batch = tiny.batch(0, 0)
+    hidden = batch[tiny.layers.inputs]
+    specs = tiny.layers.make(model)
+    assert len(specs) == tiny.layers.count
+    for spec in specs:
+        # A tied layer is described, and made of what the model has.
+        layer = spec.build() if hasattr(spec, "build") else spec
+        forward = getattr(spec, "forward_fn", None)
+        hidden = forward(layer, hidden) if forward else layer(hidden)
+    assert torch.equal(hidden, tiny.outputs(model, batch))
+    assert torch.equal(tiny.layers.loss(hidden, batch["labels"]), tiny.loss(model, batch))

@@ -302,7 +302,8 @@ def _copies(built: Sequence[Snapshot], size: int) -> int:
             most_holders = max(most_holders, len(layout.holders))
     if most_holders == 0:
         return 1
-    return size // most_holders
+    # More ranks than should hold a stage may do so. The check ``active`` tells of that.
+    return max(1, size // most_holders)
 
 
 def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[str]) -> int:

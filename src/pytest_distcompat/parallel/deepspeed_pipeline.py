@@ -142,7 +142,8 @@ class DeepSpeedPipeline:
             )
             message = [output]
             # Only the last stage has it.
-            distributed.broadcast_object_list(message, group=self.group, group_src=self.cell.pp - 1)
+            last = self.group.size() - 1
+            distributed.broadcast_object_list(message, group=self.group, group_src=last)
             outputs.append(message[0])
         return torch.cat(outputs)
 
@@ -164,7 +165,7 @@ class DeepSpeedPipeline:
         if group.rank() > 0:
             distributed.gather_object(own, group=group, group_dst=0)
             return own
-        states: Any = [None] * self.cell.pp
+        states: Any = [None] * group.size()
         distributed.gather_object(own, states, group=group, group_dst=0)
         merged: dict[str, Any] = {}
         for state_of_stage in states:
