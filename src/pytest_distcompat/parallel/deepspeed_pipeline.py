@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Names of the options that were tried beside DeepSpeed's pipelines. A cell with another option
 #: cannot run.
-BESIDE = frozenset(("model", "pp", "param_groups", "set"))
+BESIDE = frozenset(("model", "pp", "compile", "param_groups", "set"))
 
 
 def unsupported_reason(cell: Cell, layers: LayerByLayer | None) -> str | None:
