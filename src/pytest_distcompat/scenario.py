@@ -121,6 +121,24 @@ class Run:
         # Other runs are spread over as many machines as the check's cell is.
         return run_cell.spread_as(cell)
 
+    @property
+    def change_of_cell(self) -> Run:
+        """Return a run with nothing but what ``cell`` reads: it is equal for runs in equal cells.
+
+        Thousands of runs have few such changes.
+        """
+        return Run(
+            "",
+            (),
+            strategy=self.strategy,
+            precision=self.precision,
+            world_size=self.world_size,
+            tp=self.tp,
+            only=self.only,
+            follows=self.follows,
+            ignores=self.ignores,
+        )
+
     def _followed(self, settings: Iterable[str], names: Iterable[str]) -> list[str]:
         """Return those of the settings that the run keeps: of these names, and not ignored.
 

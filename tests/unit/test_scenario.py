@@ -97,6 +97,15 @@ def test_a_run_runs_in_the_cell_of_its_check_where_it_says_nothing_else() -> Non
     assert run_in_ddp.cell(cell).id == "ddp-fp32-w4-state_dict_full"
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_change_of_a_cell_is_all_that_the_cell_of_a_run_depends_on(name: str) -> None:
+    """Thousands of runs are found by it in a report."""
+    settings = "AdamW.amsgrad=true+TrainingArguments.weight_decay=0.1"
+    cell = Cell.parse(f"fsdp2-bf16_upcast-w4-model_mlp-grad_accum_2-tp_2-set_{settings}")
+    for run in ALL[name].runs:
+        assert run.change_of_cell.cell(cell) == run.cell(cell)
+
+
 def test_a_run_on_one_rank_is_on_one_node() -> None:
     cell = Cell("ddp", "fp32", 4, nodes=2)
     ranks_and_nodes = {}

@@ -37,7 +37,13 @@ from pytest_distcompat.checks._reference import (
     reference_runs,
 )
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.model_values import Names, across_stages, rounding_of, stages_of
+from pytest_distcompat.model_values import (
+    Names,
+    across_stages,
+    rounding_of,
+    stages_by_parameter,
+    stages_of,
+)
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, together
 from pytest_distcompat.wording import named_ranks
 
@@ -122,29 +128,19 @@ def _norms_of_copies(cell: Cell, run: RunTrace, snapshots: Snapshots) -> Iterato
             if snapshot.rank in ranks:
                 holders_of_copy.append(snapshot)
         square = sum(square_by_rank.get(rank, 0.0) for rank in ranks)
-        if _on_several_stages(run, holders_of_copy) and not _lists_gradients(holders_of_copy):
+        if not _lists_gradients(holders_of_copy) and _has_tied_stages(run):
             # What counts twice in the sum cannot be taken out of it.
             continue
         square_of_tied = _of_later_stages(run, holders_of_copy)
         yield _NormOfCopy(ranks, math.sqrt(square - square_of_tied))
 
 
-def _on_several_stages(run: RunTrace, pipeline: list[Snapshot]) -> bool:
-    """Tell whether a parameter of the unwrapped model is on several stages: a tied one."""
-    stage_of_rank = stages_of(run)
-    if not stage_of_rank or run.unwrapped is None:
+def _has_tied_stages(run: RunTrace) -> bool:
+    """Tell whether several stages of a pipeline have a parameter: a tied one."""
+    if run.unwrapped is None:
         return False
-    names = Names(run, run.unwrapped)
-    ranks = {snapshot.rank for snapshot in pipeline}
-    stage_of_name: dict[str, int] = {}
-    for snapshot in run.at("build"):
-        if snapshot.rank not in ranks:
-            continue
-        stage = stage_of_rank.get(snapshot.rank, 0)
-        for info in snapshot.parameters:
-            if stage_of_name.setdefault(names(info.name), stage) != stage:
-                return True
-    return False
+    stages = stages_by_parameter(run, Names(run, run.unwrapped))
+    return any(len(holding) > 1 for holding in stages.values())
 
 
 def _lists_gradients(pipeline: list[Snapshot]) -> bool:

@@ -29,7 +29,13 @@ from collections.abc import Iterator, Mapping
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import Snapshots, check, every_rank, stale
 from pytest_distcompat.digests import is_zero
-from pytest_distcompat.model_values import is_sharded_along, named_stage, stages_of, unused
+from pytest_distcompat.model_values import (
+    is_sharded_along,
+    named_stage,
+    stages_by_parameter,
+    stages_of,
+    unused,
+)
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
@@ -125,17 +131,15 @@ def _flat_masters(cell: Cell, run: RunTrace, trainable: _Trainable) -> Iterator[
     A parameter that tensor parallelism leaves whole is in the flat master of each of its ranks. One
     that several stages of a pipeline have, as tied layers do, is in a flat master of each stage.
     """
-    stages = stages_of(run)
+    stages = stages_by_parameter(run)
     # Live name -> how many of its elements are in flat masters, on all ranks together.
     elements: Counter[str] = Counter()
     parameters: dict[str, ParameterInfo] = {}
-    stages_with: dict[str, set[int]] = defaultdict(set)
     for snapshot in run.at("build"):
         if snapshot.optimizer:
             elements.update(snapshot.optimizer.partitioned)
         for info in snapshot.parameters:
             parameters[info.name] = info
-            stages_with[info.name].add(stages.get(snapshot.rank, 0))
     for info in parameters.values():
         if not trainable[info.name]:
             continue
@@ -144,7 +148,7 @@ def _flat_masters(cell: Cell, run: RunTrace, trainable: _Trainable) -> Iterator[
         copies = cell.tp
         if is_sharded_along(info, "tp"):
             copies = 1
-        copies *= len(stages_with[info.name])
+        copies *= len(stages[info.name])
         if partitioned != numel * copies:
             times = "once" if copies == 1 else f"{copies} times"
             yield (

@@ -42,6 +42,20 @@ _COMPARED = ("resume", "reference", "rounded")
 
 
 @dataclass(frozen=True)
+class Training:
+    """What a run trains in.
+
+    Attributes:
+        cell: The id of its cell.
+        ranks: How many data-parallel ranks have the batches that it trains on. One process trains
+            on those of all ranks as their reference.
+    """
+
+    cell: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class StoredRun:
     """One run in the store, without its snapshots.
 
@@ -69,6 +83,11 @@ class StoredRun:
     def name(self) -> str:
         """Return the name of the run in its scenario: ``train`` or ``resume``."""
         return self.payload.run.name
+
+    @property
+    def training(self) -> Training:
+        """Return what it trains in."""
+        return Training(self.payload.cell, self.payload.ranks)
 
     def trace(self) -> RunTrace:
         """Return its trace. Raises FileNotFoundError for an unfinished run."""
@@ -199,7 +218,7 @@ class _RunsByCell:
     Several cells may share a run: the reference of ``ddp-fp32-w2`` is that of ``fsdp2-fp32-w2``,
     too. A session may have thousands of cells and of runs, so that not each cell can be compared
     with each run. Few runs differ in how the cell of the run follows from that of the check
-    (``_change_of``): for each of these the run's cell is made once, and looked up.
+    (``Run.change_of_cell``): for each of these the run's cell is made once, and looked up.
     """
 
     def __init__(self, runs: Iterable[StoredRun]) -> None:
@@ -207,15 +226,13 @@ class _RunsByCell:
         #: The number of each run in the session.
         self._position: dict[str, int] = {}
         #: Driver -> change of the cell -> what a run trains in -> the runs.
-        self._by_driver: dict[str, dict[Run, dict[_Training, list[StoredRun]]]] = {}
+        self._by_driver: dict[str, dict[Run, dict[Training, list[StoredRun]]]] = {}
         for position, run in enumerate(runs):
             self._by_id[run.id] = run
             self._position[run.id] = position
-            payload = run.payload
-            by_change = self._by_driver.setdefault(payload.driver, {})
-            by_training = by_change.setdefault(_change_of(payload.run), {})
-            training = _Training(payload.cell, payload.ranks)
-            by_training.setdefault(training, []).append(run)
+            by_change = self._by_driver.setdefault(run.payload.driver, {})
+            by_training = by_change.setdefault(run.payload.run.change_of_cell, {})
+            by_training.setdefault(run.training, []).append(run)
 
     def of(self, driver: str, cell: Cell) -> list[StoredRun]:
         """Return the runs that checks of a driver's cell read, in the order of the session."""
@@ -242,27 +259,12 @@ class _RunsByCell:
         for parent in payload.paths.load_from.parents:
             saved_by = self._by_id.get(parent.name)
             if saved_by is not None:
-                training = _training_in(saved_by.payload.run, cell)
-                own = _Training(saved_by.payload.cell, saved_by.payload.ranks)
-                return training == own and self._follows(saved_by, cell)
+                asked_for = _training_in(saved_by.payload.run, cell)
+                return asked_for == saved_by.training and self._follows(saved_by, cell)
         return False
 
 
-@dataclass(frozen=True)
-class _Training:
-    """What a run trains in.
-
-    Attributes:
-        cell: The id of its cell.
-        ranks: How many data-parallel ranks have the batches that it trains on. One process trains
-            on those of all ranks as their reference.
-    """
-
-    cell: str
-    ranks: int
-
-
-def _training_in(run: Run, cell: Cell) -> _Training | None:
+def _training_in(run: Run, cell: Cell) -> Training | None:
     """Return what the run of a check's scenario would train in, given the cell of the check.
 
     It is None if the run is on a mesh into which the cell's ranks cannot be divided.
@@ -271,19 +273,4 @@ def _training_in(run: Run, cell: Cell) -> _Training | None:
         cell_of_run = run.cell(cell)
     except ValueError:
         return None
-    return _Training(cell_of_run.id, cell.dp_size)
-
-
-def _change_of(run: Run) -> Run:
-    """Return a run that trains in the same cell as the given one, and differs in nothing else."""
-    return Run(
-        "",
-        (),
-        strategy=run.strategy,
-        precision=run.precision,
-        world_size=run.world_size,
-        tp=run.tp,
-        only=run.only,
-        follows=run.follows,
-        ignores=run.ignores,
-    )
+    return Training(cell_of_run.id, cell.dp_size)

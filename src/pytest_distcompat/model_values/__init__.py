@@ -48,6 +48,7 @@ from pytest_distcompat.model_values.stages import (
     by_stage,
     named_stage,
     pipelines_of,
+    stages_by_parameter,
     stages_of,
 )
 from pytest_distcompat.model_values.whole import (
@@ -92,6 +93,7 @@ __all__ = [
     "same_dtype",
     "settings",
     "shared_name",
+    "stages_by_parameter",
     "stages_of",
     "step_counts",
     "tp_copies",

@@ -11,7 +11,8 @@ pipeline together (``across_stages``). Without a pipeline there is one stage, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_distcompat.model_values.whole import Names, Ranks
@@ -39,6 +40,25 @@ def stages_of(run: RunTrace) -> Mapping[int, int]:
         if pipeline:
             stage_of_rank[rank] = pipeline.index(rank)
     return stage_of_rank
+
+
+def stages_by_parameter(
+    run: RunTrace, name_of: Callable[[str], str] = str
+) -> Mapping[str, set[int]]:
+    """Return the pipeline stages that hold each parameter; 0 alone without a pipeline.
+
+    A tied parameter, such as embedding and output layer in one, may be on two stages.
+
+    Args:
+        run: The run.
+        name_of: Returns the name under which a parameter of the live model counts.
+    """
+    stage_of_rank = stages_of(run)
+    stages: dict[str, set[int]] = defaultdict(set)
+    for snapshot in run.at("build"):
+        for info in snapshot.parameters:
+            stages[name_of(info.name)].add(stage_of_rank.get(snapshot.rank, 0))
+    return stages
 
 
 def by_stage(

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.parallel import pipeline_parallel
 from pytest_distcompat.parallel.reasons import first_reason, untried_option_reason
 
 if TYPE_CHECKING:
@@ -154,20 +155,10 @@ class DeepSpeedPipeline:
         own state.
         """
         from deepspeed.utils import safe_get_full_fp32_param
-        from torch import distributed
 
         own: dict[str, Any] = dict(self.module.state_dict())
         for name, parameter in self.module.named_parameters():
             master = safe_get_full_fp32_param(parameter)
             if master is not None:
                 own[name] = master.clone()
-        group = self.group
-        if group.rank() > 0:
-            distributed.gather_object(own, group=group, group_dst=0)
-            return own
-        states: Any = [None] * group.size()
-        distributed.gather_object(own, states, group=group, group_dst=0)
-        merged: dict[str, Any] = {}
-        for state_of_stage in states:
-            merged |= state_of_stage
-        return merged
+        return pipeline_parallel.gathered(own, self.group)

@@ -4,7 +4,7 @@ The driver for plain torch, by which it is tested, has it in cells (configuratio
 as ``fsdp2-fp32-w4-pp_2``. At collection ``unsupported_reason`` says which cells cannot run. On each
 rank ``build`` makes a ``Pipeline``, calls ``keep`` to cut the model, wraps each stage by FSDP2 or
 DDP, and calls ``connect``. Then ``step`` trains on the rows of a batch, ``outputs`` evaluates, and
-``gathered`` collects the weights for an export.
+the function ``gathered`` collects the weights for an export.
 
 It is that of ``torch.distributed.pipelining``. A stage is a run of the model's layers. It receives
 hidden states from the stage before it and sends its own to the next one; the first receives tokens,
@@ -288,23 +288,25 @@ class Pipeline:
             received = message[0]
         return received
 
-    def gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of all stages together, on the rank of the first one.
 
-        On the other ranks it is their own state.
+def gathered(state: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """Return the state of all stages of a pipeline together, on the rank of the first one.
 
-        Args:
-            state: Parameter names -> whole tensors of this rank's stages.
-        """
-        from torch import distributed
+    On the other ranks it is their own state.
 
-        own = dict(state)
-        if not self.first:
-            distributed.gather_object(own, group=self.group, group_dst=0)
-            return own
-        states: Any = [None] * self.cell.pp
-        distributed.gather_object(own, states, group=self.group, group_dst=0)
-        merged: dict[str, Any] = {}
-        for state_of_rank in states:
-            merged |= state_of_rank
-        return merged
+    Args:
+        state: Parameter names -> whole tensors of this rank's stages.
+        group: The process group of the ranks with the stages of one copy of the model.
+    """
+    from torch import distributed
+
+    own = dict(state)
+    if group.rank() > 0:
+        distributed.gather_object(own, group=group, group_dst=0)
+        return own
+    states: Any = [None] * group.size()
+    distributed.gather_object(own, states, group=group, group_dst=0)
+    merged: dict[str, Any] = {}
+    for state_of_rank in states:
+        merged |= state_of_rank
+    return merged

@@ -344,15 +344,16 @@ def write_config(config: Any, directory: Path) -> None:
         config: The config.
         directory: Where the weights are, in safetensors files.
     """
-    from safetensors import safe_open
+    import torch
+
+    from pytest_distcompat.probe.files import read_files
 
     written = copy.deepcopy(config)
     # It was called ``torch_dtype`` before transformers 4.56.
     name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as weights:
-            for key in weights.keys():  # noqa: SIM118 - it has no iterator
-                tensor = weights.get_tensor(key)
-                if tensor.is_floating_point() and getattr(config, name, None) is not None:
-                    setattr(written, name, tensor.dtype)
+    if getattr(config, name, None) is not None:
+        for file in read_files(directory):
+            for dtype in file.dtypes.values():
+                if "float" in dtype:
+                    setattr(written, name, getattr(torch, dtype))
     written.save_pretrained(directory)

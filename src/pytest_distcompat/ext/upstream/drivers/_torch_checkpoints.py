@@ -23,6 +23,7 @@ from typing import Any
 
 from pytest_distcompat.ext.upstream.drivers import _options
 from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver, listed
+from pytest_distcompat.parallel.pipeline_parallel import gathered
 
 
 class TorchCheckpoints(TinyDriver):
@@ -199,6 +200,6 @@ class TorchCheckpoints(TinyDriver):
         """Write the full state dict on rank 0, in the format that the model's own library loads."""
         state = _options.whole_state(self.model)
         if self.pipeline:
-            state = self.pipeline.gathered(state)
+            state = gathered(state, self.pipeline.group)
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)

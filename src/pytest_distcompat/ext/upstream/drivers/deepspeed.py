@@ -133,8 +133,8 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
     #: While this ``HfDeepSpeedConfig`` lives, transformers makes models in parts under ZeRO-3:
     #: https://huggingface.co/docs/transformers/deepspeed. None where it makes no model.
     loading_config: Any = None
-    #: Whether a ``PipelineModule`` has the model: in one stage or in several.
-    in_stages = False
+    #: Whether a checkpoint is loaded that a pipeline has saved.
+    loads_layers = False
     #: The rows of which ``deepspeed.initialize`` makes a loader; None for a driver's own batches.
     training_data: Sequence[int] | None = None
 
@@ -172,9 +172,16 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
             # ``load`` writes the converted checkpoint into this directory, and reads it.
             self.universal = plan.save_to.parent / "universal"
-        # The checkpoint of a pipeline is loaded by one, if need be of a single stage.
-        self.in_stages = self.cell.pp > 1 or saved_by_layer(plan.load_from)
+        self.loads_layers = saved_by_layer(plan.load_from)
         super().train(model, plan, report)
+
+    @property
+    def in_stages(self) -> bool:
+        """Tell whether a ``PipelineModule`` has the model.
+
+        The checkpoint of a pipeline is loaded by one, if need be of a single stage.
+        """
+        return self.cell.pp > 1 or self.loads_layers
 
     def build(self, model: Module) -> None:
         """Create the engine around the model, with its optimizer and its scheduler."""
@@ -472,7 +479,6 @@ class DeepSpeedDriver(DeepSpeedCheckpoints):
         On a mesh the engine of the cell makes the loader.
         """
         if self.cell.pp > 1:
-            self.in_stages = True
             self.training_data = range(count)
             self.build(self.build_model())
             return _rows.deepspeed_pipeline_rows(self.model)
