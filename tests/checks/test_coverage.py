@@ -381,6 +381,18 @@ def test_fewer_rows_than_ranks() -> None:
     assert "one row: epoch 1: 1 of 1 rows are given to no rank, first 0" in texts
 
 
+def test_batches_that_are_given_in_turn_are_filled_together() -> None:
+    # Two ranks load a batch of one row each, of which there are three. All are given to one rank.
+    epoch = [[0], [1], [2], [0]]
+    assert rows_of(Loader(shuffled=False, rows=3, turns=2), epoch) == []
+    texts = rows_of(Loader(shuffled=False, rows=3), epoch)
+    assert texts[0] == (
+        "one row: epoch 1: 1 rows are given twice, first 0; expected less than 1, which fill the last batches"
+    )
+    texts = rows_of(Loader(shuffled=False, rows=3, turns=2), [*epoch, [1]])
+    assert texts[0].endswith("2 rows are given twice, first 0; expected less than 2, which fill the last batches")
+
+
 def test_each_two_settings_of_loaders_are_together_in_one() -> None:
     settings = ("split_batches", "dispatch_batches", "drop_last", "even_batches", "iterable")
     together = set()

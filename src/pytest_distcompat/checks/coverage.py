@@ -338,7 +338,8 @@ def _not_each_once(
     times_given = _times_given([*batches_by_rank, *before])
     # A run that resumed after the last batch is given none. Then only the batches before that run
     # say how many rows a step has.
-    rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
+    rows_of_batches = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
+    rows_of_step = loader.turns * rows_of_batches
     unequal = list(_unequal_batches(batches_by_rank, loader))
     if not unequal:
         # The rows of the batches that some ranks lack are given to none.

@@ -34,6 +34,9 @@ class Loader:
             have fewer than there are ranks.
         reseeded: The name of the loader that it is with another seed, if there is such: its order
             is another.
+        turns: How many batches each data parallel rank is given before the ranks load again, if
+            those that share its sequences load one each, and all are given them in turn. Then so
+            many batches may be filled with rows of the beginning.
     """
 
     shuffled: bool = True
@@ -44,6 +47,7 @@ class Loader:
     moves: bool = True
     rows: int = 0
     reseeded: str = ""
+    turns: int = 1
 
 
 class LoadedBatch(NamedTuple):

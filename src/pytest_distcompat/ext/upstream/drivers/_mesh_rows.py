@@ -102,7 +102,7 @@ def _on_mesh(name: str, loader: Loader, cell: Cell) -> Loader:
         # Batches of Ulysses cannot be skipped (docs/upstream/accelerate_ulysses_skip.py), as
         # Trainer does for each data set without a length.
         resumes = loader.resumes and "iterable" not in name
-        return dataclasses.replace(loader, resumes=resumes, midway=False)
+        return dataclasses.replace(loader, resumes=resumes, midway=False, turns=cell.cp)
     return loader
 
 

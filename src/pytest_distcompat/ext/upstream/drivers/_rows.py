@@ -414,13 +414,16 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def ulysses_loaders() -> dict[str, Loader]:
+def ulysses_loaders(cp: int) -> dict[str, Loader]:
     """Return the loaders of accelerate that are tested under DeepSpeed's Ulysses.
 
     None resumes: docs/upstream/accelerate_ulysses_skip.py. Ulysses gathers one batch of each rank
     that shares a sequence, and gives all these ranks the batches, one after the other. So each must
     have as many batches as the others, of as many rows. An epoch may lack, or repeat, the rows of
     several batches.
+
+    Args:
+        cp: How many ranks share a sequence.
     """
     loaders: dict[str, Loader] = {}
     for name, loader in ACCELERATE.items():
@@ -428,7 +431,7 @@ def ulysses_loaders() -> dict[str, Loader]:
         whole_batches = _has_whole_batches(name) or _streams_batches(name)
         if unequal or whole_batches or _is_stateful(name):
             continue
-        loaders[name] = dataclasses.replace(loader, resumes=False, moves=False)
+        loaders[name] = dataclasses.replace(loader, resumes=False, moves=False, turns=cp)
     return loaders
 
 

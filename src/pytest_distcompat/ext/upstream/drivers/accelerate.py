@@ -533,7 +533,7 @@ class AccelerateDriver(MakesAccelerator):
         There are none under tensor parallelism of DeepSpeed.
         """
         if cell.cp > 1:
-            return _rows.ulysses_loaders()
+            return _rows.ulysses_loaders(cell.cp)
         if cell.strategy != "fsdp2" and cell.tp * cell.ep > 1:
             return {}
         prepared = _rows.accelerate_loaders(cell.dp_size)
