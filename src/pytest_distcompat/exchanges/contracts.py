@@ -20,6 +20,7 @@ from pytest_distcompat.exchanges.values import (
     Numbers,
     Values,
     containers,
+    counted,
     extremes,
     lists,
     mean_of,
@@ -236,6 +237,34 @@ class Pads:
             return torch.cat([own, padding], self.dim)
 
         return map_tensors(values, padded)
+
+
+@dataclass(frozen=True)
+class Fills:
+    """Each rank gets its own rows and the last one again, until they divide by the ranks.
+
+    Attributes:
+        dim: The dimension of the rows.
+    """
+
+    dim: int = 0
+
+    def values(self, ranks: int) -> Values:
+        """Return tensors of few and many rows, some of which divide by the ranks."""
+        return counted(self.dim, ranks)
+
+    def expected(self, values: Sequence[Any], rank: int) -> Any:
+        """Return the rows of the rank, and what fills them up."""
+        import torch
+
+        def filled(parts: list[Any]) -> Any:
+            own = parts[rank]
+            rows = own.shape[self.dim]
+            lacking = -rows % len(parts)
+            last = own.narrow(self.dim, rows - 1, 1)
+            return torch.cat([own, *[last] * lacking], self.dim)
+
+        return map_tensors(values, filled)
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,31 @@ def uneven(dim: int, ranks: int, dtypes: tuple[str, ...] = ALL_DTYPES) -> Values
     return made
 
 
+def counted(dim: int, ranks: int) -> Values:
+    """Return tensors of two dimensions that have few and many rows; some divide by the ranks.
+
+    Args:
+        dim: The dimension of the rows.
+        ranks: The number of ranks.
+    """
+
+    def of_rows(count: int, dtype: str = "float32") -> OfRank:
+        shape = [2, 2]
+        shape[dim] = count
+        return lambda rank: _tensor(rank, tuple(shape), dtype, distinct)
+
+    return {
+        "one row": of_rows(1),
+        "as many rows as ranks": of_rows(ranks),
+        "one row more than ranks": of_rows(ranks + 1),
+        "four rows for each rank": of_rows(4 * ranks),
+        "one row more than that": of_rows(4 * ranks + 1),
+        "int64": of_rows(2 * ranks + 1, "int64"),
+        "bool": of_rows(2 * ranks + 1, "bool"),
+        "dict": lambda rank: {"x": of_rows(ranks + 1)(rank), "y": of_rows(ranks + 1)(rank)},
+    }
+
+
 def _tensor(rank: int, shape: tuple[int, ...], dtype: str, numbers: Numbers) -> torch.Tensor:
     """Return a tensor of that shape and dtype."""
     import torch

@@ -16,6 +16,7 @@ from pytest_distcompat.exchanges import (
     Broadcasts,
     BroadcastsLists,
     Exchange,
+    Fills,
     Gathers,
     GathersLists,
     OnRank,
@@ -124,8 +125,18 @@ def _collectives_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
 
 
 def _padding_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
-    """Return ``pad_across_processes`` with several arguments."""
+    """Return ``pad_across_processes`` and ``pad_input_tensors`` with several arguments."""
+    from accelerate.utils import find_batch_size, pad_input_tensors
+
     pad = accelerator.pad_across_processes
+
+    def fill(value: Any) -> Any:
+        return pad_input_tensors(value, find_batch_size(value), accelerator.num_processes)
+
+    def fill_columns(value: Any) -> Any:
+        first = value["x"] if isinstance(value, dict) else value
+        return pad_input_tensors(value, first.shape[1], accelerator.num_processes, dim=1)
+
     return {
         "pad_across_processes": Exchange(pad, Pads()),
         "pad_across_processes(dim=1)": Exchange(functools.partial(pad, dim=1), Pads(dim=1)),
@@ -135,6 +146,8 @@ def _padding_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
         "pad_across_processes(pad_first=True)": Exchange(
             functools.partial(pad, pad_first=True), Pads(first=True)
         ),
+        "pad_input_tensors": Exchange(fill, Fills()),
+        "pad_input_tensors(dim=1)": Exchange(fill_columns, Fills(dim=1)),
     }
 
 
