@@ -179,8 +179,10 @@ def _decorators_of_accelerate(accelerator: Any) -> dict[str, Exchange]:
     decorators = {
         "on_main_process": (accelerator.on_main_process, OnRank(0)),
         "on_last_process": (accelerator.on_last_process, OnRank(-1)),
-        "on_process(process_index=1)": (on_rank_1, OnRank(1)),
     }
+    # A process alone runs every function, whatever its index is.
+    if accelerator.num_processes > 1:
+        decorators["on_process(process_index=1)"] = (on_rank_1, OnRank(1))
     exchanges: dict[str, Exchange] = {}
     for name, (decorate, contract) in decorators.items():
         exchanges[name] = Exchange(functools.partial(call, decorate), contract)
