@@ -165,6 +165,29 @@ def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str)
 
 
 @pytest.mark.parametrize(
+    ("ranks", "counted"), [((0, 1, 2, 3), False), ((1, 2, 3), True)], ids=["on no rank", "on one rank"]
+)
+def test_a_parameter_that_the_rows_of_more_ranks_do_not_reach(
+    runs_of: RunsOf, ranks: tuple[int, ...], counted: bool
+) -> None:
+    step: dict[str, Any] = {"run": "up", "action": "step", "nth": 0}
+    story = runs_of("fsdp2-fp32-w2", "reshard")
+    story = story.state("step", {"digest": "1:c0000000c"}, only="inlet.weight", **step)
+    for rank in ranks:
+        story = story.optimizer({"without_gradient": (story.live("inlet.weight"),)}, rank=rank, **step)
+    expected = "step 'inlet.weight': other values one step after the load at 4 ranks"
+    assert story.findings("reshard") == ([expected] if counted else [])
+
+
+def test_a_step_that_counts_for_no_parameter_is_told(runs_of: RunsOf) -> None:
+    step: dict[str, Any] = {"run": "up", "action": "step", "nth": 0}
+    story = runs_of("fsdp2-fp32-w2", "reshard").state("step", {"digest": "1:c0000000c"}, **step)
+    names = tuple(info.name for info in story.trace.run("up").at("step")[0].parameters)
+    story = story.optimizer({"without_gradient": names}, **step)
+    assert story.findings("reshard")[0].startswith("step ")
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (

@@ -75,7 +75,7 @@ def unused(run: RunTrace) -> frozenset[str]:
             # Without an optimizer step nothing is known of gradients.
             if snapshot.steps:
                 snapshots.append(snapshot)
-    return _always_empty(snapshots) | _without_gradient(run, snapshots)
+    return _always_empty(snapshots) | without_gradient(run, snapshots)
 
 
 def _always_empty(snapshots: Sequence[Snapshot]) -> frozenset[str]:
@@ -94,8 +94,14 @@ def _always_empty(snapshots: Sequence[Snapshot]) -> frozenset[str]:
     return frozenset(empty - not_empty)
 
 
-def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset[str]:
-    """Return the live names of trainable parameters that never had a gradient on any rank."""
+def without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset[str]:
+    """Return the live names of trainable parameters without a gradient in some steps.
+
+    Args:
+        run: The run.
+        snapshots: The snapshots of all ranks after these steps. A parameter that had a gradient on
+            any rank, in any of the steps, is not meant.
+    """
     # Rank -> its stage in a pipeline; empty without a pipeline.
     stage_of_rank = stages_of(run)
     names_by_stage: dict[int, set[str]] = defaultdict(set)
@@ -105,21 +111,23 @@ def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset
             continue
         names_on_rank = names_by_stage[stage_of_rank.get(snapshot.rank, 0)]
         for info in snapshot.parameters:
+            # A frozen parameter has no gradient by intent.
+            if not info.trainable:
+                continue
             # A parameter that is not in the optimizer (``held`` is 0) tells nothing, and a rank
             # with no element of it may have no gradient. DeepSpeed's optimizers have flat
             # partitions instead: there ``held`` is None.
             if info.held == 0 or not info.local_numel:
                 continue
             names_on_rank.add(info.name)
-            # A frozen parameter has no gradient by intent, so it does not count as unused.
-            if info.name not in snapshot.optimizer.without_gradient or not info.trainable:
+            if info.name not in snapshot.optimizer.without_gradient:
                 with_gradient.add(info.name)
-    without_gradient: set[str] = set()
+    without: set[str] = set()
     lost: set[str] = set()
     for names in names_by_stage.values():
-        without_gradient |= names - with_gradient
-        # If all of a model, or of a stage, have no gradient, gradients were lost: then these are
-        # not unused.
+        without |= names - with_gradient
+        # If all that is trained of a model, or of a stage, has no gradient, gradients were lost: then
+        # these are not unused.
         if names.isdisjoint(with_gradient):
             lost |= names
-    return frozenset(without_gradient - lost)
+    return frozenset(without - lost)
