@@ -294,6 +294,29 @@ def test_more_ranks_have_nothing_left() -> None:
     assert COVERAGE.findings(Cell("ddp", "fp32", 8), made) == []
 
 
+def dropped_by_more_ranks(rows_left: int) -> list[str]:
+    """Findings if six ranks drop that many of 23 rows, of which three ranks had the others before."""
+    loader = Loader(shuffled=False, filled=False, dropped=True)
+    full = []
+    for rank in range(3):
+        # Three steps of six rows.
+        epoch = batches(range(18), rank, 3)
+        full.append(snapshot("rows", rank, RowsInfo("all", 0, 0, loader, frozen([epoch, epoch]))))
+    done = (23 - rows_left) // 12
+    moved = []
+    for rank in range(6):
+        moved.append(snapshot("moved_rows", rank, RowsInfo("all", 1, done, loader, ())))
+    made = Trace.of("made", [run_trace("rows", full), run_trace("moved_rows", moved)])
+    return COVERAGE.findings(Cell("ddp", "fp32", 3), made)
+
+
+def test_more_ranks_drop_what_fills_no_step_of_theirs() -> None:
+    # A step of six ranks has twelve rows.
+    assert dropped_by_more_ranks(11) == []
+    (finding,) = dropped_by_more_ranks(23)
+    assert finding == "all: at 6 ranks from the middle of epoch 2 on: 23 of 23 rows are given to no rank, first 0"
+
+
 def on_mesh(places: Sequence[int], dp_size: int) -> Trace:
     """A run on ranks that are given the rows of these places among the data parallel ranks."""
     snapshots = []
@@ -401,6 +424,12 @@ def test_each_two_settings_of_loaders_are_together_in_one() -> None:
             if first in loader and second in loader:
                 together.add((first, second))
     assert together == set(itertools.combinations(settings, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 8])
+def test_a_batch_that_ranks_split_divides_by_them(ranks: int) -> None:
+    arguments = _rows.loader_arguments(_rows.TRAINER_SETTINGS["split_batches"], 23, ranks)
+    assert arguments["per_device_train_batch_size"] % ranks == 0
 
 
 def test_of_loaders_that_save_their_position_one_is_evaluated_whatever_its_name(

@@ -336,9 +336,12 @@ def _not_each_once(
         before: What the ranks of another run were given earlier in the same epoch.
     """
     times_given = _times_given([*batches_by_rank, *before])
-    # A run that resumed after the last batch is given none. Then only the batches before that run
-    # say how many rows a step has.
-    rows_of_batches = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
+    rows_of_batches = _rows_of_first_step(batches_by_rank)
+    if before:
+        # A run that resumed where fewer rows are left than it reads in a step may be given none.
+        # Then the batches before that run say how many rows so many ranks read.
+        rows_of_rank = _rows_of_first_step(before) / len(before)
+        rows_of_batches = max(rows_of_batches, math.ceil(rows_of_rank * len(batches_by_rank)))
     rows_of_step = loader.turns * rows_of_batches
     unequal = list(_unequal_batches(batches_by_rank, loader))
     if not unequal:

@@ -36,8 +36,8 @@ from pytest_distcompat.trace import LoadedBatch, Loader
 
 #: How many rows a batch of one rank has.
 BATCH = 2
-#: How many rows a batch has that the ranks split among them (``split_batches``). On two ranks each
-#: then has 2 rows, as many as ``BATCH``.
+#: How many rows a batch has that the ranks split among them (``split_batches``), or the next number
+#: that divides by the ranks. On two ranks each then has 2 rows, as many as ``BATCH``.
 SPLIT = 4
 #: How many epochs of a loader are read.
 EPOCHS = 2
@@ -91,33 +91,30 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
     "seedable": {"use_seedable_sampler": True},
     "in order": {"shuffle": False},
     "dispatch_batches": {"use_seedable_sampler": True, "dispatch_batches": True},
-    "split_batches": {"use_seedable_sampler": True, "split_batches": True, "batch_size": SPLIT},
+    "split_batches": {"use_seedable_sampler": True, "split_batches": True},
     "even_batches=False": {"use_seedable_sampler": True, "even_batches": False},
     "drop_last": {"use_seedable_sampler": True, "drop_last": True},
     "num_workers=2": {"use_seedable_sampler": True, "num_workers": 2},
     "iterable": {"iterable": True},
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
-    "iterable, split_batches": {"iterable": True, "split_batches": True, "batch_size": SPLIT},
+    "iterable, split_batches": {"iterable": True, "split_batches": True},
     # With these, each two settings are together in some loader. They do not shuffle: so the rows of
     # a batch are known, not only repeatable.
     "dispatch_batches, split_batches, drop_last": {
         "shuffle": False,
         "split_batches": True,
         "dispatch_batches": True,
-        "batch_size": SPLIT,
         "drop_last": True,
     },
     "dispatch_batches, split_batches": {
         "shuffle": False,
         "split_batches": True,
         "dispatch_batches": True,
-        "batch_size": SPLIT,
     },
     "split_batches, even_batches=False": {
         "shuffle": False,
         "split_batches": True,
         "even_batches": False,
-        "batch_size": SPLIT,
     },
     "dispatch_batches, even_batches=False": {
         "shuffle": False,
@@ -145,7 +142,6 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
     "one row, split_batches": {
         "shuffle": False,
         "split_batches": True,
-        "batch_size": SPLIT,
         "rows": 1,
     },
     # As a plain loop has it, which reads the loader once an epoch: accelerate counts the epochs.
@@ -284,6 +280,11 @@ def trainer_dataset(rows: Sequence[Any], settings: Mapping[str, Any]) -> Any:
     return rows
 
 
+def _split_among(ranks: int) -> int:
+    """Return how many rows a batch has that so many ranks split among them."""
+    return math.ceil(SPLIT / ranks) * ranks
+
+
 def _taken_apart(name: str, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of DataLoaderConfiguration, and those of DataLoader.
 
@@ -340,6 +341,8 @@ def accelerate_loader(
         data = iterable(batches_in_order(count, BATCH))
     if _has_whole_batches(name):
         data = WholeBatches(count)
+    if dataloader_config.split_batches:
+        arguments["batch_size"] = _split_among(accelerator.num_processes)
     loader: DataLoader[Any] = DataLoader(data, **arguments)
     if _has_whole_batches(name) and accelerator.num_processes == 1:
         # accelerate can prepare it for several ranks alone; one rank reads all its rows anyway.
@@ -454,6 +457,8 @@ def ulysses_rows(name: str, count: int, accelerator: Any, model: Any, tokens: in
 
     configuration, arguments = _taken_apart(name, count)
     accelerator.dataloader_config = DataLoaderConfiguration(**configuration)
+    if accelerator.dataloader_config.split_batches:
+        arguments["batch_size"] = _split_among(accelerator.num_processes)
     set_seed(_ACCELERATE[name].get("seed", 0))
     data: Any = []
     for row in range(count):
@@ -527,7 +532,7 @@ EVALUATION_LOADER = "get_eval_dataloader"
 TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "dispatch_batches": {"dispatch_batches": True},
-    "split_batches": {"split_batches": True, "per_device_train_batch_size": SPLIT},
+    "split_batches": {"split_batches": True},
     "dataloader_drop_last": {"dataloader_drop_last": True},
     "iterable": {"iterable": True},
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
@@ -545,7 +550,6 @@ TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "split_batches, dataloader_drop_last": {
         "split_batches": True,
-        "per_device_train_batch_size": SPLIT,
         "dataloader_drop_last": True,
     },
     "iterable, dataloader_drop_last": {
@@ -684,6 +688,8 @@ def loader_arguments(settings: Mapping[str, Any], count: int, ranks: int) -> dic
         if key in arguments:
             accelerator_config[key] = arguments.pop(key)
     arguments["accelerator_config"] = accelerator_config
+    if accelerator_config.get("split_batches"):
+        arguments["per_device_train_batch_size"] = _split_among(ranks)
     arguments.setdefault("per_device_train_batch_size", BATCH)
     arguments.setdefault("per_device_eval_batch_size", BATCH)
     if is_iterable:
