@@ -1,9 +1,8 @@
 """accelerate 1.15.0: ``pad_input_tensors`` adds rows of zeros, too many or too few of them, and along dimension 0 alone.
 
-Its docstring says that the last input is repeated until the rows divide by the processes. The rows that it adds are zeros; 6 rows
-for 4 processes become 9 and 8 become 10, so that they cannot be shared out; with ``dim=1`` it raises. ``prepare_pippy``
-cuts its batches so. Mends that were proposed: https://github.com/huggingface/accelerate/pull/4093 and
-https://github.com/huggingface/accelerate/pull/4150.
+``prepare_pippy`` cuts its batches so. Expected, by its docstring: the last input repeated until the rows divide by the
+processes. Seen: zeros; 6 rows for 4 processes become 9, and 8 become 10; with ``dim=1`` it raises. Mends that were proposed:
+https://github.com/huggingface/accelerate/pull/4093 and https://github.com/huggingface/accelerate/pull/4150.
 """
 
 import torch
