@@ -17,4 +17,6 @@ try:
 except RuntimeError as error:
     columns = str(error)
 wrong = rows != {3: 4, 6: 8, 8: 8} or added != [1.0, 1.0] or columns != [2, 4]
-print("SEEN" if wrong else "GONE", f"rows for 4 processes: {rows}; added: {added}; columns: {columns}")
+print(
+    "SEEN" if wrong else "GONE", f"rows for 4 processes: {rows}; added: {added}; columns: {columns}"
+)

@@ -79,7 +79,12 @@ def values_of(contract: Contract, name: str, ranks: int = RANKS) -> list[Any]:
         (Pads(), "equally long", 0, "float32 (2, 2) [[1.0, 2.0], [3.0, 4.0]]"),
         (Fills(), "one row", 0, "float32 (3, 2) [[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]]"),
         (Fills(), "as many rows as ranks", 0, "float32 (3, 2) [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]"),
-        (Fills(), "one row more than ranks", 1, "float32 (6, 2) [[3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [9.0"),
+        (
+            Fills(),
+            "one row more than ranks",
+            1,
+            "float32 (6, 2) [[3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [9.0",
+        ),
         (Fills(), "four rows for each rank", 0, "float32 (12, 2) "),
         (Fills(dim=1), "one row", 1, "float32 (2, 3) [[3.0, 3.0, 3.0], [4.0, 4.0, 4.0]]"),
         (Splits(), "list", 0, "[0, 1, 2]"),

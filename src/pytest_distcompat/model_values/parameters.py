@@ -126,8 +126,8 @@ def without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset[
     lost: set[str] = set()
     for names in names_by_stage.values():
         without |= names - with_gradient
-        # If all that is trained of a model, or of a stage, has no gradient, gradients were lost: then
-        # these are not unused.
+        # If all that is trained of a model, or of a stage, has no gradient, gradients were lost:
+        # then these are not unused.
         if names.isdisjoint(with_gradient):
             lost |= names
     return frozenset(without - lost)
