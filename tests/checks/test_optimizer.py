@@ -287,6 +287,14 @@ def test_if_no_parameter_has_a_gradient_they_were_lost(sound: Sound) -> None:
     assert findings == [did_not_move(name) for name in names]
 
 
+def test_if_nothing_beside_what_is_frozen_has_a_gradient_they_were_lost(sound: Sound) -> None:
+    """As those of an adapter whose base is frozen."""
+    story = sound("ddp-fp32-w2").parameters({"trainable": False}, only="inlet.weight")
+    story = story.parameters({"digest": "where it was"}, only="outlet.weight")
+    story = story.optimizer({"without_gradient": ("module.outlet.weight",)}, action="step")
+    assert did_not_move("module.outlet.weight") in story.findings("optimizer")
+
+
 def test_state_that_is_there_from_the_start_of_what_no_loss_depends_on(sound: Sound) -> None:
     """Adagrad makes it when it is made itself."""
     name = "module.outlet.weight"
