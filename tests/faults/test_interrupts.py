@@ -11,8 +11,11 @@ from tests.pytest_runs import temporaries
 
 from pytest_distcompat.launch.temporary import remove_abandoned
 from pytest_distcompat.lease import default_directory
+from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.faults.conftest import Faulty, Start
 
 pytestmark = pytest.mark.spawn
@@ -126,6 +129,18 @@ def test_a_signal_ends_pytest_and_its_ranks(busy: Faulty, number: int) -> None:
     run = busy.finish(30, killed=True)
     assert run.code == -number
     assert not run.leftovers
+
+
+@pytest.mark.parametrize("args", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
+def test_a_scheduler_that_ends_pytest_gets_the_report(start: Start, tmp_path: Path, args: tuple[str, ...]) -> None:
+    report = tmp_path / "report.json"
+    faulty = start("faults_midway.py", f"--distcompat-report={report}", *args)
+    faulty.wait_for("busy-0", "busy-1")
+    faulty.process.send_signal(signal.SIGTERM)
+    run = faulty.finish(60)
+    assert run.code == pytest.ExitCode.INTERRUPTED
+    assert not run.leftovers
+    assert Report.read(report).interrupted
 
 
 @pytest.mark.nightly

@@ -103,6 +103,9 @@ def pytest_configure(config: pytest.Config) -> None:
             # in ``pytest_runtestloop``, when it knows them.
             if session.placement.elsewhere and _is_controller(config):
                 _end_by_sigterm(config)
+            # A worker of xdist writes no report: its controller does.
+            if session.setting("report").value and not hasattr(config, "workerinput"):
+                _end_by_sigterm(config)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -1,7 +1,8 @@
 """SIGTERM to pytest itself, from a scheduler that takes the machines of its session away.
 
 By default SIGTERM ends pytest at once: there is no report, and processes on other machines stay. So
-in sessions with runs on other machines the plugin's hooks call ``install``.
+in sessions that write a report, or have runs on other machines, the plugin's hooks call
+``install``.
 """
 
 from __future__ import annotations
