@@ -8,7 +8,8 @@ builds a trainer that saves there: the check ``paths`` demands an error that nam
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path, PurePath
 
 from pytest_distcompat.probe.files import PICKLED
 from pytest_distcompat.trace import FileInfo
@@ -17,7 +18,14 @@ from pytest_distcompat.trace import FileInfo
 TENSOR_SUFFIXES = PICKLED | {".safetensors", ".distcp"}
 
 
-def corrupt(directory: Path, how: str) -> FileInfo:
+def _any_file(_path: PurePath) -> bool:
+    """Tell that a file is loaded."""
+    return True
+
+
+def corrupt(
+    directory: Path, how: str, is_loaded: Callable[[PurePath], bool] = _any_file
+) -> FileInfo:
     """Corrupt the largest file of a checkpoint, or its directory.
 
     Args:
@@ -25,19 +33,24 @@ def corrupt(directory: Path, how: str) -> FileInfo:
         how: ``truncate`` cuts the largest file to half its size; ``remove`` deletes it; ``block``
             replaces the directory, which must be empty, by a file: then not even root can write to
             it.
+        is_loaded: Tells of the path of a file in the directory whether a load reads that file. No
+            other is corrupted.
 
     Returns:
         The path that was corrupted, with ``how`` in its field ``holds``. No file is read for it,
         so its format and keys are empty.
 
     Raises:
-        FileNotFoundError: If no file has weights or optimizer state.
+        FileNotFoundError: If no file that is loaded has weights or optimizer state.
     """
     if how == "block":
         directory.rmdir()
         directory.touch()
         return FileInfo(directory.name, format="", holds=how, keys=())
-    candidates = (path for path in directory.rglob("*") if path.suffix in TENSOR_SUFFIXES)
+    candidates: list[Path] = []
+    for path in directory.rglob("*"):
+        if path.suffix in TENSOR_SUFFIXES and is_loaded(path.relative_to(directory)):
+            candidates.append(path)
     files = sorted(candidates, key=lambda path: (path.stat().st_size, path))
     if not files:
         raise FileNotFoundError(f"{directory}: there is no checkpoint to corrupt")

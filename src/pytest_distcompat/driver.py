@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -621,6 +621,17 @@ class Driver(
             else:
                 self.load(plan.load_from)
                 report(action)
+
+    def loads_file(self, path: PurePath) -> bool:  # noqa: ARG002 - for those who override it
+        """Tell whether ``load`` reads a file of a checkpoint.
+
+        The check ``damage`` spoils one that it does. Beside what it resumes from a trainer may save
+        the weights for others to use.
+
+        Args:
+            path: The path of the file in the directory of the checkpoint.
+        """
+        return True
 
     def trainer_world_size(self) -> int | None:
         """Return the number of ranks that the trainer assumes; None if unknown."""

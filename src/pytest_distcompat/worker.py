@@ -655,7 +655,8 @@ class Rank:
 
         if self.driver.world.rank:
             return {}
-        return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
+        corrupted = corrupt(self.run_paths.save_to, self.run.damage, self.driver.loads_file)
+        return {"files": (corrupted,)}
 
     # Rows of data loaders, metrics, and functions by which ranks exchange values.
 

@@ -82,6 +82,15 @@ def test_a_file_of_torch_save_is_read(
     assert keys_of_files(tmp_path) == []
 
 
+def test_only_a_file_that_is_loaded_is_spoilt(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(100)}, tmp_path / "for_others.bin")
+    (tmp_path / "step-3").mkdir()
+    torch.save({"a": torch.ones(2)}, tmp_path / "step-3" / "resumed.pt")
+    assert corrupt(tmp_path, "truncate").path == "for_others.bin"
+    spoilt = corrupt(tmp_path, "truncate", lambda path: path.parts[0] == "step-3")
+    assert spoilt.path == "step-3/resumed.pt"
+
+
 def test_an_average_of_the_model_has_its_names(tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(Small())
     torch.save(averaged.state_dict(), tmp_path / "ema.pt")

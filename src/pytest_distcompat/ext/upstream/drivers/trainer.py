@@ -36,7 +36,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
@@ -545,6 +545,13 @@ class TrainerDriver(TrainerArguments):
         if self.tiny.written_names is None:
             return ()
         return self.tiny.written_names()
+
+    def loads_file(self, path: PurePath) -> bool:
+        """Tell whether Trainer resumes from a file of a checkpoint.
+
+        Beside what DeepSpeed loads it saves the weights for ``from_pretrained``.
+        """
+        return self.strategy.deepspeed is None or path.suffix != ".safetensors"
 
     def read_trainer(self) -> None:
         """Set the model, optimizer, scheduler and scaler that the Trainer has now.
