@@ -132,7 +132,7 @@ class TrainerArguments(TrainerReference):
         """Return the flag for mixed precision: ``{"bf16": True}``; empty for none.
 
         fp8 has no flag: ``environment`` sets it. DeepSpeed needs the flag of the dtype that is
-        computed in for any precision, also for fp8 and for a model that has one dtype as a whole.
+        computed in also for a model that has one dtype as a whole.
         """
         mixed = self.precision.mixed and not self.precision.float8
         flag = {"bfloat16": "bf16", "float16": "fp16"}.get(self.precision.compute)
@@ -177,6 +177,9 @@ class TrainerArguments(TrainerReference):
         _, variables = self._backend_config()
         if self.precision.float8:
             variables["ACCELERATE_MIXED_PRECISION"] = "fp8"
+            if self.cell.strategy != "fsdp2":
+                # The default is for FSDP2 alone: docs/upstream/accelerate_fp8_untrained.py.
+                variables["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
         if self.cell.option("compile") == "regional":
             variables["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
         return variables

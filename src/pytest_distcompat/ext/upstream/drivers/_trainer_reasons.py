@@ -73,6 +73,13 @@ def trainer_reason(cell: Cell, device: str) -> str | None:
             "Trainer passes no recipe for Transformer Engine to accelerate",
         ),
         (
+            cell.precision == "fp8" and "zero" in cell.strategy,
+            (
+                "DeepSpeed needs the flag of the dtype that is computed in, such as bf16, and "
+                "Trainer then takes no fp8 from its environment"
+            ),
+        ),
+        (
             bool(cell.option("packed")) and not transformers_model,
             f"rows of tokens are packed, and model {model} has none",
         ),
