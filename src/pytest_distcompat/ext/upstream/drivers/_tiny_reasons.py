@@ -80,6 +80,10 @@ def options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
             f"accelerate compiles by region blocks that repeat, and {tiny.name} has one block",
         ),
         (
+            cell.option("compile") == "regional" and tiny.layers is not None and by_accelerate,
+            f"accelerate compiles by region the blocks of a ModuleList, and {tiny.name} has none",
+        ),
+        (
             bool(cell.option("ignored_modules")) and not tiny.ignored_module,
             f"the model {tiny.name} has no frozen module to leave out of the sharding",
         ),
